@@ -1,0 +1,24 @@
+"""Fixtures that more than one half of the tests need."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+def cache_folder() -> Path:
+    """Where downloads and builds are kept between runs, outside the repository."""
+    if chosen := os.environ.get("MEGATRON_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-inference"
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct as GGUF (Q4_1); fails, never skips, when it was not fetched."""
+    path = cache_folder() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not path.exists():
+        pytest.fail(f"{path} is missing: run `make model` once to fetch it")
+    return path
