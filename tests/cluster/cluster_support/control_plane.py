@@ -1,0 +1,207 @@
+"""A control plane of the tests' own: etcd, the API server, the controllers, on loopback."""
+
+import http.client
+import itertools
+import random
+import shutil
+import socket
+import ssl
+from pathlib import Path
+from typing import Any, Self
+
+from cluster_support.binaries import Binaries
+from cluster_support.cluster import Cluster, wait_until
+from cluster_support.errors import NotReadyError
+from cluster_support.pki import Pki
+from cluster_support.processes import GuardedProcess, tail
+
+GRACE = 2.0  # seconds; the API server would wait a minute for watchers, which never leave
+SERVICE_ADDRESSES = "10.96.0.0/16"
+UNUSED_ADDRESS = "192.0.2.1"  # of a block reserved for documentation
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports on which nothing listens on loopback.
+
+    They lie below the range that the kernel gives to outgoing connections: there, a client that keeps calling a stopped
+    server could take the server's own port, or even connect to itself.
+    """
+    candidates = random.sample(range(20000, 30000), 1000)
+    return list(itertools.islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+class ControlPlane(Cluster):
+    """Used as a context manager. `folder` must be empty; it holds logs/, pki/ and, while it runs, etcd's data."""
+
+    def __init__(self, binaries: Binaries, kubectl: Path, folder: Path, *, with_scheduler: bool = False) -> None:
+        etcd_port, self._etcd_peer_port, self._port = free_ports(3)
+        self._etcd_url = f"http://127.0.0.1:{etcd_port}"
+        self._binaries = binaries
+        self._with_scheduler = with_scheduler
+        self._processes: dict[str, GuardedProcess] = {}
+        self.logs = folder / "logs"
+        self.logs.mkdir()
+        self.server = f"https://127.0.0.1:{self._port}"
+        self._pki = Pki.make(folder / "pki", self.server)
+        super().__init__(self._pki.kubeconfig("admin"), kubectl, folder, binaries)
+
+    @property
+    def has_controllers(self) -> bool:
+        return self._binaries.controller_manager is not None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when requests are answered. Raises NotReadyError, with the end of the log that says why."""
+        self.start_etcd()
+        self.start_apiserver()
+        self.start_controllers()
+
+    def stop(self) -> None:
+        """Kills whatever runs and drops the data; the logs stay."""
+        for name in reversed(list(self._processes)):
+            self._processes.pop(name).stop()
+        shutil.rmtree(self._data, ignore_errors=True)
+
+    def pids(self) -> dict[str, int]:
+        """Of the guards, each the leader of its program's process group."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def start_etcd(self) -> None:
+        peer = f"http://127.0.0.1:{self._etcd_peer_port}"
+        self._launch(
+            "etcd",
+            self._binaries.etcd,
+            f"--data-dir={self._data}",
+            f"--listen-client-urls={self._etcd_url}",
+            f"--advertise-client-urls={self._etcd_url}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+        )
+
+    def stop_etcd(self) -> None:
+        """The API server goes on without its store: it answers with errors, or not at all."""
+        self._end("etcd")
+
+    def start_apiserver(self) -> None:
+        """On the same port each time; returns when it is ready."""
+        self._launch("kube-apiserver", self._binaries.apiserver, *self._apiserver_flags())
+        self.wait_until_ready()
+
+    def stop_apiserver(self) -> None:
+        self._end("kube-apiserver")
+
+    def restart_apiserver(self) -> None:
+        self.stop_apiserver()
+        self.start_apiserver()
+
+    def start_controllers(self) -> None:
+        """The scheduler too, if it was asked for. Without their programs: none."""
+        if self._binaries.controller_manager:
+            self._launch(
+                "kube-controller-manager",
+                self._binaries.controller_manager,
+                *self._controller_flags("controller-manager"),
+                f"--service-account-private-key-file={self._pki.key('service-account')}",
+                f"--root-ca-file={self._pki.certificate('ca')}",
+                "--use-service-account-credentials",
+            )
+        if self._with_scheduler:
+            if self._binaries.scheduler is None:
+                raise NotReadyError(f"there is no kube-scheduler beside {self._binaries.apiserver}")
+            self._launch("kube-scheduler", self._binaries.scheduler, *self._controller_flags("scheduler"))
+
+    def stop_controllers(self) -> None:
+        self._end("kube-scheduler")
+        self._end("kube-controller-manager")
+
+    def define(self, *definitions: dict[str, Any]) -> None:
+        """The garbage collector looks for new kinds every 30 s, but also when it starts."""
+        super().define(*definitions)
+        self.stop_controllers()
+        self.start_controllers()
+
+    def wait_until_ready(self, timeout: float = 60.0) -> None:
+        wait_until(self._is_ready_or_dead, f"the API server at {self.server}, log: {self.logs}", timeout)
+
+    def is_ready(self) -> bool:
+        """What the API server's own readiness check says, etcd included."""
+        context = ssl.create_default_context(cafile=self._pki.certificate("ca"))
+        context.load_cert_chain(self._pki.certificate("admin"), self._pki.key("admin"))
+        connection = http.client.HTTPSConnection("127.0.0.1", self._port, context=context, timeout=5)
+        try:
+            connection.request("GET", "/readyz")
+            return connection.getresponse().status == http.HTTPStatus.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    @property
+    def _data(self) -> Path:
+        return self.folder / "etcd"
+
+    def _is_ready_or_dead(self) -> bool:
+        for name, process in self._processes.items():
+            if (code := process.exit_code()) is not None:
+                raise NotReadyError(
+                    f"{name} ended with exit status {code}; the end of {process.log}:\n{tail(process.log)}"
+                )
+        return self.is_ready()
+
+    def _launch(self, name: str, program: Path, *flags: str) -> None:
+        if name in self._processes:
+            raise NotReadyError(f"{name} runs already: stop it before starting it again")
+        self._processes[name] = GuardedProcess([program, *flags], self.logs / f"{name}.log")
+
+    def _end(self, name: str) -> None:
+        if process := self._processes.pop(name, None):
+            process.stop(GRACE)
+
+    def _apiserver_flags(self) -> list[str]:
+        pki = self._pki
+        flags = [
+            f"--etcd-servers={self._etcd_url}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={self._port}",
+            # A loopback address is refused here, and the default needs a route to the outside.
+            f"--advertise-address={UNUSED_ADDRESS}",
+            "--endpoint-reconciler-type=none",
+            f"--tls-cert-file={pki.certificate('apiserver')}",
+            f"--tls-private-key-file={pki.key('apiserver')}",
+            f"--client-ca-file={pki.certificate('ca')}",
+            "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+            f"--service-account-signing-key-file={pki.key('service-account')}",
+            f"--service-account-key-file={pki.service_account_public_key}",
+            f"--service-cluster-ip-range={SERVICE_ADDRESSES}",
+            "--authorization-mode=Node,RBAC",
+            "--allow-privileged=true",
+        ]
+        if not self.has_controllers:
+            # Nobody would make the ServiceAccounts without which this plugin refuses every pod.
+            flags.append("--disable-admission-plugins=ServiceAccount")
+        return flags
+
+    def _controller_flags(self, user: str) -> list[str]:
+        flags = [f"--kubeconfig={self._pki.kubeconfig(user)}", "--leader-elect=false", "--secure-port=0"]
+        # Up to 1.23 there is a second, plain port with a fixed number, on which two control planes would collide.
+        return [*flags, "--port=0"] if self._binaries.minor < 24 else flags

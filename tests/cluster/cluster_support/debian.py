@@ -1,0 +1,96 @@
+"""Packages out of Debian's archive without installing them, and without being root.
+
+apt gets a sources list and state folders of its own, so that neither the machine's package lists nor its lock are
+touched. The archive's address is taken from the machine's own configuration.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_support.errors import NoKubernetesError
+from cluster_support.processes import run_guarded
+
+SUITE = "bookworm"
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+TOOLS = ("apt-get", "dpkg-deb", "patch", "tar", "xz")
+MEND = (
+    "give the tests a Kubernetes instead: KUBEBUILDER_ASSETS=<folder with etcd and kube-apiserver>, "
+    "or KUBECONFIG=<file> with MEGATRON_TEST_USE_KUBECONFIG=1"
+)
+
+
+def archive_uri() -> str:
+    """The address of the Debian archive that this machine uses. Raises NoKubernetesError where there is none."""
+    try:
+        release = platform.freedesktop_os_release()
+    except OSError:
+        release = {}
+    if release.get("ID") != "debian":
+        name = release.get("PRETTY_NAME", platform.system())
+        raise NoKubernetesError(f"Kubernetes for the tests is built from Debian's sources, and this is {name}: {MEND}")
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing or not KEYRING.exists():
+        wanted = ", ".join(missing or [str(KEYRING)])
+        raise NoKubernetesError(f"building Kubernetes needs {wanted}: install it, or {MEND}")
+    return _main_archive({release.get("VERSION_CODENAME", SUITE), SUITE, "stable", "oldstable"})
+
+
+def _main_archive(suites: set[str]) -> str:
+    columns = "$(REPO_URI) $(RELEASE) $(COMPONENT)"
+    command = ["apt-get", "indextargets", "--format", columns, "Created-By: Packages"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    for line in listed.splitlines():
+        uri, _, rest = line.partition(" ")
+        suite, _, component = rest.partition(" ")
+        if suite in suites and component == "main":
+            return uri
+    raise NoKubernetesError(f"apt is configured with no Debian archive ({', '.join(sorted(suites))}; main): {MEND}")
+
+
+@dataclass(frozen=True)
+class Apt:
+    """apt-get with all of its state in `folder`."""
+
+    folder: Path
+    log: Path
+
+    def update(self, uri: str) -> None:
+        for name in ("lists/partial", "cache/archives/partial"):
+            (self.folder / name).mkdir(parents=True)
+        entry = f"[signed-by={KEYRING}] {uri} {SUITE} main"
+        self._sources.write_text(f"deb {entry}\ndeb-src {entry}\n")
+        self._run("update", cwd=self.folder)
+
+    def download_source(self, package: str, version: str, into: Path) -> None:
+        self._run("source", "--download-only", f"{package}={version}", cwd=into)
+
+    def download(self, packages: Sequence[str], into: Path) -> None:
+        self._run("download", *packages, cwd=into)
+
+    @property
+    def _sources(self) -> Path:
+        return self.folder / "sources.list"
+
+    def _run(self, *words: str, cwd: Path) -> None:
+        options = {
+            "Dir::Etc::SourceList": self._sources,
+            "Dir::Etc::SourceParts": "/dev/null",
+            "Dir::State::Lists": self.folder / "lists",
+            "Dir::Cache": self.folder / "cache",
+            "Acquire::Retries": 3,
+        }
+        if os.geteuid() == 0:
+            options["APT::Sandbox::User"] = "root"  # apt's own user may not enter root's home
+        flags = [f"-o{name}={value}" for name, value in options.items()]
+        run_guarded(["apt-get", "-q", *flags, *words], self.log, cwd=cwd)
+
+
+def unpack(packages: Path, into: Path, log: Path) -> None:
+    """Unpacks every .deb of a folder into one tree."""
+    for package in sorted(packages.glob("*.deb")):
+        run_guarded(["dpkg-deb", "--extract", package, into], log)

@@ -1,0 +1,92 @@
+"""Fixtures: a real Kubernetes API, and a namespace in it."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+if str(HERE) not in sys.path:
+    sys.path.append(str(HERE))  # cluster_support lies here, and importlib mode puts nothing on the path
+
+from cluster_support import binaries  # noqa: E402
+from cluster_support.cluster import Cluster  # noqa: E402
+from cluster_support.control_plane import ControlPlane  # noqa: E402
+from cluster_support.errors import ClusterSupportError  # noqa: E402
+from cluster_support.progress import Say, say_at_once  # noqa: E402
+
+SOURCE = pytest.StashKey[binaries.Source | ClusterSupportError]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First, so that `-m "not cluster"` sees the mark."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Here, since a build lasts longer than any one test may, and its progress should be seen.
+
+    First, so that the report of the collection can name what was found.
+    """
+    needed = any("control_plane" in getattr(item, "fixturenames", ()) for item in session.items)
+    if needed and not session.config.getoption("collectonly"):
+        session.config.stash[SOURCE] = _find_source(session.config)
+
+
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """The header's own hook is not called for a conftest this far below the root."""
+    source = config.stash.get(SOURCE, None)
+    return [f"cluster tests: {source}"] if source else []
+
+
+def _find_source(config: pytest.Config) -> binaries.Source | ClusterSupportError:
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    say: Say = reporter.write_line if reporter else say_at_once
+    try:
+        return binaries.find(os.environ, say)
+    except ClusterSupportError as error:
+        return error
+
+
+@pytest.fixture(scope="session")
+def control_plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster that all tests share."""
+    source = request.config.stash[SOURCE]
+    if isinstance(source, ClusterSupportError):
+        pytest.fail(str(source), pytrace=False)
+    kubectl = binaries.find_kubectl(os.environ)
+    folder = tmp_path_factory.mktemp("control-plane")
+    if isinstance(source, binaries.ExternalCluster):
+        yield Cluster(source.kubeconfig, kubectl, folder, source)
+        return
+    with ControlPlane(source, kubectl, folder) as control_plane:
+        yield control_plane
+
+
+@pytest.fixture
+def own_control_plane(control_plane: Cluster) -> ControlPlane:
+    """The same, for tests that stop parts of it: skipped on a cluster that was given."""
+    if not isinstance(control_plane, ControlPlane):
+        pytest.skip(f"stops parts of the control plane, which {control_plane.description} would not survive")
+    return control_plane
+
+
+@pytest.fixture
+def controllers(control_plane: Cluster) -> None:
+    """For tests that need kube-controller-manager."""
+    if not control_plane.has_controllers:
+        pytest.skip("KUBEBUILDER_ASSETS holds no kube-controller-manager")
+
+
+@pytest.fixture
+def namespace(control_plane: Cluster) -> Iterator[str]:
+    """A new one each time."""
+    name = control_plane.make_namespace()
+    yield name
+    control_plane.delete_namespace(name)

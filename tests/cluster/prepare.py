@@ -1,0 +1,26 @@
+"""Finds or builds the Kubernetes that the cluster tests run on, and says which it is.
+
+`python tests/cluster/prepare.py`: the same as the tests do by themselves, ahead of them and with visible progress.
+"""
+
+import os
+import sys
+
+from cluster_support import binaries
+from cluster_support.errors import ClusterSupportError
+from cluster_support.progress import say_at_once
+
+
+def main() -> int:
+    try:
+        source = binaries.find(os.environ, say_at_once)
+        kubectl = binaries.find_kubectl(os.environ)
+    except ClusterSupportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"cluster tests: {source}; kubectl: {kubectl}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
