@@ -48,6 +48,10 @@ class Signal(StrEnum):
     STOP = "stop"
 
 
+BAD_INPUT_EXIT_CODE = 2
+"""The launcher's exit code for what no retry mends: a wrong flag, a broken checkpoint, too little memory."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a pod ended or cannot start. ``reason`` is CamelCase, as in Kubernetes conditions."""
@@ -56,6 +60,11 @@ class Failure:
     message: str
     rank: int | None = None
     exit_code: int | None = None
+
+    @property
+    def bad_input(self) -> bool:
+        """Whether trying again with the same spec would end in the same way."""
+        return self.exit_code == BAD_INPUT_EXIT_CODE
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,11 @@ class Loading:
 
 @dataclass(frozen=True)
 class ObservedPod:
-    """One pod of a group attempt. Times are seconds since the epoch."""
+    """One pod of a group attempt. Times are seconds since the epoch.
+
+    Identity, ``leader``, ``template_hash`` and ``restarts`` are read from the labels and annotations that ``render``
+    put there (``names.pod_identity``).
+    """
 
     name: str
     uid: str
@@ -80,9 +93,15 @@ class ObservedPod:
     phase: PodPhase
     ready: bool
     created_at: float
+    restarts: int = 0
+    """Restarts of the group that were counted against its budget when this attempt was created."""
     address: str | None = None
+    node: str | None = None
+    ready_changed_at: float | None = None
+    """When ``ready`` last changed; None where it never did."""
     finished_at: float | None = None
-    deleting: bool = False
+    deletion_deadline: float | None = None
+    """Set once deletion was asked for: the time by which the pod should be gone."""
     waiting: Failure | None = None
     """A cause that keeps the pod from starting: Unschedulable, ImagePull, ..."""
     failure: Failure | None = None
@@ -90,6 +109,18 @@ class ObservedPod:
     rank_phase: str | None = None
     """The least advanced phase among the pod's ranks: Starting, Loading, Rendezvous, Registering, Serving."""
     loading: Loading | None = None
+    launcher_restarts: int = 0
+    """Ranks that the pod's launcher restarted in place."""
+
+    @property
+    def deleting(self) -> bool:
+        """Whether deletion was asked for, by whomever."""
+        return self.deletion_deadline is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether its processes have ended for good."""
+        return self.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED)
 
 
 @dataclass(frozen=True)
@@ -102,7 +133,10 @@ class ObservedReplica:
 
 @dataclass(frozen=True)
 class ObservedEngine:
-    """The leader's answer. ``state`` is None until a replica has registered."""
+    """The leader's answer. ``state`` is None until a replica has registered.
+
+    ``message`` is the leader's own error, or, while it is unreachable, why.
+    """
 
     reachable: bool
     state: EngineState | None = None
@@ -121,7 +155,10 @@ class World:
     engine: ObservedEngine | None = None
     """None when there is no leader pod to ask."""
     children: Mapping[str, str] = field(default_factory=dict)
-    """``Kind/name`` of every child that exists besides pods, to the hash of the manifest it was applied from."""
+    """``Kind/name`` of every child that exists besides pods, to the hash annotation of the manifest it was applied from
+    (``names.applied_hash``)."""
+    url: str | None = None
+    """Where clients reach the HTTP frontend, where that is not the Service's DNS name."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +166,17 @@ class ApplyChild:
     """Create the child or bring it to this manifest (server-side apply)."""
 
     manifest: Manifest
+
+
+@dataclass(frozen=True)
+class CreateSecret:
+    """Create the Secret with a random value (``secrets.token_urlsafe(32)``) for each of ``random_keys``.
+
+    One that exists already is success and stays as it is, so that its values are made only once.
+    """
+
+    manifest: Manifest
+    random_keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -163,11 +211,27 @@ class SendSignal:
     address: str
 
 
-Action = ApplyChild | DeleteChild | CreatePod | DeletePod | SendSignal
+Action = ApplyChild | CreateSecret | DeleteChild | CreatePod | DeletePod | SendSignal
+
+
+class WorldError(Exception):
+    """The outside did not do as asked; ``str()`` is fit for a condition's message. The next reconcile tries again."""
+
+
+class ActionRefused(WorldError):
+    """The outside understood and refused (forbidden, invalid manifest): trying again soon is of no use."""
+
+
+class SignalRefused(WorldError):
+    """The engine's state forbids the signal; ``allowed`` are those that it takes."""
+
+    def __init__(self, message: str, allowed: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class WorldPort(Protocol):
-    """What an adapter offers. Both methods may raise ``WorldError``; the next reconcile tries again."""
+    """What an adapter offers. Both methods may raise ``WorldError``."""
 
     async def observe(self, name: str, namespace: str) -> World:
         """The current children of the resource and its engine's state."""
@@ -176,7 +240,3 @@ class WorldPort(Protocol):
     async def apply(self, name: str, namespace: str, action: Action) -> None:
         """Carry out one action. Idempotent: a repeated action ends in the same place."""
         ...
-
-
-class WorldError(Exception):
-    """The outside did not do as asked; ``str()`` is fit for a condition's message."""

@@ -1,0 +1,21 @@
+"""Pure builders of the children, a file per kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_operator.api.v1alpha1 import MegatronInference
+from megatron_operator.render.coordinator_service import coordinator_service
+from megatron_operator.render.http_service import http_service
+from megatron_operator.render.keys_secret import keys_secret
+from megatron_operator.render.metadata import with_applied_hash
+from megatron_operator.render.pod import grace_seconds, image_of, render_pod
+from megatron_operator.render.pods_service import pods_service
+
+__all__ = ["grace_seconds", "image_of", "keys_secret", "render_children", "render_pod"]
+
+
+def render_children(resource: MegatronInference) -> list[dict[str, Any]]:
+    """All children besides the pods and the Secret, each with its hash annotation."""
+    builders = (coordinator_service, pods_service, http_service)
+    return [with_applied_hash(build(resource)) for build in builders]

@@ -1,0 +1,198 @@
+"""The CustomResourceDefinition, generated from the pydantic models.
+
+``python -m megatron_operator.api.crd`` writes it to where it is kept: ``manifests/crd.yaml`` and the Helm chart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, MegatronInference, Spec, Status
+from megatron_operator.api.v1alpha1.resource import LONGEST_NAME, NAME_PATTERN
+
+Schema = dict[str, Any]
+
+FILES = (Path("manifests/crd.yaml"), Path("charts/megatron-inference/crds/megatroninferences.yaml"))
+"""Where the generated file is kept, from the repository's root."""
+
+HEADER = "# Generated from operator/megatron_operator/api by `python -m megatron_operator.api.crd`. Do not edit.\n"
+
+COLUMNS = (
+    ("Phase", "string", ".status.phase", "State of the resource in a word", 0),
+    ("Engine", "string", ".status.engineState", "State of the engine as the leader reports it", 0),
+    ("Ready", "string", ".status.ready", "Ready replica groups of wished ones", 0),
+    ("URL", "string", ".status.url", "Base URL of the OpenAI API inside the cluster", 0),
+    ("Restarts", "integer", ".status.restarts", "Restarts counted against the budgets", 0),
+    ("Age", "date", ".metadata.creationTimestamp", "Time since the resource was created", 0),
+    ("Model", "string", ".status.modelName", "The model's name in the OpenAI API", 1),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', "Why the resource is ready or not", 1),
+)
+
+
+def crd() -> dict[str, Any]:
+    """The definition, fit for API servers from v1.20 on; those before v1.25 leave the CEL rules out."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": ["mi"],
+                "categories": ["all"],
+            },
+            "versions": [_version()],
+        },
+    }
+
+
+def crd_text() -> str:
+    """The definition as the generated files hold it."""
+    return HEADER + yaml.dump(crd(), Dumper=_PlainDumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def stale_files(root: Path) -> list[Path]:
+    """Files below ``root`` that do not hold the current definition."""
+    text = crd_text()
+    return [file for file in FILES if not (root / file).exists() or (root / file).read_text() != text]
+
+
+def write_files(root: Path) -> None:
+    """Brings the files below ``root`` up to date."""
+    for file in FILES:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(crd_text())
+
+
+def main() -> None:
+    """Writes the files, from the repository's root; ``--check`` only says whether they are up to date."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is out of date")
+    if not parser.parse_args().check:
+        write_files(Path.cwd())
+    elif stale := stale_files(Path.cwd()):
+        words = ", ".join(str(file) for file in stale)
+        sys.exit(f"{words}: not what the models say; run: python -m megatron_operator.api.crd")
+
+
+def _version() -> dict[str, Any]:
+    return {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": _root_schema()},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path, "description": words, "priority": priority}
+            for name, kind, path, words, priority in COLUMNS
+        ],
+    }
+
+
+def _root_schema() -> Schema:
+    name_rule = {
+        "rule": f"self.metadata.name.matches('{NAME_PATTERN}') && self.metadata.name.size() <= {LONGEST_NAME}",
+        "message": "metadata.name: must start with a letter and hold at most"
+        f" {LONGEST_NAME} of a-z, 0-9 and '-'; choose another name",
+    }
+    return {
+        "type": "object",
+        "description": MegatronInference.__doc__,
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string", "description": "Version of the schema of this object."},
+            "kind": {"type": "string", "description": "Kind of this object."},
+            "metadata": {"type": "object"},
+            "spec": _structural(Spec.model_json_schema(), with_defaults=True),
+            "status": _structural(Status.model_json_schema(mode="serialization"), with_defaults=False),
+        },
+        "x-kubernetes-validations": [name_rule],
+    }
+
+
+def _structural(document: Schema, *, with_defaults: bool) -> Schema:
+    schema = _converted(document, document.get("$defs", {}))
+    return schema if with_defaults else _without_defaults(schema)
+
+
+def _converted(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
+    """A node as Kubernetes wants it: references inlined, null alternatives and titles gone, unknown fields pruned."""
+    node = _without_null(_inlined(node, definitions), definitions)
+    result = {key: value for key, value in node.items() if key not in ("title", "$defs", "additionalProperties")}
+    if "description" in node:
+        result["description"] = " ".join(node["description"].split())
+    if "properties" in node:
+        children = {name: _converted(child, definitions) for name, child in node["properties"].items()}
+        result["properties"] = children
+    if "items" in node:
+        result["items"] = _converted(node["items"], definitions)
+    if isinstance(node.get("additionalProperties"), dict):
+        result["additionalProperties"] = _converted(node["additionalProperties"], definitions)
+    return _with_default(result)
+
+
+def _inlined(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
+    """``node`` with what it refers to beneath it: its own description and default win."""
+    while "$ref" in node:
+        target = definitions[node["$ref"].removeprefix("#/$defs/")]
+        node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
+    return node
+
+
+def _without_null(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
+    """Pydantic writes a field that may be left out as ``anyOf`` with null; Kubernetes just leaves it out."""
+    alternatives = [each for each in node.get("anyOf", ()) if each != {"type": "null"}]
+    if len(alternatives) != 1:
+        return node
+    own = {key: value for key, value in node.items() if key != "anyOf" and (key, value) != ("default", None)}
+    return {**_inlined(alternatives[0], definitions), **own}
+
+
+def _with_default(node: Schema) -> Schema:
+    """An object that may be left out is filled by the defaults of its fields; empty defaults say nothing."""
+    default = node.get("default")
+    fields = node.get("properties", {}).values()
+    if default is not None and any("default" in field for field in fields):
+        return {**node, "default": {}}
+    if default in (None, "", [], {}) or fields:
+        return {key: value for key, value in node.items() if key != "default"}
+    return node
+
+
+def _without_defaults(node: Schema) -> Schema:
+    """Nothing is filled in: the status is what the operator wrote."""
+    result = {key: value for key, value in node.items() if key != "default"}
+    if "properties" in node:
+        result["properties"] = {name: _without_defaults(child) for name, child in node["properties"].items()}
+    if "items" in node:
+        result["items"] = _without_defaults(node["items"])
+    return result
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Writes shared parts out in full, since an alias is nothing for people."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+
+if __name__ == "__main__":
+    main()

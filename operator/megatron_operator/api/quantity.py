@@ -1,0 +1,104 @@
+"""Kubernetes quantities and durations, as they are written in a resource.
+
+``Quantity`` is a number of bytes and ``Duration`` a number of seconds; both remember the text they were made from, so
+that users read again what they wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any, Self
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
+DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+
+_BYTES = {
+    "": 1,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "P": 10**15,
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+    "Pi": 2**50,
+}
+_SECONDS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60), "h": Decimal(3600)}
+_DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
+
+
+class Quantity(int):
+    """An amount of memory in bytes, written like ``256Mi``, ``20Gi`` or ``1.5G``; a bare number is bytes."""
+
+    text: str
+
+    def __new__(cls, value: str | int) -> Self:
+        """Raises ValueError when ``value`` is no amount of memory."""
+        made = super().__new__(cls, _bytes(value))
+        made.text = str(value)
+        return made
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return _text_schema(cls)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {
+            "anyOf": [{"type": "integer"}, {"type": "string"}],
+            "x-kubernetes-int-or-string": True,
+            "pattern": QUANTITY_PATTERN,
+        }
+
+
+class Duration(float):
+    """A time span in seconds, written like ``90s``, ``2m`` or ``1h30m``."""
+
+    text: str
+
+    def __new__(cls, value: str) -> Self:
+        """Raises ValueError when ``value`` is no time span."""
+        made = super().__new__(cls, _seconds(value))
+        made.text = value
+        return made
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return _text_schema(cls)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "string", "pattern": DURATION_PATTERN, "maxLength": 32}
+
+
+def _text_schema(cls: type[Quantity] | type[Duration]) -> CoreSchema:
+    def validate(value: Any) -> Any:
+        return value if isinstance(value, cls) else cls(value)
+
+    written = core_schema.plain_serializer_function_ser_schema(lambda value: value.text)
+    return core_schema.no_info_plain_validator_function(validate, serialization=written)
+
+
+def _bytes(value: str | int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise ValueError("must be an amount of memory; write it like 256Mi or 20Gi")
+    match = re.fullmatch(QUANTITY_PATTERN[1:-1], str(value))
+    if match is None:
+        raise ValueError("is no amount of memory; write it like 256Mi or 20Gi (suffixes Ki Mi Gi Ti Pi, k M G T P)")
+    suffix = match.group(2) or ""
+    return int(Decimal(str(value).removesuffix(suffix)) * _BYTES[suffix])
+
+
+def _seconds(value: str) -> float:
+    if not isinstance(value, str):
+        raise ValueError("must be text with a unit; write it like 90s, 2m or 1h30m")
+    if re.fullmatch(DURATION_PATTERN[1:-1], value) is None:
+        raise ValueError("is no time span; write it like 90s, 2m or 1h30m (units ms s m h)")
+    return float(sum(Decimal(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(value)))

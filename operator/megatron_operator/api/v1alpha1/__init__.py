@@ -1,0 +1,76 @@
+"""Version v1alpha1 of the resource."""
+
+from __future__ import annotations
+
+from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, Model, Source, VolumeSource
+from megatron_operator.api.v1alpha1.operations import (
+    FailurePolicy,
+    ImagePullPolicy,
+    Lifecycle,
+    PodTemplate,
+    Restart,
+    Rollout,
+    Scheduling,
+)
+from megatron_operator.api.v1alpha1.resource import (
+    API_VERSION,
+    GROUP,
+    KIND,
+    PLURAL,
+    VERSION,
+    MegatronInference,
+    Metadata,
+    Spec,
+)
+from megatron_operator.api.v1alpha1.serving import (
+    Device,
+    Engine,
+    Expose,
+    Frontend,
+    KVCacheManagement,
+    Parallelism,
+    Pods,
+    Routing,
+    RoutingPolicy,
+    ServiceType,
+)
+from megatron_operator.api.v1alpha1.status import Condition, ConditionType, GroupStatus, LastFailure, Phase, Status
+
+__all__ = [
+    "API_VERSION",
+    "GROUP",
+    "KIND",
+    "PLURAL",
+    "VERSION",
+    "Condition",
+    "ConditionType",
+    "DType",
+    "Device",
+    "Engine",
+    "Expose",
+    "FailurePolicy",
+    "Frontend",
+    "GroupStatus",
+    "HuggingFaceSource",
+    "ImagePullPolicy",
+    "KVCacheManagement",
+    "LastFailure",
+    "Lifecycle",
+    "MegatronInference",
+    "Metadata",
+    "Model",
+    "Parallelism",
+    "Phase",
+    "PodTemplate",
+    "Pods",
+    "Restart",
+    "Rollout",
+    "Routing",
+    "RoutingPolicy",
+    "Scheduling",
+    "ServiceType",
+    "Source",
+    "Spec",
+    "Status",
+    "VolumeSource",
+]

@@ -1,0 +1,49 @@
+"""What all parts of the resource have in common: camelCase names, no unknown fields, no silent conversions."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic.alias_generators import to_camel
+from pydantic_core import PydanticCustomError
+
+Integer = Annotated[int, Strict()]
+Boolean = Annotated[bool, Strict()]
+Text = Annotated[str, Field(min_length=1, max_length=1024)]
+DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+DnsName = Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)]
+ABSOLUTE_PATH = r"^/"
+AbsolutePath = Annotated[str, Field(max_length=1024, pattern=ABSOLUTE_PATH)]
+
+MISPLACED = "misplaced"
+"""Type of the errors that a check across fields raises about one of them."""
+
+
+def misplaced(field: str, value: object, message: str) -> PydanticCustomError:
+    """The error of a check across fields: ``field`` is the dotted path from the checked part to the one at fault."""
+    return PydanticCustomError(MISPLACED, "{message}", {"field": field, "value": value, "message": message})
+
+
+class Part(BaseModel):
+    """A part of the spec. The string below a field is its description in the CRD."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )
+
+
+class Report(BaseModel):
+    """A part of the status, which only the operator writes: what another version left there is ignored."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        populate_by_name=True,
+        extra="ignore",
+        frozen=True,
+        use_attribute_docstrings=True,
+    )

@@ -1,0 +1,144 @@
+"""The resource: ``MegatronInference``, one model served by a number of replica groups."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from megatron_operator.api.v1alpha1.base import Integer, Part, Report, Text, misplaced
+from megatron_operator.api.v1alpha1.model import Model
+from megatron_operator.api.v1alpha1.operations import (
+    FailurePolicy,
+    ImagePullPolicy,
+    Lifecycle,
+    PodTemplate,
+    Restart,
+    Rollout,
+    Scheduling,
+)
+from megatron_operator.api.v1alpha1.serving import Engine, Expose, Frontend, Parallelism, Pods, Routing
+from megatron_operator.api.v1alpha1.status import Status
+
+GROUP = "inference.megatron.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "MegatronInference"
+PLURAL = "megatroninferences"
+
+LONGEST_NAME = 40
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+"""Names of Services start with a letter, and pods' names and host names need room behind the resource's."""
+
+
+class Spec(Part):
+    """The wished state of a MegatronInference."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "self.parallelism.tensor == 1 && self.parallelism.pipeline == 1"
+                    " && self.parallelism.expert == 1",
+                    "message": "spec.parallelism: this version serves one rank per copy of the model;"
+                    " set tensor, pipeline and expert to 1",
+                },
+                {
+                    "rule": "self.pods.ranksPerPod <= self.parallelism.tensor * self.parallelism.pipeline",
+                    "message": "spec.pods.ranksPerPod: a group has parallelism.tensor * parallelism.pipeline ranks;"
+                    " set ranksPerPod to that number or less",
+                },
+            ]
+        }
+    )
+
+    replicas: Annotated[Integer, Field(ge=1, le=1024)] = 1
+    """Replica groups, each with a whole copy of the model (data parallel size)."""
+    lifecycle: Lifecycle = Lifecycle.RUNNING
+    """Running, Paused (requests are frozen and queued), Suspended (memory is given back too) or Stopped (no pods)."""
+    model: Model
+    """The model that is served."""
+    parallelism: Parallelism = Parallelism()
+    """Over how many ranks one copy of the model is spread."""
+    pods: Pods = Pods()
+    """How ranks are put into pods."""
+    engine: Engine = Engine()
+    """The engine of each replica group."""
+    routing: Routing = Routing()
+    """How requests are spread over the replica groups."""
+    frontend: Frontend = Frontend()
+    """The HTTP frontend in the leader pod."""
+    expose: Expose = Expose()
+    """How clients reach the HTTP frontend."""
+    scheduling: Scheduling = Scheduling()
+    """Where and how urgently the pods are placed."""
+    failure_policy: FailurePolicy = FailurePolicy()
+    """What happens when a replica group fails."""
+    rollout: Rollout = Rollout()
+    """How running pods are replaced."""
+    restart: Restart = Restart()
+    """Asks for a restart without another change."""
+    image: Text | None = None
+    """Image of the runtime; the operator's default when left out."""
+    image_pull_policy: ImagePullPolicy = ImagePullPolicy.IF_NOT_PRESENT
+    """When the kubelet fetches the image: Always, IfNotPresent or Never."""
+    pod_template: PodTemplate = PodTemplate()
+    """Overrides for every pod."""
+
+    @model_validator(mode="after")
+    def _ranks_fill_their_pods(self) -> Self:
+        ranks, per_pod = self.parallelism.ranks, self.pods.ranks_per_pod
+        if per_pod > ranks:
+            message = f"is more than the {ranks} rank(s) of a group (tensor * pipeline); set it to {ranks} or less"
+            raise misplaced("pods.ranksPerPod", per_pod, message)
+        return self
+
+    @property
+    def pods_per_group(self) -> int:
+        """Pods of one complete replica group."""
+        return -(-self.parallelism.ranks // self.pods.ranks_per_pod)
+
+
+class Metadata(Report):
+    """The part of Kubernetes' object metadata that the operator reads."""
+
+    name: Annotated[str, Field(max_length=LONGEST_NAME, pattern=NAME_PATTERN)]
+    namespace: str = "default"
+    uid: str = ""
+    generation: int = 0
+    deletion_timestamp: str | None = None
+
+
+class MegatronInference(Part):
+    """A language model served by Megatron: one resource, many ranks, an OpenAI endpoint, and a declared pause."""
+
+    model_config = ConfigDict(extra="ignore")
+    kind: ClassVar[str] = KIND
+    api_version: ClassVar[str] = API_VERSION
+
+    metadata: Metadata
+    """Kubernetes' object metadata."""
+    spec: Spec
+    """The wished state."""
+    status: Status = Status()
+    """The observed state."""
+
+    @property
+    def name(self) -> str:
+        """The resource's name."""
+        return self.metadata.name
+
+    @property
+    def namespace(self) -> str:
+        """The resource's namespace."""
+        return self.metadata.namespace
+
+    @property
+    def served_name(self) -> str:
+        """The model's name in the OpenAI API."""
+        return self.spec.model.served_name or self.metadata.name
+
+    @property
+    def deleting(self) -> bool:
+        """Whether the resource is on its way out: nothing may be created for it any more."""
+        return self.metadata.deletion_timestamp is not None

@@ -1,0 +1,135 @@
+"""How the model is laid out over ranks and pods, and how the engine and the HTTP frontend run."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from megatron_operator.api.quantity import Quantity
+from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, Part, Text
+
+Degree = Annotated[Integer, Field(ge=1, le=4096)]
+
+
+class Device(StrEnum):
+    """What a rank computes on."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class KVCacheManagement(StrEnum):
+    """What becomes of the KV cache while the engine is suspended."""
+
+    PERSIST = "Persist"
+    OFFLOAD = "Offload"
+    RECOMPUTE = "Recompute"
+
+
+class RoutingPolicy(StrEnum):
+    """How the coordinator picks the replica group of a request."""
+
+    ROUND_ROBIN = "RoundRobin"
+
+
+class ServiceType(StrEnum):
+    """Types of a Kubernetes Service that reaches pods."""
+
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+class Parallelism(Part):
+    """Over how many ranks one copy of the model is spread. This version serves one rank per copy."""
+
+    tensor: Degree = 1
+    """Ranks that share each layer's matrices."""
+    pipeline: Degree = 1
+    """Stages that the layers are spread over."""
+    expert: Degree = 1
+    """Ranks that the experts of a mixture-of-experts model are spread over."""
+
+    @field_validator("tensor", "pipeline", "expert")
+    @classmethod
+    def _can_be_served(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("this version serves one rank per copy of the model; set it to 1")
+        return value
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one replica group."""
+        return self.tensor * self.pipeline
+
+
+class Pods(Part):
+    """How ranks are put into pods."""
+
+    ranks_per_pod: Annotated[Integer, Field(ge=1, le=64)] = 1
+    """Ranks in one pod; on GPUs that is the number of GPUs a pod asks for."""
+    device: Device = Device.CUDA
+    """cuda asks for one GPU a rank, cpu for none."""
+    gpu_resource: Annotated[str, Field(max_length=317, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
+    """The resource name under which the nodes offer GPUs."""
+
+
+class Engine(Part):
+    """The engine of each replica group."""
+
+    block_size_tokens: Annotated[Integer, Field(ge=1, le=1024)] = 16
+    """Tokens in one block of the KV cache."""
+    kv_cache_memory: Quantity = Quantity("1Gi")
+    """Memory of each rank for the KV cache, like 256Mi or 20Gi."""
+    max_requests: Annotated[Integer, Field(ge=1, le=65536)] = 256
+    """Most requests that are computed at the same time; more wait in a queue."""
+    chunked_prefill: Boolean = True
+    """Read long prompts in chunks between the steps of other requests."""
+    kv_cache_management: KVCacheManagement = KVCacheManagement.OFFLOAD
+    """While suspended, the KV cache stays (Persist), moves to host memory (Offload), or is dropped and computed
+    again (Recompute)."""
+    offload_weights: Boolean = False
+    """Move the weights to host memory as well while suspended."""
+    extra_args: list[Text] = Field(default=[], max_length=64)
+    """Further flags for megatron-serve, one word each, appended to those that the operator renders."""
+
+
+class Routing(Part):
+    """How requests are spread over the replica groups."""
+
+    policy: RoutingPolicy = RoutingPolicy.ROUND_ROBIN
+    """RoundRobin: one group after the other."""
+
+
+class ApiKeysSecret(Part):
+    """A Secret with the keys that requests must carry."""
+
+    name: DnsName
+    """Name of the Secret, in the resource's namespace."""
+    key: Text = "api-keys"
+    """Key within the Secret; its value holds one API key a line. A change takes effect without a restart."""
+
+
+class Frontend(Part):
+    """The HTTP frontend in the leader pod."""
+
+    replicas: Annotated[Integer, Field(ge=1, le=64)] = 1
+    """Processes that share the HTTP port."""
+    api_keys_secret: ApiKeysSecret | None = None
+    """Requests must carry one of this Secret's keys as a bearer token; anyone may ask when left out."""
+
+
+class ServiceExposure(Part):
+    """The HTTP Service."""
+
+    type: ServiceType = ServiceType.CLUSTER_IP
+    """ClusterIP, NodePort or LoadBalancer."""
+
+
+class Expose(Part):
+    """How clients reach the HTTP frontend."""
+
+    service: ServiceExposure = ServiceExposure()
+    """The HTTP Service, named like the resource, port 8000."""

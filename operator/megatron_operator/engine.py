@@ -1,0 +1,201 @@
+"""Client of the control API that the launcher in every pod answers on port 9000."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+
+from megatron_operator.names import CONTROL_PORT
+from megatron_operator.world import (
+    EngineState,
+    Loading,
+    ObservedEngine,
+    ObservedReplica,
+    Signal,
+    SignalRefused,
+    WorldError,
+)
+
+RANK_PHASES = ("Exited", "Starting", "Loading", "Rendezvous", "Registering", "Serving")
+"""From the least advanced to the most."""
+
+CONNECT_TIMEOUT = 2.0
+ANSWER_TIMEOUT = 5.0
+
+
+class EngineUnreachable(WorldError):
+    """The control API did not answer, or not in its own language."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank process of a pod. ``phase`` is one of ``RANK_PHASES``."""
+
+    rank: int
+    phase: str
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class PodReport:
+    """The answer to ``GET /v1/state``; ``revision`` grows with every change."""
+
+    revision: int
+    role: str
+    ready: bool
+    engine_state: EngineState | None = None
+    replicas: tuple[ObservedReplica, ...] = ()
+    ranks: tuple[RankReport, ...] = ()
+    running_requests: int = 0
+    waiting_requests: int = 0
+    draining: bool = False
+    restarts: int = 0
+    error: str = ""
+
+    @classmethod
+    def parse(cls, body: Mapping[str, Any]) -> Self:
+        """Raises KeyError, TypeError or ValueError when ``body`` is no such answer."""
+        state, requests = body.get("engineState"), body.get("requests") or {}
+        return cls(
+            revision=int(body["revision"]),
+            role=str(body.get("role", "worker")),
+            ready=bool(body.get("ready", False)),
+            engine_state=EngineState(state) if state else None,
+            replicas=tuple(_replica(replica) for replica in body.get("replicas") or ()),
+            ranks=tuple(_rank(rank) for rank in body.get("ranks") or ()),
+            running_requests=int(requests.get("running", 0)),
+            waiting_requests=int(requests.get("waiting", 0)),
+            draining=bool(body.get("draining", False)),
+            restarts=int(body.get("restarts", 0)),
+            error=_error(body.get("error")),
+        )
+
+    @property
+    def rank_phase(self) -> str | None:
+        """The least advanced phase among the ranks; None before there is one."""
+        return min((rank.phase for rank in self.ranks), key=_progress, default=None)
+
+    @property
+    def loading(self) -> Loading | None:
+        """Bytes of weights read by all ranks; None before the sizes are known."""
+        total = sum(rank.total_bytes for rank in self.ranks)
+        return Loading(sum(rank.loaded_bytes for rank in self.ranks), total) if total else None
+
+    @property
+    def engine(self) -> ObservedEngine:
+        """What a leader's report says about the engine."""
+        return ObservedEngine(
+            reachable=True,
+            state=self.engine_state,
+            replicas=self.replicas,
+            running_requests=self.running_requests,
+            waiting_requests=self.waiting_requests,
+            message=self.error,
+        )
+
+
+class EngineClient:
+    """Talks to the launchers of one resource's pods; ``token`` is the Secret's control-token."""
+
+    def __init__(self, token: str | None, *, port: int = CONTROL_PORT, http: httpx.AsyncClient | None = None) -> None:
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._port = port
+        # Pods are reached directly: a proxy of the operator's own environment has no way to them.
+        self._http = http or httpx.AsyncClient(trust_env=False)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the connections, also those of an ``http`` that was handed in."""
+        await self._http.aclose()
+
+    async def state(self, address: str, *, after: int | None = None, wait: float = 0.0) -> PodReport:
+        """The pod's report; with ``after``, waits up to ``wait`` seconds for a revision beyond it.
+
+        Raises EngineUnreachable.
+        """
+        query = {} if after is None else {"after": str(after), "timeout": f"{wait:g}"}
+        answer = await self._request("GET", address, "/v1/state", query, patience=ANSWER_TIMEOUT + wait)
+        if answer.status_code != httpx.codes.OK:
+            raise EngineUnreachable(f"control API at {address} answered {answer.status_code}: {_message(answer)}")
+        try:
+            return PodReport.parse(answer.json())
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineUnreachable(f"control API at {address} sent a state that makes no sense: {error}") from error
+
+    async def signal(self, address: str, signal: Signal) -> None:
+        """Asks for a transition and returns once it is accepted; its end shows in the state.
+
+        Raises SignalRefused when the engine's state forbids it, EngineUnreachable otherwise.
+        """
+        answer = await self._request("POST", address, f"/v1/{signal}", {}, patience=ANSWER_TIMEOUT)
+        if answer.status_code == httpx.codes.CONFLICT:
+            raise SignalRefused(_message(answer), _allowed(answer))
+        if not answer.is_success:
+            raise EngineUnreachable(f"{signal} at {address} was answered with {answer.status_code}: {_message(answer)}")
+
+    async def _request(
+        self, method: str, address: str, path: str, query: Mapping[str, str], patience: float
+    ) -> httpx.Response:
+        host = f"[{address}]" if ":" in address else address
+        timeout = httpx.Timeout(patience, connect=CONNECT_TIMEOUT)
+        try:
+            return await self._http.request(
+                method,
+                f"http://{host}:{self._port}{path}",
+                params=query,
+                headers=self._headers,
+                timeout=timeout,
+            )
+        except httpx.HTTPError as error:
+            cause = str(error) or type(error).__name__
+            raise EngineUnreachable(f"control API at {address}:{self._port} does not answer: {cause}") from error
+
+
+def _progress(phase: str) -> int:
+    return RANK_PHASES.index(phase) if phase in RANK_PHASES else 0
+
+
+def _replica(body: Mapping[str, Any]) -> ObservedReplica:
+    return ObservedReplica(group=int(body["group"]), state=EngineState(body["state"]))
+
+
+def _rank(body: Mapping[str, Any]) -> RankReport:
+    return RankReport(
+        rank=int(body["rank"]),
+        phase=str(body["phase"]),
+        loaded_bytes=int(body.get("loadedBytes") or 0),
+        total_bytes=int(body.get("totalBytes") or 0),
+        message=str(body.get("message") or ""),
+    )
+
+
+def _error(body: Any) -> str:
+    if isinstance(body, Mapping):
+        return str(body.get("message", ""))
+    return str(body or "")
+
+
+def _body(answer: httpx.Response) -> Mapping[str, Any]:
+    try:
+        error = answer.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return {"message": answer.text[:500]}
+    return error if isinstance(error, Mapping) else {"message": str(error)}
+
+
+def _message(answer: httpx.Response) -> str:
+    return str(_body(answer).get("message", ""))
+
+
+def _allowed(answer: httpx.Response) -> tuple[str, ...]:
+    return tuple(str(signal) for signal in _body(answer).get("allowed") or ())

@@ -1,0 +1,99 @@
+"""Events: what is worth telling about the difference between two statuses, once for each transition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_operator.api.v1alpha1 import Condition, ConditionType, GroupStatus, Phase, Status
+from megatron_operator.conditions import GROUP_FAILED
+
+TOLD_PROGRESS = ("ScalingDown", "RollingOut")
+"""Reasons of Progressing that a user did not see coming from another event."""
+
+
+class EventType(StrEnum):
+    """Kubernetes' two types of events."""
+
+    NORMAL = "Normal"
+    WARNING = "Warning"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line in ``kubectl describe``."""
+
+    type: EventType
+    reason: str
+    message: str
+
+
+def events_between(before: Status, after: Status) -> tuple[Event, ...]:
+    """The events of one step; none when nothing worth telling has changed."""
+    return (
+        *_group_events(before, after),
+        *_warnings(before, after),
+        *_engine_events(before, after),
+        *_progress_events(before, after),
+    )
+
+
+def _group_events(before: Status, after: Status) -> Iterator[Event]:
+    known = {group.index: group for group in before.groups}
+    for group in after.groups:
+        old = known.get(group.index, GroupStatus(index=group.index))
+        failure = group.last_failure
+        if failure is not None and failure != old.last_failure:
+            rank = "" if failure.rank is None else f" rank {failure.rank}"
+            place = f"group {group.index}, attempt {failure.attempt}, {failure.pod}{rank}"
+            words = f"{place}: {failure.reason}: {failure.message}"
+            yield Event(EventType.WARNING, GROUP_FAILED, words)
+        if group.attempt is not None and group.attempt != old.attempt:
+            words = f"group {group.index} starts attempt {group.attempt} on {group.total_pods} pod(s)"
+            yield Event(EventType.NORMAL, "AttemptStarted", words)
+
+
+def _warnings(before: Status, after: Status) -> Iterator[Event]:
+    """Trouble that the groups' own events do not tell."""
+    told: set[str] = {GROUP_FAILED}
+    for kind in (ConditionType.FAILED, ConditionType.DEGRADED):
+        condition = after.condition(kind)
+        if condition is None or not _is_news(before.condition(kind), condition) or condition.reason in told:
+            continue
+        told.add(condition.reason)
+        yield Event(EventType.WARNING, condition.reason, condition.message)
+    ready, was_ready = after.condition(ConditionType.READY), before.condition(ConditionType.READY)
+    lost = ready is not None and ready.status == "Unknown" and (was_ready is None or was_ready.status != "Unknown")
+    if ready is not None and lost and ready.reason not in told:
+        yield Event(EventType.WARNING, ready.reason, ready.message)
+
+
+def _is_news(before: Condition | None, after: Condition) -> bool:
+    was = (before.status, before.reason) if before else ("False", "")
+    return after.status == "True" and was != ("True", after.reason)
+
+
+def _engine_events(before: Status, after: Status) -> Iterator[Event]:
+    if after.phase is before.phase:
+        return
+    told = {
+        Phase.PAUSED: ("Paused", "the engine is paused; requests wait"),
+        Phase.SUSPENDED: ("Suspended", "the engine is suspended; the memory of its KV cache is given back"),
+        Phase.STOPPED: ("Stopped", "all pods have ended"),
+    }
+    if after.phase in told:
+        yield Event(EventType.NORMAL, *told[after.phase])
+    available, was = after.condition(ConditionType.AVAILABLE), before.condition(ConditionType.AVAILABLE)
+    if available is not None and available.status == "True" and (was is None or was.status != "True"):
+        yield Event(EventType.NORMAL, "Available", f"{after.model_name} answers at {after.url}")
+
+
+def _progress_events(before: Status, after: Status) -> Iterator[Event]:
+    progress = after.condition(ConditionType.PROGRESSING)
+    if (
+        progress is not None
+        and progress.reason in TOLD_PROGRESS
+        and _is_news(before.condition(ConditionType.PROGRESSING), progress)
+    ):
+        yield Event(EventType.NORMAL, progress.reason, progress.message)

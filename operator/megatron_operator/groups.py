@@ -1,0 +1,193 @@
+"""Replica groups as the pods show them: which attempt is the latest, how it stands, and what follows from a failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_operator.api.v1alpha1 import FailurePolicy, GroupStatus, MegatronInference
+from megatron_operator.timestamps import seconds
+from megatron_operator.world import Failure, ObservedPod, PodPhase, World
+
+LOST_AFTER = 30.0
+"""Seconds beyond its deletion deadline after which a pod counts as lost with its node."""
+
+SERVING = "Serving"
+UNSCHEDULABLE = "Unschedulable"
+STARTUP_TIMEOUT = "StartupTimeout"
+
+
+class Standing(StrEnum):
+    """How the latest attempt of a group stands."""
+
+    ABSENT = "Absent"
+    STARTING = "Starting"
+    READY = "Ready"
+    FAILED = "Failed"
+    LEAVING = "Leaving"
+
+
+@dataclass(frozen=True)
+class GroupFailure:
+    """What ended an attempt, or will: ``time`` is when, in seconds since the epoch."""
+
+    attempt: int
+    pod: str
+    failure: Failure
+    time: float
+    restarts: int
+    """Restarts counted against the budget before this failure."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One replica group. ``pods`` are those of the latest attempt, without such as are lost with their node."""
+
+    index: int
+    size: int
+    attempt: int | None = None
+    """The latest attempt that was ever seen; None before the first."""
+    pods: tuple[ObservedPod, ...] = ()
+    old_pods: tuple[ObservedPod, ...] = ()
+    """Pods of earlier attempts."""
+    memory: GroupStatus | None = None
+    """What the last status said of the latest attempt."""
+
+    @property
+    def next_attempt(self) -> int:
+        """A number whose pods' names were never used before.
+
+        It depends on what was seen alone, so that a creation decided twice is the same creation.
+        """
+        return 0 if self.attempt is None else self.attempt + 1
+
+    @property
+    def restarts(self) -> int:
+        """Restarts counted against the budget: attempts, and ranks restarted in place.
+
+        The memory knows of those in place when the launcher that counted them has ended.
+        """
+        seen = max((pod.restarts for pod in self.pods), default=0) + sum(pod.launcher_restarts for pod in self.pods)
+        return max(seen, self.memory.restarts if self.memory else 0)
+
+    @property
+    def first_pod(self) -> ObservedPod | None:
+        """Index 0 of the latest attempt."""
+        return next((pod for pod in self.pods if pod.index == 0), None)
+
+    @property
+    def live_pods(self) -> tuple[ObservedPod, ...]:
+        """Pods of the latest attempt that would go on if nobody ended them."""
+        return tuple(pod for pod in self.pods if not pod.finished and not pod.deleting)
+
+    @property
+    def ready_pods(self) -> int:
+        """Pods of the latest attempt that are ready and stay."""
+        return sum(pod_is_ready(pod) for pod in self.pods)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Indices of the latest attempt that have no pod."""
+        present = {pod.index for pod in self.pods}
+        return tuple(index for index in range(self.size) if index not in present)
+
+    @property
+    def template_hash(self) -> str | None:
+        """Of the latest attempt; None when nothing is known of it."""
+        if self.pods:
+            return self.pods[0].template_hash
+        return self.memory.template_hash if self.memory else None
+
+    def failure(self, policy: FailurePolicy, now: float) -> GroupFailure | None:
+        """What ended the latest attempt: the first of its pods that finished, or a start that takes too long.
+
+        When its pods are gone, the memory of it counts.
+        """
+        ended = [pod for pod in self.pods if pod.finished and not pod.deleting]
+        if ended:
+            first = min(ended, key=lambda pod: (pod.finished_at or pod.created_at, pod.index))
+            when = first.finished_at or first.created_at
+            return self._failure_of(first, first.failure or _unexplained(first), when, policy)
+        for pod in self.live_pods:
+            deadline = startup_deadline(pod, policy)
+            if deadline is not None and deadline <= now:
+                words = f"{pod.name} was not ready within {policy.startup_timeout.text}"
+                return self._failure_of(pod, Failure(STARTUP_TIMEOUT, words), deadline, policy)
+        return self.remembered_failure if not self.pods else None
+
+    @property
+    def remembered_failure(self) -> GroupFailure | None:
+        """The failure of the latest attempt as the last status tells it."""
+        last = self.memory.last_failure if self.memory else None
+        if last is None or last.attempt != self.attempt:
+            return None
+        failure = Failure(last.reason, last.message, last.rank, last.exit_code)
+        return GroupFailure(last.attempt, last.pod, failure, seconds(last.time), self.restarts)
+
+    def _failure_of(self, pod: ObservedPod, failure: Failure, when: float, policy: FailurePolicy) -> GroupFailure:
+        lived_long = when - pod.created_at >= policy.reset_after and failure.reason != STARTUP_TIMEOUT
+        return GroupFailure(pod.attempt, pod.name, failure, when, 0 if lived_long else self.restarts)
+
+    def standing(self, policy: FailurePolicy, now: float) -> Standing:
+        """How the latest attempt stands. A pod that failed outweighs one that is being deleted."""
+        if self.failure(policy, now) is not None:
+            return Standing.FAILED
+        if any(pod.deleting for pod in self.pods):
+            return Standing.LEAVING
+        if not self.pods:
+            return Standing.ABSENT
+        return Standing.READY if self.ready_pods == self.size else Standing.STARTING
+
+
+def observe_groups(resource: MegatronInference, world: World) -> tuple[Group, ...]:
+    """Every wished group and every other one that has pods, by index."""
+    memories = {group.index: group for group in resource.status.groups}
+    seen = {pod.group for pod in world.pods}
+    indices = sorted(seen | set(range(resource.spec.replicas)))
+    return tuple(_observe_group(resource, world, index, memories.get(index)) for index in indices)
+
+
+def _observe_group(resource: MegatronInference, world: World, index: int, memory: GroupStatus | None) -> Group:
+    pods = sorted((pod for pod in world.pods if pod.group == index), key=lambda pod: pod.index)
+    remembered = memory.attempt if memory else None
+    attempt = max((each for each in (remembered, *(pod.attempt for pod in pods)) if each is not None), default=None)
+    return Group(
+        index=index,
+        size=resource.spec.pods_per_group,
+        attempt=attempt,
+        pods=tuple(pod for pod in pods if pod.attempt == attempt and not is_lost(pod, world.now)),
+        old_pods=tuple(pod for pod in pods if pod.attempt != attempt),
+        memory=memory if remembered == attempt else None,
+    )
+
+
+def pod_is_ready(pod: ObservedPod) -> bool:
+    """Whether the pod and the ranks in it serve."""
+    serves = pod.rank_phase in (None, SERVING)
+    return pod.phase is PodPhase.RUNNING and pod.ready and serves and not pod.deleting
+
+
+def startup_deadline(pod: ObservedPod, policy: FailurePolicy) -> float | None:
+    """When an unready pod counts as failed; None for one that is ready, has ended, or waits for a place."""
+    if pod.finished or pod.ready:
+        return None
+    if pod.waiting is not None and pod.waiting.reason == UNSCHEDULABLE:
+        return None
+    return (pod.ready_changed_at or pod.created_at) + policy.startup_timeout
+
+
+def lost_at(pod: ObservedPod) -> float | None:
+    """When a pod that is being deleted counts as lost with its node; None for one that is not being deleted."""
+    return None if pod.deletion_deadline is None else pod.deletion_deadline + LOST_AFTER
+
+
+def is_lost(pod: ObservedPod, now: float) -> bool:
+    """Whether a pod should be gone for so long that nobody will say so any more."""
+    deadline = lost_at(pod)
+    return deadline is not None and deadline <= now
+
+
+def _unexplained(pod: ObservedPod) -> Failure:
+    if pod.phase is PodPhase.SUCCEEDED:
+        return Failure("Completed", f"{pod.name} ended without an error although it should run", exit_code=0)
+    return Failure("PodFailed", f"{pod.name} failed without saying why")

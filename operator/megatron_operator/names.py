@@ -1,0 +1,167 @@
+"""Labels, annotations, ports, child names and hashes: the only place that spells them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_operator.api.v1alpha1 import GROUP, MegatronInference
+
+MANAGER = "megatron-operator"
+"""Field manager of server-side apply, and the value of app.kubernetes.io/managed-by."""
+
+HTTP_PORT = 8000
+CONTROL_PORT = 9000
+COORDINATOR_PORT = 5557
+RENDEZVOUS_PORT = 29500
+
+CONTAINER = "megatron"
+TERMINATION_LOG = "/dev/termination-log"
+
+COORDINATOR_KEY = "coordinator-key"
+CONTROL_TOKEN = "control-token"
+SECRET_KEYS = (COORDINATOR_KEY, CONTROL_TOKEN)
+
+NAME_LABEL = f"{GROUP}/name"
+GROUP_LABEL = f"{GROUP}/group"
+ATTEMPT_LABEL = f"{GROUP}/attempt"
+INDEX_LABEL = f"{GROUP}/index"
+ROLE_LABEL = f"{GROUP}/role"
+TEMPLATE_HASH_LABEL = f"{GROUP}/template-hash"
+RESTARTS_ANNOTATION = f"{GROUP}/restarts"
+APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
+
+LEADER = "leader"
+WORKER = "worker"
+LEADER_GROUP = 0
+"""The group whose first pod leads."""
+
+
+@dataclass(frozen=True)
+class PodIdentity:
+    """What a pod's labels and annotations say about its place."""
+
+    group: int
+    attempt: int
+    index: int
+    leader: bool
+    template_hash: str
+    restarts: int
+
+
+def pod_name(resource: str, group: int, attempt: int, index: int) -> str:
+    """Name and host name of a pod; a new attempt never reuses the name of an old one."""
+    return f"{resource}-{group}-{attempt}-{index}"
+
+
+def http_service(resource: str) -> str:
+    """Name of the Service that users talk to."""
+    return resource
+
+
+def coordinator_service(resource: str) -> str:
+    """Name of the headless Service behind the coordinator's address."""
+    return f"{resource}-coordinator"
+
+
+def pods_service(resource: str) -> str:
+    """Name of the headless Service behind the pods' host names."""
+    return f"{resource}-pods"
+
+
+def keys_secret(resource: str) -> str:
+    """Name of the Secret with the coordinator's key and the control token."""
+    return f"{resource}-keys"
+
+
+def http_host(resource: str, namespace: str) -> str:
+    """DNS name of the HTTP Service."""
+    return f"{http_service(resource)}.{namespace}.svc"
+
+
+def coordinator_host(resource: str, namespace: str) -> str:
+    """DNS name under which engines and frontends find the coordinator."""
+    return f"{coordinator_service(resource)}.{namespace}.svc"
+
+
+def pod_host(pod: str, resource: str, namespace: str) -> str:
+    """DNS name of a pod."""
+    return f"{pod}.{pods_service(resource)}.{namespace}.svc"
+
+
+def url(resource: str, namespace: str) -> str:
+    """Base URL of the OpenAI API inside the cluster."""
+    return f"http://{http_host(resource, namespace)}:{HTTP_PORT}/v1"
+
+
+def child_key(manifest: Mapping[str, Any]) -> str:
+    """``Kind/name``, the key of ``World.children``."""
+    return f"{manifest['kind']}/{manifest['metadata']['name']}"
+
+
+def selector_labels(resource: str) -> dict[str, str]:
+    """Labels that every child of the resource carries, and that select them."""
+    return {NAME_LABEL: resource, "app.kubernetes.io/managed-by": MANAGER}
+
+
+def child_labels(resource: str) -> dict[str, str]:
+    """All labels of a child."""
+    return {
+        **selector_labels(resource),
+        "app.kubernetes.io/name": "megatron-inference",
+        "app.kubernetes.io/instance": resource,
+    }
+
+
+def leader_labels(resource: str) -> dict[str, str]:
+    """Labels that select the leader pod."""
+    return {NAME_LABEL: resource, ROLE_LABEL: LEADER}
+
+
+def scale_selector(resource: str) -> str:
+    """Selector of one pod per group, as the scale subresource wants it: text."""
+    return f"{NAME_LABEL}={resource},{INDEX_LABEL}=0"
+
+
+def pod_identity(metadata: Mapping[str, Any]) -> PodIdentity | None:
+    """Reads a pod's metadata; None when the labels are not those of our pods (a user may have edited them)."""
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    try:
+        return PodIdentity(
+            group=int(labels[GROUP_LABEL]),
+            attempt=int(labels[ATTEMPT_LABEL]),
+            index=int(labels[INDEX_LABEL]),
+            leader=labels.get(ROLE_LABEL) == LEADER,
+            template_hash=labels.get(TEMPLATE_HASH_LABEL, ""),
+            restarts=int(annotations.get(RESTARTS_ANNOTATION, "0")),
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def applied_hash(metadata: Mapping[str, Any]) -> str:
+    """The hash annotation of a child, for ``World.children``; empty when it has none."""
+    return str((metadata.get("annotations") or {}).get(APPLIED_HASH_ANNOTATION, ""))
+
+
+def hash_of(value: Any) -> str:
+    """A short hash of JSON-like data, the same in every process; fit for a label."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]
+
+
+def template_hash(resource: MegatronInference, image: str) -> str:
+    """Changes exactly when running pods have to be replaced.
+
+    Only what departs from the defaults counts, so that a newer operator, which knows more fields, replaces nothing.
+    """
+    spec = resource.spec.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_defaults=True,
+        exclude={"replicas", "lifecycle", "expose", "failure_policy", "image"},
+    )
+    return hash_of({"spec": spec, "image": image})

@@ -1,0 +1,145 @@
+"""The observed world beside the wish, with everything that conditions are made of worked out once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, Lifecycle, MegatronInference
+from megatron_operator.groups import Group, GroupFailure, Standing, observe_groups
+from megatron_operator.restarts import GiveUp, Retry, verdict
+from megatron_operator.timestamps import seconds
+from megatron_operator.world import EngineState, ObservedPod, PodPhase, World
+
+ENGINE_UNREACHABLE = "EngineUnreachable"
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """A wished group, how it stands, and, when it failed, what follows."""
+
+    group: Group
+    standing: Standing
+    failed: GroupFailure | None = None
+    outlook: Retry | GiveUp | None = None
+
+    @property
+    def given_up(self) -> GiveUp | None:
+        """Set when there will be no further attempt."""
+        return self.outlook if isinstance(self.outlook, GiveUp) else None
+
+    @property
+    def in_trouble(self) -> bool:
+        """Whether it failed and has not come back since."""
+        if self.standing is Standing.READY:
+            return False
+        has_failed = self.group.restarts > 0 or self.group.remembered_failure is not None
+        return self.standing is Standing.FAILED or has_failed
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Everything that a status is made of. ``problems`` are actions that could not be carried out, in words."""
+
+    resource: MegatronInference
+    world: World
+    template_hash: str
+    problems: tuple[str, ...] = ()
+
+    @property
+    def policy(self) -> FailurePolicy:
+        """What happens when a group fails."""
+        return self.resource.spec.failure_policy
+
+    @property
+    def wish(self) -> Lifecycle:
+        """The state that the user wishes for."""
+        return self.resource.spec.lifecycle
+
+    @property
+    def wants_pods(self) -> bool:
+        """Whether there should be pods at all."""
+        return not self.resource.deleting and self.wish is not Lifecycle.STOPPED
+
+    @cached_property
+    def groups(self) -> tuple[GroupView, ...]:
+        """The wished groups, by index."""
+        observed = observe_groups(self.resource, self.world)
+        return tuple(self._view(group) for group in observed if group.index < self.resource.spec.replicas)
+
+    @property
+    def leading_group(self) -> GroupView:
+        """The group whose first pod leads."""
+        return self.groups[names.LEADER_GROUP]
+
+    @property
+    def ready_groups(self) -> int:
+        """Wished groups whose pods are all ready."""
+        return sum(view.standing is Standing.READY for view in self.groups)
+
+    @property
+    def surplus_groups(self) -> tuple[int, ...]:
+        """Groups beyond the wished ones that still have pods."""
+        return tuple(sorted({pod.group for pod in self.world.pods if pod.group >= self.resource.spec.replicas}))
+
+    @property
+    def outdated_groups(self) -> tuple[int, ...]:
+        """Wished groups whose pods were made from another template."""
+        return tuple(view.group.index for view in self.groups if view.group.template_hash != self.template_hash)
+
+    @property
+    def troubled_groups(self) -> tuple[GroupView, ...]:
+        """Wished groups that failed and are not back."""
+        return tuple(view for view in self.groups if view.in_trouble)
+
+    @cached_property
+    def leader(self) -> ObservedPod | None:
+        """The leader pod while it runs."""
+        pod = self.leading_group.group.first_pod
+        runs = pod is not None and pod.phase is PodPhase.RUNNING and not pod.deleting
+        return pod if runs else None
+
+    @property
+    def engine_state(self) -> EngineState | None:
+        """What the leader reports now; None when nobody can say."""
+        engine = self.world.engine
+        return engine.state if engine is not None and engine.reachable and self.leader is not None else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the frontend takes requests and the engine's state is known."""
+        return self.leader is not None and self.leader.ready and self.engine_state is not None
+
+    @property
+    def serves(self) -> bool:
+        """Whether requests are answered now."""
+        return self.is_open and self.engine_state is EngineState.RUNNING
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether a leader that has been up does not answer; one that is still starting is not unreachable."""
+        engine, leader = self.world.engine, self.leader
+        if leader is None or (engine is not None and engine.reachable):
+            return False
+        return leader.ready or self._was_up
+
+    @property
+    def state_since(self) -> float:
+        """Since when the engine is in its state."""
+        status = self.resource.status
+        if status.engine_state == self.engine_state and status.engine_state_time is not None:
+            return seconds(status.engine_state_time)
+        return self.world.now
+
+    @property
+    def _was_up(self) -> bool:
+        status, group = self.resource.status, self.leading_group.group
+        before = status.condition(ConditionType.READY)
+        was_up = status.engine_state is not None or (before is not None and before.reason == ENGINE_UNREACHABLE)
+        return was_up and group.memory is not None
+
+    def _view(self, group: Group) -> GroupView:
+        failed = group.failure(self.policy, self.world.now)
+        outlook = verdict(group, failed, self.policy, self.template_hash) if failed else None
+        return GroupView(group, group.standing(self.policy, self.world.now), failed, outlook)

@@ -1,0 +1,172 @@
+"""What to do next, from the resource and the observed world alone: no clock, no client, no memory.
+
+Any event, or none, leads to the same place: a plan is made anew from what is there, and a plan that was carried out in
+part, twice or not at all is followed by one that ends where the first would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
+from megatron_operator.groups import STARTUP_TIMEOUT, Group, Standing, lost_at, observe_groups, startup_deadline
+from megatron_operator.lifecycle import next_signal
+from megatron_operator.names import PodIdentity
+from megatron_operator.render import grace_seconds, image_of, keys_secret, render_children, render_pod
+from megatron_operator.restarts import GiveUp, Retry, verdict
+from megatron_operator.settings import Settings
+from megatron_operator.world import (
+    Action,
+    ApplyChild,
+    CreatePod,
+    DeletePod,
+    ObservedPod,
+    PodPhase,
+    SendSignal,
+    World,
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Actions in the order to carry them out, and the seconds after which time alone may ask for others."""
+
+    actions: tuple[Action, ...] = ()
+    requeue_after: float | None = None
+
+
+def plan(resource: MegatronInference, world: World, settings: Settings | None = None) -> Plan:
+    """The next step towards the wished state. Raises InvalidResource when the pod template has no pod's shape."""
+    return _Planner(resource, world, settings or Settings()).plan()
+
+
+class _Planner:
+    """One decision; holds what its parts share."""
+
+    def __init__(self, resource: MegatronInference, world: World, settings: Settings) -> None:
+        self.resource = resource
+        self.world = world
+        self.settings = settings
+        self.policy = resource.spec.failure_policy
+        self.template_hash = names.template_hash(resource, image_of(resource, settings))
+        self.groups = observe_groups(resource, world)
+        self.alarms: list[float] = []
+
+    def plan(self) -> Plan:
+        if self.resource.deleting:
+            actions = [*self._delete_all(self.world.pods)]
+        elif self.resource.spec.lifecycle is Lifecycle.STOPPED:
+            actions = [*self._children(), *self._delete_all(self.world.pods)]
+        else:
+            actions = [*self._children(), *self._surplus(), *self._wished(), *self._signal()]
+        return Plan(tuple(actions), self._requeue_after())
+
+    def _requeue_after(self) -> float | None:
+        return max(0.0, min(self.alarms) - self.world.now) if self.alarms else None
+
+    # --- children besides pods
+
+    def _children(self) -> Iterator[Action]:
+        secret = keys_secret(self.resource)
+        if names.child_key(secret.manifest) not in self.world.children:
+            yield secret
+        for manifest in render_children(self.resource):
+            if self.world.children.get(names.child_key(manifest)) != names.applied_hash(manifest["metadata"]):
+                yield ApplyChild(manifest)
+
+    # --- pods that have to go
+
+    def _delete_all(self, pods: Sequence[ObservedPod]) -> Iterator[Action]:
+        for pod in sorted(pods, key=lambda pod: (-pod.group, -pod.attempt, -pod.index)):
+            if not pod.deleting:
+                yield DeletePod(pod.name, pod.uid, 0 if pod.finished else grace_seconds(self.resource))
+
+    def _surplus(self) -> Iterator[Action]:
+        surplus = [pod for pod in self.world.pods if pod.group >= self.resource.spec.replicas]
+        old = [pod for group in self._wished_groups for pod in group.old_pods]
+        yield from self._delete_all([*surplus, *old])
+
+    # --- groups that should be there
+
+    @property
+    def _wished_groups(self) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if group.index < self.resource.spec.replicas)
+
+    def _wished(self) -> Iterator[Action]:
+        rolling = self._next_to_roll()
+        for group in self._wished_groups:
+            match group.standing(self.policy, self.world.now):
+                case Standing.ABSENT:
+                    yield from self._follow_absence(group)
+                case Standing.LEAVING:
+                    yield from self._follow_leaving(group)
+                case Standing.FAILED:
+                    yield from self._follow_failure(group)
+                case Standing.STARTING:
+                    yield from self._follow_start(group)
+                case Standing.READY if group is rolling:
+                    yield from self._delete_all(group.pods)
+
+    def _follow_absence(self, group: Group) -> Iterator[Action]:
+        restarts = group.restarts if group.template_hash == self.template_hash else 0
+        yield from self._create(group, group.next_attempt, restarts, range(group.size))
+
+    def _follow_start(self, group: Group) -> Iterator[Action]:
+        assert group.attempt is not None
+        if group.template_hash != self.template_hash:
+            # It serves nobody yet, so it need not wait for its turn.
+            yield from self._delete_all(group.pods)
+            return
+        yield from self._create(group, group.attempt, group.restarts, group.missing)
+        self.alarms += [at for pod in group.pods if (at := startup_deadline(pod, self.policy)) is not None]
+
+    def _follow_leaving(self, group: Group) -> Iterator[Action]:
+        """The rest of the attempt goes as well; the next one starts when all are gone, or lost with their node."""
+        yield from self._delete_all(group.pods)
+        self.alarms += [at for pod in group.pods if (at := lost_at(pod)) is not None]
+
+    def _follow_failure(self, group: Group) -> Iterator[Action]:
+        """What still runs of the attempt ends. Pods that failed stay as evidence until the next attempt is seen."""
+        failed = group.failure(self.policy, self.world.now)
+        assert failed is not None
+        outlook = verdict(group, failed, self.policy, self.template_hash)
+        match outlook:
+            case GiveUp() if failed.failure.reason == STARTUP_TIMEOUT:
+                return  # It may still come up, and nothing would take its place.
+            case Retry(at=at) if at > self.world.now:
+                self.alarms.append(at)
+            case Retry(restarts=restarts) if not group.live_pods:
+                yield from self._create(group, group.next_attempt, restarts, range(group.size))
+        yield from self._delete_all(group.live_pods)
+
+    def _create(self, group: Group, attempt: int, restarts: int, indices: Sequence[int]) -> Iterator[Action]:
+        for index in indices:
+            leader = group.index == names.LEADER_GROUP and index == 0
+            identity = PodIdentity(group.index, attempt, index, leader, self.template_hash, restarts)
+            yield CreatePod(render_pod(self.resource, identity, self.settings))
+
+    def _next_to_roll(self) -> Group | None:
+        """The one ready group that is replaced now: only while all the others are ready, and the leader's last."""
+        groups = self._wished_groups
+        if any(group.standing(self.policy, self.world.now) is not Standing.READY for group in groups):
+            return None
+        outdated = [group for group in groups if group.template_hash != self.template_hash]
+        return max(outdated, key=lambda group: (group.index != names.LEADER_GROUP, group.index), default=None)
+
+    # --- the engine
+
+    def _signal(self) -> Iterator[Action]:
+        engine, leader = self.world.engine, self._leader
+        if engine is None or not engine.reachable or leader is None or leader.address is None:
+            return
+        signal = next_signal(self.resource.spec.lifecycle, engine.state)
+        if signal is not None:
+            yield SendSignal(signal, leader.address)
+
+    @property
+    def _leader(self) -> ObservedPod | None:
+        pods = [pod for group in self._wished_groups for pod in group.pods]
+        running = (pod for pod in pods if pod.leader and pod.phase is PodPhase.RUNNING and not pod.deleting)
+        return next(running, None)

@@ -1,0 +1,137 @@
+"""One round: look at the world, decide, act, report. Shared by both adapters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_operator.api.parse import InvalidResource, parse_resource
+from megatron_operator.api.v1alpha1 import ConditionType, MegatronInference, Status
+from megatron_operator.events import Event, events_between
+from megatron_operator.names import PodIdentity
+from megatron_operator.plan import Plan, plan
+from megatron_operator.render import render_pod
+from megatron_operator.settings import Settings
+from megatron_operator.status import as_json, build_status, invalid_status, old_status
+from megatron_operator.world import (
+    Action,
+    ActionRefused,
+    ApplyChild,
+    CreatePod,
+    CreateSecret,
+    SignalRefused,
+    World,
+    WorldError,
+    WorldPort,
+)
+
+AFTER_ACTIONS = 1.0
+"""Seconds to the next look after something was done, in case its effect is not reported."""
+AFTER_TROUBLE = 3.0
+AFTER_REFUSAL = 30.0
+WHILE_PROGRESSING = 5.0
+
+
+@dataclass(frozen=True)
+class ReconcileResult:
+    """What came out of a round."""
+
+    status: Status
+    patch: Mapping[str, Any]
+    """The merge patch that makes this the resource's status; empty when it is so already."""
+    requeue_after: float | None = None
+    """Seconds until the next look at the latest; None: only when something changes."""
+    events: tuple[Event, ...] = ()
+    world: World | None = None
+    """What was seen; None when the resource is invalid or nothing could be seen."""
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    problems: tuple[str, ...] = ()
+    refused: bool = False
+
+
+def validated(obj: Mapping[str, Any], settings: Settings) -> MegatronInference:
+    """The resource, whose pods can be rendered. Raises InvalidResource with field, value and mend."""
+    resource = parse_resource(obj)
+    render_pod(resource, PodIdentity(0, 0, 0, True, "", 0), settings)
+    return resource
+
+
+async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings | None = None) -> ReconcileResult:
+    """Looks, acts and reports once. Repeating it, at any time, is harmless.
+
+    ``obj`` is the resource with the status that was last written. An invalid resource changes nothing but its status.
+    Never raises WorldError: what could not be done is in the status, and is tried again after ``requeue_after``.
+    """
+    settings = settings or Settings()
+    try:
+        resource = validated(obj, settings)
+    except InvalidResource as invalid:
+        return _result(obj, invalid_status(obj, invalid.errors, time.time()))
+    try:
+        world = await port.observe(resource.name, resource.namespace)
+    except WorldError:
+        # Without a look there is nothing new to say: the status stays as it is.
+        return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE)
+    planned = plan(resource, world, settings)
+    outcome = await _carry_out(resource, planned, port)
+    status = build_status(resource, world, settings, outcome.problems)
+    return _result(obj, status, _requeue_after(planned, outcome, status), world)
+
+
+async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort) -> _Outcome:
+    """All actions in order; pods are not created while a child that they need could not be made."""
+    problems: list[str] = []
+    refused = child_failed = False
+    for action in planned.actions:
+        if isinstance(action, CreatePod) and child_failed:
+            continue
+        try:
+            await port.apply(resource.name, resource.namespace, action)
+        except SignalRefused:
+            continue  # The engine has moved on since it was observed; the next look decides anew.
+        except WorldError as error:
+            problems.append(str(error))
+            refused = refused or isinstance(error, ActionRefused)
+            child_failed = child_failed or _is_needed_by_pods(action)
+    return _Outcome(tuple(dict.fromkeys(problems)), refused)
+
+
+def _is_needed_by_pods(action: Action) -> bool:
+    return isinstance(action, ApplyChild | CreateSecret)
+
+
+def _requeue_after(planned: Plan, outcome: _Outcome, status: Status) -> float | None:
+    delays = [planned.requeue_after]
+    if outcome.refused:
+        delays.append(AFTER_REFUSAL)
+    elif outcome.problems:
+        delays.append(AFTER_TROUBLE)
+    elif planned.actions:
+        delays.append(AFTER_ACTIONS)
+    progress = status.condition(ConditionType.PROGRESSING)
+    if progress is not None and progress.status != "False":
+        delays.append(WHILE_PROGRESSING)
+    return min((delay for delay in delays if delay is not None), default=None)
+
+
+def _result(
+    obj: Mapping[str, Any], status: Status, requeue_after: float | None = None, world: World | None = None
+) -> ReconcileResult:
+    return ReconcileResult(
+        status=status,
+        patch=status_patch(obj.get("status") or {}, as_json(status)),
+        requeue_after=requeue_after,
+        events=events_between(old_status(obj), status),
+        world=world,
+    )
+
+
+def status_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The merge patch that turns the status ``before`` into ``after``: lists whole, null for what is gone."""
+    gone = {field: None for field in before if field not in after}
+    return {**gone, **{field: value for field, value in after.items() if before.get(field) != value}}

@@ -1,0 +1,105 @@
+"""The command line and environment of a pod: the operator's side of the contract with the runtime."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import MegatronInference
+from megatron_operator.names import PodIdentity
+
+PROGRAM = "megatron-serve"
+MODEL_MOUNT = "/models"
+"""Where a volume claim with the model is mounted."""
+CACHE_MOUNT = "/cache"
+"""Where downloads go."""
+
+API_KEYS_MOUNT = "/etc/megatron"
+"""Where the Secret with the API keys is mounted."""
+API_KEYS_FILE = "api-keys"
+
+Env = list[dict[str, Any]]
+
+
+def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
+    """The flags of megatron-serve. ``max_restarts`` is what is left of the group's budget."""
+    spec = resource.spec
+    engine, parallelism = spec.engine, spec.parallelism
+    flags = {
+        **_source(resource),
+        "--served-name": resource.served_name,
+        "--dtype": spec.model.dtype.value,
+        "--tensor-parallel": parallelism.tensor,
+        "--pipeline-parallel": parallelism.pipeline,
+        "--expert-parallel": parallelism.expert,
+        "--ranks-per-pod": spec.pods.ranks_per_pod,
+        "--device": spec.pods.device.value,
+        "--block-size-tokens": engine.block_size_tokens,
+        "--kv-cache-memory": engine.kv_cache_memory.text,
+        "--max-requests": engine.max_requests,
+        "--kv-cache-management": engine.kv_cache_management.value.lower(),
+        "--routing-policy": _kebab(spec.routing.policy.value),
+        "--frontend-replicas": spec.frontend.replicas,
+        "--drain-timeout": f"{spec.rollout.drain_timeout:g}",
+        "--max-restarts": max_restarts,
+    }
+    if spec.model.max_sequence_length is not None:
+        flags["--max-sequence-length"] = spec.model.max_sequence_length
+    words = [f"{flag}={value}" for flag, value in flags.items()]
+    words.append("--chunked-prefill" if engine.chunked_prefill else "--no-chunked-prefill")
+    if engine.offload_weights:
+        words.append("--offload-weights")
+    return [*words, *engine.extra_args]
+
+
+def environment(resource: MegatronInference, identity: PodIdentity) -> Env:
+    """Who the pod is, where the others are, and the keys they share."""
+    name, namespace = resource.name, resource.namespace
+    first_pod = names.pod_name(name, identity.group, identity.attempt, 0)
+    coordinator = f"tcp://{names.coordinator_host(name, namespace)}:{names.COORDINATOR_PORT}"
+    plain = {
+        "MEGATRON_GROUP_INDEX": str(identity.group),
+        "MEGATRON_GROUP_ATTEMPT": str(identity.attempt),
+        "MEGATRON_POD_INDEX": str(identity.index),
+        "MEGATRON_LEADER": "1" if identity.leader else "0",
+        "MEGATRON_LIFECYCLE": resource.spec.lifecycle.value,
+        "MEGATRON_COORDINATOR_ADDRESS": coordinator,
+        "MEGATRON_MASTER_ADDR": names.pod_host(first_pod, name, namespace),
+        "MEGATRON_TERMINATION_LOG": names.TERMINATION_LOG,
+        "HF_HOME": CACHE_MOUNT,
+    }
+    if resource.spec.frontend.api_keys_secret is not None:
+        plain["MEGATRON_API_KEYS_FILE"] = f"{API_KEYS_MOUNT}/{API_KEYS_FILE}"
+    secret = names.keys_secret(name)
+    return [
+        *({"name": variable, "value": value} for variable, value in plain.items()),
+        {"name": "MEGATRON_BIND_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        _from_secret("MEGATRON_COORDINATOR_KEY", secret, names.COORDINATOR_KEY),
+        _from_secret("MEGATRON_CONTROL_TOKEN", secret, names.CONTROL_TOKEN),
+        *_hub_token(resource),
+    ]
+
+
+def _source(resource: MegatronInference) -> dict[str, Any]:
+    source = resource.spec.model.source
+    if source.hugging_face is not None:
+        return {"--hf-repo": source.hugging_face.repo, "--hf-revision": source.hugging_face.revision}
+    if source.persistent_volume_claim is not None:
+        return {"--model": f"{MODEL_MOUNT}{source.persistent_volume_claim.path}".rstrip("/")}
+    return {"--model": source.path}
+
+
+def _hub_token(resource: MegatronInference) -> Env:
+    hub = resource.spec.model.source.hugging_face
+    if hub is None or hub.token_secret is None:
+        return []
+    return [_from_secret("HF_TOKEN", hub.token_secret.name, hub.token_secret.key)]
+
+
+def _from_secret(variable: str, secret: str, key: str) -> dict[str, Any]:
+    return {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+
+
+def _kebab(words: str) -> str:
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", words).lower()

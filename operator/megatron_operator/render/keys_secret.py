@@ -1,0 +1,19 @@
+"""The Secret that the pods of one resource and the operator share."""
+
+from __future__ import annotations
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import MegatronInference
+from megatron_operator.render.metadata import child_metadata
+from megatron_operator.world import CreateSecret
+
+
+def keys_secret(resource: MegatronInference) -> CreateSecret:
+    """Asks for the Secret; its values are made once, where it is created."""
+    manifest = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "metadata": child_metadata(resource, names.keys_secret(resource.name)),
+    }
+    return CreateSecret(manifest, names.SECRET_KEYS)

@@ -1,0 +1,75 @@
+"""Merging ``spec.podTemplate`` over a rendered pod, in the manner of Kubernetes' strategic merge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_operator.api.parse import FieldError, InvalidResource
+
+MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "ephemeralContainers": "name",
+    "env": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "ports": "containerPort",
+    "hostAliases": "ip",
+    "imagePullSecrets": "name",
+    "topologySpreadConstraints": "topologyKey",
+}
+"""Lists of objects that are merged item by item, and the field by which items are the same."""
+
+ADDED = ("tolerations", "envFrom")
+"""Lists that are joined."""
+
+UNIONS = (
+    frozenset({"value", "valueFrom"}),
+    frozenset({"emptyDir", "hostPath", "persistentVolumeClaim", "secret", "configMap", "projected", "csi", "nfs"}),
+    frozenset({"httpGet", "exec", "tcpSocket", "grpc"}),
+)
+"""Fields of which an object has one: an override with another of them replaces the rendered one."""
+
+
+def merged(base: Mapping[str, Any], override: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """``base`` with ``override`` over it; a null in the override removes the field. Raises InvalidResource."""
+    replaced = {field for union in UNIONS if union & override.keys() for field in union - override.keys()}
+    result = {field: value for field, value in base.items() if field not in replaced}
+    for field, value in override.items():
+        if value is None:
+            result.pop(field, None)
+        elif field in result:
+            result[field] = _merged_value(field, result[field], value, f"{path}.{field}".lstrip("."))
+        else:
+            result[field] = value
+    return result
+
+
+def _merged_value(field: str, base: Any, override: Any, path: str) -> Any:
+    if isinstance(base, Mapping):
+        if not isinstance(override, Mapping):
+            raise InvalidResource([FieldError(path, override, "must be an object, as in a pod; correct it")])
+        return merged(base, override, path)
+    if isinstance(base, list):
+        if not isinstance(override, list):
+            raise InvalidResource([FieldError(path, override, "must be a list, as in a pod; correct it")])
+        return _merged_list(field, base, override, path)
+    return override
+
+
+def _merged_list(field: str, base: list[Any], override: list[Any], path: str) -> list[Any]:
+    if field in ADDED:
+        return [*base, *override]
+    key = MERGE_KEYS.get(field)
+    if key is None:
+        return list(override)
+    items = {item[key]: item for item in base}
+    for position, item in enumerate(override):
+        if not isinstance(item, Mapping) or key not in item:
+            mistake = FieldError(f"{path}[{position}]", item, f"needs the field {key}, by which it is merged; add it")
+            raise InvalidResource([mistake])
+        name = item[key]
+        items[name] = merged(items[name], item, f"{path}[{position}]") if name in items else item
+    return list(items.values())

@@ -1,0 +1,35 @@
+"""Metadata that all children have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import API_VERSION, KIND, MegatronInference
+from megatron_operator.world import Manifest
+
+
+def child_metadata(resource: MegatronInference, name: str) -> dict[str, Any]:
+    """Name, namespace, labels and the ownerReference by which Kubernetes removes the child with its resource."""
+    return {
+        "name": name,
+        "namespace": resource.namespace,
+        "labels": names.child_labels(resource.name),
+        "ownerReferences": [
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": resource.name,
+                "uid": resource.metadata.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }
+
+
+def with_applied_hash(manifest: Manifest) -> dict[str, Any]:
+    """The manifest with its own hash as an annotation, by which a later look sees whether to apply it again."""
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), names.APPLIED_HASH_ANNOTATION: names.hash_of(manifest)}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}

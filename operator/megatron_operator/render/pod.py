@@ -1,0 +1,171 @@
+"""A pod of a group attempt."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import Device, MegatronInference
+from megatron_operator.names import PodIdentity
+from megatron_operator.render.command import (
+    API_KEYS_FILE,
+    API_KEYS_MOUNT,
+    CACHE_MOUNT,
+    MODEL_MOUNT,
+    PROGRAM,
+    arguments,
+    environment,
+)
+from megatron_operator.render.merge import merged
+from megatron_operator.render.metadata import child_metadata
+from megatron_operator.settings import Settings
+
+GRACE_BEYOND_DRAIN = 15
+"""Seconds between the end of draining and the kubelet's SIGKILL."""
+USER = 65532
+"""Neither root nor a user of the node."""
+
+
+def image_of(resource: MegatronInference, settings: Settings) -> str:
+    """The runtime's image for this resource."""
+    return resource.spec.image or settings.image
+
+
+def grace_seconds(resource: MegatronInference) -> int:
+    """Time from SIGTERM to SIGKILL."""
+    return math.ceil(resource.spec.rollout.drain_timeout) + GRACE_BEYOND_DRAIN
+
+
+def render_pod(resource: MegatronInference, identity: PodIdentity, settings: Settings) -> dict[str, Any]:
+    """The pod's manifest. Raises InvalidResource when ``spec.podTemplate`` has another shape than a pod."""
+    template = resource.spec.pod_template
+    spec = merged(_spec(resource, identity, settings), template.spec, "spec.podTemplate.spec")
+    metadata = child_metadata(resource, names.pod_name(resource.name, identity.group, identity.attempt, identity.index))
+    labels = {**template.metadata.labels, **metadata["labels"], **_identity_labels(identity)}
+    annotations = {**template.metadata.annotations, names.RESTARTS_ANNOTATION: str(identity.restarts)}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {**metadata, "labels": labels, "annotations": annotations},
+        # A pod that the kubelet restarts, or that has another host name, is none that the plan knows.
+        "spec": {**spec, **_fixed(resource, metadata["name"])},
+    }
+
+
+def _identity_labels(identity: PodIdentity) -> dict[str, str]:
+    return {
+        names.GROUP_LABEL: str(identity.group),
+        names.ATTEMPT_LABEL: str(identity.attempt),
+        names.INDEX_LABEL: str(identity.index),
+        names.ROLE_LABEL: names.LEADER if identity.leader else names.WORKER,
+        names.TEMPLATE_HASH_LABEL: identity.template_hash,
+    }
+
+
+def _fixed(resource: MegatronInference, name: str) -> dict[str, Any]:
+    return {
+        "restartPolicy": "Never",
+        "hostname": name,
+        "subdomain": names.pods_service(resource.name),
+        "terminationGracePeriodSeconds": grace_seconds(resource),
+    }
+
+
+def _spec(resource: MegatronInference, identity: PodIdentity, settings: Settings) -> dict[str, Any]:
+    spec: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumes": _volumes(resource),
+        "containers": [_container(resource, identity, settings)],
+    }
+    if resource.spec.scheduling.priority_class_name is not None:
+        spec["priorityClassName"] = resource.spec.scheduling.priority_class_name
+    return spec
+
+
+def _container(resource: MegatronInference, identity: PodIdentity, settings: Settings) -> dict[str, Any]:
+    left = max(0, resource.spec.failure_policy.max_restarts - identity.restarts)
+    return {
+        "name": names.CONTAINER,
+        "image": image_of(resource, settings),
+        "imagePullPolicy": resource.spec.image_pull_policy.value,
+        "command": [PROGRAM],
+        "args": arguments(resource, max_restarts=left),
+        "env": environment(resource, identity),
+        "ports": _ports(identity),
+        "resources": _resources(resource),
+        "volumeMounts": _mounts(resource),
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePath": names.TERMINATION_LOG,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **_probes(),
+    }
+
+
+def _ports(identity: PodIdentity) -> list[dict[str, Any]]:
+    ports = {"control": names.CONTROL_PORT}
+    if identity.leader:
+        ports |= {"http": names.HTTP_PORT, "coordinator": names.COORDINATOR_PORT}
+    if identity.index == 0:
+        ports["rendezvous"] = names.RENDEZVOUS_PORT
+    return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
+
+
+def _resources(resource: MegatronInference) -> dict[str, Any]:
+    pods = resource.spec.pods
+    if pods.device is not Device.CUDA:
+        return {}
+    return {"limits": {pods.gpu_resource: str(pods.ranks_per_pod)}}
+
+
+def _volumes(resource: MegatronInference) -> list[dict[str, Any]]:
+    volumes: list[dict[str, Any]] = [
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "cache", "emptyDir": {}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    claim = resource.spec.model.source.persistent_volume_claim
+    if claim is not None:
+        source = {"claimName": claim.claim_name, "readOnly": True}
+        volumes.append({"name": "model", "persistentVolumeClaim": source})
+    keys = resource.spec.frontend.api_keys_secret
+    if keys is not None:
+        items = [{"key": keys.key, "path": API_KEYS_FILE}]
+        volumes.append({"name": "api-keys", "secret": {"secretName": keys.name, "items": items}})
+    return volumes
+
+
+def _mounts(resource: MegatronInference) -> list[dict[str, Any]]:
+    mounts: list[dict[str, Any]] = [
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "cache", "mountPath": CACHE_MOUNT},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
+    if resource.spec.model.source.persistent_volume_claim is not None:
+        mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
+    if resource.spec.frontend.api_keys_secret is not None:
+        mounts.append({"name": "api-keys", "mountPath": API_KEYS_MOUNT, "readOnly": True})
+    return mounts
+
+
+def _probes() -> dict[str, Any]:
+    alive = {"httpGet": {"path": "/healthz", "port": "control"}, "timeoutSeconds": 5}
+    ready = {"httpGet": {"path": "/readyz", "port": "control"}, "timeoutSeconds": 5}
+    return {
+        # Generous, since importing the libraries from a cold disk comes before the control API answers.
+        "startupProbe": {**alive, "periodSeconds": 2, "failureThreshold": 150},
+        "livenessProbe": {**alive, "periodSeconds": 10, "failureThreshold": 6},
+        "readinessProbe": {**ready, "periodSeconds": 2, "failureThreshold": 2},
+    }

@@ -1,0 +1,42 @@
+"""What follows from a failed attempt: another one now, another one later, or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_operator.api.v1alpha1 import FailurePolicy
+from megatron_operator.groups import Group, GroupFailure
+
+RESTART_BUDGET_EXCEEDED = "RestartBudgetExceeded"
+BAD_INPUT = "InvalidSpec"
+
+
+@dataclass(frozen=True)
+class Retry:
+    """The next attempt starts at ``at`` (seconds since the epoch) and counts ``restarts`` against the budget."""
+
+    at: float
+    restarts: int
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """No further attempt until the spec changes. ``reason`` is fit for a condition."""
+
+    reason: str
+
+
+def verdict(group: Group, failed: GroupFailure, policy: FailurePolicy, template_hash: str) -> Retry | GiveUp:
+    """A changed template is a new chance; bad input is none; otherwise budget and exponential back-off decide."""
+    if group.template_hash != template_hash:
+        return Retry(at=failed.time, restarts=0)
+    if failed.failure.bad_input:
+        return GiveUp(failed.failure.reason or BAD_INPUT)
+    if failed.restarts >= policy.max_restarts:
+        return GiveUp(RESTART_BUDGET_EXCEEDED)
+    return Retry(at=failed.time + backoff(failed.restarts, policy), restarts=failed.restarts + 1)
+
+
+def backoff(restarts: int, policy: FailurePolicy) -> float:
+    """Seconds before restart number ``restarts + 1``: doubles each time, up to the longest."""
+    return min(policy.backoff * 2.0 ** min(restarts, 60), policy.max_backoff)

@@ -1,0 +1,170 @@
+"""The status of a resource, from the observed world alone: no clock, no client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_operator import names
+from megatron_operator.api.parse import FieldError
+from megatron_operator.api.v1alpha1 import (
+    ConditionType,
+    GroupStatus,
+    LastFailure,
+    Lifecycle,
+    MegatronInference,
+    Phase,
+    Status,
+)
+from megatron_operator.conditions import Finding, find_conditions, written
+from megatron_operator.picture import GroupView, Picture
+from megatron_operator.render import image_of
+from megatron_operator.settings import Settings
+from megatron_operator.timestamps import timestamp
+from megatron_operator.world import EngineState, PodPhase, World
+
+INVALID_SPEC = "InvalidSpec"
+
+_PHASES = {
+    EngineState.RUNNING: Phase.RUNNING,
+    EngineState.PAUSING: Phase.RUNNING,
+    EngineState.PAUSED: Phase.PAUSED,
+    EngineState.UNPAUSING: Phase.PAUSED,
+    EngineState.SUSPENDING: Phase.PAUSED,
+    EngineState.SUSPENDED: Phase.SUSPENDED,
+    EngineState.RESUMING: Phase.SUSPENDED,
+    EngineState.STOPPING: Phase.TERMINATING,
+    EngineState.STOPPED: Phase.TERMINATING,
+}
+"""A transition shows as the state that it left, until it is done."""
+
+
+def build_status(
+    resource: MegatronInference,
+    world: World,
+    settings: Settings | None = None,
+    problems: Sequence[str] = (),
+) -> Status:
+    """The status after looking at ``world``; ``problems`` are actions that failed, in words.
+
+    ``resource.status`` is the status before: what has not changed keeps its times.
+    """
+    template_hash = names.template_hash(resource, image_of(resource, settings or Settings()))
+    picture = Picture(resource, world, template_hash, tuple(problems))
+    generation = resource.metadata.generation
+    groups = [_group_status(view, picture) for view in picture.groups]
+    state = picture.engine_state
+    return Status(
+        observed_generation=generation,
+        phase=_phase(picture),
+        engine_state=state,
+        engine_state_time=timestamp(picture.state_since) if state else None,
+        url=world.url or names.url(resource.name, resource.namespace),
+        model_name=resource.served_name,
+        replicas=len({pod.group for pod in world.pods}),
+        ready_replicas=picture.ready_groups if picture.wants_pods else 0,
+        ready=f"{picture.ready_groups if picture.wants_pods else 0}/{resource.spec.replicas}",
+        restarts=sum(group.restarts for group in groups),
+        selector=names.scale_selector(resource.name),
+        groups=groups,
+        conditions=written(find_conditions(picture), resource.status, generation, world.now),
+    )
+
+
+def invalid_status(obj: Mapping[str, Any], errors: Sequence[FieldError], now: float) -> Status:
+    """The status of a resource that cannot be parsed: says what to mend, and leaves the rest as it was last seen."""
+    before = old_status(obj)
+    generation = int((obj.get("metadata") or {}).get("generation") or 0)
+    words = "; ".join(str(error) for error in errors)
+    was_ready = before.condition(ConditionType.READY)
+    unsure = was_ready is not None and was_ready.status != "False"
+    kept = f"{words}. Running pods are left as they are until it is mended"
+    findings = {
+        ConditionType.READY: Finding("Unknown" if unsure else "False", INVALID_SPEC, kept if unsure else words),
+        ConditionType.PROGRESSING: Finding("False", INVALID_SPEC, words),
+        ConditionType.FAILED: Finding("True", INVALID_SPEC, words),
+    }
+    mended = written(findings, before, generation, now)
+    others = [condition for condition in before.conditions if condition.type not in {each.type for each in mended}]
+    return before.model_copy(
+        update={
+            "observed_generation": generation,
+            "phase": Phase.FAILED,
+            "conditions": sorted([*mended, *others], key=lambda condition: list(ConditionType).index(condition.type)),
+        }
+    )
+
+
+def old_status(obj: Mapping[str, Any]) -> Status:
+    """The status that the resource carries; an empty one when another program left something else there."""
+    try:
+        return Status.model_validate(obj.get("status") or {})
+    except ValidationError:
+        return Status()
+
+
+def as_json(status: Status) -> dict[str, Any]:
+    """As it is written into the resource; what is not known is left out.
+
+    So are empty texts: some builds of old API servers take them for nulls, and refuse the whole status.
+    """
+    dumped = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return {field: _without_empty_texts(value) for field, value in dumped.items() if value != ""}
+
+
+def _without_empty_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {field: _without_empty_texts(each) for field, each in value.items() if each != ""}
+    return [_without_empty_texts(each) for each in value] if isinstance(value, list) else value
+
+
+def _phase(picture: Picture) -> Phase:
+    if not picture.wants_pods:
+        gone = not picture.world.pods and not picture.resource.deleting
+        return Phase.STOPPED if gone else Phase.TERMINATING
+    if picture.leading_group.given_up is not None:
+        return Phase.FAILED
+    if picture.is_unreachable:
+        return Phase.DEGRADED
+    if picture.is_open:
+        assert picture.engine_state is not None
+        phase = _PHASES[picture.engine_state]
+        return Phase.DEGRADED if phase is Phase.RUNNING and picture.troubled_groups else phase
+    if picture.troubled_groups:
+        return Phase.DEGRADED
+    pod = picture.leading_group.group.first_pod
+    return Phase.PENDING if pod is None or pod.phase is PodPhase.PENDING else Phase.STARTING
+
+
+def _group_status(view: GroupView, picture: Picture) -> GroupStatus:
+    group = view.group
+    # A start after a stop is a fresh one.
+    forget = picture.wish is Lifecycle.STOPPED
+    return GroupStatus(
+        index=group.index,
+        attempt=group.attempt,
+        template_hash=group.template_hash,
+        ready_pods=group.ready_pods,
+        total_pods=group.size,
+        restarts=0 if forget else group.restarts,
+        last_failure=None if forget else _last_failure(view, picture),
+    )
+
+
+def _last_failure(view: GroupView, picture: Picture) -> LastFailure | None:
+    """The latest attempt's failure, or, while there is none, that of an earlier one."""
+    failed = view.failed
+    if failed is None:
+        before = {group.index: group.last_failure for group in picture.resource.status.groups}
+        return before.get(view.group.index)
+    return LastFailure(
+        attempt=failed.attempt,
+        pod=failed.pod,
+        rank=failed.failure.rank,
+        exit_code=failed.failure.exit_code,
+        reason=failed.failure.reason,
+        message=failed.failure.message,
+        time=timestamp(failed.time),
+    )

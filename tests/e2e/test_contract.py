@@ -1,0 +1,293 @@
+"""The contract between the halves: what the operator renders, the runtime's own parser understands, and so back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import uvicorn
+import yaml
+
+from megatron_operator import names
+from megatron_operator.api.parse import parse_resource
+from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, RoutingPolicy
+from megatron_operator.api.v1alpha1.model import DType
+from megatron_operator.engine import RANK_PHASES, EngineClient, EngineUnreachable
+from megatron_operator.failures import read_failure
+from megatron_operator.names import PodIdentity
+from megatron_operator.render import render_pod
+from megatron_operator.settings import Settings
+from megatron_operator.world import BAD_INPUT_EXIT_CODE, EngineState, Signal, SignalRefused
+from megatron_runtime.cli import app
+from megatron_runtime.errors import InvalidStateError
+from megatron_runtime.launch.control_api import SIGNALS, create_control_api
+from megatron_runtime.launch.identity import Identity
+from megatron_runtime.launch.options import DEVICES, DTYPES, KV_CACHE_MANAGEMENTS, ROUTING_POLICIES
+from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
+
+SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "smollm2.yaml"
+LEADER = PodIdentity(group=0, attempt=3, index=0, leader=True, template_hash="abc", restarts=2)
+WORKER = PodIdentity(group=1, attempt=0, index=0, leader=False, template_hash="abc", restarts=0)
+HOST = "127.0.0.1"
+TOKEN = "control-token-of-the-test"
+
+
+def rendered(identity: PodIdentity = LEADER, **spec: Any) -> dict[str, Any]:
+    """The container of a pod of the sample, with ``spec``'s fields over it."""
+    obj = yaml.safe_load(SAMPLE.read_text())
+    resource = parse_resource({**obj, "spec": {**obj["spec"], **spec}})
+    container: dict[str, Any] = render_pod(resource, identity, Settings())["spec"]["containers"][0]
+    return container
+
+
+def flags_of(container: dict[str, Any]) -> dict[str, Any]:
+    """What the runtime's own parser makes of the command line. Raises click's errors."""
+    assert container["command"] == ["megatron-serve"]
+    context = typer.main.get_command(app).make_context("megatron-serve", list(container["args"]))
+    return dict(context.params)
+
+
+def environment_of(container: dict[str, Any]) -> dict[str, str]:
+    """The variables as a kubelet would fill them in."""
+    values = {"status.podIP": HOST, "coordinator-key": "k" * 43, "control-token": TOKEN, "token": "hf_secret"}
+
+    def value(entry: dict[str, Any]) -> str:
+        if "value" in entry:
+            return str(entry["value"])
+        source = entry["valueFrom"]
+        return values[source["fieldRef"]["fieldPath"] if "fieldRef" in source else source["secretKeyRef"]["key"]]
+
+    return {entry["name"]: value(entry) for entry in container["env"]}
+
+
+def test_the_sample_is_understood_flag_by_flag() -> None:
+    found = flags_of(rendered())
+    expected = {
+        "model": Path("/models/SmolLM2-135M-Instruct.Q4_1.gguf"),
+        "served_name": "smollm2",
+        "dtype": "auto",
+        "max_sequence_length": 2048,
+        "tensor_parallel": 1,
+        "ranks_per_pod": 1,
+        "device": "cpu",
+        "kv_cache_memory": "256Mi",
+        "kv_cache_management": "offload",
+        "chunked_prefill": True,
+        "offload_weights": False,
+        "routing_policy": "round-robin",
+        "frontend_replicas": 2,
+        "drain_timeout": 60.0,
+        "max_restarts": 3,
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (
+            {"model": {"source": {"huggingFace": {"repo": "a/b", "revision": "v1"}}}},
+            {"hf_repo": "a/b", "hf_revision": "v1", "model": None, "max_sequence_length": None},
+        ),
+        (
+            {"model": {"source": {"persistentVolumeClaim": {"claimName": "c", "path": "/x"}}}},
+            {"model": Path("/models/x")},
+        ),
+        (
+            {"engine": {"chunkedPrefill": False, "offloadWeights": True}},
+            {"chunked_prefill": False, "offload_weights": True},
+        ),
+        (
+            {"engine": {"kvCacheMemory": "1.5Gi", "blockSizeTokens": 32}},
+            {"kv_cache_memory": "1.5Gi", "block_size_tokens": 32},
+        ),
+        ({"engine": {"extraArgs": ["--threads-per-rank=2"]}}, {"threads_per_rank": 2}),
+        ({"rollout": {"drainTimeout": "1500ms"}}, {"drain_timeout": 1.5}),
+    ],
+)
+def test_every_choice_of_the_resource_is_understood(spec: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = flags_of(rendered(**spec))
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_every_word_that_the_resource_offers_is_one_that_the_runtime_takes() -> None:
+    assert {each.value for each in DType} <= set(DTYPES)
+    assert {each.value for each in Device} <= set(DEVICES)
+    managements = {
+        flags_of(rendered(engine={"kvCacheManagement": each.value}))["kv_cache_management"]
+        for each in KVCacheManagement
+    }
+    assert managements <= set(KV_CACHE_MANAGEMENTS)
+    policies = {flags_of(rendered(routing={"policy": each.value}))["routing_policy"] for each in RoutingPolicy}
+    assert policies <= set(ROUTING_POLICIES)
+
+
+def test_a_pod_knows_who_it_is() -> None:
+    leader = Identity.from_environment(environment_of(rendered(LEADER, lifecycle="Paused")))
+    assert (leader.group, leader.attempt, leader.pod_index, leader.is_leader) == (0, 3, 0, True)
+    assert leader.lifecycle.value == "Paused"
+    assert leader.coordinator_address == "tcp://smollm2-coordinator.default.svc:5557"
+    assert leader.bind_host == HOST
+    assert leader.control_token == TOKEN
+    assert leader.termination_log == Path("/dev/termination-log")
+    assert not leader.is_standalone
+    worker = Identity.from_environment(environment_of(rendered(WORKER)))
+    assert (worker.group, worker.is_leader) == (1, False)
+
+
+@pytest.mark.parametrize("lifecycle", [each for each in Lifecycle if each is not Lifecycle.STOPPED])
+def test_every_lifecycle_that_has_pods_is_one_that_a_pod_can_start_in(lifecycle: Lifecycle) -> None:
+    environment = environment_of(rendered(lifecycle=lifecycle.value))
+    assert Identity.from_environment(environment).lifecycle.value == lifecycle.value
+
+
+def test_the_file_with_api_keys_is_passed_on() -> None:
+    container = rendered(frontend={"apiKeysSecret": {"name": "keys"}})
+    assert Identity.from_environment(environment_of(container)).api_keys_file == Path("/etc/megatron/api-keys")
+
+
+def test_both_halves_speak_of_the_same_things() -> None:
+    assert {each.value for each in Signal} == set(SIGNALS)
+    assert {each.value for each in RankPhase} == set(RANK_PHASES)
+    assert BAD_INPUT_EXIT_CODE == EXIT_BAD_INPUT
+
+
+# --- the launcher's last words
+
+
+def check(container: dict[str, Any], folder: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Runs the rendered command with --check, in the rendered environment, as far as one machine allows."""
+    log = folder / "termination-log"
+    environment = {
+        **os.environ,
+        **environment_of(container),
+        "MEGATRON_TERMINATION_LOG": str(log),
+        "OMP_NUM_THREADS": "1",
+    }
+    # A standalone pod moves to other ports when the usual ones are taken.
+    del environment["MEGATRON_COORDINATOR_ADDRESS"]
+    command = [sys.executable, "-m", "megatron_runtime.cli", *container["args"], "--check"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return done, log
+
+
+@pytest.mark.model
+def test_the_rendered_sample_would_be_served(smollm2_path: Path, tmp_path: Path) -> None:
+    source = {"source": {"path": str(smollm2_path)}, "servedName": "smollm2", "maxSequenceLength": 2048}
+    done, _ = check(rendered(model=source), tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_that_is_not_there_is_bad_input_to_both_halves(tmp_path: Path) -> None:
+    missing = tmp_path / "nowhere.gguf"
+    done, log = check(rendered(model={"source": {"path": str(missing)}}), tmp_path)
+    assert done.returncode == BAD_INPUT_EXIT_CODE
+    failure = read_failure(done.returncode, "Error", log.read_text())
+    assert failure.bad_input
+    assert failure.reason == "InvalidSpec"
+    assert str(missing) in failure.message
+
+
+# --- the control API
+
+
+class Sender:
+    """Stands in for the coordinator: takes a pause, refuses anything else."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:  # noqa: ASYNC109  # the protocol's own
+        """As the runtime's ``SignalSender``."""
+        del timeout, wait
+        if signal != "pause":
+            raise InvalidStateError(f"{signal}: the engine is RUNNING", state="RUNNING", allowed=("pause",))
+        self.sent.append(signal)
+
+
+@pytest.fixture
+def bound() -> Iterator[socket.socket]:
+    with socket.create_server((HOST, 0)) as made:
+        yield made
+
+
+@asynccontextmanager
+async def control_api(bound: socket.socket, state: PodState, sender: Sender) -> AsyncIterator[int]:
+    """The runtime's own control API, on a port of this machine."""
+    api = create_control_api(state, sender, token=TOKEN, metrics=lambda: b"")
+    server = uvicorn.Server(uvicorn.Config(api, log_level="warning", lifespan="off"))
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def facts() -> PodFacts:
+    """A leader whose engine runs."""
+    return PodFacts(
+        is_leader=True,
+        engine_state="RUNNING",
+        replicas=(ReplicaState(group=0, state="RUNNING", running_requests=1, waiting_requests=2),),
+        ranks={0: RankState(0, RankPhase.LOADING, 1, 4)},
+        frontends_listening=1,
+        restarts=2,
+        error={"reason": "RankFailed", "message": "rank 0 ended", "rank": 0, "exitCode": 1},
+    )
+
+
+async def test_the_operator_reads_what_the_launcher_says(bound: socket.socket) -> None:
+    async with control_api(bound, PodState(facts()), Sender()) as port, EngineClient(TOKEN, port=port) as client:
+        report = await client.state(HOST)
+    assert report.ready
+    assert report.engine_state is EngineState.RUNNING
+    assert [(replica.group, replica.state) for replica in report.replicas] == [(0, EngineState.RUNNING)]
+    assert (report.running_requests, report.waiting_requests, report.restarts) == (1, 2, 2)
+    assert report.rank_phase == "Loading"
+    assert report.error == "rank 0 ended"
+
+
+async def test_a_change_of_state_ends_the_operators_wait(bound: socket.socket) -> None:
+    state = PodState(facts())
+    async with control_api(bound, state, Sender()) as port, EngineClient(TOKEN, port=port) as client:
+        before = await client.state(HOST)
+        waiting = asyncio.create_task(client.state(HOST, after=before.revision, wait=60))
+        state.update(engine_state="PAUSING")
+        assert (await waiting).engine_state is EngineState.PAUSING
+
+
+async def test_a_signal_reaches_the_engine_and_a_forbidden_one_is_told_apart(bound: socket.socket) -> None:
+    sender = Sender()
+    async with control_api(bound, PodState(facts()), sender) as port, EngineClient(TOKEN, port=port) as client:
+        await client.signal(HOST, Signal.PAUSE)
+        with pytest.raises(SignalRefused) as caught:
+            await client.signal(HOST, Signal.RESUME)
+    assert sender.sent == ["pause"]
+    assert caught.value.allowed == ("pause",)
+
+
+async def test_only_the_operators_token_opens_the_control_api(bound: socket.socket) -> None:
+    async with control_api(bound, PodState(facts()), Sender()) as port, EngineClient("wrong", port=port) as client:
+        with pytest.raises(EngineUnreachable, match="401"):
+            await client.state(HOST)
+
+
+def test_the_probes_ask_for_paths_that_the_control_api_has() -> None:
+    container = rendered()
+    api = create_control_api(PodState(facts()), None, token=None, metrics=lambda: b"")
+    paths = {getattr(route, "path", "") for route in api.routes}
+    probes = [container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert {probe["path"] for probe in probes} <= paths
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {ports[probe["port"]] for probe in probes} == {names.CONTROL_PORT}

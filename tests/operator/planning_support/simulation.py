@@ -1,0 +1,201 @@
+"""A cluster in memory: pods that start, fail and linger, an engine that takes signals, and a clock that tests turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import Lifecycle
+from megatron_operator.lifecycle import ALLOWED_FROM, SETTLED_STATE
+from megatron_operator.world import (
+    Action,
+    ApplyChild,
+    CreatePod,
+    CreateSecret,
+    DeleteChild,
+    DeletePod,
+    EngineState,
+    Failure,
+    Loading,
+    Manifest,
+    ObservedEngine,
+    ObservedPod,
+    ObservedReplica,
+    PodPhase,
+    SendSignal,
+    Signal,
+    SignalRefused,
+    World,
+)
+
+UNDER_WAY = {
+    Signal.PAUSE: EngineState.PAUSING,
+    Signal.UNPAUSE: EngineState.UNPAUSING,
+    Signal.SUSPEND: EngineState.SUSPENDING,
+    Signal.RESUME: EngineState.RESUMING,
+}
+ARRIVES_AT = {
+    EngineState.PAUSING: EngineState.PAUSED,
+    EngineState.UNPAUSING: EngineState.RUNNING,
+    EngineState.SUSPENDING: EngineState.SUSPENDED,
+    EngineState.RESUMING: EngineState.PAUSED,
+}
+
+
+class SimulatedCluster:
+    """A ``WorldPort`` whose outside only changes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+        self.pods: dict[str, ObservedPod] = {}
+        self.children: dict[str, str] = {}
+        self.reachable = True
+        self.engine_state: EngineState | None = None
+        self.refused: list[Signal] = []
+        """Signals that the engine's state forbade."""
+        self._wishes: dict[str, Lifecycle] = {}
+
+    # --- the port
+
+    async def observe(self, _name: str, _namespace: str) -> World:
+        """As the adapters see it."""
+        return self.world()
+
+    async def apply(self, _name: str, _namespace: str, action: Action) -> None:
+        """As the adapters do it."""
+        self.carry_out(action)
+
+    def world(self) -> World:
+        """The current state of everything."""
+        return World(
+            now=self.now,
+            pods=tuple(sorted(self.pods.values(), key=lambda pod: pod.name)),
+            engine=self._engine(),
+            children=dict(self.children),
+        )
+
+    def carry_out(self, action: Action) -> None:
+        """One action, idempotent."""
+        match action:
+            case ApplyChild(manifest):
+                self.children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
+            case CreateSecret(manifest):
+                self.children.setdefault(names.child_key(manifest), "")
+            case DeleteChild(kind, name):
+                self.children.pop(f"{kind}/{name}", None)
+            case CreatePod(manifest):
+                self._create(manifest)
+            case DeletePod(name, uid, grace_seconds):
+                if name in self.pods and self.pods[name].uid == uid:
+                    self.delete(name, grace_seconds)
+            case SendSignal(signal):
+                self._take(signal)
+
+    # --- what kubelets, schedulers and people do
+
+    def start(self, name: str) -> None:
+        """The pod's next step: scheduled, loading, serving and ready; one that is being deleted is gone."""
+        pod = self.pods[name]
+        if pod.deleting:
+            self.remove(name)
+        elif pod.phase is PodPhase.PENDING:
+            self._change(name, phase=PodPhase.RUNNING, rank_phase="Loading", loading=Loading(1, 10))
+        elif pod.phase is PodPhase.RUNNING and not pod.ready:
+            self._change(name, ready=True, rank_phase="Serving", ready_changed_at=self.now)
+            if pod.leader:
+                self.engine_state = SETTLED_STATE[self._wishes[name]]
+
+    def start_all(self) -> None:
+        """One step for every pod."""
+        for name in list(self.pods):
+            self.start(name)
+
+    def run_up(self) -> None:
+        """Every pod as far as it gets."""
+        for _ in range(3):
+            self.start_all()
+
+    def fail(self, name: str, exit_code: int = 1, reason: str = "RankFailed") -> None:
+        """The pod's processes end."""
+        failure = Failure(reason, f"rank 0 ended with {exit_code}", rank=0, exit_code=exit_code)
+        self._change(name, phase=PodPhase.FAILED, ready=False, finished_at=self.now, failure=failure, rank_phase=None)
+
+    def delete(self, name: str, grace_seconds: int = 30) -> None:
+        """The API server is asked to delete the pod; the kubelet has not done so yet."""
+        pod = self.pods[name]
+        if pod.finished and grace_seconds == 0:
+            self.remove(name)
+        elif not pod.deleting:
+            self._change(name, deletion_deadline=self.now + grace_seconds, ready=False)
+
+    def remove(self, name: str) -> None:
+        """The pod is gone."""
+        if self.pods.pop(name).leader and not self._leaders():
+            self.engine_state = None
+
+    def advance_engine(self) -> None:
+        """A transition under way comes to its end."""
+        if self.engine_state in ARRIVES_AT:
+            self.engine_state = ARRIVES_AT[self.engine_state]
+
+    def unready(self, name: str, **changes: object) -> None:
+        """The readiness probe fails."""
+        self._change(name, ready=False, ready_changed_at=self.now, **changes)
+
+    def change(self, name: str, **changes: object) -> None:
+        """Anything else about a pod."""
+        self._change(name, **changes)
+
+    # ---
+
+    def live(self, group: int | None = None) -> list[ObservedPod]:
+        """Pods that would go on if nobody ended them."""
+        pods = [pod for pod in self.pods.values() if not pod.finished and not pod.deleting]
+        return [pod for pod in pods if group is None or pod.group == group]
+
+    def _create(self, manifest: Manifest) -> None:
+        name = manifest["metadata"]["name"]
+        identity = names.pod_identity(manifest["metadata"])
+        assert identity is not None
+        if name in self.pods:
+            return
+        env = {entry["name"]: entry.get("value") for entry in manifest["spec"]["containers"][0]["env"]}
+        self._wishes[name] = Lifecycle(env["MEGATRON_LIFECYCLE"])
+        self.pods[name] = ObservedPod(
+            name=name,
+            uid=f"uid-of-{name}-{self.now}",
+            group=identity.group,
+            attempt=identity.attempt,
+            index=identity.index,
+            leader=identity.leader,
+            template_hash=identity.template_hash,
+            restarts=identity.restarts,
+            phase=PodPhase.PENDING,
+            ready=False,
+            created_at=self.now,
+            address=f"10.0.{identity.group}.{identity.attempt}",
+        )
+
+    def _change(self, name: str, **changes: object) -> None:
+        self.pods[name] = replace(self.pods[name], **changes)  # type: ignore[arg-type]
+
+    def _leaders(self) -> list[ObservedPod]:
+        return [pod for pod in self.live() if pod.leader and pod.phase is PodPhase.RUNNING]
+
+    def _engine(self) -> ObservedEngine | None:
+        leaders = self._leaders()
+        if not leaders:
+            return None
+        if not self.reachable or not leaders[-1].ready:
+            # An adapter may well remember what it last heard.
+            return ObservedEngine(reachable=False, state=self.engine_state, message="connection refused")
+        serving = [pod for pod in self.live() if pod.rank_phase == "Serving" and pod.index == 0]
+        assert self.engine_state is not None
+        replicas = tuple(ObservedReplica(pod.group, self.engine_state) for pod in serving)
+        return ObservedEngine(reachable=True, state=self.engine_state, replicas=replicas)
+
+    def _take(self, signal: Signal) -> None:
+        if self.engine_state not in ALLOWED_FROM[signal]:
+            self.refused.append(signal)
+            raise SignalRefused(f"{signal} is not allowed in {self.engine_state}")
+        self.engine_state = UNDER_WAY[signal]

@@ -1,0 +1,107 @@
+"""The generated CustomResourceDefinition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from planning_support.resources import resource_object
+
+from megatron_operator.api.crd import FILES, crd, stale_files
+from megatron_operator.api.v1alpha1 import Status
+from megatron_operator.status import as_json
+
+ROOT = Path(__file__).parents[2]
+VERSION = crd()["spec"]["versions"][0]
+SCHEMA = VERSION["schema"]["openAPIV3Schema"]
+
+
+def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema within ``schema``, with its path."""
+    yield path, schema
+    for name, child in schema.get("properties", {}).items():
+        yield from nodes(child, f"{path}.{name}")
+    if "items" in schema:
+        yield from nodes(schema["items"], f"{path}[]")
+
+
+def test_the_generated_files_are_up_to_date() -> None:
+    assert stale_files(ROOT) == [], "run: python -m megatron_operator.api.crd"
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_generated_file_is_the_definition(file: Path) -> None:
+    assert yaml.safe_load((ROOT / file).read_text()) == crd()
+
+
+def test_every_field_has_a_description() -> None:
+    silent = [path for path, node in nodes(SCHEMA) if not node.get("description") and not path.endswith("[]")]
+    assert silent == [".metadata"]
+
+
+def test_the_schema_is_structural() -> None:
+    for path, node in nodes(SCHEMA):
+        assert not {"$ref", "$defs", "allOf", "oneOf", "title", "const"} & node.keys(), path
+        assert "type" in node or node.get("x-kubernetes-int-or-string"), path
+        if not node.get("x-kubernetes-int-or-string"):
+            assert "anyOf" not in node, path
+        # Pruning takes the place of a ban: an API server that checks strictly refuses what it would prune.
+        assert node.get("additionalProperties") is not False, path
+
+
+def test_the_schema_is_a_valid_json_schema() -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMA)
+
+
+def test_the_schema_takes_a_resource_and_its_status() -> None:
+    status = as_json(Status())
+    jsonschema.validate({**resource_object(), "status": status}, SCHEMA)
+
+
+@pytest.mark.parametrize("spec", [{"replicas": 0}, {"lifecycle": "x"}, {"engine": {"kvCacheMemory": "lots"}}])
+def test_the_schema_refuses_what_the_parser_refuses(spec: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(resource_object(**spec), SCHEMA)
+
+
+def test_an_object_that_may_be_left_out_is_filled_with_its_defaults() -> None:
+    engine = SCHEMA["properties"]["spec"]["properties"]["engine"]
+    assert engine["default"] == {}
+    assert engine["properties"]["kvCacheMemory"]["default"] == "1Gi"
+
+
+def test_the_status_is_never_filled_in() -> None:
+    assert [path for path, node in nodes(SCHEMA["properties"]["status"]) if "default" in node] == []
+
+
+def test_rules_name_the_field_and_the_mend() -> None:
+    rules = [rule for _, node in nodes(SCHEMA) for rule in node.get("x-kubernetes-validations", [])]
+    assert len(rules) >= 4
+    for rule in rules:
+        field, _, words = rule["message"].partition(": ")
+        assert field.startswith(("spec.", "metadata."))
+        assert any(verb in words for verb in ("set ", "choose "))
+
+
+def test_conditions_are_a_map_by_type() -> None:
+    conditions = SCHEMA["properties"]["status"]["properties"]["conditions"]
+    assert conditions["x-kubernetes-list-type"] == "map"
+    assert conditions["x-kubernetes-list-map-keys"] == ["type"]
+
+
+def test_the_pod_template_keeps_what_this_version_does_not_know() -> None:
+    template = SCHEMA["properties"]["spec"]["properties"]["podTemplate"]["properties"]["spec"]
+    assert template["x-kubernetes-preserve-unknown-fields"] is True
+
+
+def test_kubectl_scale_and_get_find_their_fields() -> None:
+    assert VERSION["subresources"]["scale"]["specReplicasPath"] == ".spec.replicas"
+    status = SCHEMA["properties"]["status"]["properties"]
+    paths = [column["jsonPath"] for column in VERSION["additionalPrinterColumns"]]
+    for path in [*VERSION["subresources"]["scale"].values(), *paths]:
+        if path.startswith(".status."):
+            assert path.split(".")[2].partition("[")[0] in status

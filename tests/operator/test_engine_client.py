@@ -1,0 +1,153 @@
+"""The client of the control API, against a server that answers as told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from megatron_operator.engine import EngineClient, EngineUnreachable
+from megatron_operator.world import EngineState, Loading, ObservedReplica, Signal, SignalRefused
+
+HOST = "127.0.0.1"
+STATE = {
+    "revision": 17,
+    "role": "leader",
+    "engineState": "RUNNING",
+    "replicas": [{"group": 0, "state": "RUNNING", "runningRequests": 1, "waitingRequests": 0}],
+    "ranks": [
+        {"rank": 0, "phase": "Serving", "loadedBytes": 5, "totalBytes": 5, "message": ""},
+        {"rank": 1, "phase": "Loading", "loadedBytes": 1, "totalBytes": 5, "message": ""},
+    ],
+    "requests": {"running": 1, "waiting": 2},
+    "ready": True,
+    "draining": False,
+    "restarts": 3,
+    "error": None,
+}
+
+
+class Launcher(ThreadingHTTPServer):
+    """Gives one answer to everything, and keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__((HOST, 0), _Handler)
+        self.status, self.body = 200, json.dumps(STATE)
+        self.asked: list[tuple[str, str, str | None]] = []
+
+    def answer(self, status: int, body: Any) -> None:
+        """What it says from now on."""
+        self.status, self.body = status, body if isinstance(body, str) else json.dumps(body)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Launcher
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.command, self.path, self.headers.get("Authorization")))
+        self.send_response(self.server.status)
+        self.end_headers()
+        self.wfile.write(self.server.body.encode())
+
+    do_POST = do_GET  # noqa: N815  # the name that the standard library looks for
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    with Launcher() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+async def client(launcher: Launcher) -> Any:
+    async with EngineClient("s3cret", port=launcher.server_address[1]) as made:
+        yield made
+
+
+async def test_a_leaders_state_is_read(launcher: Launcher, client: EngineClient) -> None:
+    report = await client.state(HOST)
+    assert report.engine.state is EngineState.RUNNING
+    assert report.engine.replicas == (ObservedReplica(0, EngineState.RUNNING),)
+    assert (report.engine.running_requests, report.engine.waiting_requests) == (1, 2)
+    assert (report.revision, report.restarts, report.ready) == (17, 3, True)
+    assert launcher.asked == [("GET", "/v1/state", "Bearer s3cret")]
+
+
+async def test_a_pod_is_as_far_as_its_slowest_rank(client: EngineClient) -> None:
+    report = await client.state(HOST)
+    assert report.rank_phase == "Loading"
+    assert report.loading == Loading(6, 10)
+
+
+async def test_a_worker_that_has_just_started_has_no_engine_state(launcher: Launcher, client: EngineClient) -> None:
+    launcher.answer(200, {"revision": 1, "role": "worker", "engineState": None, "ranks": [], "error": None})
+    report = await client.state(HOST)
+    assert report.engine.state is None
+    assert report.rank_phase is None
+    assert report.loading is None
+
+
+async def test_a_long_poll_says_what_it_has_seen(launcher: Launcher, client: EngineClient) -> None:
+    await client.state(HOST, after=17, wait=20)
+    assert launcher.asked[0][1] == "/v1/state?after=17&timeout=20"
+
+
+async def test_an_error_of_the_launcher_is_passed_on(launcher: Launcher, client: EngineClient) -> None:
+    launcher.answer(200, {**STATE, "error": {"reason": "RankFailed", "message": "rank 1 ended"}})
+    assert (await client.state(HOST)).engine.message == "rank 1 ended"
+
+
+@pytest.mark.parametrize("body", ["no json", "[]", "{}", '{"revision": "x"}', '{"revision": 1, "engineState": "ODD"}'])
+async def test_an_answer_that_makes_no_sense_counts_as_unreachable(
+    launcher: Launcher, client: EngineClient, body: str
+) -> None:
+    launcher.answer(200, body)
+    with pytest.raises(EngineUnreachable, match="makes no sense"):
+        await client.state(HOST)
+
+
+async def test_a_refused_token_is_told(launcher: Launcher, client: EngineClient) -> None:
+    launcher.answer(401, {"error": {"code": "Unauthorized", "message": "send the control token"}})
+    with pytest.raises(EngineUnreachable, match="401: send the control token"):
+        await client.state(HOST)
+
+
+async def test_a_signal_is_accepted(launcher: Launcher, client: EngineClient) -> None:
+    launcher.answer(202, {"accepted": True, "engineState": "PAUSING"})
+    await client.signal(HOST, Signal.PAUSE)
+    assert launcher.asked == [("POST", "/v1/pause", "Bearer s3cret")]
+
+
+async def test_a_signal_in_the_wrong_state_says_what_is_allowed(launcher: Launcher, client: EngineClient) -> None:
+    error = {"code": "InvalidState", "message": "engine is RUNNING", "engineState": "RUNNING", "allowed": ["pause"]}
+    launcher.answer(409, {"error": error})
+    with pytest.raises(SignalRefused, match="engine is RUNNING") as caught:
+        await client.signal(HOST, Signal.SUSPEND)
+    assert caught.value.allowed == ("pause",)
+
+
+async def test_a_signal_that_finds_no_engine_is_unreachable(launcher: Launcher, client: EngineClient) -> None:
+    launcher.answer(503, {"error": {"code": "EngineUnreachable", "message": "no coordinator"}})
+    with pytest.raises(EngineUnreachable, match="no coordinator"):
+        await client.signal(HOST, Signal.PAUSE)
+
+
+async def test_a_pod_that_does_not_listen_is_unreachable(launcher: Launcher) -> None:
+    port = launcher.server_address[1]
+    launcher.server_close()
+    async with EngineClient(None, port=port) as client:
+        with pytest.raises(EngineUnreachable, match="does not answer"):
+            await client.state(HOST)

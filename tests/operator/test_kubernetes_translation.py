@@ -1,0 +1,185 @@
+"""How objects of the API server become what the planner sees, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_operator.engine import PodReport, RankReport
+from megatron_operator.events import Event, EventType
+from megatron_operator.kubernetes.api_server import ServerError, ServerRefusal, answer_of, path_of
+from megatron_operator.kubernetes.kubernetes_event import LONGEST_NOTE, kubernetes_event
+from megatron_operator.kubernetes.pod_status import observed_pod
+from megatron_operator.world import Failure, Loading, ObservedPod, PodPhase
+
+PREFIX = "inference.megatron.dev"
+CREATED, READY_AT = "2026-11-21T10:00:00Z", "2026-11-21T10:01:00Z"
+EPOCH = 1795255200.0
+"""CREATED in seconds."""
+
+
+def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
+    labels = {"group": "1", "attempt": "2", "index": "0", "role": "worker", "template-hash": "abc"}
+    return {
+        "metadata": {
+            "name": "chat-1-2-0",
+            "uid": "u1",
+            "creationTimestamp": CREATED,
+            "labels": {f"{PREFIX}/{label}": value for label, value in labels.items()},
+            "annotations": {f"{PREFIX}/restarts": "3"},
+            **metadata,
+        },
+        "spec": {"nodeName": "n1"},
+        "status": status or {},
+    }
+
+
+def seen(status: dict[str, Any], report: PodReport | None = None, **metadata: Any) -> ObservedPod:
+    observed = observed_pod(pod(status, **metadata), report)
+    assert observed is not None
+    return observed
+
+
+def container(name: str = "megatron", **state: Any) -> dict[str, Any]:
+    return {"name": name, "image": "registry/none:1", "state": state}
+
+
+def terminated(exit_code: int, message: str = "", reason: str = "Error", **rest: Any) -> dict[str, Any]:
+    return {"terminated": {"exitCode": exit_code, "reason": reason, "message": message, **rest}}
+
+
+def test_a_running_pod_keeps_its_identity_and_its_times() -> None:
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": READY_AT}
+    observed = seen({"phase": "Running", "podIP": "10.0.0.1", "conditions": [ready]})
+    assert (observed.group, observed.attempt, observed.index, observed.restarts) == (1, 2, 0, 3)
+    assert (observed.leader, observed.template_hash, observed.node) == (False, "abc", "n1")
+    assert (observed.phase, observed.ready, observed.address) == (PodPhase.RUNNING, True, "10.0.0.1")
+    assert (observed.created_at, observed.ready_changed_at) == (EPOCH, EPOCH + 60)
+    assert (observed.deleting, observed.waiting, observed.failure) == (False, None, None)
+
+
+def test_a_pod_without_our_labels_is_not_seen() -> None:
+    assert observed_pod(pod(labels={f"{PREFIX}/name": "chat"})) is None
+
+
+def test_a_new_pod_without_any_status_is_pending() -> None:
+    observed = seen({})
+    assert (observed.phase, observed.ready, observed.address, observed.waiting) == (PodPhase.PENDING, False, None, None)
+
+
+def test_what_the_launcher_says_is_added() -> None:
+    ranks = (RankReport(0, "Serving"), RankReport(1, "Loading", 20, 100))
+    report = PodReport(revision=7, role="worker", ready=False, ranks=ranks, restarts=1)
+    observed = seen({"phase": "Running"}, report)
+    assert (observed.rank_phase, observed.loading, observed.launcher_restarts) == ("Loading", Loading(20, 100), 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "waiting"),
+    [
+        (
+            {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "full"}]},
+            Failure("Unschedulable", "full"),
+        ),
+        (
+            {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]},
+            Failure("SchedulingGated", "no node was found for it"),
+        ),
+        (
+            {"containerStatuses": [container(waiting={"reason": "ErrImagePull", "message": "not found"})]},
+            Failure("ImagePull", "image registry/none:1: not found"),
+        ),
+        (
+            {"initContainerStatuses": [container("fetch", waiting={"reason": "ImagePullBackOff"})]},
+            Failure("ImagePull", "image registry/none:1: container fetch waits: ImagePullBackOff"),
+        ),
+        (
+            {
+                "containerStatuses": [
+                    container(waiting={"reason": "CreateContainerConfigError", "message": "no secret"})
+                ]
+            },
+            Failure("CreateContainerConfigError", "no secret"),
+        ),
+        ({"containerStatuses": [container(waiting={"reason": "ContainerCreating"})]}, None),
+        ({"conditions": [{"type": "PodScheduled", "status": "True"}]}, None),
+    ],
+)
+def test_a_pending_pod_tells_what_keeps_it(status: dict[str, Any], waiting: Failure | None) -> None:
+    assert seen({"phase": "Pending", **status}).waiting == waiting
+
+
+def test_the_last_words_of_the_launcher_are_the_failure() -> None:
+    words = '{"reason": "RankFailed", "message": "CUDA error", "rank": 1, "exitCode": 1}'
+    status = {"phase": "Failed", "containerStatuses": [container(**terminated(1, words, finishedAt=READY_AT))]}
+    observed = seen(status)
+    assert observed.failure == Failure("RankFailed", "CUDA error", rank=1, exit_code=1)
+    assert observed.finished_at == EPOCH + 60
+
+
+def test_a_killed_container_is_explained_by_its_reason() -> None:
+    failure = seen({"phase": "Failed", "containerStatuses": [container(**terminated(137, reason="OOMKilled"))]}).failure
+    assert failure is not None
+    assert (failure.reason, failure.exit_code, "memory" in failure.message) == ("OOMKilled", 137, True)
+
+
+def test_our_container_explains_the_failure_better_than_a_sidecar() -> None:
+    ended = [container("proxy", **terminated(143)), container(**terminated(1, "no GPU left"))]
+    failure = seen({"phase": "Failed", "containerStatuses": ended}).failure
+    assert failure == Failure("Error", "no GPU left", exit_code=1)
+
+
+def test_an_evicted_pod_says_so_and_not_what_followed_from_it() -> None:
+    ready = {"type": "Ready", "status": "False", "lastTransitionTime": READY_AT}
+    status = {"phase": "Failed", "reason": "Evicted", "message": "low on memory", "conditions": [ready]}
+    observed = seen(status)
+    assert (observed.failure, observed.finished_at) == (Failure("Evicted", "low on memory"), EPOCH + 60)
+
+
+def test_a_preempted_pod_says_so() -> None:
+    disrupted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "for a-0"}
+    status = {"phase": "Failed", "conditions": [disrupted], "containerStatuses": [container(**terminated(143))]}
+    assert seen(status).failure == Failure("PreemptionByScheduler", "for a-0")
+
+
+def test_a_pod_that_failed_without_a_word_is_a_failure_all_the_same() -> None:
+    failure = seen({"phase": "Failed"}).failure
+    assert failure is not None
+    assert failure.reason == "PodFailed"
+
+
+def test_a_pod_on_its_way_out_has_a_deadline() -> None:
+    observed = seen({"phase": "Running"}, deletionTimestamp=READY_AT)
+    assert (observed.deleting, observed.deletion_deadline) == (True, EPOCH + 60)
+
+
+def test_a_failed_pod_is_not_ready_whatever_its_conditions_say() -> None:
+    assert not seen({"phase": "Failed", "conditions": [{"type": "Ready", "status": "True"}]}).ready
+
+
+def test_paths_are_those_of_the_api() -> None:
+    assert path_of("Pod", "ns", "a-0") == "/api/v1/namespaces/ns/pods/a-0"
+    assert path_of("Event", "ns") == "/apis/events.k8s.io/v1/namespaces/ns/events"
+    assert path_of("MegatronInference", "ns", "x").startswith("/apis/inference.megatron.dev/v1alpha1/namespaces/ns/")
+
+
+def test_a_refusal_is_told_from_a_failure() -> None:
+    words = '{"kind": "Status", "message": "pods \\"a\\" is forbidden: exceeded quota"}'
+    with pytest.raises(ServerRefusal, match="exceeded quota"):
+        answer_of("POST /pods", 403, words)
+    with pytest.raises(ServerError, match="etcd is away") as failed:
+        answer_of("GET /pods", 503, "etcd is away")
+    assert failed.value.status == 503
+    with pytest.raises(ServerError, match="an empty answer"):
+        answer_of("GET /pods", 200, "")
+    assert answer_of("GET /pods", 200, '{"items": []}') == {"items": []}
+
+
+def test_an_event_is_about_the_resource_and_not_too_long() -> None:
+    metadata = {"name": "chat", "namespace": "ns", "uid": "u1", "resourceVersion": "7"}
+    obj = {"apiVersion": f"{PREFIX}/v1alpha1", "kind": "MegatronInference", "metadata": metadata}
+    event = kubernetes_event(obj, Event(EventType.WARNING, "GroupFailed", "x" * 5000))
+    assert (event["type"], event["reason"], len(event["note"])) == ("Warning", "GroupFailed", LONGEST_NOTE)
+    assert event["regarding"]["uid"] == "u1"
+    assert event["metadata"]["name"].startswith("chat.")

@@ -1,0 +1,100 @@
+"""What a person sees of a local session."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from megatron_operator.api.parse import parse_resource
+from megatron_operator.api.v1alpha1 import Condition, Phase, Status
+from megatron_operator.local.plain_lines import PlainLines
+from megatron_operator.local.snapshot import Snapshot
+from megatron_operator.local.table import draw
+from megatron_operator.world import EngineState, Loading, ObservedEngine, ObservedPod, ObservedReplica, PodPhase, World
+
+RESOURCE = parse_resource(
+    {
+        "apiVersion": "inference.megatron.dev/v1alpha1",
+        "kind": "MegatronInference",
+        "metadata": {"name": "chat"},
+        "spec": {"replicas": 2, "model": {"source": {"path": "/models/a.gguf"}}, "pods": {"device": "cpu"}},
+    }
+)
+
+
+@pytest.fixture
+def loading() -> Snapshot:
+    leader = ObservedPod(
+        name="chat-0-1-0",
+        uid="1",
+        group=0,
+        attempt=1,
+        index=0,
+        leader=True,
+        template_hash="a",
+        phase=PodPhase.RUNNING,
+        ready=False,
+        created_at=0.0,
+        address="127.64.0.1",
+        rank_phase="Loading",
+        loading=Loading(30_000_000, 100_000_000),
+    )
+    ready = Condition(
+        type="Ready",
+        status="False",
+        reason="ModelLoading",
+        message="weights",
+        last_transition_time="2026-01-01T00:00:00Z",
+    )
+    return Snapshot(RESOURCE, Status(phase=Phase.STARTING, conditions=[ready]), World(now=0.0, pods=(leader,)))
+
+
+@pytest.fixture
+def running(loading: Snapshot) -> Snapshot:
+    pod = replace(loading.world.pods[0], ready=True, rank_phase="Serving", loading=None)
+    engine = ObservedEngine(True, EngineState.RUNNING, (ObservedReplica(0, EngineState.RUNNING),))
+    status = Status(phase=Phase.RUNNING, engine_state="RUNNING", ready_replicas=2, url="http://127.0.0.1:8000/v1")
+    return replace(loading, status=status, world=World(now=0.0, pods=(pod,), engine=engine))
+
+
+def on_screen(snapshot: Snapshot) -> str:
+    console = Console(file=io.StringIO(), width=140, force_terminal=False)
+    console.print(draw(snapshot))
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_the_table_shows_how_far_the_weights_are(loading: Snapshot) -> None:
+    screen = on_screen(loading)
+    for words in ("Starting", "0/2", "ModelLoading", "chat-0-1-0", "127.64.0.1", "Loading", "30/100 MB", "━"):
+        assert words in screen
+
+
+def test_the_table_shows_phase_engine_and_url(running: Snapshot) -> None:
+    screen = on_screen(running)
+    for words in ("Running", "RUNNING", "2/2", "http://127.0.0.1:8000/v1", "Ready"):
+        assert words in screen
+
+
+def test_the_table_shows_a_refused_edit_and_the_ending(running: Snapshot) -> None:
+    screen = on_screen(replace(running, problems=("spec.x: 1: unknown field",), ending=True))
+    assert "refused: spec.x: 1: unknown field" in screen
+    assert "Ctrl-C again kills at once" in screen
+    assert "Terminating" in screen
+
+
+def test_plain_lines_say_each_change_once(loading: Snapshot, running: Snapshot) -> None:
+    output = io.StringIO()
+    view = PlainLines(Console(file=output, width=40))
+    view.show(loading)
+    assert "phase: Starting" in output.getvalue()
+    assert "pod chat-0-1-0: Loading at 127.64.0.1, 25 % of the weights read" in output.getvalue()
+    output.truncate(0)
+    view.show(loading)
+    assert output.getvalue().strip("\0") == ""
+    view.show(running)
+    assert "phase: Running\nengine: RUNNING\nready replicas: 2/2\n" in output.getvalue()
+    view.show(replace(running, world=World(now=1.0)))
+    assert "pod chat-0-1-0: gone" in output.getvalue()

@@ -1,0 +1,103 @@
+"""What users write, and what they are told when it cannot be served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from planning_support.resources import resource_object
+
+from megatron_operator.api.parse import InvalidResource, parse_resource
+from megatron_operator.api.v1alpha1 import Lifecycle, Phase
+
+SAMPLES = sorted((Path(__file__).parents[2] / "manifests" / "samples").glob("*.yaml"))
+
+
+def mistakes(obj: Any) -> dict[str, str]:
+    """Field to value and mend, of a resource that must be refused."""
+    with pytest.raises(InvalidResource) as caught:
+        parse_resource(obj)
+    return {error.field: f"{error.value!r}: {error.message}" for error in caught.value.errors}
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
+def test_a_sample_is_valid(path: Path) -> None:
+    parse_resource(yaml.safe_load(path.read_text()))
+
+
+def test_what_is_left_out_gets_its_default() -> None:
+    resource = parse_resource(resource_object())
+    assert resource.spec.replicas == 1
+    assert resource.spec.lifecycle is Lifecycle.RUNNING
+    assert resource.spec.engine.kv_cache_memory == 2**30
+    assert resource.spec.rollout.drain_timeout == 60
+    assert resource.served_name == "chat"
+    assert resource.spec.pods_per_group == 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "field", "words"),
+    [
+        ({"replica": 2}, "spec.replica", "did you mean replicas?"),
+        ({"engine": {"kvcacheMemory": "1Gi"}}, "spec.engine.kvcacheMemory", "did you mean kvCacheMemory?"),
+        ({"autoSuspend": {"idleAfter": "5m"}}, "spec.autoSuspend", "unknown field; remove it"),
+        ({"lifecycle": "Runing"}, "spec.lifecycle", "'Running', 'Paused', 'Suspended' or 'Stopped'"),
+        ({"replicas": 0}, "spec.replicas", "at least 1"),
+        ({"replicas": "2"}, "spec.replicas", "valid integer"),
+        ({"engine": {"kvCacheMemory": "lots"}}, "spec.engine.kvCacheMemory", "like 256Mi or 20Gi"),
+        ({"rollout": {"drainTimeout": 60}}, "spec.rollout.drainTimeout", "like 90s, 2m or 1h30m"),
+        ({"model": {"source": {}}}, "spec.model.source", "none is set"),
+        ({"model": {"source": {"path": "x"}}}, "spec.model.source.path", "absolute path"),
+        ({"model": {}}, "spec.model.source", "is missing"),
+        ({"parallelism": {"tensor": 4}}, "spec.parallelism.tensor", "set it to 1"),
+        ({"pods": {"ranksPerPod": 2}}, "spec.pods.ranksPerPod", "set it to 1 or less"),
+        ({"image": ""}, "spec.image", "must not be empty"),
+        ({"podTemplate": {"spec": []}}, "spec.podTemplate.spec", "dictionary"),
+        ({"podTemplate": {"metadata": {"labels": {"a": 1}}}}, "spec.podTemplate.metadata.labels.a", "string"),
+    ],
+)
+def test_a_mistake_is_named_with_field_value_and_mend(spec: dict[str, Any], field: str, words: str) -> None:
+    found = mistakes(resource_object(**spec))
+    assert list(found) == [field]
+    assert words in found[field]
+
+
+def test_two_sources_of_a_model_are_refused_by_name() -> None:
+    source = {"path": "/m", "huggingFace": {"repo": "a/b"}}
+    found = mistakes(resource_object(model={"source": source}))
+    assert "not huggingFace and path: remove all but one" in found["spec.model.source"]
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    found = mistakes(resource_object(replicas=0, lifecycle="x", engine={"maxRequests": 0}))
+    assert set(found) == {"spec.replicas", "spec.lifecycle", "spec.engine.maxRequests"}
+
+
+@pytest.mark.parametrize("name", ["Chat", "1chat", "chat_1", "chat.eu", "c" * 41])
+def test_a_name_that_pods_and_services_could_not_carry_is_refused(name: str) -> None:
+    assert "choose another name" in mistakes(resource_object(name=name))["metadata.name"]
+
+
+@pytest.mark.parametrize("obj", [None, [], "text", {}, {"kind": "Pod"}, {**resource_object(), "spec": None}])
+def test_what_is_no_such_resource_is_refused(obj: Any) -> None:
+    assert mistakes(obj)
+
+
+def test_a_value_that_looks_like_a_number_keeps_its_quotes_in_the_message() -> None:
+    with pytest.raises(InvalidResource, match=r"spec\.replicas: '2': "):
+        parse_resource(resource_object(replicas="2"))
+
+
+def test_a_status_that_another_version_left_does_not_matter() -> None:
+    known = {"phase": "Running", "fieldOfTheFuture": 1}
+    assert parse_resource({**resource_object(), "status": known}).status.phase is Phase.RUNNING
+    unknown = {"phase": "Dancing"}
+    assert parse_resource({**resource_object(), "status": unknown}).status.phase is Phase.PENDING
+
+
+def test_metadata_that_the_operator_does_not_read_is_ignored() -> None:
+    obj = resource_object()
+    obj["metadata"] |= {"labels": {"a": "b"}, "managedFields": []}
+    assert parse_resource(obj).name == "chat"

@@ -1,0 +1,39 @@
+"""Quantities and durations as they are written in a resource."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_operator.api.quantity import Duration, Quantity
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("256Mi", 256 * 2**20), ("20Gi", 20 * 2**30), ("1.5G", 1_500_000_000), ("4096", 4096), (4096, 4096), ("0", 0)],
+)
+def test_a_quantity_is_a_number_of_bytes(text: str | int, size: int) -> None:
+    assert Quantity(text) == size
+
+
+def test_a_quantity_remembers_how_it_was_written() -> None:
+    assert Quantity("1.5Gi").text == "1.5Gi"
+
+
+@pytest.mark.parametrize("text", ["lots", "-1Gi", "1 Gi", "1GiB", "1e9Gi", "", True, 1.5, None])
+def test_what_is_no_amount_of_memory_is_refused_with_an_example(text: object) -> None:
+    with pytest.raises(ValueError, match="like 256Mi or 20Gi"):
+        Quantity(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "length"), [("90s", 90), ("2m", 120), ("1h30m", 5400), ("500ms", 0.5), ("0s", 0), ("1.5h", 5400)]
+)
+def test_a_duration_is_a_number_of_seconds(text: str, length: float) -> None:
+    assert Duration(text) == length
+    assert Duration(text).text == text
+
+
+@pytest.mark.parametrize("text", ["1 minute", "60", "-1s", "", "1d", 60, None])
+def test_what_is_no_time_span_is_refused_with_an_example(text: object) -> None:
+    with pytest.raises(ValueError, match="like 90s, 2m or 1h30m"):
+        Duration(text)  # type: ignore[arg-type]

@@ -1,0 +1,190 @@
+"""Whole rounds: look, decide, act, report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planning_support.resources import resource_object
+from planning_support.simulation import SimulatedCluster
+
+from megatron_operator.events import Event
+from megatron_operator.reconcile import AFTER_REFUSAL, AFTER_TROUBLE, ReconcileResult, reconcile, status_patch
+from megatron_operator.status import as_json
+from megatron_operator.world import Action, ActionRefused, CreatePod, CreateSecret, World, WorldError
+
+
+class Flaky(SimulatedCluster):
+    """Refuses some kinds of actions, and does not let itself be looked at when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses: dict[type, WorldError] = {}
+        self.blind = False
+
+    async def observe(self, name: str, namespace: str) -> World:
+        if self.blind:
+            raise WorldError("the API server does not answer")
+        return await super().observe(name, namespace)
+
+    async def apply(self, name: str, namespace: str, action: Action) -> None:
+        if type(action) in self.refuses:
+            raise self.refuses[type(action)]
+        await super().apply(name, namespace, action)
+
+
+class Operating:
+    """Rounds over one resource, whose status is written as the adapters do it."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.cluster = Flaky()
+        self.obj = resource_object(**spec)
+        self.told: list[Event] = []
+
+    async def round(self) -> ReconcileResult:
+        result = await reconcile(self.obj, self.cluster)
+        merged = {**self.obj.get("status", {}), **result.patch}
+        self.obj["status"] = {field: value for field, value in merged.items() if value is not None}
+        assert self.obj["status"] == as_json(result.status)
+        self.told += result.events
+        return result
+
+    async def settle(self) -> ReconcileResult:
+        for _ in range(8):
+            await self.round()
+            self.cluster.start_all()
+            self.cluster.advance_engine()
+        return await self.round()
+
+    def edit(self, **fields: Any) -> None:
+        self.obj["spec"] = {**self.obj["spec"], **fields}
+        self.obj["metadata"]["generation"] += 1
+
+    def reasons(self) -> list[str]:
+        """Of the events so far; they are forgotten."""
+        reasons, self.told = [event.reason for event in self.told], []
+        return reasons
+
+
+async def test_a_settled_resource_causes_no_writes_no_events_and_no_wake_up() -> None:
+    operating = Operating(replicas=2)
+    result = await operating.settle()
+    assert result.patch == {}
+    assert result.events == ()
+    assert result.requeue_after is None
+
+
+async def test_each_transition_is_told_once() -> None:
+    operating = Operating()
+    await operating.settle()
+    assert operating.reasons() == ["AttemptStarted", "Available"]
+    operating.edit(lifecycle="Suspended")
+    await operating.settle()
+    assert operating.reasons() == ["Paused", "Suspended"]
+    operating.edit(lifecycle="Running")
+    await operating.settle()
+    assert operating.reasons() == ["Paused", "Available"]
+    operating.edit(lifecycle="Stopped")
+    await operating.settle()
+    assert operating.reasons() == ["Stopped"]
+
+
+async def test_a_failure_is_told_with_its_cause_and_its_recovery() -> None:
+    operating = Operating(replicas=2)
+    await operating.settle()
+    operating.reasons()
+    operating.cluster.fail("chat-1-0-0", exit_code=137)
+    await operating.round()
+    assert [(event.type, event.reason) for event in operating.told] == [("Warning", "GroupFailed")]
+    assert "chat-1-0-0 rank 0: RankFailed" in operating.told[0].message
+    operating.cluster.now += 10
+    await operating.settle()
+    assert operating.reasons() == ["GroupFailed", "AttemptStarted"]
+
+
+async def test_giving_up_is_told() -> None:
+    operating = Operating(failurePolicy={"maxRestarts": 0})
+    await operating.settle()
+    operating.reasons()
+    operating.cluster.fail("chat-0-0-0")
+    await operating.settle()
+    assert operating.reasons() == ["GroupFailed", "RestartBudgetExceeded"]
+
+
+async def test_an_invalid_edit_touches_no_pod_and_mending_it_goes_on() -> None:
+    operating = Operating(replicas=2)
+    await operating.settle()
+    operating.reasons()
+    pods = dict(operating.cluster.pods)
+    operating.edit(replicas=0, lifecycle="Stopped")
+    await operating.round()
+    await operating.round()
+    assert operating.cluster.pods == pods
+    assert operating.obj["status"]["phase"] == "Failed"
+    assert operating.reasons() == ["InvalidSpec"]
+    operating.edit(replicas=2, lifecycle="Running")
+    await operating.round()
+    assert operating.obj["status"]["phase"] == "Running"
+
+
+async def test_a_pod_template_that_fits_no_pod_is_invalid_before_anything_is_replaced() -> None:
+    operating = Operating()
+    await operating.settle()
+    operating.edit(podTemplate={"spec": {"containers": "megatron"}})
+    await operating.round()
+    assert list(operating.cluster.pods) == ["chat-0-0-0"]
+    failed = [each for each in operating.obj["status"]["conditions"] if each["type"] == "Failed"]
+    assert failed[0]["message"].startswith("spec.podTemplate.spec.containers: megatron: must be a list")
+
+
+async def test_what_cannot_be_seen_changes_nothing_and_is_tried_again() -> None:
+    operating = Operating()
+    await operating.settle()
+    operating.cluster.blind = True
+    result = await operating.round()
+    assert result.requeue_after == AFTER_TROUBLE
+    assert result.patch == {}
+
+
+async def test_pods_wait_until_what_they_need_is_there() -> None:
+    operating = Operating()
+    operating.cluster.refuses = {CreateSecret: WorldError("secrets: too many requests")}
+    result = await operating.round()
+    assert operating.cluster.pods == {}
+    assert result.requeue_after is not None
+    assert result.requeue_after <= AFTER_TROUBLE
+    assert "too many requests" in str(operating.obj["status"]["conditions"])
+    operating.cluster.refuses = {}
+    await operating.round()
+    assert list(operating.cluster.pods) == ["chat-0-0-0"]
+
+
+async def test_a_refusal_is_told_and_tried_again_later() -> None:
+    operating = Operating()
+    operating.cluster.refuses = {CreatePod: ActionRefused("pods is forbidden: exceeded quota")}
+    for _ in range(3):
+        result = await operating.round()
+    assert result.requeue_after is not None
+    assert result.requeue_after <= AFTER_REFUSAL
+    assert operating.reasons() == ["ApplyFailed"]
+
+
+async def test_a_signal_that_comes_too_late_is_no_trouble() -> None:
+    operating = Operating()
+    await operating.settle()
+    operating.edit(lifecycle="Paused")
+    world = operating.cluster.world()
+    await operating.round()
+
+    async def stale(_name: str, _namespace: str) -> World:
+        return world
+
+    operating.cluster.observe = stale  # type: ignore[method-assign]
+    result = await operating.round()
+    assert operating.cluster.refused == ["pause"]
+    assert all(each.status == "False" for each in result.status.conditions if each.type == "Degraded")
+
+
+def test_a_status_patch_removes_what_is_gone_and_leaves_what_is_equal() -> None:
+    before = {"phase": "Running", "engineState": "RUNNING", "groups": [1]}
+    after = {"phase": "Failed", "groups": [1]}
+    assert status_patch(before, after) == {"phase": "Failed", "engineState": None}

@@ -1,0 +1,243 @@
+"""The manifests of the children."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planning_support.resources import parsed
+
+from megatron_operator import names
+from megatron_operator.api.parse import InvalidResource
+from megatron_operator.names import PodIdentity
+from megatron_operator.render import keys_secret, render_children, render_pod
+from megatron_operator.settings import Settings
+
+LEADER = PodIdentity(group=0, attempt=2, index=0, leader=True, template_hash="abc", restarts=1)
+WORKER = PodIdentity(group=1, attempt=0, index=0, leader=False, template_hash="abc", restarts=0)
+
+
+def pod(identity: PodIdentity = LEADER, **spec: Any) -> dict[str, Any]:
+    return render_pod(parsed(**spec), identity, Settings(image="runtime:1"))
+
+
+def container(**spec: Any) -> dict[str, Any]:
+    found: dict[str, Any] = pod(**spec)["spec"]["containers"][0]
+    return found
+
+
+def env(manifest: dict[str, Any]) -> dict[str, Any]:
+    entries = manifest["spec"]["containers"][0]["env"]
+    return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
+
+
+def test_a_pod_can_be_read_back_as_what_it_was_made_for() -> None:
+    assert names.pod_identity(pod()["metadata"]) == LEADER
+
+
+def test_a_pod_whose_labels_were_edited_is_none_of_ours() -> None:
+    metadata = pod()["metadata"]
+    metadata["labels"][names.GROUP_LABEL] = "first"
+    assert names.pod_identity(metadata) is None
+
+
+def test_a_pod_never_restarts_and_has_a_host_name_of_its_own() -> None:
+    spec = pod()["spec"]
+    assert spec["restartPolicy"] == "Never"
+    assert (spec["hostname"], spec["subdomain"]) == ("chat-0-2-0", "chat-pods")
+
+
+def test_the_grace_period_is_longer_than_draining() -> None:
+    assert pod(rollout={"drainTimeout": "90s"})["spec"]["terminationGracePeriodSeconds"] == 105
+
+
+def test_a_pod_knows_its_place_and_where_the_others_are() -> None:
+    found = env(pod(WORKER))
+    assert found["MEGATRON_GROUP_INDEX"] == "1"
+    assert found["MEGATRON_LEADER"] == "0"
+    assert found["MEGATRON_COORDINATOR_ADDRESS"] == "tcp://chat-coordinator.models.svc:5557"
+    assert found["MEGATRON_MASTER_ADDR"] == "chat-1-0-0.chat-pods.models.svc"
+    assert found["MEGATRON_CONTROL_TOKEN"] == {"secretKeyRef": {"name": "chat-keys", "key": "control-token"}}
+
+
+def test_a_pod_starts_in_the_wished_lifecycle() -> None:
+    assert env(pod(lifecycle="Suspended"))["MEGATRON_LIFECYCLE"] == "Suspended"
+
+
+def test_only_the_leader_offers_http_and_the_coordinator() -> None:
+    ports = {port["name"] for port in pod(WORKER)["spec"]["containers"][0]["ports"]}
+    assert ports == {"control", "rendezvous"}
+    assert {port["name"] for port in container()["ports"]} == {"control", "rendezvous", "http", "coordinator"}
+
+
+def test_gpus_are_asked_for_by_rank_and_cpus_not_at_all() -> None:
+    assert container(pods={"device": "cuda"})["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
+    amd = {"device": "cuda", "gpuResource": "amd.com/gpu"}
+    assert container(pods=amd)["resources"] == {"limits": {"amd.com/gpu": "1"}}
+    assert container(pods={"device": "cpu"})["resources"] == {}
+
+
+def test_the_launcher_gets_what_is_left_of_the_restart_budget() -> None:
+    assert "--max-restarts=2" in container(failurePolicy={"maxRestarts": 3})["args"]
+
+
+def test_a_model_on_a_claim_is_mounted_read_only() -> None:
+    claim = {"persistentVolumeClaim": {"claimName": "weights", "path": "/llama"}}
+    manifest = pod(model={"source": claim})
+    assert {"name": "model", "persistentVolumeClaim": {"claimName": "weights", "readOnly": True}} in manifest["spec"][
+        "volumes"
+    ]
+    assert "--model=/models/llama" in manifest["spec"]["containers"][0]["args"]
+
+
+def test_a_model_from_the_hub_comes_with_its_token() -> None:
+    hub = {"repo": "a/b", "revision": "v1", "tokenSecret": {"name": "hf", "key": "token"}}
+    manifest = pod(model={"source": {"huggingFace": hub}})
+    args = manifest["spec"]["containers"][0]["args"]
+    assert {"--hf-repo=a/b", "--hf-revision=v1"} <= set(args)
+    assert env(manifest)["HF_TOKEN"] == {"secretKeyRef": {"name": "hf", "key": "token"}}
+
+
+def test_api_keys_are_mounted_as_a_file_that_follows_the_secret() -> None:
+    manifest = pod(frontend={"apiKeysSecret": {"name": "keys"}})
+    secret = {"secretName": "keys", "items": [{"key": "api-keys", "path": "api-keys"}]}
+    assert {"name": "api-keys", "secret": secret} in manifest["spec"]["volumes"]
+    mount = next(each for each in manifest["spec"]["containers"][0]["volumeMounts"] if each["name"] == "api-keys")
+    assert env(manifest)["MEGATRON_API_KEYS_FILE"] == f"{mount['mountPath']}/api-keys"
+    assert "subPath" not in mount, "a mount by subPath would not follow changes of the Secret"
+
+
+def test_a_pod_meets_the_restricted_security_level() -> None:
+    manifest = pod()
+    assert manifest["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert manifest["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert manifest["spec"]["automountServiceAccountToken"] is False
+    secure = manifest["spec"]["containers"][0]["securityContext"]
+    assert secure["allowPrivilegeEscalation"] is False
+    assert secure["readOnlyRootFilesystem"] is True
+    assert secure["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_image_is_the_resources_or_the_operators() -> None:
+    assert container()["image"] == "runtime:1"
+    assert container(image="mine:2", imagePullPolicy="Never")["image"] == "mine:2"
+
+
+def test_extra_flags_come_last() -> None:
+    assert container(engine={"extraArgs": ["--threads-per-rank=1"]})["args"][-1] == "--threads-per-rank=1"
+
+
+def test_the_pod_template_is_merged_by_name() -> None:
+    template = {
+        "metadata": {"labels": {"team": "a", names.GROUP_LABEL: "9"}, "annotations": {"note": "b"}},
+        "spec": {
+            "nodeSelector": {"disk": "ssd"},
+            "tolerations": [{"key": "gpu"}],
+            "containers": [
+                {
+                    "name": "megatron",
+                    "resources": {"requests": {"cpu": "2"}},
+                    "env": [{"name": "OMP_NUM_THREADS", "value": "2"}, {"name": "HF_HOME", "value": "/elsewhere"}],
+                    "volumeMounts": [{"mountPath": "/cache", "name": "big"}],
+                },
+                {"name": "sidecar", "image": "s:1"},
+            ],
+            "volumes": [{"name": "big", "emptyDir": {}}, {"name": "tmp", "hostPath": {"path": "/scratch"}}],
+            "securityContext": {"fsGroup": 7},
+        },
+    }
+    manifest = pod(podTemplate=template)
+    spec, main = manifest["spec"], manifest["spec"]["containers"][0]
+    assert manifest["metadata"]["labels"]["team"] == "a"
+    assert manifest["metadata"]["labels"][names.GROUP_LABEL] == "0"
+    assert manifest["metadata"]["annotations"]["note"] == "b"
+    assert spec["nodeSelector"] == {"disk": "ssd"}
+    assert spec["securityContext"]["fsGroup"] == 7
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert [each["name"] for each in spec["containers"]] == ["megatron", "sidecar"]
+    assert main["command"] == ["megatron-serve"]
+    assert main["resources"] == {"requests": {"cpu": "2"}}
+    assert env(manifest)["HF_HOME"] == "/elsewhere"
+    assert env(manifest)["OMP_NUM_THREADS"] == "2"
+    assert {mount["mountPath"]: mount["name"] for mount in main["volumeMounts"]}["/cache"] == "big"
+    assert {"name": "tmp", "hostPath": {"path": "/scratch"}} in spec["volumes"]
+
+
+def test_a_null_in_the_pod_template_removes_a_field() -> None:
+    assert "securityContext" not in pod(podTemplate={"spec": {"securityContext": None}})["spec"]
+
+
+def test_the_pod_template_cannot_take_what_the_plan_needs() -> None:
+    spec = pod(podTemplate={"spec": {"restartPolicy": "Always", "hostname": "x"}})["spec"]
+    assert (spec["restartPolicy"], spec["hostname"]) == ("Never", "chat-0-2-0")
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ({"containers": {}}, "spec.podTemplate.spec.containers"),
+        ({"containers": [{"image": "x"}]}, "spec.podTemplate.spec.containers[0]"),
+        ({"securityContext": 1}, "spec.podTemplate.spec.securityContext"),
+    ],
+)
+def test_a_pod_template_without_a_pods_shape_is_refused_by_field(override: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidResource) as caught:
+        pod(podTemplate={"spec": override})
+    assert [error.field for error in caught.value.errors] == [field]
+
+
+def test_services_lead_to_the_leader() -> None:
+    services = {manifest["metadata"]["name"]: manifest["spec"] for manifest in render_children(parsed())}
+    labels = pod()["metadata"]["labels"]
+    for name in ("chat", "chat-coordinator"):
+        assert services[name]["selector"].items() <= labels.items()
+        assert not services[name]["selector"].items() <= pod(WORKER)["metadata"]["labels"].items()
+    assert services["chat-coordinator"]["clusterIP"] == "None"
+    assert services["chat-coordinator"]["publishNotReadyAddresses"] is True
+    assert "publishNotReadyAddresses" not in services["chat"]
+    assert services["chat-pods"]["selector"].items() <= pod(WORKER)["metadata"]["labels"].items()
+
+
+def test_every_child_belongs_to_its_resource() -> None:
+    for manifest in [*render_children(parsed()), keys_secret(parsed()).manifest, pod()]:
+        owner = manifest["metadata"]["ownerReferences"][0]
+        assert (owner["kind"], owner["name"], owner["uid"]) == ("MegatronInference", "chat", "5f9c")
+
+
+def test_no_child_holds_a_secret_value() -> None:
+    secret = keys_secret(parsed())
+    assert not {"data", "stringData"} & secret.manifest.keys()
+    assert secret.random_keys == ("coordinator-key", "control-token")
+
+
+def test_the_same_resource_renders_to_the_same_hash_and_another_to_another() -> None:
+    first, again = render_children(parsed()), render_children(parsed())
+    assert first == again
+    other = render_children(parsed(expose={"service": {"type": "NodePort"}}))
+    changed = [
+        manifest["metadata"]["name"]
+        for manifest, before in zip(other, first, strict=True)
+        if names.applied_hash(manifest["metadata"]) != names.applied_hash(before["metadata"])
+    ]
+    assert changed == ["chat"]
+
+
+@pytest.mark.parametrize("spec", [{"replicas": 3}, {"lifecycle": "Paused"}, {"failurePolicy": {"maxRestarts": 1}}])
+def test_what_running_pods_need_not_know_does_not_replace_them(spec: dict[str, Any]) -> None:
+    assert names.template_hash(parsed(**spec), "i") == names.template_hash(parsed(), "i")
+
+
+@pytest.mark.parametrize(
+    "spec", [{"engine": {"maxRequests": 1}}, {"restart": {"id": "1"}}, {"podTemplate": {"spec": {"hostNetwork": True}}}]
+)
+def test_what_pods_are_made_of_replaces_them(spec: dict[str, Any]) -> None:
+    assert names.template_hash(parsed(**spec), "i") != names.template_hash(parsed(), "i")
+
+
+def test_another_image_replaces_pods_wherever_it_comes_from() -> None:
+    assert names.template_hash(parsed(), "old") != names.template_hash(parsed(), "new")
+
+
+def test_a_default_written_out_replaces_nothing() -> None:
+    written = parsed(engine={"maxRequests": 256}, rollout={"drainTimeout": "60s"})
+    assert names.template_hash(written, "i") == names.template_hash(parsed(), "i")

@@ -1,0 +1,310 @@
+"""What the status says in each situation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from planning_support.resources import parsed, resource_object
+from planning_support.simulation import SimulatedCluster
+
+from megatron_operator.api.parse import FieldError
+from megatron_operator.api.v1alpha1 import Condition, ConditionType, Phase, Status
+from megatron_operator.plan import plan
+from megatron_operator.status import as_json, build_status, invalid_status, old_status
+from megatron_operator.world import EngineState, Failure, Loading
+
+
+class Watching:
+    """A resource whose status is written after every look."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.cluster = SimulatedCluster()
+        self.spec = spec
+        self.status = Status()
+
+    def act(self) -> None:
+        """Plans and acts; the status is as it was seen before."""
+        resource, world = parsed(self.status, **self.spec), self.cluster.world()
+        self.status = build_status(resource, world)
+        for action in plan(resource, world).actions:
+            self.cluster.carry_out(action)
+
+    def look(self, problems: tuple[str, ...] = ()) -> Status:
+        """Writes the status of now."""
+        self.status = build_status(parsed(self.status, **self.spec), self.cluster.world(), problems=problems)
+        return self.status
+
+    def settled(self) -> Watching:
+        for _ in range(8):
+            self.act()
+            self.cluster.start_all()
+            self.cluster.advance_engine()
+        self.look()
+        return self
+
+
+def shown(status: Status) -> dict[str, str]:
+    """The conditions that are not False, and Ready, with their reasons."""
+    kept = [each for each in status.conditions if each.status != "False" or each.type == ConditionType.READY]
+    return {f"{each.type}={each.status}": each.reason for each in kept}
+
+
+def message(status: Status, kind: ConditionType) -> str:
+    found = status.condition(kind)
+    assert found is not None
+    return found.message
+
+
+def test_a_resource_without_pods_is_pending() -> None:
+    status = Watching().look()
+    assert status.phase is Phase.PENDING
+    assert shown(status) == {"Ready=False": "Pending", "Progressing=True": "Pending"}
+
+
+def test_a_loading_model_shows_how_far_it_is() -> None:
+    watching = Watching()
+    watching.act()
+    watching.cluster.start_all()
+    watching.cluster.change("chat-0-0-0", loading=Loading(47 * 2**20, 100 * 2**20))
+    status = watching.look()
+    assert status.phase is Phase.STARTING
+    assert shown(status)["Ready=False"] == "ModelLoading"
+    assert message(status, ConditionType.READY) == "chat-0-0-0 loads the weights: 40 % of 100 MiB"
+
+
+@pytest.mark.parametrize("reason", ["Unschedulable", "ImagePull"])
+def test_what_keeps_a_pod_from_starting_is_the_reason(reason: str) -> None:
+    watching = Watching()
+    watching.act()
+    watching.cluster.change("chat-0-0-0", waiting=Failure(reason, "0/3 nodes have a free GPU"))
+    status = watching.look()
+    assert shown(status)["Ready=False"] == reason
+    assert message(status, ConditionType.READY) == "chat-0-0-0 cannot start: 0/3 nodes have a free GPU"
+
+
+def test_an_engine_that_runs_is_ready_and_available() -> None:
+    status = Watching(replicas=2).settled().status
+    assert status.phase is Phase.RUNNING
+    assert status.engine_state == "RUNNING"
+    assert (status.ready, status.replicas, status.ready_replicas) == ("2/2", 2, 2)
+    assert status.url == "http://chat.models.svc:8000/v1"
+    assert status.selector == "inference.megatron.dev/name=chat,inference.megatron.dev/index=0"
+    assert shown(status) == {"Ready=True": "EngineRunning", "Available=True": "EngineRunning"}
+    assert {each.type for each in status.conditions} == set(ConditionType)
+
+
+@pytest.mark.parametrize(
+    ("state", "phase", "reason", "others"),
+    [
+        (EngineState.PAUSING, Phase.RUNNING, "Pausing", {"Progressing=True": "Pausing"}),
+        (EngineState.PAUSED, Phase.PAUSED, "Paused", {"Paused=True": "EnginePaused"}),
+        (EngineState.SUSPENDING, Phase.PAUSED, "Suspending", {"Paused=True": "EngineSuspending"}),
+        (
+            EngineState.SUSPENDED,
+            Phase.SUSPENDED,
+            "Suspended",
+            {"Paused=True": "EngineSuspended", "Suspended=True": "EngineSuspended"},
+        ),
+        (EngineState.RESUMING, Phase.SUSPENDED, "Resuming", {"Paused=True": "EngineResuming"}),
+        (EngineState.UNPAUSING, Phase.PAUSED, "Unpausing", {"Progressing=True": "Unpausing"}),
+    ],
+)
+def test_each_state_of_the_engine_has_its_conditions(
+    state: EngineState, phase: Phase, reason: str, others: dict[str, str]
+) -> None:
+    watching = Watching().settled()
+    watching.cluster.engine_state = state
+    status = watching.look()
+    assert status.phase is phase
+    assert status.engine_state == state
+    assert shown(status)["Ready=False"] == reason
+    assert others.items() <= shown(status).items()
+    assert "Available=True" not in shown(status)
+
+
+@pytest.mark.parametrize(("wish", "state"), [("Paused", "PAUSED"), ("Suspended", "SUSPENDED")])
+def test_a_wish_that_is_fulfilled_is_no_progress(wish: str, state: str) -> None:
+    status = Watching(lifecycle=wish).settled().status
+    assert status.engine_state == state
+    assert "Progressing=True" not in shown(status)
+
+
+def test_a_wish_that_is_not_yet_fulfilled_says_what_was_asked() -> None:
+    watching = Watching().settled()
+    watching.spec["lifecycle"] = "Suspended"
+    words = message(watching.look(), ConditionType.PROGRESSING)
+    assert words == "the engine is RUNNING and is asked to pause; the wish is Suspended"
+
+
+def test_a_leader_that_does_not_answer_leaves_everything_unknown() -> None:
+    watching = Watching().settled()
+    watching.cluster.reachable = False
+    for _ in range(2):
+        status = watching.look()
+        assert shown(status)["Ready=Unknown"] == "EngineUnreachable"
+        assert status.phase is Phase.DEGRADED
+        watching.cluster.unready("chat-0-0-0")  # The kubelet does not reach it either.
+    watching.cluster.reachable = True
+    watching.cluster.change("chat-0-0-0", ready=True)
+    assert watching.look().phase is Phase.RUNNING
+
+
+def test_a_leader_that_still_starts_is_not_unreachable() -> None:
+    watching = Watching()
+    watching.act()
+    watching.cluster.start_all()
+    assert shown(watching.look())["Ready=False"] == "ModelLoading"
+
+
+def test_some_groups_down_while_others_serve_is_degraded_but_ready() -> None:
+    watching = Watching(replicas=2).settled()
+    watching.cluster.fail("chat-1-0-0", exit_code=137)
+    status = watching.look()
+    assert status.phase is Phase.DEGRADED
+    assert shown(status) == {
+        "Ready=True": "Degraded",
+        "Available=True": "EngineRunning",
+        "Progressing=True": "BackOff",
+        "Degraded=True": "GroupFailed",
+    }
+    assert status.ready == "1/2"
+    failure = status.groups[1].last_failure
+    assert failure is not None
+    assert (failure.attempt, failure.pod, failure.rank, failure.exit_code) == (0, "chat-1-0-0", 0, 137)
+    words = message(status, ConditionType.DEGRADED)
+    assert "chat-1-0-0 rank 0: RankFailed (exit code 137)" in words
+    assert "restart 1 of 5 at" in words
+
+
+def test_a_last_failure_stays_readable_after_the_group_is_back() -> None:
+    watching = Watching(replicas=2).settled()
+    watching.cluster.fail("chat-1-0-0")
+    watching.cluster.now += 10
+    watching.settled()
+    assert watching.status.phase is Phase.RUNNING
+    group = watching.status.groups[1]
+    assert (group.attempt, group.restarts) == (1, 1)
+    assert group.last_failure is not None
+    assert group.last_failure.attempt == 0
+    assert watching.status.restarts == 1
+
+
+def test_a_spent_budget_of_the_leader_is_failure() -> None:
+    watching = Watching(failurePolicy={"maxRestarts": 0}).settled()
+    watching.cluster.fail("chat-0-0-0")
+    status = watching.look()
+    assert status.phase is Phase.FAILED
+    assert shown(status)["Failed=True"] == "RestartBudgetExceeded"
+    assert shown(status)["Ready=False"] == "RestartBudgetExceeded"
+    assert "change restart.id" in message(status, ConditionType.FAILED)
+
+
+def test_a_spent_budget_of_another_group_is_only_degraded() -> None:
+    watching = Watching(replicas=2, failurePolicy={"maxRestarts": 0}).settled()
+    watching.cluster.fail("chat-1-0-0")
+    status = watching.look()
+    assert status.phase is Phase.DEGRADED
+    assert shown(status)["Degraded=True"] == "RestartBudgetExceeded"
+    assert "Failed=True" not in shown(status)
+
+
+def test_bad_input_is_failure_with_the_launchers_own_words() -> None:
+    watching = Watching()
+    watching.act()
+    watching.cluster.start_all()
+    watching.cluster.fail("chat-0-0-0", exit_code=2, reason="CheckpointError")
+    status = watching.look()
+    assert shown(status)["Failed=True"] == "CheckpointError"
+    assert "not tried again until the spec changes" in message(status, ConditionType.FAILED)
+
+
+def test_a_stopped_resource_says_how_to_start_it() -> None:
+    watching = Watching(lifecycle="Stopped").settled()
+    assert watching.status.phase is Phase.STOPPED
+    assert shown(watching.status) == {"Ready=False": "Stopped"}
+    assert "set it to Running" in message(watching.status, ConditionType.READY)
+
+
+def test_pods_that_are_still_ending_are_named() -> None:
+    watching = Watching().settled()
+    watching.spec["lifecycle"] = "Stopped"
+    status = watching.look()
+    assert status.phase is Phase.TERMINATING
+    assert (
+        message(status, ConditionType.PROGRESSING) == "lifecycle is Stopped; waiting for chat-0-0-0 to finish and end"
+    )
+
+
+def test_a_transition_that_hangs_is_degraded_and_names_the_groups() -> None:
+    watching = Watching(replicas=2, lifecycle="Paused", failurePolicy={"transitionTimeout": "2m"}).settled()
+    watching.cluster.engine_state = EngineState.PAUSING
+    watching.look()
+    watching.cluster.now += 121
+    status = watching.look()
+    assert shown(status)["Degraded=True"] == "TransitionTimeout"
+    assert "waiting for group 0, 1" in message(status, ConditionType.DEGRADED)
+
+
+def test_what_could_not_be_applied_is_told() -> None:
+    status = Watching().look(problems=("pods is forbidden: no create",))
+    assert shown(status)["Ready=False"] == "ApplyFailed"
+    assert message(status, ConditionType.DEGRADED) == "pods is forbidden: no create"
+
+
+def test_a_roll_out_says_which_groups_are_left() -> None:
+    watching = Watching(replicas=2).settled()
+    watching.spec["restart"] = {"id": "1"}
+    assert "group 0, 1 still runs the former template" in message(watching.look(), ConditionType.PROGRESSING)
+
+
+def test_the_time_of_a_condition_moves_only_with_its_status() -> None:
+    watching = Watching(replicas=2).settled()
+    before = {each.type: each for each in watching.status.conditions}
+    watching.cluster.now += 60
+    watching.cluster.fail("chat-1-0-0")
+    after = {each.type: each for each in watching.look().conditions}
+    ready, degraded = ConditionType.READY, ConditionType.DEGRADED
+    assert after[ready].reason != before[ready].reason
+    assert after[ready].last_transition_time == before[ready].last_transition_time
+    assert after[degraded].last_transition_time > before[degraded].last_transition_time
+
+
+def test_nothing_is_written_when_nothing_has_changed() -> None:
+    watching = Watching(replicas=2).settled()
+    before = as_json(watching.status)
+    watching.cluster.now += 600
+    assert as_json(watching.look()) == before
+
+
+def test_the_status_tells_which_spec_it_is_about() -> None:
+    status = Watching().look()
+    assert status.observed_generation == 1
+    assert {each.observed_generation for each in status.conditions} == {1}
+
+
+# --- invalid resources
+
+
+MISTAKE = FieldError("spec.replicas", 0, "must be at least 1; raise it")
+
+
+def test_an_invalid_resource_fails_with_field_value_and_mend() -> None:
+    status = invalid_status(resource_object(), [MISTAKE], now=0.0)
+    assert status.phase is Phase.FAILED
+    assert shown(status) == {"Ready=False": "InvalidSpec", "Failed=True": "InvalidSpec"}
+    assert message(status, ConditionType.FAILED) == "spec.replicas: 0: must be at least 1; raise it"
+
+
+def test_an_invalid_edit_of_a_serving_resource_keeps_what_was_known() -> None:
+    watching = Watching(replicas=2).settled()
+    obj = {**resource_object(), "status": as_json(watching.status)}
+    status = invalid_status(obj, [MISTAKE], now=watching.cluster.now)
+    assert shown(status)["Ready=Unknown"] == "InvalidSpec"
+    assert status.url == watching.status.url
+    assert status.groups == watching.status.groups
+    assert [Condition.model_validate(each).type for each in as_json(status)["conditions"]] == list(ConditionType)
+
+
+def test_a_status_that_makes_no_sense_counts_as_none() -> None:
+    assert old_status({"status": {"phase": 3}}) == Status()
