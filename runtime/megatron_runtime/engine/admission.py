@@ -1,0 +1,151 @@
+"""Turning a submission into a sequence, or saying why it can't be served."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Tokens
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.sequence import Sequence
+from megatron_runtime.errors import (
+    BlockOverflowError,
+    InvalidRequestError,
+    MaxSequenceLengthOverflowError,
+    TokenOverflowError,
+)
+from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+_logger = logging.getLogger(__name__)
+
+Prompt = str | list[int] | Tensor
+
+
+class Admission:
+    """The rules that a request has to meet before it may queue.
+
+    Args:
+        tokenizer: Makes tokens of text prompts.
+        limits: What the context can hold.
+        vocab_size: Token ids from 0 to below this are known to the model.
+        chunked_prefill: Whether a prompt may be longer than one pass.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: ContextLimits, *, vocab_size: int, chunked_prefill: bool) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._chunked_prefill = chunked_prefill
+
+    def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
+        """Fill in the request's tokens and limits, and make its sequence.
+
+        Raises:
+            InvalidRequestError: The prompt or the tokens generated elsewhere make no sense.
+            ContextOverflowError: It would never fit; the subclass says in what.
+        """
+        params = request.sampling_params
+        assert params is not None
+        tokens = self._prompt_tokens(prompt, params)
+        request.prompt_tokens = request.remaining_prompt_tokens = torch.tensor(tokens, dtype=torch.int64)
+        continued = self._checked("generated", generated)
+        if not tokens:
+            raise InvalidRequestError("prompt is empty; give at least one token", field="prompt")
+        limit = self._tokens_to_generate(request.request_id, len(tokens), params)
+        if params.num_tokens_total is None:
+            params.num_tokens_to_generate = limit
+        if len(continued) > limit:
+            raise InvalidRequestError(
+                f"generated has {len(continued)} tokens, more than the {limit} to generate", field="generated"
+            )
+        self._require_room(request.request_id, len(tokens), limit)
+        return Sequence(
+            request_id=request.request_id,
+            tokens=tokens + continued,
+            prompt_length=len(tokens),
+            max_length=len(tokens) + limit,
+            next_log_prob=_first_log_prob(params, len(tokens), limit),
+        )
+
+    def _prompt_tokens(self, prompt: Any, params: SamplingParams) -> list[int]:
+        if isinstance(prompt, str):
+            try:
+                tokens = self._tokenizer.tokenize(prompt)
+            except Exception as error:
+                raise InvalidRequestError(f"prompt can't be tokenized: {error}", field="prompt") from error
+            starts = [self._tokenizer.bos] if params.add_BOS and self._tokenizer.bos is not None else []
+            return starts + tokens
+        if isinstance(prompt, Tensor):
+            prompt = prompt.flatten().tolist()
+        return self._checked("prompt", prompt)
+
+    def _checked(self, field: str, tokens: Any) -> list[int]:
+        if not isinstance(tokens, (list, tuple)):
+            raise InvalidRequestError(f"{field} must be text or token ids, not {type(tokens).__name__}", field=field)
+        for index, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise InvalidRequestError(
+                    f"{field}[{index}]={token!r} is no token id; the model knows 0 to {self._vocab_size - 1}",
+                    field=field,
+                )
+        return list(tokens)
+
+    def _tokens_to_generate(self, request_id: int, prompt_length: int, params: SamplingParams) -> int:
+        longest = self._limits.max_sequence_length
+        wanted = params.num_tokens_to_generate
+        if params.num_tokens_total is not None:
+            wanted = params.num_tokens_total - prompt_length
+            if wanted < 0:
+                raise InvalidRequestError(
+                    f"num_tokens_total={params.num_tokens_total} is less than the prompt's {prompt_length} tokens",
+                    field="num_tokens_total",
+                )
+        if prompt_length > longest or (prompt_length == longest and wanted != 0):
+            raise MaxSequenceLengthOverflowError(
+                request_id,
+                f"the prompt has {prompt_length} tokens and leaves no room for an answer within "
+                f"max_sequence_length={longest}; shorten the prompt",
+            )
+        room = longest - prompt_length
+        if wanted is None:
+            return max(1, min(room, self._pool_tokens + 1 - prompt_length))
+        if wanted > room:
+            _logger.warning(
+                "request %d: %d tokens to generate cut to the %d that max_sequence_length=%d leaves",
+                request_id, wanted, room, longest,
+            )  # fmt: skip
+        return min(wanted, room)
+
+    def _require_room(self, request_id: int, prompt_length: int, limit: int) -> None:
+        if prompt_length > self._limits.max_tokens and not self._chunked_prefill:
+            raise TokenOverflowError(
+                request_id,
+                f"the prompt has {prompt_length} tokens, but a pass takes max_tokens={self._limits.max_tokens}; "
+                "shorten the prompt or serve with enable_chunked_prefill",
+                is_transient=False,
+            )
+        if prompt_length + max(0, limit - 1) > self._pool_tokens:
+            raise BlockOverflowError(
+                request_id,
+                f"the prompt's {prompt_length} tokens and {limit} to generate exceed the KV cache's "
+                f"{self._pool_tokens} tokens; ask for fewer tokens or serve with more kv_cache_memory_bytes",
+                is_transient=False,
+            )
+
+    @property
+    def _pool_tokens(self) -> int:
+        return self._limits.num_blocks * self._limits.block_size_tokens
+
+
+def _first_log_prob(params: SamplingParams, prompt_length: int, limit: int) -> int | None:
+    """Index of the first token whose log probability is wanted; the very first token has none."""
+    if not params.return_log_probs:
+        return None
+    if not params.skip_prompt_log_probs and prompt_length > 1:
+        return 1
+    return prompt_length if limit > 0 else None

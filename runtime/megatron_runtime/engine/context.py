@@ -1,0 +1,228 @@
+"""The KV cache, and the tables that turn scheduled slices into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Slices
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.block_allocator import BlockAllocator
+from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.sampler import SamplingRules, uniform_noise
+from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class LogProbRows:
+    """Which log probabilities a step is asked for: P of them, over L rows of logits and S sampled tokens."""
+
+    rows: Tensor
+    """int64 [P], rows of the logits."""
+    targets: Tensor
+    """int64 [P], the tokens whose log probability is wanted, where ``sampled`` is -1."""
+    sampled: Tensor
+    """int64 [P], the sampled token (0 .. S-1) whose log probability is wanted, or -1."""
+    top_n: int
+    """How many of the likeliest tokens are wanted at most."""
+
+
+class DynamicInferenceContext:
+    """Device memory of one engine: a paged KV cache, a row of tables per running sequence.
+
+    Args:
+        model_config: Sizes of the model.
+        inference_config: How much memory, and how many requests and tokens at a time.
+        dtype: Of keys and values.
+        device: Where the model computes.
+
+    Raises:
+        ConfigurationError: The settings leave no room for a single block, or the memory can't be had.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        inference_config: InferenceConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.config = inference_config
+        self.device = torch.device(device)
+        self.limits = ContextLimits.derive(model_config, inference_config, dtype=dtype, device_type=self.device.type)
+        self.block_size_tokens = inference_config.block_size_tokens
+        self.allocator = BlockAllocator(self.limits.num_blocks)
+        self.kv_cache: KVCache = self.limits.allocate(model_config, dtype, self.device)
+        self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
+        self._block_tables = np.zeros((self.limits.max_requests, self.limits.max_blocks_per_sequence), np.int32)
+        self._num_blocks_known = [0] * self.limits.max_requests
+        self._sampling = _SamplingTable(self.limits.max_requests)
+
+    @property
+    def max_requests(self) -> int:
+        """Most requests in one forward pass."""
+        return self.limits.max_requests
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens in one forward pass."""
+        return self.limits.max_tokens
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Most tokens of a prompt and its answer together."""
+        return self.limits.max_sequence_length
+
+    def occupy(self, sequence: Sequence, params: SamplingParams) -> None:
+        """Give a sequence that begins to run a row."""
+        assert sequence.row is None, f"request {sequence.request_id} has a row already"
+        sequence.row = row = self._free_rows.pop()
+        self._num_blocks_known[row] = 0
+        self._sampling.write(row, params)
+
+    def vacate(self, sequence: Sequence) -> None:
+        """Take the row of a sequence that stopped running, if it has one."""
+        if sequence.row is not None:
+            self._free_rows.append(sequence.row)
+            sequence.row = None
+
+    def forward_batch(self, slices: Slices[SequenceSlice]) -> ForwardBatch:
+        """The flat batch of the slices, which are in running sequences and own the blocks that they need."""
+        count = len(slices)
+        tokens: list[int] = []
+        rows = np.empty(count, np.intp)
+        starts = np.empty(count, np.int64)
+        query_starts = np.zeros(count + 1, np.int64)
+        for index, part in enumerate(slices):
+            sequence = part.sequence
+            rows[index] = self._sync_blocks(sequence)
+            starts[index] = part.start
+            if part.length == 1:
+                tokens.append(sequence.tokens[part.start])
+            else:
+                tokens += sequence.tokens[part.start : part.end]
+            query_starts[index + 1] = len(tokens)
+        lengths = np.diff(query_starts)
+        positions = np.arange(len(tokens)) + np.repeat(starts - query_starts[:-1], lengths)
+        blocks = self._block_tables[np.repeat(rows, lengths), positions // self.block_size_tokens]
+        slots = blocks.astype(np.int64) * self.block_size_tokens + positions % self.block_size_tokens
+        contexts = starts + lengths
+        widest = -(-int(contexts.max()) // self.block_size_tokens)
+        return ForwardBatch(
+            tokens=self._tensor(np.array(tokens, np.int64)),
+            positions=self._tensor(positions),
+            slots=self._tensor(slots),
+            query_starts=self._tensor(query_starts.astype(np.int32)),
+            context_lengths=self._tensor(contexts.astype(np.int32)),
+            block_tables=self._tensor(self._padded_tables(rows, contexts, widest)),
+            logit_rows=self._tensor(_logit_rows(slices, query_starts)),
+        )
+
+    def sampling_rules(self, slices: Slices[SequenceSlice]) -> SamplingRules:
+        """How the slices that sample do so."""
+        rows = np.array([part.sequence.row for part in slices if part.samples], np.intp)
+        positions = np.array([part.end for part in slices if part.samples], np.int64)
+        return self._sampling.rules(rows, positions)
+
+    def sampled_logit_rows(self, slices: Slices[SequenceSlice]) -> Tensor | None:
+        """int64 [S], the rows of the logits that are sampled; None if that is all of them."""
+        if all(part.samples and part.num_logits == 1 for part in slices):
+            return None
+        ends = np.cumsum([part.num_logits for part in slices])
+        return self._tensor(
+            np.array([end - 1 for end, part in zip(ends, slices, strict=True) if part.samples], np.int64)
+        )
+
+    def log_prob_rows(self, slices: Slices[SequenceSlice], top_n: int) -> LogProbRows | None:
+        """Which log probabilities the slices want; None if none do."""
+        rows: list[int] = []
+        targets: list[int] = []
+        sampled: list[int] = []
+        end = num_sampled = 0
+        for part in slices:
+            end += part.num_logits
+            known = part.sequence.tokens[part.end - part.num_log_probs + 1 : part.end + 1]
+            rows += range(end - part.num_log_probs, end)
+            targets += known
+            sampled += [-1] * len(known)
+            if part.samples and part.num_log_probs:
+                targets.append(0)
+                sampled.append(num_sampled)
+            num_sampled += part.samples
+        if not rows:
+            return None
+        return LogProbRows(
+            rows=self._tensor(np.array(rows, np.int64)),
+            targets=self._tensor(np.array(targets, np.int64)),
+            sampled=self._tensor(np.array(sampled, np.int64)),
+            top_n=top_n,
+        )
+
+    def check_integrity(self, running: Slices[Sequence]) -> None:
+        """Assert that exactly the running sequences have rows."""
+        rows = [sequence.row for sequence in running]
+        assert None not in rows, "a running sequence has no row"
+        assert sorted([*self._free_rows, *(row for row in rows if row is not None)]) == list(range(self.max_requests))
+
+    def _sync_blocks(self, sequence: Sequence) -> int:
+        """Note blocks that the sequence got since last time; its row."""
+        row = sequence.row
+        assert row is not None, f"request {sequence.request_id} has no row"
+        known, now = self._num_blocks_known[row], len(sequence.blocks)
+        if known != now:
+            self._block_tables[row, known:now] = sequence.blocks[known:now]
+            self._num_blocks_known[row] = now
+        return row
+
+    def _padded_tables(self, rows: NDArray[np.intp], contexts: NDArray[np.int64], widest: int) -> NDArray[np.int32]:
+        tables = self._block_tables[rows, :widest]
+        used = -(-contexts // self.block_size_tokens)
+        tables[np.arange(widest) >= used[:, None]] = 0
+        return tables
+
+    def _tensor(self, values: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+class _SamplingTable:
+    """The sampling parameters of every row, so that a batch's are one indexing away."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._temperature = np.zeros(num_rows, np.float32)
+        self._top_k = np.zeros(num_rows, np.int32)
+        self._top_p = np.zeros(num_rows, np.float32)
+        self._min_p = np.zeros(num_rows, np.float32)
+        self._seed = np.zeros(num_rows, np.uint64)
+
+    def write(self, row: int, params: SamplingParams) -> None:
+        assert params.seed is not None, "the engine gives every request a seed"
+        self._temperature[row] = params.temperature
+        self._top_k[row] = min(params.top_k, np.iinfo(np.int32).max)
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._seed[row] = params.seed
+
+    def rules(self, rows: NDArray[np.intp], positions: NDArray[np.int64]) -> SamplingRules:
+        return SamplingRules(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            noise=uniform_noise(self._seed[rows], positions),
+        )
+
+
+def _logit_rows(slices: Slices[SequenceSlice], query_starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The trailing rows of each slice whose logits are wanted."""
+    counts = np.array([part.num_logits for part in slices], np.int64)
+    ends = np.cumsum(counts)
+    return np.arange(int(ends[-1])) + np.repeat(query_starts[1:] - ends, counts)

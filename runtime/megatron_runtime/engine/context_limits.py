@@ -1,0 +1,102 @@
+"""How large a context is, from what the user asked for and what the model needs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.kv_cache import KVCache
+
+_logger = logging.getLogger(__name__)
+
+_DEFAULT_MAX_REQUESTS = 256
+_DEFAULT_MAX_TOKENS = 16384
+_DEFAULT_MAX_TOKENS_ON_CPU = 1024
+"""A pass of more would keep everyone else waiting for seconds."""
+
+
+@dataclass(frozen=True)
+class ContextLimits:
+    """Sizes that every rank of a replica agrees on."""
+
+    num_blocks: int
+    block_size_tokens: int
+    max_requests: int
+    max_tokens: int
+    max_sequence_length: int
+
+    @property
+    def max_blocks_per_sequence(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_sequence_length // self.block_size_tokens)
+
+    @classmethod
+    def derive(
+        cls, model_config: ModelConfig, config: InferenceConfig, *, dtype: torch.dtype, device_type: str
+    ) -> ContextLimits:
+        """The limits that the settings come to; the pool is never larger than all requests together can fill.
+
+        Raises:
+            ConfigurationError: The pool would not hold a single block.
+        """
+        max_sequence_length = _sequence_length(model_config, config)
+        blocks_each = -(-max_sequence_length // config.block_size_tokens)
+        max_requests = config.max_requests or min(_DEFAULT_MAX_REQUESTS, config.max_tokens or _DEFAULT_MAX_REQUESTS)
+        num_blocks = min(_affordable_blocks(model_config, config, dtype, device_type), max_requests * blocks_each)
+        return cls(
+            num_blocks=num_blocks,
+            block_size_tokens=config.block_size_tokens,
+            max_requests=min(max_requests, num_blocks),
+            max_tokens=_tokens_per_pass(config, max_requests, max_sequence_length, device_type),
+            max_sequence_length=max_sequence_length,
+        )
+
+    def allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
+        """The KV cache of these limits.
+
+        Raises:
+            ConfigurationError: The device has not so much memory.
+        """
+        try:
+            return KVCache(model_config, self.num_blocks, self.block_size_tokens, dtype, device)
+        except (RuntimeError, MemoryError) as error:
+            wanted = self.num_blocks * KVCache.block_bytes(model_config, self.block_size_tokens, dtype)
+            raise ConfigurationError(
+                f"the KV cache of {wanted} bytes can't be allocated on {device} ({error}); "
+                "lower kv_cache_memory_bytes, max_requests or max_sequence_length",
+                field="kv_cache_memory_bytes",
+            ) from error
+
+
+def _sequence_length(model_config: ModelConfig, config: InferenceConfig) -> int:
+    longest = model_config.max_position_embeddings
+    if config.max_sequence_length is None:
+        return longest
+    if config.max_sequence_length > longest:
+        _logger.info("max_sequence_length=%d: the model takes %d tokens", config.max_sequence_length, longest)
+    return min(config.max_sequence_length, longest)
+
+
+def _affordable_blocks(model_config: ModelConfig, config: InferenceConfig, dtype: torch.dtype, device_type: str) -> int:
+    each = KVCache.block_bytes(model_config, config.block_size_tokens, dtype)
+    available = config.pool_bytes(device_type)
+    if available < each:
+        field = "buffer_size_gb" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
+        raise ConfigurationError(
+            f"{field}={getattr(config, field)} is less than one KV block of {each} bytes "
+            f"({config.block_size_tokens} tokens); raise it or lower block_size_tokens",
+            field=field,
+        )
+    return available // each
+
+
+def _tokens_per_pass(config: InferenceConfig, max_requests: int, max_sequence_length: int, device_type: str) -> int:
+    if config.max_tokens is not None:
+        return config.max_tokens
+    usual = _DEFAULT_MAX_TOKENS_ON_CPU if device_type == "cpu" else _DEFAULT_MAX_TOKENS
+    return max(usual, max_requests, 0 if config.enable_chunked_prefill else max_sequence_length)

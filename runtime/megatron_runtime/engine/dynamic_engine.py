@@ -1,0 +1,292 @@
+"""The engine: one loop that reads schedule, run, settle."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence as Tokens
+
+import torch
+
+from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.engine.admission import Admission, Prompt
+from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.pass_runner import PassRunner
+from megatron_runtime.engine.request_book import Reports, RequestBook
+from megatron_runtime.engine.request_future import RequestFuture
+from megatron_runtime.engine.scheduler import Scheduler, SchedulerLimits
+from megatron_runtime.engine.sequence import Sequence
+from megatron_runtime.engine.step_result import EngineStats, StepResult
+from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.errors import (
+    ConfigurationError,
+    EngineSuspendedError,
+    MegatronInferenceError,
+)
+from megatron_runtime.inference_request import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+)
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+
+class DynamicInferenceEngine:
+    """Serves many requests at once from one model and one pool of KV blocks.
+
+    Not safe for use from several threads at once. ``step_modern`` raises only if the model itself fails; what is wrong
+    with a request ends that request, as a FAILED record.
+
+    Args:
+        controller: Runs the model and samples.
+        context: The KV cache and its tables; made for the controller's model.
+    """
+
+    def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
+        self.controller = controller
+        self.context = context
+        self.tokenizer = controller.tokenizer
+        self.config = context.config
+        self.is_suspended = False
+        limits = SchedulerLimits(
+            max_requests=context.max_requests,
+            max_tokens=context.max_tokens,
+            block_size_tokens=context.block_size_tokens,
+            chunked_prefill=self.config.enable_chunked_prefill,
+        )
+        self.scheduler = Scheduler(limits, context.allocator)
+        self._admission = Admission(
+            self.tokenizer,
+            context.limits,
+            vocab_size=controller.model.config.vocab_size,
+            chunked_prefill=self.config.enable_chunked_prefill,
+        )
+        self._requests = RequestBook(
+            self.tokenizer, block_size_tokens=context.block_size_tokens, timeout=self.config.request_timeout
+        )
+        self._passes = PassRunner(controller, context, self.scheduler, self._requests)
+        self._ids = itertools.count()
+
+    @classmethod
+    def build(
+        cls, model: Decoder, tokenizer: Tokenizer, config: InferenceConfig | None = None
+    ) -> DynamicInferenceEngine:
+        """An engine with a context that fits the model.
+
+        Raises:
+            ConfigurationError: As in DynamicInferenceContext.
+        """
+        context = DynamicInferenceContext(
+            model.config, config or InferenceConfig(), dtype=model.dtype, device=model.device
+        )
+        return cls(TextGenerationController(model, tokenizer), context)
+
+    def add_request(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        generated: Tokens[int] = (),
+    ) -> RequestFuture:
+        """Queue a request.
+
+        Args:
+            request_id: Unlike that of any unfinished request.
+            prompt: Text, or token ids.
+            sampling_params: Copied; a missing seed is chosen here and noted in the request.
+            generated: Tokens of the answer that were made elsewhere; they count as this request's own.
+
+        Returns:
+            A future of the record: an asyncio future if a loop runs in this thread, a concurrent one otherwise. It is
+            never set to an error: a request that can't be served ends as a FAILED record with an error event.
+
+        Raises:
+            InvalidRequestError: The id is in use.
+        """
+        tracked = self._requests.open(request_id, prompt if isinstance(prompt, str) else None, sampling_params)
+        try:
+            sequence = self._admission.admit(tracked.current, prompt, generated)
+        except MegatronInferenceError as error:
+            self._passes.finish(tracked, "error", error)
+            return tracked.future
+        if reason := tracked.begin(sequence):
+            self._passes.finish(tracked, reason)
+        else:
+            self.scheduler.add(sequence)
+        return tracked.future
+
+    def abort_request(self, request_id: int) -> bool:
+        """End a request now, as FAILED with what it has so far; False if it isn't known or has ended."""
+        if request_id not in self._requests:
+            return False
+        self._passes.finish(self._requests[request_id], "abort")
+        return True
+
+    def fail_all_requests(self, error: Exception) -> None:
+        """End every unfinished request with the error, so that nobody waits for an engine that is lost."""
+        for tracked in self._requests:
+            self._passes.finish(tracked, "error", error)
+
+    def expire_overdue_requests(self) -> None:
+        """Fail what is past its deadline; every step does so, and a paused loop may."""
+        for tracked, error in self._requests.overdue():
+            self._passes.finish(tracked, "error", error)
+
+    def has_unfinished_requests(self) -> bool:
+        """True if a step has something to compute or to report."""
+        return self._requests.has_news_or_work()
+
+    def get_request(self, request_id: int) -> DynamicInferenceRequest:
+        """The current segment of an unfinished request.
+
+        Raises:
+            KeyError: It isn't known or has ended.
+        """
+        return self._requests[request_id].current
+
+    def step_modern(self) -> StepResult:
+        """Advance every running request by one pass, and report what ended and what came.
+
+        Raises:
+            EngineSuspendedError: The engine is suspended.
+        """
+        if self.is_suspended:
+            raise EngineSuspendedError("the engine is suspended; resume it before the next step")
+        started = time.perf_counter()
+        self.expire_overdue_requests()
+        self._passes.run_pass()
+        return self._report(started)
+
+    async def async_step(self) -> StepResult:
+        """A step that lets the event loop's other tasks run before it."""
+        await asyncio.sleep(0)
+        return self.step_modern()
+
+    def take_reports(self) -> Reports:
+        """Finished records and partial outputs that no step has reported yet; for while no steps are made."""
+        return self._requests.take_reports()
+
+    def generate(
+        self,
+        prompts: Tokens[Prompt],
+        sampling_params: SamplingParams | Tokens[SamplingParams] | None = None,
+    ) -> list[DynamicInferenceRequestRecord]:
+        """Serve prompts to their end, in this thread; one set of parameters for all, or one each.
+
+        Records come in the order of the prompts.
+
+        Raises:
+            TypeError: One text was given instead of a list.
+        """
+        if isinstance(prompts, str):
+            raise TypeError("prompts must be a list; put the text into one")
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        ids = [self._unused_id() for _ in prompts]
+        for request_id, prompt, params in zip(ids, prompts, sampling_params, strict=True):
+            self.add_request(request_id, prompt, params)
+        done: dict[int, DynamicInferenceRequestRecord] = {}
+        while any(request_id not in done for request_id in ids):
+            done |= {record.request_id: record for record in self.step_modern()["finished_request_records"]}
+        return [done[request_id] for request_id in ids]
+
+    def suspend(self) -> None:
+        """Give memory back as the configuration says; unfinished requests stay and go on after resume."""
+        if self.is_suspended:
+            return
+        mode = self.config.kv_cache_management_mode
+        if mode is KVCacheManagementMode.OFFLOAD:
+            self.context.kv_cache.offload()
+        elif mode is KVCacheManagementMode.RECOMPUTE:
+            self._passes.evict_all()
+            self.context.kv_cache.release()
+        if self.config.offload_weights:
+            self.controller.model.to("cpu")
+        self.is_suspended = True
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def resume(self) -> None:
+        """Take the memory again; requests go on with the next step, with the same tokens."""
+        if not self.is_suspended:
+            return
+        if self.config.offload_weights:
+            self.controller.model.to(self.context.device)
+        self.context.kv_cache.restore()
+        self.is_suspended = False
+
+    def stats(self) -> EngineStats:
+        """How busy the engine is."""
+        return EngineStats(
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            kv_blocks_total=self.context.allocator.num_blocks,
+            kv_blocks_used=self.context.allocator.num_used,
+            prompt_tokens_total=self._passes.prompt_tokens_total,
+            generated_tokens_total=self._passes.generated_tokens_total,
+            evictions_total=self._passes.evictions_total,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that scheduler, allocator and tables agree."""
+        self.scheduler.check_integrity()
+        self.context.check_integrity([self._sequence(request_id) for request_id in self.scheduler.running_ids])
+
+    async def start_listening_to_data_parallel_coordinator(
+        self,
+        inference_coordinator_port: int | None = None,
+        launch_inference_coordinator: bool = True,
+        *,
+        loop: asyncio.AbstractEventLoop | None = None,
+        hostname: str | None = None,
+        key: str | None = None,
+        coordinator_schedule_output_path: str | None = None,
+    ) -> str:
+        """Serve a coordinator's requests from a task of the running loop, and return the coordinator's address.
+
+        Args:
+            inference_coordinator_port: Of the coordinator; None lets a launched one choose.
+            launch_inference_coordinator: Start a coordinator process, instead of joining one that runs.
+            loop: The loop that runs in this thread; for callers that used to have to name it.
+            hostname: Of the coordinator; None means loopback for one rank, and MASTER_ADDR for several.
+            key: The shared secret; None takes MEGATRON_COORDINATOR_KEY, if there is one.
+            coordinator_schedule_output_path: File for a launched coordinator's routing decisions.
+
+        Raises:
+            ConfigurationError: The address or the key can't work, or loop is not the running one.
+            CoordinatorError: The coordinator did not start.
+        """
+        # Not above: messages know engines, and an engine without a coordinator needs no messages.
+        from megatron_runtime.engine.listening import start_listening
+
+        if loop is not None and loop is not asyncio.get_running_loop():
+            raise ConfigurationError("loop is not the one that runs here; leave it out", field="loop")
+        return await start_listening(
+            self,
+            port=inference_coordinator_port,
+            launch_coordinator=launch_inference_coordinator,
+            hostname=hostname,
+            key=key,
+            schedule_output_path=coordinator_schedule_output_path,
+        )
+
+    def _report(self, started: float) -> StepResult:
+        finished, partials = self.take_reports()
+        return {
+            "active_request_ids": self.scheduler.running_ids,
+            "finished_request_records": finished,
+            "step_time": time.perf_counter() - started,
+            "cuda_graph_request_count": None,
+            "partial_outputs": partials,
+        }
+
+    def _unused_id(self) -> int:
+        return next(request_id for request_id in self._ids if request_id not in self._requests)
+
+    def _sequence(self, request_id: int) -> Sequence:
+        sequence = self._requests[request_id].sequence
+        assert sequence is not None
+        return sequence

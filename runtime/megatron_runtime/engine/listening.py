@@ -1,0 +1,150 @@
+"""Puts an engine to work for a coordinator, and starts the coordinator if this is the rank to do so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.data_parallel_inference_coordinator.child_process import CoordinatorChild
+from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
+from megatron_runtime.headers import EngineState
+
+KEY_VARIABLE = "MEGATRON_COORDINATOR_KEY"
+_SETTLED = {
+    EngineState.PAUSED: "PAUSED",
+    EngineState.PAUSING: "PAUSED",
+    EngineState.RESUMING: "PAUSED",
+    EngineState.SUSPENDING: "SUSPENDED",
+    EngineState.SUSPENDED: "SUSPENDED",
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that torch.distributed started together; alone if it did not."""
+
+    rank: int
+    size: int
+
+    @classmethod
+    def current(cls) -> World:
+        """As torch.distributed says."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return cls(torch.distributed.get_rank(), torch.distributed.get_world_size())
+        return cls(0, 1)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank; all ranks call it."""
+        if self.size == 1:
+            return value
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+
+@dataclass(eq=False)
+class Listening:
+    """An engine at work."""
+
+    address: str
+    """Where the coordinator is."""
+    key: str | None
+    """What to show it."""
+    loop: CoordinatedLoop
+    task: asyncio.Task[None]
+    """Runs the loop."""
+    coordinator: CoordinatorChild | None
+    """On the rank that started it."""
+
+
+async def listen(
+    engine: Engine,
+    *,
+    port: int | None = None,
+    launch_coordinator: bool = True,
+    hostname: str | None = None,
+    key: str | None = None,
+    schedule_output_path: str | None = None,
+    prepare_thread: Callable[[], None] | None = None,
+) -> Listening:
+    """Put an engine to work, as a task of the running loop. With several ranks, every rank calls it.
+
+    Args:
+        port: Of the coordinator; None lets a launched one choose.
+        launch_coordinator: Rank 0 starts a coordinator process; False joins one that runs.
+        hostname: Of the coordinator; None means loopback for one rank, and MASTER_ADDR for several.
+        key: The shared secret; None takes MEGATRON_COORDINATOR_KEY, if there is one.
+        schedule_output_path: File for a launched coordinator's routing decisions.
+        prepare_thread: Called once in the thread that steps the engine.
+
+    Raises:
+        ConfigurationError: host needs a key, or is not this machine's; or no port to join at.
+        CoordinatorError: The coordinator did not start.
+    """
+    world = World.current()
+    host = hostname or (os.environ.get("MASTER_ADDR", "127.0.0.1") if world.size > 1 else "127.0.0.1")
+    key = key if key is not None else os.environ.get(KEY_VARIABLE)
+    coordinator: CoordinatorChild | None = None
+    states: list[CoordinatedLoop] = []
+    if launch_coordinator and world.rank == 0:
+        options = _coordinator_options(engine, world, host, port, key, schedule_output_path)
+        coordinator = CoordinatorChild(options, lambda: _SETTLED.get(states[0].state, "RUNNING"))
+        await coordinator.start()
+    address = f"{host}:{port}" if coordinator is None else coordinator.address
+    if launch_coordinator:
+        address = await asyncio.to_thread(world.share, address)
+    loop = CoordinatedLoop(
+        engine,
+        coordinator_address=address,
+        data_parallel_rank=world.rank,
+        key=key,
+        prepare_thread=prepare_thread,
+    )
+    states.append(loop)
+    return Listening(address, key, loop, asyncio.create_task(loop.run()), coordinator)
+
+
+def _coordinator_options(
+    engine: Engine, world: World, host: str, port: int | None, key: str | None, schedule_output_path: str | None
+) -> dict[str, Any]:
+    config = getattr(engine, "config", None) or InferenceConfig()
+    options: dict[str, Any] = {
+        "data_parallel_size": world.size,
+        "inference_coordinator_port": port,
+        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
+        "schedule_output_path": schedule_output_path,
+        "host": host,
+        "key": key,
+    }
+    if config.request_timeout is not None:
+        options["request_timeout"] = config.request_timeout
+    return options
+
+
+_listening: set[asyncio.Task[None]] = set()
+
+
+async def start_listening(engine: Engine, **options: Any) -> str:
+    """As `listen`, for callers that stop engine and coordinator through a client.
+
+    Returns:
+        The coordinator's address.
+    """
+    listening = await listen(engine, **options)
+
+    async def end() -> None:
+        await asyncio.gather(listening.task, return_exceptions=True)
+        if listening.coordinator is not None and listening.loop.failure is not None:
+            await listening.coordinator.stop()
+
+    # The loop holds tasks by weak references only.
+    task = asyncio.create_task(end())
+    _listening.add(task)
+    task.add_done_callback(_listening.discard)
+    return listening.address

@@ -1,0 +1,109 @@
+"""One pass after the other: schedule, run, settle."""
+
+from __future__ import annotations
+
+from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.request_book import RequestBook
+from megatron_runtime.engine.sampler import NO_TOKEN
+from megatron_runtime.engine.scheduler import Schedule, Scheduler
+from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
+from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
+from megatron_runtime.errors import InvalidLogitsError
+
+
+class PassRunner:
+    """Keeps scheduler, tables and requests in step with each other and with the model.
+
+    Args:
+        controller: Runs the model and samples.
+        context: The KV cache and its tables.
+        scheduler: Over the context's allocator.
+        requests: The open requests.
+    """
+
+    def __init__(
+        self,
+        controller: TextGenerationController,
+        context: DynamicInferenceContext,
+        scheduler: Scheduler,
+        requests: RequestBook,
+    ) -> None:
+        self._controller = controller
+        self._context = context
+        self._scheduler = scheduler
+        self._requests = requests
+        self.prompt_tokens_total = 0
+        self.generated_tokens_total = 0
+        self.evictions_total = 0
+
+    def run_pass(self) -> None:
+        """Advance every running request; a pass that the model fails can be repeated."""
+        schedule = self._scheduler.schedule()
+        self._apply(schedule)
+        if schedule.slices:
+            output = self._run(schedule.slices)
+            self._scheduler.settle(schedule)
+            self._settle(schedule.slices, output)
+
+    def evict_all(self) -> None:
+        """Take every running request's cache away; they are computed again from their tokens."""
+        self._evict(self._scheduler.evict_all())
+
+    def finish(self, tracked: TrackedRequest, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a request and free what it holds."""
+        if tracked.sequence is not None and tracked.sequence in self._scheduler:
+            self._scheduler.remove(tracked.sequence)
+            self._context.vacate(tracked.sequence)
+        self._requests.close(tracked, reason, error)
+
+    def _apply(self, schedule: Schedule) -> None:
+        """Carry a schedule's evictions and admissions over to requests and tables."""
+        self._evict(schedule.evicted)
+        for sequence in schedule.admitted:
+            tracked = self._requests[sequence.request_id]
+            if not tracked.was_scheduled:
+                self.prompt_tokens_total += sequence.prompt_length
+            self._context.occupy(sequence, tracked.params)
+            tracked.enter_context()
+
+    def _evict(self, evicted: list[Sequence]) -> None:
+        for sequence in evicted:
+            self._context.vacate(sequence)
+            self._requests[sequence.request_id].evict()
+            self.evictions_total += 1
+
+    def _run(self, slices: list[SequenceSlice]) -> StepOutput:
+        top_n = max(self._requests[part.sequence.request_id].params.top_n_logprobs for part in slices)
+        return self._controller.run(
+            self._context.forward_batch(slices),
+            self._context.kv_cache,
+            self._context.sampling_rules(slices),
+            self._context.sampled_logit_rows(slices),
+            self._context.log_prob_rows(slices, top_n),
+        )
+
+    def _settle(self, slices: list[SequenceSlice], output: StepOutput) -> None:
+        tokens = iter(output.tokens)
+        next_log_prob = 0
+        for part in slices:
+            tracked = self._requests[part.sequence.request_id]
+            count = part.num_log_probs
+            scores = self._controller.scores(output.log_probs, next_log_prob, count, tracked.params.top_n_logprobs)
+            next_log_prob += count
+            self._settle_one(tracked, part, next(tokens) if part.samples else None, scores)
+
+    def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
+        if token == NO_TOKEN:
+            self.finish(tracked, "error", InvalidLogitsError("the model answered with values that are not finite"))
+            return
+        known = tracked.num_generated
+        reason = tracked.settle(part, token, scores)
+        if token is not None and tracked.num_generated > known:
+            self.generated_tokens_total += 1
+            if self._context.config.track_generated_token_events:
+                tracked.current.add_event_generated_token(token, blocks_total=self._context.allocator.num_blocks)
+        if reason is not None:
+            self.finish(tracked, reason)
+        else:
+            self._requests.note_partial(tracked)

@@ -1,0 +1,116 @@
+"""All unfinished requests of an engine, and the news of them that nobody has collected yet."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+import time
+from collections.abc import Iterator
+
+from megatron_runtime.engine.request_future import new_future
+from megatron_runtime.engine.step_result import PartialOutput
+from megatron_runtime.engine.tracked_request import FinishReason, TrackedRequest
+from megatron_runtime.errors import InvalidRequestError, RequestTimeoutError
+from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+Reports = tuple[list[DynamicInferenceRequestRecord], dict[int, PartialOutput]]
+
+
+class RequestBook:
+    """Opens requests, closes them, and keeps what is to be reported.
+
+    Args:
+        tokenizer: Makes text of tokens.
+        block_size_tokens: Noted in every request.
+        timeout: Seconds that a request may take, or None.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, block_size_tokens: int, timeout: float | None) -> None:
+        self._tokenizer = tokenizer
+        self._block_size_tokens = block_size_tokens
+        self._timeout = timeout
+        self._open: dict[int, TrackedRequest] = {}
+        self._finished: list[DynamicInferenceRequestRecord] = []
+        self._partials: dict[int, PartialOutput] = {}
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._open
+
+    def __getitem__(self, request_id: int) -> TrackedRequest:
+        return self._open[request_id]
+
+    def __iter__(self) -> Iterator[TrackedRequest]:
+        """The open requests, oldest first; closing them meanwhile is fine."""
+        return iter(list(self._open.values()))
+
+    def has_news_or_work(self) -> bool:
+        """True if a request is open or a report was not collected."""
+        return bool(self._open or self._finished or self._partials)
+
+    def open(self, request_id: int, prompt: str | None, sampling_params: SamplingParams | None) -> TrackedRequest:
+        """Begin to track a request, with a copy of its parameters and a seed if it has none.
+
+        Raises:
+            InvalidRequestError: The id is in use.
+        """
+        if request_id in self._open:
+            raise InvalidRequestError(f"request_id={request_id} is in use", field="request_id")
+        params = copy.deepcopy(sampling_params) if sampling_params is not None else SamplingParams()
+        if params.seed is None:
+            params.seed = secrets.randbits(63)
+        request = DynamicInferenceRequest(
+            request_id=request_id,
+            prompt=prompt,
+            sampling_params=params,
+            arrival_time=time.time(),
+            status=Status.WAITING_IN_QUEUE,
+            block_size_tokens=self._block_size_tokens,
+            generated_log_probs=[] if params.return_log_probs else None,
+            generated_top_n_logprobs=[] if params.top_n_logprobs else None,
+            prompt_log_probs=[] if params.return_log_probs and not params.skip_prompt_log_probs else None,
+            prompt_top_n_logprobs=[] if params.return_prompt_top_n_logprobs else None,
+        )
+        request.add_event_add_engine()
+        tracked = TrackedRequest(
+            DynamicInferenceRequestRecord.from_request(request),
+            self._tokenizer,
+            new_future(),
+            deadline=None if self._timeout is None else time.monotonic() + self._timeout,
+        )
+        self._open[request_id] = tracked
+        return tracked
+
+    def close(self, tracked: TrackedRequest, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a request, queue its last news, and fulfil its future."""
+        del self._open[tracked.request_id]
+        tracked.finish(reason, error)
+        self._note(tracked.take_partial(final=True))
+        self._finished.append(tracked.record)
+        tracked.resolve()
+
+    def note_partial(self, tracked: TrackedRequest) -> None:
+        """Queue the new tokens of an open request, if it streams and there are enough of them."""
+        self._note(tracked.take_partial())
+
+    def overdue(self) -> list[tuple[TrackedRequest, RequestTimeoutError]]:
+        """The requests past their deadline, with the error that says so."""
+        now = time.monotonic()
+        late: list[tuple[TrackedRequest, RequestTimeoutError]] = []
+        # They are kept in the order of their submission, which is that of their deadlines too.
+        for tracked in self._open.values():
+            if tracked.deadline is None or tracked.deadline > now:
+                break
+            late.append((tracked, RequestTimeoutError(f"not done within request_timeout={self._timeout} seconds")))
+        return late
+
+    def take_reports(self) -> Reports:
+        """Finished records and partial outputs since the last call."""
+        reports = self._finished, self._partials
+        self._finished, self._partials = [], {}
+        return reports
+
+    def _note(self, partial: PartialOutput | None) -> None:
+        if partial is not None:
+            self._partials[partial.request_id] = partial

@@ -1,0 +1,172 @@
+"""Which tokens of which requests the next forward pass computes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from megatron_runtime.engine.block_allocator import BlockAllocator
+from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What one forward pass may hold."""
+
+    max_requests: int
+    max_tokens: int
+    block_size_tokens: int
+    chunked_prefill: bool
+
+    def __post_init__(self) -> None:
+        assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One forward pass, and what changed for it to be possible."""
+
+    slices: list[SequenceSlice]
+    """What to compute; oldest sequence first."""
+    admitted: list[Sequence]
+    """Sequences that left the queue."""
+    evicted: list[Sequence]
+    """Sequences that gave their blocks back and went to the front of the queue; newest first."""
+
+
+class Scheduler:
+    """First come, first served, over a fixed pool of blocks; pure bookkeeping.
+
+    Every running sequence gets at least one token in every pass. When the pool is exhausted, the newest running
+    sequence gives way, so that the oldest always proceeds: as long as each sequence alone fits the pool (which the
+    engine checks on submission), all of them end.
+    """
+
+    def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator) -> None:
+        self.limits = limits
+        self.allocator = allocator
+        self._running: dict[int, Sequence] = {}
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that own blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return len(self._waiting)
+
+    @property
+    def running_ids(self) -> list[int]:
+        """Request ids of the running sequences, oldest first."""
+        return list(self._running)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        """True if the sequence runs or waits."""
+        request_id = sequence.request_id
+        return self._running.get(request_id) is sequence or self._waiting.get(request_id) is sequence
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many tokens."""
+        return -(-num_tokens // self.limits.block_size_tokens)
+
+    def can_ever_fit(self, sequence: Sequence) -> bool:
+        """True if the pool, otherwise empty, holds the sequence to its end; the last token is never computed."""
+        longest = max(len(sequence.tokens), sequence.max_length - 1)
+        return self.blocks_for(longest) <= self.allocator.num_blocks
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence at the end of the queue."""
+        assert self.can_ever_fit(sequence), f"request {sequence.request_id} never fits the pool"
+        self._waiting[sequence.request_id] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that runs or waits, and free its blocks."""
+        if self._running.pop(sequence.request_id, None) is None:
+            del self._waiting[sequence.request_id]
+        self._release(sequence)
+
+    def schedule(self) -> Schedule:
+        """Decide the next pass; allocates, evicts and admits as it says."""
+        slices: list[SequenceSlice] = []
+        evicted: list[Sequence] = []
+        budget = self.limits.max_tokens
+        for sequence in list(self._running.values()):
+            if sequence.is_running and self._grow(sequence, evicted):
+                slices.append(self._slice(sequence, budget))
+                budget -= slices[-1].length
+        # What was evicted just now would only push somebody out again.
+        admitted = [] if evicted else self._admit(slices, budget)
+        return Schedule(slices, admitted, evicted)
+
+    def settle(self, schedule: Schedule) -> None:
+        """Note that the pass was computed."""
+        for part in schedule.slices:
+            part.sequence.num_computed = part.end
+
+    def evict_all(self) -> list[Sequence]:
+        """Put every running sequence back to the front of the queue, in its order; newest first in the result."""
+        evicted: list[Sequence] = []
+        while self._running:
+            self._evict_newest(evicted)
+        return evicted
+
+    def check_integrity(self) -> None:
+        """Assert that blocks and sequences agree."""
+        self.allocator.check_integrity(block for sequence in self._running.values() for block in sequence.blocks)
+        assert not self._running.keys() & self._waiting.keys(), "a sequence both runs and waits"
+        assert len(self._running) <= self.limits.max_requests, "too many sequences run"
+        for sequence in self._running.values():
+            room = len(sequence.blocks) * self.limits.block_size_tokens
+            assert sequence.num_computed <= min(room, len(sequence.tokens)), "computed tokens have no room"
+        for sequence in self._waiting.values():
+            assert not sequence.blocks, "a waiting sequence owns blocks"
+            assert sequence.num_computed == 0, "a waiting sequence has computed tokens"
+
+    def _slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
+        return SequenceSlice(sequence, sequence.num_computed, min(sequence.num_uncomputed, budget))
+
+    def _grow(self, sequence: Sequence, evicted: list[Sequence]) -> bool:
+        """Give a running sequence the blocks that its known tokens need; False if it was evicted itself."""
+        missing = self.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+        while not self.allocator.can_allocate(missing):
+            if self._evict_newest(evicted) is sequence:
+                return False
+        sequence.blocks += self.allocator.allocate(missing)
+        return True
+
+    def _evict_newest(self, evicted: list[Sequence]) -> Sequence:
+        request_id, sequence = self._running.popitem()
+        self._release(sequence)
+        self._waiting[request_id] = sequence
+        self._waiting.move_to_end(request_id, last=False)
+        evicted.append(sequence)
+        return sequence
+
+    def _admit(self, slices: list[SequenceSlice], budget: int) -> list[Sequence]:
+        admitted: list[Sequence] = []
+        while self._waiting and budget > 0 and self._can_admit(sequence := next(iter(self._waiting.values())), budget):
+            del self._waiting[sequence.request_id]
+            self._running[sequence.request_id] = sequence
+            sequence.blocks = self.allocator.allocate(self.blocks_for(len(sequence.tokens)))
+            slices.append(self._slice(sequence, budget))
+            budget -= slices[-1].length
+            admitted.append(sequence)
+        return admitted
+
+    def _can_admit(self, sequence: Sequence, budget: int) -> bool:
+        if len(self._running) >= self.limits.max_requests:
+            return False
+        # Only an evicted sequence can be longer than a whole pass without chunking: new ones are refused then.
+        may_split = self.limits.chunked_prefill or sequence.num_uncomputed > self.limits.max_tokens
+        if sequence.num_uncomputed > budget and not may_split:
+            return False
+        # One more block for each that runs, or the newcomer would soon be evicted again.
+        return self.allocator.can_allocate(self.blocks_for(len(sequence.tokens)) + len(self._running))
+
+    def _release(self, sequence: Sequence) -> None:
+        self.allocator.free(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0

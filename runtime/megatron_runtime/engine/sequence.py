@@ -1,0 +1,69 @@
+"""The tokens of one request and how far they are computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request as the scheduler and the context see it.
+
+    The tokens known so far need keys and values; the last one's logits give the next token.
+    """
+
+    request_id: int
+    tokens: list[int]
+    """Prompt, then generated tokens."""
+    prompt_length: int
+    max_length: int
+    """Tokens at which the sequence ends at the latest."""
+    next_log_prob: int | None = None
+    """Index of the first token whose log probability is still wanted; None if none are wanted."""
+    num_computed: int = 0
+    """Leading tokens whose keys and values are in the cache."""
+    blocks: list[int] = field(default_factory=list)
+    """The KV blocks it owns, in the order of its tokens."""
+    row: int | None = None
+    """Its row in the context's tables while it runs."""
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose keys and values are not in the cache."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_running(self) -> bool:
+        """True while it owns blocks."""
+        return bool(self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """The part of a sequence that one forward pass computes."""
+
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Tokens that are computed afterwards."""
+        return self.start + self.length
+
+    @property
+    def samples(self) -> bool:
+        """True if the last token is the last known one, so that its logits give the next token."""
+        return self.end == len(self.sequence.tokens)
+
+    @property
+    def num_log_probs(self) -> int:
+        """Trailing tokens whose logits are wanted for log probabilities: of the tokens after each of them."""
+        if self.sequence.next_log_prob is None:
+            return 0
+        return max(0, self.end - max(self.start, self.sequence.next_log_prob - 1))
+
+    @property
+    def num_logits(self) -> int:
+        """Trailing tokens whose logits are wanted for any reason."""
+        return max(self.num_log_probs, int(self.samples))

@@ -1,0 +1,89 @@
+"""One pass through the model, and the choice of the next tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_runtime.engine.context import LogProbRows
+from megatron_runtime.engine.log_probs import LogProbs, log_probs
+from megatron_runtime.engine.sampler import SamplingRules, sample
+from megatron_runtime.engine.tracked_request import Scores
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a pass brought, on the host."""
+
+    tokens: list[int]
+    """[S], one per sampled row; NO_TOKEN where the logits were not finite."""
+    log_probs: LogProbs | None
+    """Of the positions that LogProbRows asked for."""
+
+
+class TextGenerationController:
+    """A model and its tokenizer, as the engine uses them."""
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._token_text = lru_cache(maxsize=65536)(self._detokenize_one)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        batch: ForwardBatch,
+        kv_cache: KVCache,
+        rules: SamplingRules,
+        sampled_rows: Tensor | None,
+        wanted: LogProbRows | None,
+    ) -> StepOutput:
+        """Compute the batch and sample.
+
+        Args:
+            batch: What to compute.
+            kv_cache: Where the batch's tables point to.
+            rules: One per sampled row.
+            sampled_rows: int64 [S], rows of the logits to sample; None means all.
+            wanted: Log probabilities to report.
+        """
+        logits: Tensor = self.model(batch, kv_cache)
+        tokens = sample(logits if sampled_rows is None else logits[sampled_rows], rules)
+        return StepOutput(tokens.tolist(), None if wanted is None else _log_probs(logits, tokens, wanted))
+
+    def scores(self, log_probs: LogProbs | None, start: int, count: int, top_n: int) -> Scores:
+        """Log probabilities of some positions, each with the n likeliest tokens by their text.
+
+        Tokens can share a text, above all those that are no whole character: the likeliest of them has it, the others
+        are called ``token_id:N``.
+        """
+        if log_probs is None:
+            return []
+        return [
+            (log_probs.chosen[i], self._by_text(log_probs.top_ids[i][:top_n], log_probs.top_values[i][:top_n]))
+            for i in range(start, start + count)
+        ]
+
+    def _by_text(self, token_ids: list[int], values: list[float]) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for token_id, value in zip(token_ids, values, strict=True):
+            text = self._token_text(token_id)
+            named[text if text not in named else f"token_id:{token_id}"] = value
+        return named
+
+    def _detokenize_one(self, token_id: int) -> str:
+        return self.tokenizer.detokenize([token_id], skip_special_tokens=False)
+
+
+def _log_probs(logits: Tensor, tokens: Tensor, wanted: LogProbRows) -> LogProbs:
+    targets = wanted.targets
+    if tokens.numel():
+        targets = torch.where(wanted.sampled >= 0, tokens[wanted.sampled.clamp(min=0)], targets)
+    return log_probs(logits[wanted.rows], targets.clamp(min=0), wanted.top_n)

@@ -1,0 +1,256 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from megatron_runtime.engine.request_future import RequestFuture, resolve
+from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.step_result import PartialOutput
+from megatron_runtime.engine.stop_matcher import StopMatcher
+from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+Scores = list[tuple[float, dict[str, float]]]
+"""Log probabilities of consecutive tokens, each with the likeliest tokens at its place by their text."""
+
+
+class TrackedRequest:
+    """A request's record together with what the engine needs to carry it on.
+
+    Args:
+        record: Holds one request, with its parameters complete.
+        tokenizer: Makes text of tokens.
+        future: Fulfilled when the request ends.
+        deadline: On the monotonic clock, or None.
+    """
+
+    def __init__(
+        self,
+        record: DynamicInferenceRequestRecord,
+        tokenizer: Tokenizer,
+        future: RequestFuture,
+        *,
+        deadline: float | None = None,
+    ) -> None:
+        params = record[0].sampling_params
+        assert params is not None
+        self.record = record
+        self.params: SamplingParams = params
+        self.future = future
+        self.deadline = deadline
+        self.sequence: Sequence | None = None
+        self.was_scheduled = False
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.incremental()
+        self._matcher = StopMatcher(params.stop_words) if params.stop_words else None
+        self._stop_ids = _stop_ids(params, tokenizer)
+        self._generated: list[int] = []
+        self._log_probs: list[float] = []
+        self._top_n: list[dict[str, float]] = []
+        self._num_emitted = 0
+        self._terminated = False
+        self._first_token_time: float | None = None
+
+    @property
+    def request_id(self) -> int:
+        """Id of the request."""
+        return self.record.request_id
+
+    @property
+    def current(self) -> DynamicInferenceRequest:
+        """The segment that is under way."""
+        return self.record[-1]
+
+    def begin(self, sequence: Sequence) -> FinishReason | None:
+        """Take the sequence up, with tokens that were generated elsewhere; the reason if these end it already."""
+        self.sequence = sequence
+        continued = sequence.tokens[sequence.prompt_length :]
+        self._num_emitted = len(continued)
+        for token in continued:
+            if reason := self._take(token):
+                return reason
+        if len(sequence.tokens) >= sequence.max_length and sequence.next_log_prob is None:
+            return "length"
+        return None
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._generated)
+
+    def settle(self, part: SequenceSlice, token: int | None, log_probs: Scores) -> FinishReason | None:
+        """Take in what a pass brought for the request's slice.
+
+        Args:
+            part: What was computed.
+            token: The sampled token, if the slice samples.
+            log_probs: Of the next tokens that have none yet, with the likeliest tokens of their positions.
+
+        Returns:
+            The reason if the request has ended.
+        """
+        self._note_progress(part.end, samples=token is not None)
+        reason: FinishReason | None = None
+        if token is not None and len(part.sequence.tokens) >= part.sequence.max_length:
+            # Nothing was left but to score what was there: the sampled token is nobody's.
+            reason, log_probs = "length", log_probs[:-1]
+        elif token is not None:
+            reason = self._accept(token)
+        for value, top_n in log_probs:
+            self._add_log_prob(value, top_n)
+        return reason
+
+    def enter_context(self) -> None:
+        """The request begins to run."""
+        self.was_scheduled = True
+        self.current.add_event_add_context()
+
+    def evict(self) -> None:
+        """The request lost its cache: what it has so far becomes the prompt of its next segment."""
+        request = self.current
+        request.add_event_evict()
+        request.status = Status.WAITING_IN_QUEUE
+        request.finished_chunk_token_count = 0
+        request.remaining_prompt_tokens = request.prompt_tokens
+        if request.generated_tokens:
+            self.record.checkpoint()
+
+    def take_partial(self, *, final: bool = False) -> PartialOutput | None:
+        """New tokens for a streaming request, if there are enough of them."""
+        if not self.params.streaming:
+            return None
+        start, end = self._num_emitted, self._num_visible(final)
+        if end - start < (1 if final else self.params.streaming_interval):
+            return None
+        self._num_emitted = end
+        return PartialOutput(
+            request_id=self.request_id,
+            new_tokens=self._generated[start:end],
+            new_log_probs=self._log_probs[start:end] if self.params.return_log_probs else None,
+            new_top_n_logprobs=self._top_n[start:end] if self.params.top_n_logprobs else None,
+        )
+
+    def finish(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """Close the record: text, status, times and events."""
+        request = self.current
+        text = self._final_text()
+        for segment in self.record.requests:
+            segment.generated_text = ""
+            segment.generated_length = len(segment.generated_tokens)
+            segment.finish_reason = reason
+        request.generated_text = text
+        if error is not None:
+            request.add_event_error_nontransient(error)
+        completed = reason in ("stop", "length")
+        request.status = Status.COMPLETED if completed else Status.FAILED
+        request.add_event_finish() if completed else request.add_event_fail()
+        self._close_times(request)
+
+    def resolve(self) -> None:
+        """Fulfil the future."""
+        resolve(self.future, self.record)
+
+    def _accept(self, token: int) -> FinishReason | None:
+        assert self.sequence is not None
+        if self._first_token_time is None:
+            self._first_token_time = time.time()
+        self.sequence.tokens.append(token)
+        reason = self._take(token)
+        if reason is None and len(self.sequence.tokens) >= self.sequence.max_length:
+            return "length"
+        return reason
+
+    def _add_log_prob(self, value: float, top_n: dict[str, float]) -> None:
+        """Note the log probability of the next token that has none yet, be it of the prompt or generated."""
+        assert self.sequence is not None
+        assert self.sequence.next_log_prob is not None
+        if self.sequence.next_log_prob < self.sequence.prompt_length:
+            _append(self.record[0].prompt_log_probs, value)
+            _append(self.record[0].prompt_top_n_logprobs, top_n)
+        else:
+            self._log_probs.append(value)
+            self._top_n.append(top_n)
+            _append(self.current.generated_log_probs, value)
+            _append(self.current.generated_top_n_logprobs, top_n)
+        self.sequence.next_log_prob += 1
+
+    def _note_progress(self, num_computed: int, *, samples: bool) -> None:
+        """Note how much of the prompt is computed."""
+        request = self.current
+        request.status = Status.ACTIVE_AND_GENERATING_TOKENS if samples else Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+        assert request.prompt_tokens is not None
+        if request.remaining_prompt_length:
+            request.finished_chunk_token_count = min(num_computed, request.prompt_tokens.numel())
+            request.remaining_prompt_tokens = request.prompt_tokens[num_computed:]
+
+    def _take(self, token: int) -> FinishReason | None:
+        self._generated.append(token)
+        self.current.generated_tokens.append(token)
+        if token in self._stop_ids:
+            self._terminated = True
+            return "stop"
+        if self._matcher is not None and self._matcher.push(self._detokenizer.push([token])):
+            return "stop"
+        return None
+
+    def _num_visible(self, final: bool) -> int:
+        if self._matcher is not None and not final:
+            return max(self._num_emitted, self._matcher.safe_tokens())
+        return len(self._generated) - self._terminated
+
+    def _final_text(self) -> str:
+        """The answer's text, with the tokens cut to it if a stop text ended it."""
+        keeps_stop = self.params.detokenize_stop_sequence
+        if self._matcher is not None and self._matcher.match is not None:
+            start, end = self._matcher.match
+            if keeps_stop:
+                return self._matcher.text[:end]
+            self._keep_tokens(max(self._num_emitted, self._matcher.tokens_before(start)))
+            return self._matcher.text[:start]
+        hidden = int(self._terminated and not keeps_stop)
+        return self._tokenizer.detokenize(self._generated[: len(self._generated) - hidden])
+
+    def _keep_tokens(self, count: int) -> None:
+        excess = len(self._generated) - count
+        if excess == 0:
+            return
+        for values in (self._generated, self._log_probs, self._top_n):
+            del values[count:]
+        for name in ("generated_tokens", "generated_log_probs", "generated_top_n_logprobs"):
+            left = excess
+            for segment in reversed(self.record.requests):
+                values = getattr(segment, name) or []
+                cut = min(left, len(values))
+                del values[len(values) - cut :]
+                left -= cut
+
+    def _close_times(self, request: DynamicInferenceRequest) -> None:
+        now = time.time()
+        added = self.record[0].event_add_engine
+        submitted = added.timestamp if added is not None and added.timestamp is not None else now
+        self.record.latency = now - submitted
+        if self._first_token_time is None:
+            return
+        self.record[0].ttft = self._first_token_time - submitted
+        if len(self._generated) > 1:
+            request.tpot = [(now - self._first_token_time) / (len(self._generated) - 1)]
+            if self.record[0].tpot is None:
+                self.record[0].tpot = []
+
+
+def _append(values: object, value: object) -> None:
+    if isinstance(values, list):
+        values.append(value)
+
+
+def _stop_ids(params: SamplingParams, tokenizer: Tokenizer) -> frozenset[int]:
+    wanted = frozenset(params.stop_token_ids or ())
+    if params.ignore_eos:
+        return wanted
+    if params.termination_id is not None:
+        return wanted | {params.termination_id}
+    return wanted | tokenizer.eos_token_ids

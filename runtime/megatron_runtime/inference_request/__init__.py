@@ -1,0 +1,24 @@
+"""Requests, their events, and the records that survive a request's eviction."""
+
+from __future__ import annotations
+
+from megatron_runtime.inference_request.block_hashes import HASH_BASE, HASH_PRIME, compute_block_hashes_batched
+from megatron_runtime.inference_request.dynamic_request import DynamicInferenceRequest
+from megatron_runtime.inference_request.event import DynamicInferenceEvent, DynamicInferenceEventType
+from megatron_runtime.inference_request.record import DynamicInferenceRequestRecord
+from megatron_runtime.inference_request.request import InferenceRequest, Status
+from megatron_runtime.inference_request.tensor_codec import deserialize_tensor, serialize_tensor
+
+__all__ = [
+    "HASH_BASE",
+    "HASH_PRIME",
+    "DynamicInferenceEvent",
+    "DynamicInferenceEventType",
+    "DynamicInferenceRequest",
+    "DynamicInferenceRequestRecord",
+    "InferenceRequest",
+    "Status",
+    "compute_block_hashes_batched",
+    "deserialize_tensor",
+    "serialize_tensor",
+]

@@ -1,0 +1,190 @@
+"""A request as the continuously batching engine sees it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_runtime.inference_request.block_hashes import compute_block_hashes_batched
+from megatron_runtime.inference_request.event import DynamicInferenceEvent, DynamicInferenceEventType
+from megatron_runtime.inference_request.request import InferenceRequest, Status
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_METADATA = (
+    ("temperature", "float32", False),
+    ("top_k", "int32", False),
+    ("top_p", "float32", False),
+    ("termination_id", "int64", True),
+    ("return_log_probs", "bool", False),
+    ("skip_prompt_log_probs", "bool", False),
+    ("top_n_logprobs", "int32", False),
+)
+
+
+@dataclass(kw_only=True)
+class DynamicInferenceRequest(InferenceRequest):
+    """One segment of a request's life: from its submission, or from an eviction, to the next eviction or its end."""
+
+    prompt_tokens: Tensor | None = None
+    """int64 [prompt length], on the host."""
+    remaining_prompt_tokens: Tensor | None = None
+    """The prompt's tail that was not computed yet."""
+    policy_staleness: Tensor | None = None
+    """int32 [prompt and generated]: weight updates since each token was chosen."""
+    kv_cache_staleness: Tensor | None = None
+    """int32 [prompt and generated]: weight updates since each token's keys and values were computed."""
+    latency: float | None = None
+    """Seconds from submission to the end."""
+    routing_indices: Tensor | None = None
+    finished_chunk_token_count: int = 0
+    """Prompt tokens that were computed so far."""
+    stop_word_ids: list[list[int]] | None = None
+    block_size_tokens: int | None = None
+    enable_prefix_caching: bool = False
+    precomputed_block_hashes: list[int] = field(default_factory=list)
+    """One hash for each complete block of the prompt."""
+    ttft: float | None = None
+    """Seconds from submission to the first token."""
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    event_add_engine: DynamicInferenceEvent | None = field(default=None, repr=False)
+    generated_tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    """"stop", "length", "abort" or "error" once the request has ended."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sampling_params = copy.deepcopy(self.sampling_params)
+        if self.prompt_tokens is None:
+            return
+        if self.remaining_prompt_tokens is None:
+            self.remaining_prompt_tokens = self.prompt_tokens
+        if self.enable_prefix_caching and self.block_size_tokens and not self.precomputed_block_hashes:
+            self._compute_block_hashes()
+
+    def _compute_block_hashes(self) -> None:
+        assert self.prompt_tokens is not None
+        assert self.block_size_tokens is not None
+        self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, self.block_size_tokens)
+
+    @property
+    def remaining_prompt_length(self) -> int:
+        """Prompt tokens that were not computed yet."""
+        return 0 if self.remaining_prompt_tokens is None else int(self.remaining_prompt_tokens.numel())
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of prompt and answer so far."""
+        prompt_length = 0 if self.prompt_tokens is None else int(self.prompt_tokens.numel())
+        return prompt_length + len(self.generated_tokens)
+
+    def __str__(self) -> str:
+        status = self.status.name if self.status else "[NOT ADDED]"
+        prompt_length = self.total_tokens - len(self.generated_tokens)
+        return (
+            f"id {self.request_id}, {status}, prompt len {prompt_length}, "
+            f"gen len {len(self.generated_tokens)}, num events {len(self.events)}"
+        )
+
+    def serialize(self) -> dict[str, Any]:
+        """All fields as plain values that msgpack takes; ``event_add_engine`` stays behind."""
+        data = super().serialize()
+        del data["event_add_engine"]
+        data["events"] = [event.serialize() for event in self.events]
+        return data
+
+    def _post_deserialize(self, obj: dict[str, Any]) -> None:
+        self.events = [DynamicInferenceEvent.deserialize(event) for event in obj.get("events") or []]
+        added = (event for event in self.events if event.type is DynamicInferenceEventType.ADD_ENGINE)
+        self.event_add_engine = next(added, None)
+
+    @property
+    def tracked_metadata(self) -> list[Any]:
+        """The values, in the order of get_metadata_types, that sampling needs per row of a batch."""
+        params = self.sampling_params
+        assert params is not None, "a request without sampling parameters has no metadata"
+        if params.termination_id is None:
+            warnings.warn(f"request {self.request_id} has no termination_id; it takes none", stacklevel=2)
+            params.termination_id = -1
+        return [getattr(params, name) for name, _, _ in _METADATA]
+
+    @staticmethod
+    def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
+        """Name, dtype, and whether it lives on the device, of each item of tracked_metadata."""
+        import torch  # not above: clients and frontends handle requests without it
+
+        return [(name, getattr(torch, dtype), on_device) for name, dtype, on_device in _METADATA]
+
+    def add_event(self, type: DynamicInferenceEventType, payload: Any = None) -> DynamicInferenceEvent:
+        """Append an event that happens now, and return it."""
+        event = DynamicInferenceEvent(type=type, payload=payload)
+        self.events.append(event)
+        return event
+
+    def add_event_add_engine(self) -> None:
+        """The request enters the engine's queue."""
+        self.event_add_engine = self.add_event(DynamicInferenceEventType.ADD_ENGINE)
+
+    def add_event_add_context(self) -> None:
+        """The request's prompt begins to be computed."""
+        self.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+
+    def add_event_generated_token(
+        self,
+        token: int,
+        blocks_total: int | None = None,
+        blocks_hashed_total: int | None = None,
+        blocks_hashed_active: int | None = None,
+        blocks_ref_count: int | None = None,
+    ) -> None:
+        """A token was generated, with the KV blocks' use at that time where it is known."""
+        use = {
+            "blocks_total": blocks_total,
+            "blocks_hashed_total": blocks_hashed_total,
+            "blocks_hashed_active": blocks_hashed_active,
+            "blocks_ref_count": blocks_ref_count,
+        }
+        payload = {"token_id": token, **{name: value for name, value in use.items() if value is not None}}
+        self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
+
+    def add_event_pause(self) -> None:
+        """The request waits for memory, but keeps what it has."""
+        self.add_event(DynamicInferenceEventType.PAUSE)
+
+    def add_event_evict(self) -> None:
+        """The request gave its memory back and waits to be computed again."""
+        self.add_event(DynamicInferenceEventType.EVICT)
+
+    def add_event_finish(self) -> None:
+        """The request is complete."""
+        self.add_event(DynamicInferenceEventType.FINISH)
+
+    def add_event_fail(self) -> None:
+        """The request ended without being complete."""
+        self.add_event(DynamicInferenceEventType.FAIL)
+
+    def add_event_error_transient(self, error: Exception) -> None:
+        """Something failed that may work later."""
+        self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
+
+    def add_event_error_nontransient(self, error: Exception) -> None:
+        """Something failed for good."""
+        self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+
+    def succeeded(self) -> bool:
+        """True if the request is complete."""
+        return self.status is Status.COMPLETED
+
+    def failed(self) -> bool:
+        """True if the request ended without being complete."""
+        return self.status is Status.FAILED
+
+    @property
+    def error(self) -> Exception | None:
+        """The last error that the request met, if any."""
+        errors = (event.payload for event in reversed(self.events) if event.type.is_error)
+        return next(errors, None)

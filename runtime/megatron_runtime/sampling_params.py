@@ -1,0 +1,191 @@
+"""How one request wants its tokens chosen, and when it wants to stop."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_runtime.errors import InvalidRequestError
+
+_SEED_LIMIT = 2**64
+
+
+@dataclass
+class SamplingParams:
+    """How one request wants its tokens chosen, and when it wants to stop.
+
+    Raises:
+        InvalidRequestError: A value out of its range, naming field, value and range.
+    """
+
+    temperature: float = 1.0
+    """Divides the logits before sampling; 0 always takes the likeliest token."""
+    top_k: int = 0
+    """Sample among the k likeliest tokens; 0 means all, 1 always takes the likeliest."""
+    top_p: float = 0.0
+    """Sample among the fewest likeliest tokens that together have this probability; 0 and 1 mean all."""
+    min_p: float = 0.0
+    """Sample among tokens at least this times as likely as the likeliest; 0 means all."""
+    seed: int | None = None
+    """Fixes the noise; None lets the engine choose one when the request is submitted."""
+    num_tokens_to_generate: int | None = None
+    """Most tokens to generate; None means as many as the engine's sequence length leaves. 0 only scores the prompt."""
+    num_tokens_total: int | None = None
+    """Most tokens of prompt and answer together; excludes ``num_tokens_to_generate``."""
+    termination_id: int | None = None
+    """A token that ends the answer, instead of the tokenizer's own; -1 means none."""
+    ignore_eos: bool = False
+    """Goes on after the token that would end the answer."""
+    stop_words: list[str] | None = None
+    """Texts that end the answer wherever they appear in it."""
+    stop: list[str] | None = None
+    """Another name of ``stop_words``."""
+    stop_token_ids: list[int] | None = None
+    """Further tokens that end the answer, also with ``ignore_eos``."""
+    detokenize_stop_sequence: bool = False
+    """Keeps the stop text, or the text of the token that ended the answer, in the generated text."""
+    return_log_probs: bool = False
+    """Reports the log probability of every token."""
+    skip_prompt_log_probs: bool = False
+    """Leaves the prompt's tokens out of the log probabilities."""
+    top_n_logprobs: int = 0
+    """With ``return_log_probs``, also reports this many likeliest tokens per position."""
+    add_BOS: bool = False  # noqa: N815 - the name that Megatron's users know
+    """Puts the tokenizer's start token before a prompt that is given as text."""
+    return_prompt_tokens: bool = False
+    """Sends the prompt's tokens back with the reply."""
+    streaming: bool = False
+    """Reports tokens as they come."""
+    streaming_interval: int = 1
+    """With ``streaming``, reports at least this many tokens at a time."""
+
+    def __post_init__(self) -> None:
+        self._join_stop_names(self.stop, self.stop_words)
+        self._validate()
+
+    @property
+    def return_prompt_top_n_logprobs(self) -> bool:
+        """True if the likeliest tokens are reported for the prompt's positions too."""
+        return self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if no noise is involved: the likeliest token is always taken."""
+        return self.temperature == 0 or self.top_k == 1
+
+    def add_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Set several fields at once; all or none are set.
+
+        Raises:
+            InvalidRequestError: A field that doesn't exist, or a value out of its range.
+        """
+        unknown = sorted(set(attributes) - {field.name for field in fields(self)})
+        if unknown:
+            raise InvalidRequestError(f"{unknown[0]} is not a sampling parameter", field=unknown[0])
+        changed = copy.copy(self)
+        for name, value in attributes.items():
+            setattr(changed, name, value)
+        if "stop" in attributes or "stop_words" in attributes:
+            changed._join_stop_names(attributes.get("stop"), attributes.get("stop_words"))
+        changed._validate()
+        self.__dict__.update(changed.__dict__)
+
+    def serialize(self) -> dict[str, Any]:
+        """All fields as plain values."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stop"}
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> SamplingParams:
+        """The parameters that serialize was called on.
+
+        Raises:
+            InvalidRequestError: As in add_attributes.
+        """
+        params = cls()
+        params.add_attributes(data)
+        return params
+
+    def _join_stop_names(self, stop: Any, stop_words: Any) -> None:
+        if stop and stop_words and _as_list(stop) != _as_list(stop_words):
+            raise InvalidRequestError(f"stop={stop!r} and stop_words={stop_words!r} differ; give one", field="stop")
+        self.stop = self.stop_words = _as_list(stop_words or stop)
+
+    def _validate(self) -> None:
+        self._check_number("temperature", minimum=0.0)
+        self._check_number("top_p", minimum=0.0, maximum=1.0)
+        self._check_number("min_p", minimum=0.0, maximum=1.0)
+        self._check_integer("top_k", minimum=0)
+        self._check_integer("top_n_logprobs", minimum=0)
+        self._check_integer("streaming_interval", minimum=1)
+        self._check_integer("num_tokens_to_generate", minimum=0, optional=True)
+        self._check_integer("num_tokens_total", minimum=1, optional=True)
+        self._check_integer("termination_id", minimum=-1, optional=True)
+        self._check_integer("seed", minimum=0, maximum=_SEED_LIMIT - 1, optional=True)
+        self._check_flags()
+        self._check_stops()
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
+            raise InvalidRequestError(
+                f"num_tokens_to_generate={self.num_tokens_to_generate} and num_tokens_total={self.num_tokens_total} "
+                "exclude each other; give one",
+                field="num_tokens_total",
+            )
+        if self.top_n_logprobs > 0 and not self.return_log_probs:
+            raise InvalidRequestError(
+                f"top_n_logprobs={self.top_n_logprobs} needs return_log_probs=True", field="top_n_logprobs"
+            )
+
+    def _check_flags(self) -> None:
+        flags = (
+            "ignore_eos",
+            "detokenize_stop_sequence",
+            "return_log_probs",
+            "skip_prompt_log_probs",
+            "add_BOS",
+            "return_prompt_tokens",
+            "streaming",
+        )
+        for name in flags:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequestError(f"{name}={getattr(self, name)!r} must be true or false", field=name)
+
+    def _check_stops(self) -> None:
+        if any(not isinstance(text, str) or not text for text in self.stop_words or ()):
+            raise InvalidRequestError(f"stop={self.stop!r} must be a list of non-empty texts", field="stop")
+        ids = self.stop_token_ids
+        if ids is not None and not (isinstance(ids, (list, tuple)) and all(_is_integer(i) and i >= 0 for i in ids)):
+            raise InvalidRequestError(f"stop_token_ids={ids!r} must be a list of token ids", field="stop_token_ids")
+
+    def _check_number(self, name: str, *, minimum: float, maximum: float = math.inf) -> None:
+        value = getattr(self, name)
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value <= maximum
+        if not fits or math.isinf(value):
+            raise InvalidRequestError(f"{name}={value!r} must be a number {_range(minimum, maximum)}", field=name)
+
+    def _check_integer(self, name: str, *, minimum: int, maximum: float = math.inf, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not _is_integer(value) or not minimum <= value <= maximum:
+            raise InvalidRequestError(f"{name}={value!r} must be an integer {_range(minimum, maximum)}", field=name)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_list(value: Any) -> list[str] | None:
+    if isinstance(value, str):
+        return [value]
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise InvalidRequestError(f"stop={value!r} must be a text or a list of texts", field="stop")
+    return list(value) if value else None
+
+
+def _range(minimum: float, maximum: float) -> str:
+    return f"of at least {minimum}" if math.isinf(maximum) else f"from {minimum} to {maximum}"

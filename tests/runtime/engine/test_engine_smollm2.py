@@ -1,0 +1,106 @@
+"""SmolLM2's greedy answers, token for token as transformers gives them, however they were scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.inference_request import DynamicInferenceRequestRecord
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.model
+
+ReferenceGreedy = Callable[[list[int], int], list[int]]
+COUNT = 32
+GREEDY = SamplingParams(temperature=0, ignore_eos=True, num_tokens_to_generate=COUNT)
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> Decoder:
+    return load_model(smollm2_path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return load_tokenizer(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[str], tokenizer: Tokenizer, reference_greedy: ReferenceGreedy) -> list[list[int]]:
+    return [reference_greedy(tokenizer.tokenize(prompt), COUNT) for prompt in prompts]
+
+
+def engine_of(model: Decoder, tokenizer: Tokenizer, *, blocks: int = 200, **settings: object) -> DynamicInferenceEngine:
+    memory = blocks * KVCache.block_bytes(model.config, 16, torch.float32)
+    return DynamicInferenceEngine.build(model, tokenizer, InferenceConfig(kv_cache_memory_bytes=memory, **settings))
+
+
+def tokens_of(records: list[DynamicInferenceRequestRecord]) -> list[list[int]]:
+    return [record.merge().generated_tokens for record in records]
+
+
+@pytest.mark.parametrize("index", range(20))
+def test_a_prompt_alone_gives_transformers_tokens(
+    smollm2: Decoder, tokenizer: Tokenizer, prompts: list[str], reference_greedy: ReferenceGreedy, index: int
+) -> None:
+    prompt = tokenizer.tokenize(prompts[index])
+    answer = engine_of(smollm2, tokenizer).generate([prompt], GREEDY)
+    assert tokens_of(answer) == [reference_greedy(prompt, COUNT)]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "settings", "evicts"),
+    [(200, {}, False), (200, {"max_tokens": 24}, False), (24, {}, True), (24, {"max_tokens": 24}, True)],
+    ids=["roomy", "chunked", "crowded", "crowded and chunked"],
+)
+def test_prompts_all_together_give_transformers_tokens(
+    smollm2: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    expected: list[list[int]],
+    blocks: int,
+    settings: dict[str, int],
+    evicts: bool,
+) -> None:
+    engine = engine_of(smollm2, tokenizer, blocks=blocks, **settings)
+    assert tokens_of(engine.generate(prompts, GREEDY)) == expected
+    assert (engine.stats().evictions_total > 0) == evicts
+    engine.check_integrity()
+    assert engine.stats().kv_blocks_used == 0
+
+
+@pytest.mark.parametrize("mode", list(KVCacheManagementMode))
+def test_a_suspension_in_the_middle_changes_no_token(
+    smollm2: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[str],
+    expected: list[list[int]],
+    mode: KVCacheManagementMode,
+) -> None:
+    engine = engine_of(smollm2, tokenizer, kv_cache_management_mode=mode)
+    futures = [engine.add_request(i, prompt, GREEDY) for i, prompt in enumerate(prompts)]
+    for _ in range(COUNT // 2):
+        engine.step_modern()
+    engine.suspend()
+    engine.resume()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert tokens_of([future.result(timeout=0) for future in futures]) == expected
+
+
+def test_a_chat_answer_ends_by_itself_and_says_paris(smollm2: Decoder, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
+    request = engine_of(smollm2, tokenizer).generate([prompt], SamplingParams(temperature=0))[0].merge()
+    assert request.finish_reason == "stop"
+    assert request.generated_text is not None
+    assert "Paris" in request.generated_text
+    assert "<|im_end|>" not in request.generated_text

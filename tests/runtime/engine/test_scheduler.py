@@ -1,0 +1,197 @@
+"""The scheduler over random lives of requests; no tensors, no model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megatron_runtime.engine.block_allocator import BlockAllocator
+from megatron_runtime.engine.scheduler import Schedule, Scheduler, SchedulerLimits
+from megatron_runtime.engine.sequence import Sequence
+
+
+def scheduler_of(
+    blocks: int, *, block_size: int = 4, max_requests: int = 8, max_tokens: int = 32, chunked: bool = True
+) -> Scheduler:
+    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked)
+    return Scheduler(limits, BlockAllocator(blocks))
+
+
+def sequence_of(request_id: int, prompt: int, answer: int) -> Sequence:
+    return Sequence(request_id, list(range(prompt)), prompt, prompt + answer)
+
+
+def run_pass(scheduler: Scheduler) -> tuple[Schedule, list[Sequence]]:
+    """One pass as the engine makes it: compute, append a token where one is sampled, forget what is done."""
+    schedule = scheduler.schedule()
+    scheduler.settle(schedule)
+    done = []
+    for part in schedule.slices:
+        if part.samples:
+            part.sequence.tokens.append(0)
+            if len(part.sequence.tokens) >= part.sequence.max_length:
+                done.append(part.sequence)
+                scheduler.remove(part.sequence)
+    scheduler.check_integrity()
+    return schedule, done
+
+
+class RandomLives(RuleBasedStateMachine):
+    """Adds, passes, aborts and suspensions in any order."""
+
+    @initialize(
+        blocks=st.integers(4, 24),
+        block_size=st.integers(1, 5),
+        max_requests=st.integers(1, 6),
+        spare_tokens=st.integers(0, 20),
+        chunked=st.booleans(),
+    )
+    def begin(self, blocks: int, block_size: int, max_requests: int, spare_tokens: int, chunked: bool) -> None:
+        self.scheduler = scheduler_of(
+            blocks,
+            block_size=block_size,
+            max_requests=max_requests,
+            max_tokens=max_requests + spare_tokens,
+            chunked=chunked,
+        )
+        self.alive: dict[int, Sequence] = {}
+        self.next_id = 0
+
+    @rule(prompt=st.integers(1, 30), answer=st.integers(1, 30))
+    def add(self, prompt: int, answer: int) -> None:
+        sequence = sequence_of(self.next_id, prompt, answer)
+        if not self.scheduler.can_ever_fit(sequence):
+            return
+        if not self.scheduler.limits.chunked_prefill and prompt > self.scheduler.limits.max_tokens:
+            return
+        self.alive[self.next_id] = sequence
+        self.scheduler.add(sequence)
+        self.next_id += 1
+
+    @rule()
+    def make_a_pass(self) -> None:
+        schedule, done = run_pass(self.scheduler)
+        assert sum(part.length for part in schedule.slices) <= self.scheduler.limits.max_tokens
+        assert len(schedule.slices) <= self.scheduler.limits.max_requests
+        assert all(part.length > 0 for part in schedule.slices)
+        assert bool(schedule.slices) == bool(self.alive)
+        for sequence in done:
+            del self.alive[sequence.request_id]
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.alive)))
+        self.scheduler.remove(self.alive.pop(request_id))
+
+    @rule()
+    def suspend_and_recompute(self) -> None:
+        self.scheduler.evict_all()
+        assert self.scheduler.allocator.num_used == 0
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
+
+    def teardown(self) -> None:
+        """Nobody starves: everything still alive ends, within as many passes as computing it one by one would take."""
+        if not hasattr(self, "scheduler"):
+            return
+        bound = sum(2 * sequence.max_length for sequence in self.alive.values())
+        for _ in range(bound):
+            for sequence in run_pass(self.scheduler)[1]:
+                del self.alive[sequence.request_id]
+        assert not self.alive
+        assert self.scheduler.allocator.num_used == 0
+
+
+TestRandomLives = RandomLives.TestCase
+TestRandomLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_the_oldest_request_is_never_evicted(sizes: list[tuple[int, int]]) -> None:
+    scheduler = scheduler_of(10)
+    for request_id, (prompt, answer) in enumerate(sizes):
+        scheduler.add(sequence_of(request_id, prompt, answer))
+    alive = set(range(len(sizes)))
+    while alive:
+        schedule, done = run_pass(scheduler)
+        assert min(alive) not in {sequence.request_id for sequence in schedule.evicted}
+        alive -= {sequence.request_id for sequence in done}
+
+
+def test_prefill_and_decode_share_a_pass() -> None:
+    scheduler = scheduler_of(20)
+    scheduler.add(sequence_of(0, 5, 4))
+    run_pass(scheduler)
+    scheduler.add(sequence_of(1, 7, 4))
+    schedule, _ = run_pass(scheduler)
+    assert [(part.sequence.request_id, part.start, part.length) for part in schedule.slices] == [(0, 5, 1), (1, 0, 7)]
+
+
+def test_a_long_prompt_is_cut_to_the_token_budget() -> None:
+    scheduler = scheduler_of(20, max_tokens=8)
+    scheduler.add(sequence_of(0, 3, 9))
+    scheduler.add(sequence_of(1, 12, 2))
+    cuts = [[(part.start, part.length) for part in run_pass(scheduler)[0].slices] for _ in range(3)]
+    assert cuts == [[(0, 3), (0, 5)], [(3, 1), (5, 7)], [(4, 1), (12, 1)]]
+
+
+def test_without_chunking_a_prompt_waits_for_a_pass_that_takes_it_whole() -> None:
+    scheduler = scheduler_of(20, max_tokens=8, chunked=False)
+    scheduler.add(sequence_of(0, 3, 2))
+    scheduler.add(sequence_of(1, 8, 2))
+    assert [part.length for part in run_pass(scheduler)[0].slices] == [3]
+    assert [part.length for part in run_pass(scheduler)[0].slices] == [1]
+    assert [part.length for part in run_pass(scheduler)[0].slices] == [8]
+
+
+def test_requests_are_admitted_in_their_order_even_if_a_later_one_would_fit() -> None:
+    scheduler = scheduler_of(6)
+    scheduler.add(sequence_of(0, 16, 4))
+    scheduler.add(sequence_of(1, 16, 4))
+    scheduler.add(sequence_of(2, 2, 2))
+    schedule, _ = run_pass(scheduler)
+    assert [part.sequence.request_id for part in schedule.slices] == [0]
+
+
+def test_the_newest_gives_way_and_comes_back_first() -> None:
+    scheduler = scheduler_of(5)
+    scheduler.add(sequence_of(0, 7, 10))
+    scheduler.add(sequence_of(1, 7, 3))
+    run_pass(scheduler)
+    scheduler.add(sequence_of(2, 3, 3))
+    evicted: list[Sequence] = []
+    while not evicted:
+        evicted = run_pass(scheduler)[0].evicted
+    assert [sequence.request_id for sequence in evicted] == [1]
+    order: list[int] = []
+    while scheduler.num_running or scheduler.num_waiting:
+        order += [sequence.request_id for sequence in run_pass(scheduler)[1]]
+    assert order == [0, 1, 2]
+
+
+def test_suspension_keeps_the_order_of_the_queue() -> None:
+    scheduler = scheduler_of(20, max_requests=2)
+    for request_id in range(4):
+        scheduler.add(sequence_of(request_id, 3, 3))
+    run_pass(scheduler)
+    scheduler.evict_all()
+    assert scheduler.num_waiting == 4
+    schedule, _ = run_pass(scheduler)
+    assert [sequence.request_id for sequence in schedule.admitted] == [0, 1]
+
+
+def test_a_sequence_that_never_fits_is_told_before_it_queues() -> None:
+    scheduler = scheduler_of(2, block_size=4)
+    assert scheduler.can_ever_fit(sequence_of(0, 5, 4))
+    assert not scheduler.can_ever_fit(sequence_of(0, 5, 5))
+    with pytest.raises(AssertionError, match="never fits"):
+        scheduler.add(sequence_of(0, 5, 5))

@@ -1,0 +1,67 @@
+"""Stop texts, found wherever the borders between tokens fall."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_runtime.engine.stop_matcher import StopMatcher
+
+PIECES = st.lists(st.text("ab", max_size=3), max_size=14)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(PIECES, STOPS)
+def test_a_stop_text_is_found_as_soon_as_it_is_complete(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    text = ""
+    for piece in pieces:
+        text += piece
+        found = matcher.push(piece)
+        assert found == any(stop in text for stop in stops)
+        if found:
+            assert matcher.match is not None
+            start, end = matcher.match
+            assert text[start:end] in stops
+            assert start == min(text.find(stop) for stop in stops if stop in text)
+            return
+
+
+@given(PIECES, STOPS)
+def test_what_was_called_safe_is_never_taken_back(pieces: list[str], stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+    safe = 0
+    for piece in pieces:
+        found = matcher.push(piece)
+        assert matcher.safe_tokens() >= safe
+        safe = matcher.safe_tokens()
+        if found:
+            break
+    if matcher.match is not None:
+        assert "".join(pieces[:safe]) == matcher.text[: len("".join(pieces[:safe]))]
+        assert len("".join(pieces[:safe])) <= matcher.match[0]
+
+
+def test_a_stop_text_across_three_tokens_is_held_back_and_found() -> None:
+    matcher = StopMatcher(["###"])
+    assert [matcher.push(piece) for piece in ("ok ", "#", "#", "#!")] == [False, False, False, True]
+    assert matcher.match == (3, 6)
+    assert matcher.safe_tokens() == 1
+
+
+def test_a_false_alarm_releases_what_was_held_back() -> None:
+    matcher = StopMatcher(["END"])
+    matcher.push("x")
+    matcher.push("EN")
+    assert matcher.safe_tokens() == 1
+    matcher.push("T")
+    assert matcher.safe_tokens() == 3
+
+
+def test_bytes_of_an_unfinished_character_are_held_back_too() -> None:
+    matcher = StopMatcher(["é"])
+    matcher.push("a")
+    matcher.push("")
+    assert matcher.safe_tokens() == 1
+    assert matcher.push("é")
+    assert matcher.safe_tokens() == 1

@@ -1,0 +1,98 @@
+"""Sampling parameters: validated when made, named when refused, the same after a journey."""
+
+from __future__ import annotations
+
+import math
+
+import msgpack
+import pytest
+
+from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_p", 1.1),
+        ("top_p", -0.1),
+        ("min_p", 2),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_n_logprobs", -1),
+        ("streaming_interval", 0),
+        ("num_tokens_to_generate", -1),
+        ("num_tokens_total", 0),
+        ("termination_id", -2),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", True),
+        ("streaming", 1),
+        ("ignore_eos", "no"),
+        ("stop", [""]),
+        ("stop", [3]),
+        ("stop", 3),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", 7),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^{field}=") as refusal:
+        SamplingParams(**{field: value})
+    assert refusal.value.field == field
+
+
+def test_what_excludes_or_needs_each_other_is_checked() -> None:
+    with pytest.raises(InvalidRequestError, match="exclude each other"):
+        SamplingParams(num_tokens_to_generate=1, num_tokens_total=2)
+    with pytest.raises(InvalidRequestError, match="needs return_log_probs"):
+        SamplingParams(top_n_logprobs=2)
+
+
+def test_top_k_and_top_p_may_be_given_together() -> None:
+    params = SamplingParams(top_k=50, top_p=0.9)
+    assert (params.top_k, params.top_p) == (50, 0.9)
+
+
+def test_stop_and_stop_words_are_one_thing() -> None:
+    for params in (SamplingParams(stop=["a"]), SamplingParams(stop_words=["a"]), SamplingParams(stop="a")):  # type: ignore[arg-type]
+        assert params.stop == params.stop_words == ["a"]
+    assert SamplingParams(stop=[]).stop is None
+    with pytest.raises(InvalidRequestError, match="differ"):
+        SamplingParams(stop=["a"], stop_words=["b"])
+
+
+def test_attributes_are_set_together_or_not_at_all() -> None:
+    params = SamplingParams(stop=["a"])
+    params.add_attributes({"top_k": 3, "stop": ["b"]})
+    assert (params.top_k, params.stop_words) == (3, ["b"])
+    with pytest.raises(InvalidRequestError, match="top_p=7"):
+        params.add_attributes({"top_k": 9, "top_p": 7})
+    assert params.top_k == 3
+    with pytest.raises(InvalidRequestError, match="top_q is not a sampling parameter"):
+        params.add_attributes({"top_q": 1})
+    params.add_attributes({"stop_words": None})
+    assert params.stop is None
+
+
+def test_parameters_survive_a_journey_as_msgpack() -> None:
+    params = SamplingParams(
+        temperature=0.5, seed=2**64 - 1, stop=["x", "é"], stop_token_ids=[1, 2], return_log_probs=True, top_n_logprobs=4
+    )
+    assert SamplingParams.deserialize(msgpack.unpackb(msgpack.packb(params.serialize()))) == params
+
+
+def test_greedy_is_temperature_zero_or_one_candidate() -> None:
+    assert SamplingParams(temperature=0).is_greedy
+    assert SamplingParams(top_k=1).is_greedy
+    assert not SamplingParams().is_greedy
+
+
+def test_prompt_top_n_follows_from_the_other_fields() -> None:
+    asked = {"return_log_probs": True, "top_n_logprobs": 2}
+    assert SamplingParams(**asked).return_prompt_top_n_logprobs
+    assert not SamplingParams(**asked, skip_prompt_log_probs=True).return_prompt_top_n_logprobs
