@@ -1,0 +1,74 @@
+"""Byte-level BPE tokenizers, which differ in how text is cut before the merges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN_2 = _LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How one family cuts text; each stands for the pre-tokenizer in that family's tokenizer.json."""
+
+    pattern: str | None = None
+    """What a piece looks like; None for the pattern of GPT-2."""
+    splits_digits: bool = False
+    """Whether every digit is a piece of its own before the pattern is applied."""
+    composes: bool = False
+    """Whether text is brought to Unicode's composed form (NFC) first."""
+    ignores_merges: bool = False
+    """Whether a piece that is a token as a whole is taken without looking at the merges."""
+    adds_bos: bool = False
+    """Whether a document begins with the beginning-of-text token unless the file says otherwise."""
+
+
+_GPT_2 = PreTokenizer()
+_DIGITS = PreTokenizer(splits_digits=True)
+_LLAMA_BPE = PreTokenizer(_LLAMA_3, ignores_merges=True, adds_bos=True)
+_QWEN = PreTokenizer(_QWEN_2, composes=True)
+
+PRE_TOKENIZERS = {
+    "default": _GPT_2,
+    "gpt-2": _GPT_2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "llama-bpe": _LLAMA_BPE,
+    "llama3": _LLAMA_BPE,
+    "llama-v3": _LLAMA_BPE,
+    "qwen2": _QWEN,
+    "deepseek-r1-qwen": _QWEN,
+    "tekken": PreTokenizer(_TEKKEN, ignores_merges=True, adds_bos=True),
+}
+"""By the name that GGUF files give them (``tokenizer.ggml.pre``)."""
+
+
+def byte_level_bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> Backend:
+    """A tokenizer of ``tokens`` in order of their ids and ``merges`` in order of their rank, each as ``left right``."""
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    backend = Backend(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre.ignores_merges))
+    if pre.composes:
+        backend.normalizer = normalizers.NFC()
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if pre.splits_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if pre.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend

@@ -1,0 +1,131 @@
+"""From a path to a decoder that can run, or to what it would take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.model.checkpoint_path import checkpoint_path
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.gguf_checkpoint import GgufWeights, gguf_config
+from megatron_runtime.model.gguf_file import GgufFile
+from megatron_runtime.model.hugging_face_config import hugging_face_config
+from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
+from megatron_runtime.model.source import resolve_source
+from megatron_runtime.model.tokenizer_files import load_tokenizer
+from megatron_runtime.model.weights import ProgressCallback, WeightSource, check_weights, load_weights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What ``dtype`` may name, beside ``auto``."""
+
+__all__ = [
+    "DTYPES",
+    "CheckpointSummary",
+    "checkpoint_path",
+    "choose_dtype",
+    "inspect_checkpoint",
+    "load_model",
+    "load_tokenizer",
+    "resolve_source",
+]
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """What a checkpoint's metadata says; ``weight_bytes`` is what is stored, ``num_parameters`` what is loaded."""
+
+    path: Path
+    config: ModelConfig
+    weight_bytes: int
+    num_parameters: int
+
+    def loaded_bytes(self, dtype: torch.dtype) -> int:
+        """Memory that the weights take once loaded as ``dtype``."""
+        return self.num_parameters * dtype.itemsize
+
+
+def choose_dtype(name: str, device: torch.device | str) -> torch.dtype:
+    """The type of weights, activations and cache that ``name`` stands for on ``device``.
+
+    ``auto`` is float32 on a CPU and bfloat16 elsewhere. ConfigurationError names the known ones.
+    """
+    if name == "auto":
+        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise ConfigurationError(f"dtype is {name!r}, expected one of auto, {', '.join(DTYPES)}", field="dtype")
+    return DTYPES[name]
+
+
+def inspect_checkpoint(path: Path | str) -> CheckpointSummary:
+    """Read the metadata alone and check that the tensors are those that the configuration asks for.
+
+    CheckpointError names the file, what was found, what was expected and the mend.
+    """
+    config, source, _ = _open(checkpoint_path(path))
+    decoder = _without_memory(config, source)
+    return CheckpointSummary(
+        path=Path(path),
+        config=config,
+        weight_bytes=sum(tensor.num_bytes for tensor in source.tensors.values()),
+        num_parameters=sum(parameter.numel() for parameter in decoder.parameters()),
+    )
+
+
+def load_model(
+    path: Path | str,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    max_sequence_length: int | None = None,
+    on_progress: ProgressCallback | None = None,
+) -> Decoder:
+    """The decoder in a GGUF file or a Hugging Face folder, its weights as ``dtype`` on ``device``.
+
+    ``max_sequence_length`` becomes the configuration's ``max_position_embeddings``; more than the model was made for is
+    a ConfigurationError. Needs little memory beyond the weights. CheckpointError as in `inspect_checkpoint`.
+    """
+    config, source, rotary_factors = _open(checkpoint_path(path))
+    _without_memory(config, source)
+    if max_sequence_length is not None:
+        config = _limit_length(config, max_sequence_length)
+    decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device)
+    load_weights(source, decoder.destinations(), on_progress)
+    if rotary_factors is not None:
+        decoder.rotary_frequencies /= rotary_factors.to(decoder.device)
+    return decoder.eval()
+
+
+def _open(path: Path) -> tuple[ModelConfig, WeightSource, torch.Tensor | None]:
+    if path.is_dir():
+        config = hugging_face_config(path / "config.json")
+        return config, SafetensorsWeights(path, config), None
+    file = GgufFile(path)
+    config = gguf_config(file)
+    weights = GgufWeights(file, config)
+    return config, weights, weights.rotary_factors()
+
+
+def _without_memory(config: ModelConfig, source: WeightSource) -> Decoder:
+    """A decoder that has shapes but no weights, checked against ``source`` before any memory is taken for it."""
+    if config.num_layers > len(source.tensors):
+        raise CheckpointError(
+            f"{source.location}: {config.num_layers:,} layers expected by the configuration, "
+            f"but only {len(source.tensors):,} tensors found. The configuration belongs to another checkpoint"
+        )
+    decoder = Decoder(config, dtype=torch.float32, device="meta")
+    check_weights(source, decoder.destinations())
+    return decoder
+
+
+def _limit_length(config: ModelConfig, max_sequence_length: int) -> ModelConfig:
+    if not 1 <= max_sequence_length <= config.max_position_embeddings:
+        raise ConfigurationError(
+            f"max_sequence_length is {max_sequence_length}, expected 1 to {config.max_position_embeddings}, "
+            "the length that the model was made for",
+            field="max_sequence_length",
+        )
+    return replace(config, max_position_embeddings=max_sequence_length)

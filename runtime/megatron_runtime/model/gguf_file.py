@@ -1,0 +1,214 @@
+"""GGUF files: the header (metadata and tensor table) and raw tensor data.
+
+The format is specified in ggml's ``docs/gguf.md``. The header is parsed here rather than by ``gguf.GGUFReader``: that
+one builds several arrays per vocabulary entry, which takes seconds for today's vocabularies, in every process, and
+answers a truncated file with an IndexError. Types and dequantization are the ``gguf`` package's.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.constants import GGUF_DEFAULT_ALIGNMENT
+from gguf.quants import dequantize
+
+from megatron_runtime.errors import CheckpointError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_DIMENSIONS = 4
+_FETCH_AGAIN = "Fetch the file again"
+_SCALARS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+    GGUFValueType.BOOL: "?",
+}
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One row of the tensor table; ``shape`` has the rows first, ``offset`` counts from the file's start."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Stored bytes of one row (the last dimension)."""
+        elements, size = GGML_QUANT_SIZES[self.kind]
+        return int(self.shape[-1] // elements * size)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the tensor seen as a matrix; a vector is one row."""
+        rows = 1
+        for size in self.shape[:-1]:
+            rows *= size
+        return rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes."""
+        return self.row_bytes * self.num_rows
+
+
+class GgufFile:
+    """An opened GGUF file: ``metadata`` by key, ``tensors`` by name; tensor data is read when asked for.
+
+    Raises CheckpointError when the file isn't GGUF, is damaged, or ends before what its header describes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        try:
+            with path.open("rb") as file:
+                self._read_header(_HeaderReader(file, path))
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: can't be read ({error.strerror}). Check the path and its permissions"
+            ) from None
+        self._check_extent()
+
+    def rows(self, tensor: GgufTensor, part: slice) -> npt.NDArray[np.float32]:
+        """Dequantized rows of ``tensor`` seen as a matrix, float32 [rows, last dimension]."""
+        data = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+        raw = data.reshape(tensor.num_rows, tensor.row_bytes)[part]
+        try:
+            values = dequantize(raw, tensor.kind)
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{self.path}: tensor {tensor.name} has type {tensor.kind.name}, which can't be dequantized. "
+                "Choose another quantization, such as Q8_0 or Q4_K_M"
+            ) from None
+        return np.require(values, np.float32, "W")
+
+    @cached_property
+    def _data(self) -> npt.NDArray[np.uint8]:
+        return np.memmap(self.path, dtype=np.uint8, mode="r")
+
+    def _read_header(self, reader: _HeaderReader) -> None:
+        reader.check_preamble()
+        num_tensors, num_entries = reader.scalar("Q"), reader.scalar("Q")
+        for _ in range(num_entries):
+            key = reader.string()
+            self.metadata[key] = reader.value(reader.value_type())
+        table = [reader.tensor() for _ in range(num_tensors)]
+        alignment = self.metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise reader.damaged(f"general.alignment is {alignment!r}, expected a positive number")
+        start = -(-reader.position // alignment) * alignment
+        for name, shape, kind, offset in table:
+            if name in self.tensors:
+                raise reader.damaged(f"tensor {name} is listed twice")
+            self.tensors[name] = GgufTensor(name, shape, kind, start + offset)
+
+    def _check_extent(self) -> None:
+        described = max((tensor.offset + tensor.num_bytes for tensor in self.tensors.values()), default=0)
+        found = self.path.stat().st_size
+        if found < described:
+            raise CheckpointError(
+                f"{self.path}: is truncated: {found:,} bytes found, {described:,} expected by its header. "
+                f"{_FETCH_AGAIN}"
+            )
+
+
+class _HeaderReader:
+    """Reads little-endian values in turn, never past the file's end."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._size = path.stat().st_size
+        self.position = 0
+
+    def damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: damaged GGUF header at byte {self.position:,}: {what}. {_FETCH_AGAIN}")
+
+    def check_preamble(self) -> None:
+        magic = self._file.read(len(_MAGIC))
+        self.position = len(magic)
+        if magic != _MAGIC:
+            raise CheckpointError(
+                f"{self._path}: is no GGUF file: it starts with {magic!r}, expected {_MAGIC!r}. "
+                "Name a .gguf file, or the folder of a Hugging Face checkpoint"
+            )
+        version = self.scalar("I")
+        if version not in _VERSIONS:
+            raise CheckpointError(
+                f"{self._path}: GGUF version {version} found, expected {' or '.join(map(str, _VERSIONS))} in "
+                "little-endian order. Convert the model again with a current converter"
+            )
+
+    def take(self, count: int) -> bytes:
+        if count > self._size - self.position:
+            raise CheckpointError(
+                f"{self._path}: is truncated or damaged: {count:,} bytes expected at byte {self.position:,}, but the "
+                f"file has {self._size:,} bytes. {_FETCH_AGAIN}"
+            )
+        self.position += count
+        return self._file.read(count)
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def string(self) -> str:
+        raw = self.take(self.scalar("Q"))
+        return raw.decode("utf-8", errors="replace")
+
+    def value_type(self) -> GGUFValueType:
+        number = self.scalar("I")
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise self.damaged(f"value type {number} is unknown") from None
+
+    def value(self, kind: GGUFValueType) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self.string()
+        if kind == GGUFValueType.ARRAY:
+            return self.array()
+        return self.scalar(_SCALARS[kind])
+
+    def array(self) -> list[Any]:
+        kind, length = self.value_type(), self.scalar("Q")
+        if kind in _SCALARS:
+            code = f"<{length}{_SCALARS[kind]}"
+            return list(struct.unpack(code, self.take(length * struct.calcsize(f"<{_SCALARS[kind]}"))))
+        if kind == GGUFValueType.ARRAY:
+            raise self.damaged("an array of arrays, expected strings or numbers")
+        return [self.string() for _ in range(length)]
+
+    def tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+        name, dimensions = self.string(), self.scalar("I")
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            raise self.damaged(f"tensor {name!r} has {dimensions} dimensions, expected 1 to {_MAX_DIMENSIONS}")
+        shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
+        number, offset = self.scalar("I"), self.scalar("Q")
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            raise self.damaged(f"tensor {name!r} has type {number}, which is unknown") from None
+        if shape[-1] % GGML_QUANT_SIZES[kind][0]:
+            raise self.damaged(
+                f"tensor {name!r} has rows of {shape[-1]}, which {kind.name} can't divide into its blocks"
+            )
+        return name, shape, kind, offset

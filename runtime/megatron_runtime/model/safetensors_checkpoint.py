@@ -1,0 +1,100 @@
+"""A folder of safetensors files, whole or in shards, as a source of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.hugging_face_config import read_json
+from megatron_runtime.model.weights import StoredTensor, row_pieces
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_COMPUTED_ELSEWHERE = (".rotary_emb.inv_freq",)
+"""Buffers that old checkpoints carry though they follow from the configuration."""
+
+
+class SafetensorsWeights:
+    """The tensors of a checkpoint folder. Raises CheckpointError for files missing, damaged or of a wrong type."""
+
+    def __init__(self, folder: Path, config: ModelConfig) -> None:
+        self._folder = folder
+        self._config = config
+
+    @property
+    def location(self) -> str:
+        """The folder's path."""
+        return str(self._folder)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """What the files hold, but for buffers that follow from the configuration and the copy of a tied head."""
+        found: dict[str, StoredTensor] = {}
+        for name, file in self._files.items():
+            if name.endswith(_COMPUTED_ELSEWHERE) or (self._config.tie_word_embeddings and name == "lm_head.weight"):
+                continue
+            found[name] = self._describe(name, file)
+        return found
+
+    def read(self, name: str, into: Tensor) -> Iterator[int]:
+        """Copy into ``into`` piece by piece; yields the stored bytes of each."""
+        stored = self.tensors[name]
+        rows_bytes = stored.num_bytes // max(stored.shape[0], 1)
+        view = self._files[name].get_slice(name)
+        for part in row_pieces(stored.shape):
+            into[part] = view[part].to(device=into.device, dtype=into.dtype)
+            yield rows_bytes * (part.stop - part.start)
+
+    @cached_property
+    def _files(self) -> dict[str, Any]:
+        """The opened file that holds each tensor; they are mapped, not read."""
+        files: dict[str, Any] = {}
+        for path in self._paths():
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: can't be read as safetensors ({error}). Fetch the file again") from None
+            files |= dict.fromkeys(_names(file), file)
+        return files
+
+    def _paths(self) -> list[Path]:
+        if (index := self._folder / _INDEX).exists():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+                raise CheckpointError(f"{index}: weight_map is missing or damaged. Fetch the file again")
+            paths = [self._folder / name for name in sorted(set(shards.values()))]
+            if missing := [path.name for path in paths if not path.exists()]:
+                raise CheckpointError(f"{self._folder}: {', '.join(missing)} missing, named by {_INDEX}. Fetch them")
+            return paths
+        if (single := self._folder / _SINGLE).exists():
+            return [single]
+        raise CheckpointError(
+            f"{self._folder}: neither {_SINGLE} nor {_INDEX} found. "
+            "Weights are read from safetensors only: convert a checkpoint of another kind"
+        )
+
+    def _describe(self, name: str, file: Any) -> StoredTensor:
+        view = file.get_slice(name)
+        kind, shape = view.get_dtype(), tuple(view.get_shape())
+        if kind not in _ELEMENT_BYTES:
+            known = ", ".join(_ELEMENT_BYTES)
+            raise CheckpointError(
+                f"{self._folder}: tensor {name} has type {kind}, expected one of {known}. "
+                "Choose a checkpoint that isn't quantized, or a GGUF file"
+            )
+        num_bytes = _ELEMENT_BYTES[kind]
+        for size in shape:
+            num_bytes *= size
+        return StoredTensor(shape, num_bytes, kind)
+
+
+def _names(file: Any) -> list[str]:
+    return list(file.keys())

@@ -1,0 +1,101 @@
+"""Pouring a checkpoint's tensors into a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_runtime.errors import CheckpointError
+
+CHUNK_ELEMENTS = 4 * 1024 * 1024
+"""Tensors are read in pieces of about this many elements, so that loading needs little more than the weights."""
+
+_NAMED_IN_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    """How much of the checkpoint's weights was read, in bytes as stored."""
+
+    loaded_bytes: int
+    total_bytes: int
+
+
+ProgressCallback = Callable[[LoadProgress], None]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a checkpoint stores it; ``shape`` is the logical one, rows first."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+    kind: str
+    """The type's name in the checkpoint's own words, such as ``BF16`` or ``Q4_1``."""
+
+
+class WeightSource(Protocol):
+    """A checkpoint's tensors under the names that Hugging Face gives them."""
+
+    @property
+    def location(self) -> str:
+        """The file or folder, for errors."""
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Every tensor that a decoder may want, without the ones known to be of no use."""
+
+    def read(self, name: str, into: Tensor) -> Iterable[int]:
+        """Copy the tensor into ``into``, converting its type; yields the stored bytes of each piece as it is done."""
+
+
+def check_weights(source: WeightSource, destinations: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError when tensors are missing, left over or of another shape than the configuration says."""
+    stored = source.tensors
+    if missing := [name for name in destinations if name not in stored]:
+        raise CheckpointError(
+            f"{source.location}: {_some(missing)} missing, expected by the configuration. "
+            "Fetch the whole checkpoint again, or mend its configuration"
+        )
+    if extra := [name for name in stored if name not in destinations]:
+        raise CheckpointError(
+            f"{source.location}: {_some(extra)} found that the configuration has no place for. "
+            "The configuration belongs to another checkpoint"
+        )
+    for name, destination in destinations.items():
+        if stored[name].shape != tuple(destination.shape):
+            raise CheckpointError(
+                f"{source.location}: tensor {name} has shape {list(stored[name].shape)}, but the configuration "
+                f"expects {list(destination.shape)}. The configuration belongs to another checkpoint"
+            )
+
+
+def load_weights(
+    source: WeightSource, destinations: Mapping[str, Tensor], on_progress: ProgressCallback | None = None
+) -> None:
+    """Fill every destination, reporting after each piece. The source was checked with `check_weights`."""
+    total = sum(source.tensors[name].num_bytes for name in destinations)
+    loaded = 0
+    for name, destination in destinations.items():
+        for num_bytes in source.read(name, destination):
+            loaded += num_bytes
+            if on_progress is not None:
+                on_progress(LoadProgress(loaded, total))
+
+
+def row_pieces(shape: tuple[int, ...]) -> list[slice]:
+    """Row ranges of a tensor, each of about CHUNK_ELEMENTS elements and at least one row."""
+    row_elements = 1
+    for size in shape[1:]:
+        row_elements *= size
+    step = max(1, CHUNK_ELEMENTS // row_elements)
+    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(names[:_NAMED_IN_ERRORS])
+    noun = "tensor" if len(names) == 1 else f"{len(names)} tensors:"
+    return f"{noun} {listed}" + (" and others" if len(names) > _NAMED_IN_ERRORS else "")

@@ -1,0 +1,170 @@
+"""Small random checkpoints of every known family, written by transformers, give the logits that transformers gives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama with a tied head": ("Llama", {"tie_word_embeddings": True}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama with heads wider than the hidden size": ("Llama", {"head_dim": 16}),
+    "llama with one key head per query head": ("Llama", {"num_key_value_heads": 6}),
+    "llama with the rotary scaling of Llama 3": ("Llama", {"rope_parameters": LLAMA_3}),
+    "llama with linear rotary scaling": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "mistral with a sliding window": ("Mistral", {"sliding_window": 7, "head_dim": 8}),
+    "mistral without a window": ("Mistral", {"sliding_window": None, "head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2 with a window in its upper layers": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+}
+CLOSE = {"atol": 1e-4, "rtol": 0.0}
+
+
+def write_checkpoint(folder: Path, family: str, settings: dict[str, Any], **save_options: Any) -> Any:
+    """Save a random model of ``family`` and read it back in float32.
+
+    Norms and biases are random too, since ones and zeros would hide mistakes.
+    """
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | settings))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+        else:
+            torch.nn.init.normal_(parameter, std=0.1)
+    if dtype := save_options.pop("dtype", None):
+        model.to(dtype)
+    model.save_pretrained(folder, **save_options)
+    return type(model).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def assert_same_logits(folder: Path, model: Any, paged_requests: Any) -> None:
+    """In one prefill, then in chunks beside single steps."""
+    tokens = torch.randint(0, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = reference_logits(model, tokens)
+    decoder = load_model(folder, dtype="float32")
+    whole = paged_requests(decoder, num_blocks=32, block_size_tokens=4).forward({"it": tokens})["it"]
+    torch.testing.assert_close(whole, expected, **CLOSE)
+    requests = paged_requests(decoder, num_blocks=32, block_size_tokens=4)
+    cuts = [0, 9, 10, 11, 12, 30, 31, 40]
+    parts = [requests.forward({"it": tokens[a:b]})["it"] for a, b in pairwise(cuts)]
+    torch.testing.assert_close(torch.cat(parts), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path, paged_requests: Any) -> None:
+    family, settings = FAMILIES[name]
+    model = write_checkpoint(tmp_path, family, settings)
+    assert_same_logits(tmp_path, model, paged_requests)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_checkpoint_in_half_precision_computes_in_float32_when_asked_to(
+    dtype: torch.dtype, tmp_path: Path, paged_requests: Any
+) -> None:
+    model = write_checkpoint(tmp_path, "Llama", {}, dtype=dtype)
+    assert_same_logits(tmp_path, model, paged_requests)
+
+
+def test_a_checkpoint_in_shards_is_the_same_model(tmp_path: Path, paged_requests: Any) -> None:
+    model = write_checkpoint(tmp_path, "Llama", {}, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 1
+    assert_same_logits(tmp_path, model, paged_requests)
+
+
+def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(tmp_path: Path, paged_requests: Any) -> None:
+    model = write_checkpoint(tmp_path, "Llama", {}, dtype=torch.bfloat16)
+    tokens = list(range(1, 30))
+    exact = reference_logits(model, tokens)
+    rounded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    allowed = (reference_logits(rounded, tokens) - exact).abs().max()
+    ours = paged_requests(load_model(tmp_path, dtype="bfloat16")).forward({"it": tokens})["it"]
+    assert ours.dtype == torch.float32
+    assert (ours - exact).abs().max() <= 2 * allowed
+
+
+def test_the_summary_counts_what_transformers_counts(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "Llama", {"tie_word_embeddings": True}, dtype=torch.bfloat16)
+    summary = inspect_checkpoint(tmp_path)
+    assert summary.num_parameters == model.num_parameters()
+    assert summary.weight_bytes == 2 * model.num_parameters()
+    assert summary.loaded_bytes(torch.float32) == 4 * model.num_parameters()
+    assert summary.config.max_position_embeddings == SIZES["max_position_embeddings"]
+
+
+def test_rows_that_are_not_asked_for_cost_no_logits(tmp_path: Path, paged_requests: Any) -> None:
+    write_checkpoint(tmp_path, "Llama", {})
+    requests = paged_requests(load_model(tmp_path))
+    batch = requests._batch({"a": [1, 2, 3], "b": [4]})
+    every = requests.decoder(batch, requests.cache)
+    last = requests.decoder(replace(batch, logit_rows=torch.tensor([2, 3])), requests.cache)
+    torch.testing.assert_close(last, every[2:], **CLOSE)
+
+
+def test_the_cache_keeps_its_contents_when_it_is_offloaded_and_restored(tmp_path: Path, paged_requests: Any) -> None:
+    model = write_checkpoint(tmp_path, "Llama", {})
+    requests = paged_requests(load_model(tmp_path))
+    requests.forward({"it": [5, 6, 7]})
+    requests.cache.offload()
+    assert not requests.cache.is_resident
+    requests.cache.restore()
+    torch.testing.assert_close(requests.forward({"it": [8]})["it"], reference_logits(model, [5, 6, 7, 8])[-1:], **CLOSE)
+
+
+def test_a_released_cache_comes_back_empty(tmp_path: Path, paged_requests: Any) -> None:
+    write_checkpoint(tmp_path, "Llama", {})
+    cache = paged_requests(load_model(tmp_path)).cache
+    keys, _ = cache.layer(0)
+    keys.fill_(1.0)
+    cache.release()
+    assert not cache.is_resident
+    cache.restore()
+    assert not cache.layer(0)[0].any()
+
+
+def test_a_block_takes_the_bytes_that_the_pool_divides_into(tmp_path: Path, paged_requests: Any) -> None:
+    write_checkpoint(tmp_path, "Llama", {})
+    cache = paged_requests(load_model(tmp_path), num_blocks=8, block_size_tokens=16).cache
+    keys, values = cache.layer(0)
+    assert keys.shape == values.shape == (8, 16, 2, 8)
+    per_block = cache.block_bytes(load_model(tmp_path).config, 16, torch.float32)
+    assert cache.num_bytes == 8 * per_block == 3 * (keys.nbytes + values.nbytes)

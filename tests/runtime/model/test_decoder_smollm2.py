@@ -1,0 +1,125 @@
+"""SmolLM2's real weights: the same numbers as transformers, whatever shape the batch has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+pytestmark = pytest.mark.model
+
+CLOSE = {"atol": 1e-4, "rtol": 0.0}
+CONTINUATION = 32
+
+
+@pytest.fixture(scope="module")
+def decoder(smollm2_path: Path) -> Decoder:
+    return load_model(smollm2_path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return load_tokenizer(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(tokenizer: Tokenizer, prompts: list[str]) -> dict[str, list[int]]:
+    return {prompt: tokenizer.tokenize(prompt) for prompt in prompts}
+
+
+@torch.inference_mode()
+def reference_logits(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def test_every_weight_is_what_transformers_reads_from_the_same_file(
+    decoder: Decoder, reference_model: LlamaForCausalLM
+) -> None:
+    expected = reference_model.state_dict()
+    for name, tensor in decoder.destinations().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_prefill_logits_are_those_of_transformers(
+    decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
+) -> None:
+    for prompt, tokens in prompt_ids.items():
+        logits = paged_requests(decoder).forward({prompt: tokens})[prompt]
+        torch.testing.assert_close(logits, reference_logits(reference_model, tokens), **CLOSE)
+
+
+def test_prompts_prefilled_together_have_the_logits_they_have_alone(
+    decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
+) -> None:
+    for prompt, logits in paged_requests(decoder).forward(prompt_ids).items():
+        torch.testing.assert_close(logits, reference_logits(reference_model, prompt_ids[prompt]), **CLOSE)
+
+
+def test_tokens_fed_one_by_one_have_the_logits_they_have_at_once(
+    decoder: Decoder, tokenizer: Tokenizer, reference_model: LlamaForCausalLM, paged_requests: Any
+) -> None:
+    tokens = tokenizer.tokenize("The three primary colours are red, yellow and blue; mixed in pairs they give others.")
+    requests = paged_requests(decoder, block_size_tokens=4)
+    stepped = torch.cat([requests.forward({"it": [token]})["it"] for token in tokens])
+    torch.testing.assert_close(stepped, reference_logits(reference_model, tokens), **CLOSE)
+
+
+def test_prefill_in_chunks_beside_decoding_requests_changes_no_logits(
+    decoder: Decoder, tokenizer: Tokenizer, reference_model: LlamaForCausalLM, paged_requests: Any
+) -> None:
+    long = tokenizer.tokenize("In 1969, the first humans walked on the Moon, and 500 million people watched. " * 6)
+    short = tokenizer.tokenize("Once upon a time, in a small village by the sea, there lived a fisherman")
+    requests = paged_requests(decoder, seed=7)
+    seen: dict[str, list[torch.Tensor]] = {"long": [], "short": []}
+    chunks = [long[:50], long[50:51], long[51:100], long[100:]]
+    pieces = [short[:5], short[5:6], short[6:7], short[7:]]
+    for chunk, piece in zip(chunks, pieces, strict=True):
+        for name, logits in requests.forward({"long": chunk, "short": piece}).items():
+            seen[name].append(logits)
+    for name, tokens in (("long", long), ("short", short)):
+        torch.testing.assert_close(torch.cat(seen[name]), reference_logits(reference_model, tokens), **CLOSE)
+
+
+def assert_most_likely(model: LlamaForCausalLM, prompt: list[int], made: list[int]) -> None:
+    """Every token made is the one that transformers finds most likely after the prompt and those before it."""
+    logits = reference_logits(model, prompt + made)
+    assert made == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_twenty_prompts_continued_together_say_what_transformers_says(
+    decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
+) -> None:
+    assert len(prompt_ids) == 20
+    made = paged_requests(decoder).continue_greedily(prompt_ids, CONTINUATION)
+    for prompt, tokens in prompt_ids.items():
+        assert_most_likely(reference_model, tokens, made[prompt])
+
+
+def test_a_prompt_continued_alone_says_what_transformers_says(
+    decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
+) -> None:
+    for prompt, tokens in list(prompt_ids.items())[:5]:
+        made = paged_requests(decoder).continue_greedily({prompt: tokens}, CONTINUATION)
+        assert_most_likely(reference_model, tokens, made[prompt])
+
+
+def test_contexts_of_very_different_length_decode_together(
+    decoder: Decoder, tokenizer: Tokenizer, reference_model: LlamaForCausalLM, paged_requests: Any
+) -> None:
+    text = tokenizer.tokenize("The meeting was moved from 10:30 to 14:45 because the train was late again. " * 40)
+    contexts = {str(length): text[:length] for length in (1, 15, 16, 17, 63, 400)}
+    requests = paged_requests(decoder)
+    requests.forward(contexts)
+    after = requests.forward({name: [text[int(name)]] for name in contexts})
+    for name, logits in after.items():
+        expected = reference_logits(reference_model, text[: int(name) + 1])[-1:]
+        torch.testing.assert_close(logits, expected, **CLOSE)
