@@ -1,8 +1,8 @@
 """GGUF files: the header (metadata and tensor table) and raw tensor data.
 
 The format is specified in ggml's ``docs/gguf.md``. The header is parsed here rather than by ``gguf.GGUFReader``: that
-one builds several arrays per vocabulary entry, which takes seconds for today's vocabularies, in every process, and
-answers a truncated file with an IndexError. Types and dequantization are the ``gguf`` package's.
+one believes every length it reads, so that a damaged file keeps it busy without end and a truncated one ends in an
+IndexError, and a file that can't be served has to be refused in words. Types and dequantization are the package's.
 """
 
 from __future__ import annotations
