@@ -1,0 +1,46 @@
+"""``megatron-serve --check``: everything that can be known before anything is started."""
+
+from __future__ import annotations
+
+from megatron_runtime.launch.inspection import inspect_source
+from megatron_runtime.launch.memory import available_memory
+from megatron_runtime.launch.options import CONTROL_PORT, COORDINATOR_PORT, HTTP_PORT, LaunchOptions
+from megatron_runtime.launch.preflight import plan_engine
+from megatron_runtime.launch.quantity import format_bytes
+from megatron_runtime.launch.tasks import threads_per_rank
+from megatron_runtime.server.api_keys import ApiKeys
+from megatron_runtime.server.http_server import bind
+
+
+async def check_everything(options: LaunchOptions) -> str:
+    """What would be served, in words; raises ConfigurationError or CheckpointError when it could not be."""
+    options.check()
+    identity = options.identity
+    if identity.is_leader:
+        may_move = identity.is_standalone
+        bind(options.http_host, options.port, HTTP_PORT, flag="--port", may_move=may_move).close()
+        bind(
+            options.private_host,
+            options.coordinator_port,
+            COORDINATOR_PORT,
+            flag="--coordinator-port",
+            may_move=may_move,
+        ).close()
+        if identity.api_keys_file is not None:
+            ApiKeys(identity.api_keys_file)
+    bind(
+        options.private_host,
+        options.control_port,
+        CONTROL_PORT,
+        flag="--control-port",
+        may_move=identity.is_standalone,
+    ).close()
+    facts = await inspect_source(options.model)
+    available = available_memory()
+    plan = plan_engine(options, facts, available)
+    return (
+        f"{options.model_name}: {facts.architecture}, {facts.parameters} parameters, {facts.layers} layers\n"
+        f"{options.local_ranks} rank(s) with {threads_per_rank(options)} thread(s) each: {plan.describe()}\n"
+        f"memory: {available}; at most {format_bytes(plan.total_bytes(options.local_ranks))} needed\n"
+        "everything is in order"
+    )

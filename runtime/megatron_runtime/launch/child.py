@@ -1,0 +1,173 @@
+"""A child process: how it is told its task, heard, and ended. The other end is ``parent_link``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
+
+TAIL_LINES = 40
+"""Lines of a child's output that are kept for the message about its end."""
+LONGEST_LINE = 64 * 1024
+PRIVATE_VARIABLES = frozenset({"MEGATRON_CONTROL_TOKEN"})
+
+Report = Mapping[str, Any]
+ReportHandler = Callable[[Report], None]
+
+
+def _ignore(_: Report) -> None:
+    """For children whose reports nobody needs."""
+
+
+@dataclass(frozen=True)
+class ChildTask:
+    """What to start: ``python -m module`` with options as JSON, and descriptors that it inherits."""
+
+    role: str
+    module: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    inherited: Sequence[int] = ()
+
+
+class Child:
+    """One running child. It dies with the thread that called ``start``, so call it from one that lives on.
+
+    Its output goes to ``log`` line by line, marked with the role; each JSON line that it reports goes to ``on_report``.
+    It leads a process group of its own: a Ctrl-C at the terminal reaches the launcher only.
+    """
+
+    def __init__(self, task: ChildTask, on_report: ReportHandler = _ignore, log: TextIO | None = None) -> None:
+        self.task = task
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._on_report = on_report
+        self._log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._readers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Starts the process; raises OSError when that fails."""
+        read_end, write_end = os.pipe()
+        options = {**self.task.options, "parent_pid": os.getpid(), "report_fd": write_end}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-u", "-m", self.task.module, json.dumps(options)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=_environment(self.task),
+                pass_fds=(write_end, *self.task.inherited),
+                process_group=0,
+                limit=LONGEST_LINE,
+            )
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
+        assert self._process.stdout is not None
+        self._readers = [
+            asyncio.create_task(self._read_output(self._process.stdout)),
+            asyncio.create_task(self._read_reports(read_end)),
+        ]
+
+    @property
+    def pid(self) -> int | None:
+        """The process id, or None before ``start``."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
+    async def wait(self) -> int:
+        """The exit code, once the process has ended and all that it wrote has been read. Negative: the signal."""
+        assert self._process is not None, "wait() needs start()"
+        code = await self._process.wait()
+        # A grandchild may hold the pipes open; the child's own words are in them already.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(*self._readers, return_exceptions=True)
+        for reader in self._readers:
+            reader.cancel()
+        return code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signals the process; one that has ended is left alone."""
+        if self.is_alive:
+            assert self._process is not None
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def stop(self, grace_seconds: float) -> int:
+        """SIGTERM, and SIGKILL for a process that is still there after the grace. Returns the exit code."""
+        self.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_seconds):
+                return await self.wait()
+        except TimeoutError:
+            logger.warning("%s did not end within %.0f s; killing it", self.task.role, grace_seconds)
+        return await self.kill()
+
+    async def kill(self) -> int:
+        """SIGKILL; returns the exit code."""
+        self.send_signal(signal.SIGKILL)
+        return await self.wait()
+
+    async def _read_output(self, stream: asyncio.StreamReader) -> None:
+        async for line in _lines(stream):
+            self.tail.append(line)
+            print(f"[{self.task.role}] {line}", file=self._log or sys.stderr, flush=True)
+
+    async def _read_reports(self, descriptor: int) -> None:
+        stream = asyncio.StreamReader(limit=LONGEST_LINE)
+        with os.fdopen(descriptor, "rb") as pipe:
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+            try:
+                async for line in _lines(stream):
+                    self._deliver(line)
+            finally:
+                transport.close()
+
+    def _deliver(self, line: str) -> None:
+        try:
+            report = json.loads(line)
+        except ValueError:
+            logger.warning("%s reported something that is not JSON: %.200s", self.task.role, line)
+            return
+        try:
+            self._on_report(report)
+        except Exception:
+            logger.exception("the report %.200s of %s could not be handled", line, self.task.role)
+
+
+def _environment(task: ChildTask) -> dict[str, str]:
+    """This process's environment and the task's own; the launcher keeps to itself what no child needs."""
+    inherited = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
+    return inherited | dict(task.environment)
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """Lines without their ends. One that outgrows the reader's limit comes in pieces."""
+    while True:
+        try:
+            line = await stream.readuntil(b"\n")
+        except asyncio.IncompleteReadError as end:
+            if end.partial:
+                yield end.partial.decode(errors="replace")
+            return
+        except asyncio.LimitOverrunError as overrun:
+            line = await stream.readexactly(max(overrun.consumed, 1))
+        yield line.decode(errors="replace").rstrip("\r\n")

@@ -1,0 +1,106 @@
+"""The leader's line to the coordinator: what the engines do, and the signals that they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from megatron_runtime.errors import CoordinatorError, MegatronInferenceError
+from megatron_runtime.headers import EngineState
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.launch.identity import Lifecycle
+from megatron_runtime.launch.pod_state import PodState, ReplicaState
+from megatron_runtime.service_state import ServiceState
+
+logger = logging.getLogger(__name__)
+
+LOAD_SECONDS = 1.0
+"""How old the engines' load may get."""
+RETRY_SECONDS = 0.5
+EARLY_SECONDS = 0.5
+"""How long a signal that is not waited for is watched for a refusal."""
+
+_SETTLED = {
+    EngineState.RUNNING: EngineState.RUNNING,
+    EngineState.UNPAUSING: EngineState.RUNNING,
+    EngineState.PAUSED: EngineState.PAUSED,
+    EngineState.PAUSING: EngineState.PAUSED,
+    EngineState.RESUMING: EngineState.PAUSED,
+    EngineState.SUSPENDED: EngineState.SUSPENDED,
+    EngineState.SUSPENDING: EngineState.SUSPENDED,
+}
+"""Where the engines are or are on their way to, for each state of the service."""
+
+_WISHES = {
+    Lifecycle.RUNNING: EngineState.RUNNING,
+    Lifecycle.PAUSED: EngineState.PAUSED,
+    Lifecycle.SUSPENDED: EngineState.SUSPENDED,
+}
+
+
+class EngineLink:
+    """Keeps the pod's state up to date with the service's, and sends signals."""
+
+    def __init__(self, client: InferenceClient, state: PodState, lifecycle: Lifecycle) -> None:
+        self._client = client
+        self._state = state
+        self._signals: set[asyncio.Task[object]] = set()
+        self.wish = _WISHES[lifecycle]
+        """The state that a coordinator that takes over has to start from."""
+
+    async def run(self) -> None:
+        """Follows the service until cancelled."""
+        revision = -1
+        while True:
+            try:
+                service = await self._client.wait_for_state_change(revision, LOAD_SECONDS)
+            except (MegatronInferenceError, TimeoutError) as error:
+                logger.debug("the coordinator does not answer: %s", error)
+                self._state.update(engine_state=None, replicas=())
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            revision = service.revision
+            self._note(service)
+
+    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:
+        """As ``control_api.SignalSender`` says."""
+        if not self._state.facts.replicas:
+            raise CoordinatorError(f"{signal}: no engine is registered with the coordinator")
+        task: asyncio.Task[object] = asyncio.create_task(self._signal(signal, timeout))
+        self._signals.add(task)
+        task.add_done_callback(self._forget)
+        done, _ = await asyncio.wait({task}, timeout=None if wait else EARLY_SECONDS)
+        if done:
+            task.result()
+
+    async def _signal(self, signal: str, timeout: float) -> None:
+        call = getattr(self._client, f"{signal}_engines")
+        try:
+            async with asyncio.timeout(timeout + RETRY_SECONDS):
+                await call(timeout=timeout)
+        except TimeoutError as error:
+            if isinstance(error, MegatronInferenceError):
+                raise
+            raise CoordinatorError(f"{signal}: the coordinator did not answer within {timeout:.0f} s") from error
+        self._note(await self._client.service_state())
+
+    def _forget(self, task: asyncio.Task[object]) -> None:
+        self._signals.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("a signal had no effect: %s", error)
+
+    def _note(self, service: ServiceState) -> None:
+        state = EngineState(service.state)
+        self.wish = _SETTLED.get(state, self.wish)
+        replicas = tuple(
+            ReplicaState(
+                group=engine.group,
+                state=engine.state,
+                running_requests=engine.running,
+                waiting_requests=engine.waiting,
+                kv_blocks_total=engine.kv_blocks_total,
+                kv_blocks_used=engine.kv_blocks_used,
+            )
+            for engine in sorted(service.engines, key=lambda engine: engine.group)
+        )
+        self._state.update(engine_state=state.value if replicas else None, replicas=replicas)

@@ -1,0 +1,121 @@
+"""Who this pod is. An operator says so in the environment; without one the pod is alone and leads itself."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from megatron_runtime.errors import ConfigurationError
+
+SHORTEST_KEY = 32
+
+
+class Lifecycle(StrEnum):
+    """The wish at start. The engines are brought there before the pod says that it is ready."""
+
+    RUNNING = "Running"
+    PAUSED = "Paused"
+    SUSPENDED = "Suspended"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The pod's place among the pods of one resource, and the secrets that they share."""
+
+    group: int = 0
+    """Index of the replica group, which is the data parallel rank of its engine."""
+    attempt: int = 0
+    pod_index: int = 0
+    is_leader: bool = True
+    lifecycle: Lifecycle = Lifecycle.RUNNING
+    coordinator_address: str | None = None
+    bind_host: str | None = None
+    master_address: str | None = None
+    coordinator_key: str | None = None
+    control_token: str | None = None
+    api_keys_file: Path | None = None
+    local_ranks: int | None = None
+    """Ranks on this machine, those of other launchers included; they share its cores."""
+    termination_log: Path | None = None
+
+    @property
+    def is_standalone(self) -> bool:
+        """Whether nobody but this launcher takes part."""
+        return self.coordinator_address is None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Identity:
+        """Reads the ``MEGATRON_*`` variables; raises ConfigurationError naming the variable."""
+        read = _Reader(environment)
+        return cls(
+            group=read.integer("MEGATRON_GROUP_INDEX", 0),
+            attempt=read.integer("MEGATRON_GROUP_ATTEMPT", 0),
+            pod_index=read.integer("MEGATRON_POD_INDEX", 0),
+            is_leader=read.flag("MEGATRON_LEADER", True),
+            lifecycle=read.lifecycle("MEGATRON_LIFECYCLE"),
+            coordinator_address=read.text("MEGATRON_COORDINATOR_ADDRESS"),
+            bind_host=read.text("MEGATRON_BIND_HOST"),
+            master_address=read.text("MEGATRON_MASTER_ADDR"),
+            coordinator_key=read.key("MEGATRON_COORDINATOR_KEY"),
+            control_token=read.text("MEGATRON_CONTROL_TOKEN"),
+            api_keys_file=read.path("MEGATRON_API_KEYS_FILE"),
+            local_ranks=read.integer("MEGATRON_LOCAL_RANKS", 0) or None,
+            termination_log=read.path("MEGATRON_TERMINATION_LOG"),
+        )
+
+
+class _Reader:
+    """Typed access to environment variables; an empty one counts as absent."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+
+    def text(self, name: str) -> str | None:
+        return self._environment.get(name) or None
+
+    def path(self, name: str) -> Path | None:
+        value = self.text(name)
+        return None if value is None else Path(value)
+
+    def integer(self, name: str, default: int) -> int:
+        value = self.text(name)
+        if value is None:
+            return default
+        if not value.isdecimal():
+            raise ConfigurationError(f"{name}={value}: not a whole number of at least 0")
+        return int(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.text(name)
+        if value is None:
+            return default
+        if value not in ("0", "1"):
+            raise ConfigurationError(f"{name}={value}: write 1 or 0")
+        return value == "1"
+
+    def lifecycle(self, name: str) -> Lifecycle:
+        value = self.text(name) or Lifecycle.RUNNING
+        if value not in list(Lifecycle):
+            raise ConfigurationError(f"{name}={value}: write one of {', '.join(Lifecycle)}")
+        return Lifecycle(value)
+
+    def key(self, name: str) -> str | None:
+        value = self.text(name)
+        if value is not None and len(value) < SHORTEST_KEY:
+            raise ConfigurationError(
+                f"{name}: {len(value)} characters are too few; use {SHORTEST_KEY} random ones or more"
+            )
+        return value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,96 @@
+"""Looks at the checkpoint in a process of its own, so that the launcher needs no torch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
+
+from megatron_runtime.errors import CheckpointError, ConfigurationError, MegatronInferenceError
+from megatron_runtime.launch.child import Child, ChildTask, Report
+from megatron_runtime.launch.keeper import ChildEnd, error_report
+from megatron_runtime.launch.options import ModelSource
+from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What the launcher needs to know about a checkpoint. Lengths are tokens, sizes elements."""
+
+    path: str
+    architecture: str
+    parameters: int
+    longest: int
+    layers: int
+    attention_heads: int
+    kv_heads: int
+    head_dim: int
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int:
+        """Bytes that one token's keys and values take in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+
+async def inspect_source(source: ModelSource, *, log: TextIO | None = None) -> CheckpointFacts:
+    """Fetches the checkpoint if need be and reads its metadata. Cancelled, it ends its process.
+
+    Raises:
+        CheckpointError: It can't be served; the message says why.
+    """
+    found: list[Report] = []
+    options = {
+        "path": None if source.path is None else str(source.path),
+        "hf_repo": source.hf_repo,
+        "hf_revision": source.hf_revision,
+    }
+    task = ChildTask(role="inspection", module="megatron_runtime.launch.inspection", options=options)
+    child = Child(task, found.append, log)
+    await child.start()
+    try:
+        code = await child.wait()
+    except BaseException:
+        await child.kill()
+        raise
+    error = next((report["error"] for report in found if "error" in report), None)
+    facts = next((report["checkpoint"] for report in found if "checkpoint" in report), None)
+    if facts is None:
+        end = ChildEnd(task.role, code, tuple(child.tail), error)
+        kind = ConfigurationError if error is not None and error["reason"] == "ConfigurationError" else CheckpointError
+        raise kind(f"{source.flag}: {end.message}")
+    return CheckpointFacts(**facts)
+
+
+def main() -> None:
+    """The other end of ``inspect_source``."""
+    link = ParentLink.from_arguments()
+    try:
+        facts = _inspect(link.options)
+    except MegatronInferenceError as error:
+        link.report(error=error_report(error))
+        sys.exit(EXIT_BAD_INPUT)
+    link.report(checkpoint=asdict(facts))
+    sys.exit(EXIT_DRAINED)
+
+
+def _inspect(options: dict[str, Any]) -> CheckpointFacts:
+    # Here and not above: the launcher imports this module and has no use for torch.
+    from megatron_runtime.model.checkpoint import inspect_checkpoint
+    from megatron_runtime.model.source import resolve_source
+
+    path = resolve_source(path=options["path"], hf_repo=options["hf_repo"], revision=options["hf_revision"])
+    summary = inspect_checkpoint(path)
+    config = summary.config
+    return CheckpointFacts(
+        path=str(path),
+        architecture=config.architecture,
+        parameters=summary.num_parameters,
+        longest=config.max_position_embeddings,
+        layers=config.num_layers,
+        attention_heads=config.num_attention_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+    )
+
+
+if __name__ == "__main__":
+    main()

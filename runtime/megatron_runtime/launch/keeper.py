@@ -1,0 +1,177 @@
+"""Keeps one child running: starts it again with growing delays until its policy gives up or it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from megatron_runtime.launch.child import Child, ChildTask, Report
+from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
+
+logger = logging.getLogger(__name__)
+
+FIRST_DELAY = 0.2
+LONGEST_DELAY = 10.0
+STEADY_SECONDS = 30.0
+"""A child that lived this long starts over with the shortest delay."""
+
+
+@dataclass(frozen=True)
+class ChildEnd:
+    """How a child ended. ``error`` is what it reported itself, if it could."""
+
+    role: str
+    exit_code: int
+    tail: tuple[str, ...] = ()
+    error: Report | None = None
+
+    @property
+    def is_bad_input(self) -> bool:
+        """Whether another try with the same input is in vain."""
+        return self.exit_code == EXIT_BAD_INPUT
+
+    @property
+    def message(self) -> str:
+        """One or a few lines that say what happened."""
+        if self.error is not None and self.error.get("message"):
+            return str(self.error["message"])
+        how = _how_it_ended(self.exit_code)
+        last = "\n".join(self.tail[-8:])
+        return f"{self.role} {how}" + (f"; its last words:\n{last}" if last else "")
+
+
+class RestartBudget:
+    """How many restarts are left; several keepers may share one. ``limit`` None means no end of them."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def can_restart(self) -> bool:
+        """Whether one more is allowed."""
+        return self.limit is None or self.used < self.limit
+
+    def take(self) -> None:
+        """Counts one restart."""
+        self.used += 1
+
+
+class Keeper:
+    """One place in the pod that a child has to fill.
+
+    ``make_task`` is asked anew for every start, so that a restarted child gets what holds by then. ``on_change`` is
+    called whenever the child started, ended or was restarted. Without ``restart_success`` exit code 0 is final.
+    """
+
+    def __init__(
+        self,
+        make_task: Callable[[], ChildTask],
+        budget: RestartBudget | None = None,
+        *,
+        restart_success: bool = True,
+        on_report: Callable[[Report], None] = lambda _: None,
+        on_change: Callable[[], None] = lambda: None,
+        log: TextIO | None = None,
+    ) -> None:
+        self._make_task = make_task
+        self._budget = budget or RestartBudget()
+        self._restart_success = restart_success
+        self._on_report = on_report
+        self._on_change = on_change
+        self._log = log
+        self._stopping = asyncio.Event()
+        self._error: Report | None = None
+        self.child: Child | None = None
+        self.restarts = 0
+
+    async def run(self) -> ChildEnd:
+        """Returns how the child ended last, once it is not to be started again. Cancelled, it kills the child."""
+        delay = FIRST_DELAY
+        while True:
+            started = time.monotonic()
+            end = await self._live_once()
+            self._on_change()
+            if self._stopping.is_set() or not self._is_worth_another(end):
+                return end
+            if time.monotonic() - started > STEADY_SECONDS:
+                delay = FIRST_DELAY
+            self._budget.take()
+            self.restarts += 1
+            logger.warning("%s %s; restarting it in %.1f s", end.role, _how_it_ended(end.exit_code), delay)
+            self._on_change()
+            if await self._stopped_within(delay):
+                return end
+            delay = min(2 * delay, LONGEST_DELAY)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signals the child as it is now, if there is one."""
+        if self.child is not None:
+            self.child.send_signal(number)
+
+    def release(self) -> None:
+        """From now on the child is not started again; it is left to end by itself."""
+        self._stopping.set()
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ends the child for good."""
+        self.release()
+        if self.child is not None and self.child.is_alive:
+            await self.child.stop(grace_seconds)
+
+    async def _live_once(self) -> ChildEnd:
+        task = self._make_task()
+        self._error = None
+        child = Child(task, self._receive, self._log)
+        try:
+            await child.start()
+        except OSError as error:
+            return ChildEnd(task.role, EXIT_FAILURE, (f"could not be started: {error}",))
+        self.child = child
+        self._on_change()
+        try:
+            if self._stopping.is_set():
+                child.send_signal(signal.SIGTERM)
+            code = await child.wait()
+        except asyncio.CancelledError:
+            await child.kill()
+            raise
+        return ChildEnd(task.role, code, tuple(child.tail), self._error)
+
+    def _is_worth_another(self, end: ChildEnd) -> bool:
+        if end.is_bad_input or (end.exit_code == EXIT_DRAINED and not self._restart_success):
+            return False
+        return self._budget.can_restart()
+
+    def _receive(self, report: Report) -> None:
+        if isinstance(error := report.get("error"), dict):
+            self._error = error
+        self._on_report(report)
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+def error_report(error: BaseException, reason: str | None = None) -> dict[str, Any]:
+    """An exception as the ``error`` field of a report."""
+    return {"reason": reason or type(error).__name__, "message": str(error)}
+
+
+def _how_it_ended(code: int) -> str:
+    if code == EXIT_DRAINED:
+        return "ended"
+    if code > 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

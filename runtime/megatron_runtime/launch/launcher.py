@@ -1,0 +1,223 @@
+"""The pod's supervisor: starts the processes, watches them, drains them, and ends with a code that says how it went."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.launch.control_api import create_control_api
+from megatron_runtime.launch.inspection import inspect_source
+from megatron_runtime.launch.keeper import ChildEnd
+from megatron_runtime.launch.leader import Leader
+from megatron_runtime.launch.memory import available_memory
+from megatron_runtime.launch.metrics import create_exposition
+from megatron_runtime.launch.options import CONTROL_PORT, LaunchOptions
+from megatron_runtime.launch.parent_link import EXIT_DRAINED, EXIT_FAILURE
+from megatron_runtime.launch.pod_state import PodFacts, PodState
+from megatron_runtime.launch.preflight import plan_engine
+from megatron_runtime.launch.rank_group import RankGroup
+from megatron_runtime.launch.termination import Outcome
+from megatron_runtime.server.http_server import HttpServer, bind
+
+logger = logging.getLogger(__name__)
+
+LEAST_GRACE = 2.0
+"""Seconds that the engines get even when the time to drain is used up."""
+SAME_SIGNAL_SECONDS = 0.3
+"""Some parents signal a process and its group; what comes so soon after the first signal is the same wish."""
+LAST_RESORT_SECONDS = 10.0
+"""How long after a second signal the launcher is still there at most. The kernel then ends its children."""
+CLOSING_SECONDS = 1
+"""How long the control API waits at the end for its long polls."""
+
+
+class Launcher:
+    """One pod, from its start to its exit code.
+
+    Args:
+        announce: Called once, with the URL of the OpenAI endpoint, when the leader is ready.
+    """
+
+    def __init__(self, options: LaunchOptions, *, announce: Callable[[str], None] = lambda _: None) -> None:
+        self._options = options
+        self._announce = announce
+        self._state = PodState(PodFacts(is_leader=options.identity.is_leader))
+        self._ending: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._asked_at: float | None = None
+        self._hurry = asyncio.Event()
+        self._leader: Leader | None = None
+        self._ranks: RankGroup | None = None
+
+    async def run(self) -> int:
+        """Serves until told to end or until it can't go on; returns the exit code. No process is left then."""
+        self._take_signals()
+        try:
+            self._options.check()
+            outcome = await self._serve()
+        except (ConfigurationError, CheckpointError) as error:
+            outcome = Outcome.bad_input(error)
+        outcome.write(self._options.identity.termination_log)
+        if outcome.exit_code != EXIT_DRAINED:
+            logger.error("%s: %s", outcome.reason, outcome.message)
+        return outcome.exit_code
+
+    def _take_signals(self) -> None:
+        """For the rest of the process: the loop's own handlers would be gone before the exit code is returned."""
+        loop = asyncio.get_running_loop()
+
+        def handle(*_: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._asked_to_end)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, handle)
+
+    async def _serve(self) -> Outcome:
+        try:
+            if self._options.identity.is_leader:
+                self._leader = self._make_leader()
+            async with self._control_api():
+                await self._until_ending(self._start())
+                outcome = await self._ending
+                if outcome.exit_code != EXIT_DRAINED:
+                    return outcome
+                return await self._drain()
+        finally:
+            await self._kill()
+
+    def _make_leader(self) -> Leader:
+        identity = self._options.identity
+        key = identity.coordinator_key
+        if key is None and identity.is_standalone:
+            key = secrets.token_urlsafe(32)
+        return Leader(
+            self._options,
+            self._state,
+            key=key,
+            on_failure=lambda end: self._end(Outcome.child_failed(end)),
+            on_change=self._note_restarts,
+        )
+
+    async def _start(self) -> None:
+        """Looks at the checkpoint, then starts all processes, and says so once the pod is ready."""
+        facts = await inspect_source(self._options.model)
+        plan = plan_engine(self._options, facts, available_memory())
+        logger.info("%s (%s): %s", self._options.model_name, facts.architecture, plan.describe())
+        identity = self._options.identity
+        address, key = identity.coordinator_address or "", identity.coordinator_key
+        if self._leader is not None:
+            self._leader.start(facts.path, plan.max_sequence_length)
+            address, key = self._leader.address, self._leader.key
+        self._ranks = RankGroup(self._options, self._state, on_end=self._rank_ended, on_change=self._note_restarts)
+        self._ranks.start(facts, plan, address=address, key=key)
+        while not self._state.facts.ready:
+            await self._state.wait_for_change(self._state.revision, timeout=60.0)
+        logger.info("ready")
+        if self._leader is not None:
+            host, port = self._leader.http_address
+            self._announce(f"http://{host}:{port}/v1")
+
+    # What happens meanwhile
+
+    def _asked_to_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._asked_at is None:
+            self._asked_at = loop.time()
+            logger.info("draining; a second signal ends at once")
+            self._end(Outcome())
+        elif loop.time() - self._asked_at > SAME_SIGNAL_SECONDS:
+            self._hurry.set()
+            loop.call_later(LAST_RESORT_SECONDS, os._exit, EXIT_FAILURE)
+
+    def _rank_ended(self, rank: int, end: ChildEnd) -> None:
+        stopped = end.exit_code == EXIT_DRAINED
+        if stopped:
+            logger.info("the engine of rank %d was stopped", rank)
+        self._end(Outcome(reason="Stopped") if stopped else Outcome.child_failed(end, rank))
+
+    def _end(self, outcome: Outcome) -> None:
+        """The first outcome counts; what happens afterwards is its consequence."""
+        if not self._ending.done():
+            self._ending.set_result(outcome)
+            self._state.update(draining=True, error=outcome.body() if outcome.message else None)
+
+    def _note_restarts(self) -> None:
+        restarts = 0 if self._leader is None else self._leader.restarts
+        self._state.update(restarts=restarts + (0 if self._ranks is None else self._ranks.restarts))
+
+    # The end
+
+    async def _drain(self) -> Outcome:
+        drained = asyncio.create_task(self._drain_in_order())
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait({drained, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drained, hurry):
+            task.cancel()
+        results = await asyncio.gather(drained, hurry, return_exceptions=True)
+        if self._hurry.is_set():
+            return Outcome(EXIT_FAILURE, "Interrupted", "a second signal came before everything was drained")
+        if isinstance(results[0], Exception):
+            raise results[0]
+        return self._ending.result()
+
+    async def _drain_in_order(self) -> None:
+        """Frontends first: they end when their clients have their answers. Then the engines, then the coordinator."""
+        deadline = time.monotonic() + self._options.drain_timeout
+        if self._leader is not None:
+            await self._leader.drain_frontends(self._options.drain_timeout)
+        if self._ranks is not None:
+            await self._ranks.drain(max(deadline - time.monotonic(), LEAST_GRACE))
+        if self._leader is not None:
+            await self._leader.stop_coordinator()
+
+    async def _kill(self) -> None:
+        """Ends what is left; after a drain that is nothing."""
+        if self._ranks is not None:
+            await self._ranks.kill()
+        if self._leader is not None:
+            await self._leader.close()
+
+    async def _until_ending(self, work: Coroutine[None, None, None]) -> None:
+        """Does ``work`` unless the end is decided on before it is done."""
+        task = asyncio.create_task(work)
+        either: set[asyncio.Future[Any]] = {task, self._ending}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    @contextlib.asynccontextmanager
+    async def _control_api(self) -> AsyncIterator[None]:
+        options, identity = self._options, self._options.identity
+        sock = bind(
+            options.private_host,
+            options.control_port,
+            CONTROL_PORT,
+            flag="--control-port",
+            may_move=identity.is_standalone,
+        )
+        leader = self._leader
+        app = create_control_api(
+            self._state,
+            None if leader is None else leader.link,
+            token=identity.control_token,
+            metrics=create_exposition(lambda: self._state.facts, None if leader is None else leader.metrics_folder),
+        )
+        server = HttpServer(app, graceful_seconds=CLOSING_SECONDS)
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        logger.info("control API on http://%s:%d", *sock.getsockname()[:2])
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await serving

@@ -1,0 +1,135 @@
+"""What runs in the leader's pod besides ranks: the coordinator, the frontends, and the line to the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.launch.child import ChildTask
+from megatron_runtime.launch.engine_link import EngineLink
+from megatron_runtime.launch.keeper import ChildEnd, Keeper
+from megatron_runtime.launch.options import COORDINATOR_PORT, HTTP_PORT, LaunchOptions
+from megatron_runtime.launch.pod_state import PodState
+from megatron_runtime.launch.tasks import coordinator_task
+from megatron_runtime.server.frontend_group import FrontendGroup
+from megatron_runtime.server.http_server import bind
+from megatron_runtime.server.options import FrontendOptions
+
+COORDINATOR_GRACE = 2.0
+
+
+class Leader:
+    """Binds its ports when it is made, so that a port that is taken is known before anything else happens.
+
+    Args:
+        on_failure: Called with the end of a process that can't work with its options.
+        on_change: Called when a process came, went, or began to serve.
+
+    Raises:
+        ConfigurationError: A port can't be used; names the flag.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        state: PodState,
+        *,
+        key: str | None,
+        on_failure: Callable[[ChildEnd], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._options = options
+        self._state = state
+        self.key = key
+        """The secret that everybody needs who talks to the coordinator."""
+        self._on_failure = on_failure
+        self._on_change = on_change
+        may_move = options.identity.is_standalone
+        self._http = bind(options.http_host, options.port, HTTP_PORT, flag="--port", may_move=may_move)
+        # Only a look: the coordinator binds it itself, and a restarted one must be able to bind it again.
+        with bind(
+            options.private_host,
+            options.coordinator_port,
+            COORDINATOR_PORT,
+            flag="--coordinator-port",
+            may_move=may_move,
+        ) as probe:
+            self._coordinator_port = int(probe.getsockname()[1])
+        self.address = f"tcp://{options.private_host}:{self._coordinator_port}"
+        """Where engines and clients find the coordinator."""
+        self.metrics_folder = Path(tempfile.mkdtemp(prefix="megatron-metrics-"))
+        self._client = InferenceClient(self.address, key=key)
+        self.link = EngineLink(self._client, state, options.identity.lifecycle)
+        self._coordinator = Keeper(self._coordinator_task, on_change=on_change)
+        self._frontends: FrontendGroup | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def http_address(self) -> tuple[str, int]:
+        """Host and port of the OpenAI endpoint."""
+        name = self._http.getsockname()
+        return str(name[0]), int(name[1])
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of the coordinator and the frontends."""
+        return self._coordinator.restarts + (0 if self._frontends is None else self._frontends.restarts)
+
+    def start(self, tokenizer_path: str, max_sequence_length: int) -> None:
+        """Starts the processes."""
+        self._client.start()
+        self._tasks = [asyncio.create_task(self._keep_coordinator()), asyncio.create_task(self.link.run())]
+        keys = self._options.identity.api_keys_file
+        options = FrontendOptions(
+            coordinator_address=self.address,
+            tokenizer_path=tokenizer_path,
+            served_name=self._options.model_name,
+            max_sequence_length=max_sequence_length,
+            replicas=self._options.frontend_replicas,
+            request_timeout=self._options.request_timeout,
+            api_keys_file=None if keys is None else str(keys),
+            metrics_folder=str(self.metrics_folder),
+        )
+        self._frontends = FrontendGroup(options, self._http, key=self.key, on_change=self._note_frontends)
+        self._frontends.start()
+
+    async def drain_frontends(self, timeout: float) -> None:
+        """New requests get 503 while those in flight end, at most ``timeout`` seconds; then the port is closed."""
+        if self._frontends is not None:
+            await self._frontends.drain(timeout)
+
+    async def stop_coordinator(self) -> None:
+        """Ends the coordinator for good."""
+        await self._coordinator.stop(COORDINATOR_GRACE)
+
+    async def close(self) -> None:
+        """Ends what is left, at once."""
+        if self._frontends is not None:
+            await self._frontends.stop()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._client.stop()
+        self._http.close()
+        shutil.rmtree(self.metrics_folder, ignore_errors=True)
+
+    def _coordinator_task(self) -> ChildTask:
+        return coordinator_task(
+            self._options, port=self._coordinator_port, key=self.key, initial_state=self.link.wish.value
+        )
+
+    async def _keep_coordinator(self) -> None:
+        end = await self._coordinator.run()
+        if end.is_bad_input:
+            self._on_failure(end)
+
+    def _note_frontends(self) -> None:
+        assert self._frontends is not None
+        self._state.update(frontends_listening=self._frontends.listening)
+        if (failure := self._frontends.failure) is not None:
+            self._on_failure(failure)
+        self._on_change()

@@ -1,0 +1,83 @@
+"""What Prometheus reads from a pod: the frontends' counters, the engines' load, and the launcher's own.
+
+The frontends write their counters to files in one folder (the multiprocess mode of prometheus-client), so that a scrape
+costs them nothing and what a dead frontend counted is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from megatron_runtime.launch.pod_state import PodFacts, RankPhase
+
+ENGINE_STATES = (
+    "RUNNING",
+    "PAUSING",
+    "PAUSED",
+    "UNPAUSING",
+    "SUSPENDING",
+    "SUSPENDED",
+    "RESUMING",
+    "STOPPING",
+    "STOPPED",
+)
+
+
+class PodCollector(Collector):
+    """Turns the pod's facts into metrics at the time of the scrape."""
+
+    def __init__(self, read_facts: Callable[[], PodFacts]) -> None:
+        self._read_facts = read_facts
+
+    def collect(self) -> Iterator[Metric]:
+        """The engines' metrics on the leader, the ranks' on every pod."""
+        facts = self._read_facts()
+        if facts.is_leader:
+            yield from _engine_metrics(facts)
+        yield _ranks(facts)
+        yield GaugeMetricFamily("megatron_ready", "1 when the pod is ready", value=float(facts.ready))
+        yield CounterMetricFamily("megatron_restarts", "Processes that were restarted in place", value=facts.restarts)
+
+
+def create_exposition(read_facts: Callable[[], PodFacts], frontend_folder: Path | None) -> Callable[[], bytes]:
+    """A function that returns the text of ``GET /metrics``."""
+
+    def expose() -> bytes:
+        registry = CollectorRegistry()
+        registry.register(PodCollector(read_facts))
+        if frontend_folder is not None and frontend_folder.is_dir():
+            MultiProcessCollector(registry, str(frontend_folder))  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+    return expose
+
+
+def _engine_metrics(facts: PodFacts) -> Iterator[Metric]:
+    states = GaugeMetricFamily("megatron_engine_state", "1 for the state the engines are in", labels=["state"])
+    for state in ENGINE_STATES:
+        states.add_metric([state], float(facts.engine_state == state))
+    yield states
+    running = GaugeMetricFamily("megatron_requests_running", "Requests that generate tokens", labels=["group"])
+    waiting = GaugeMetricFamily("megatron_requests_waiting", "Requests that wait for their turn", labels=["group"])
+    blocks = GaugeMetricFamily("megatron_kv_blocks", "Blocks of the KV cache", labels=["group", "state"])
+    for replica in facts.replicas:
+        group = str(replica.group)
+        running.add_metric([group], replica.running_requests)
+        waiting.add_metric([group], replica.waiting_requests)
+        blocks.add_metric([group, "used"], replica.kv_blocks_used)
+        blocks.add_metric([group, "free"], replica.kv_blocks_total - replica.kv_blocks_used)
+    yield from (running, waiting, blocks)
+    yield GaugeMetricFamily("megatron_replicas", "Replicas that are registered", value=len(facts.replicas))
+
+
+def _ranks(facts: PodFacts) -> Metric:
+    ranks = GaugeMetricFamily("megatron_ranks", "Ranks of this pod by phase", labels=["phase"])
+    for phase in RankPhase:
+        ranks.add_metric([phase.value], sum(rank.phase is phase for rank in facts.ranks.values()))
+    return ranks

@@ -1,0 +1,211 @@
+"""What the flags of ``megatron-serve`` ask for, checked as far as it can be without looking at the checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.launch.identity import Identity, is_loopback
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
+KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
+ROUTING_POLICIES = ("round-robin", "load-balanced")
+PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
+HTTP_PORT = 8000
+CONTROL_PORT = 9000
+COORDINATOR_PORT = 5557
+HIGHEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where the checkpoint is: a path, or a repository on the Hugging Face hub."""
+
+    path: Path | None = None
+    hf_repo: str | None = None
+    hf_revision: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name that the model is served under unless another is given."""
+        if self.hf_repo is not None:
+            return self.hf_repo
+        assert self.path is not None
+        return self.path.stem if self.path.suffix == ".gguf" else self.path.name
+
+    @property
+    def flag(self) -> str:
+        """The flag that chose it, for messages."""
+        return f"--model {self.path}" if self.path is not None else f"--hf-repo {self.hf_repo}"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What the ranks need to build their engine. Sizes are bytes; None leaves the choice to the preflight."""
+
+    dtype: str = "auto"
+    device: str = "cpu"
+    max_sequence_length: int | None = None
+    block_size_tokens: int = 16
+    kv_cache_bytes: int | None = None
+    max_requests: int | None = None
+    chunked_prefill: bool = True
+    kv_cache_management: str = "offload"
+    offload_weights: bool = False
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+
+    @property
+    def ranks_per_group(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """One pod. Ports: None means the usual one, or a free one when the pod is standalone and the usual one is taken."""
+
+    model: ModelSource
+    identity: Identity = field(default_factory=Identity)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    served_name: str | None = None
+    replicas: int = 1
+    ranks_per_pod: int = 1
+    threads_per_rank: int | None = None
+    routing_policy: str = "round-robin"
+    routing_alpha: float = 0.5
+    prefix_caching: bool = False
+    frontend_replicas: int = 2
+    request_timeout: float = 600.0
+    drain_timeout: float = 60.0
+    max_restarts: int = 5
+    host: str | None = None
+    port: int | None = None
+    control_port: int | None = None
+    coordinator_port: int | None = None
+
+    @property
+    def http_host(self) -> str:
+        """The address that the OpenAI endpoint listens on."""
+        return self.host or self.private_host
+
+    @property
+    def private_host(self) -> str:
+        """The address that the control API and the coordinator listen on."""
+        return self.identity.bind_host or "127.0.0.1"
+
+    @property
+    def model_name(self) -> str:
+        """The name that requests have to give."""
+        return self.served_name or self.model.name
+
+    @property
+    def group_ranks(self) -> int:
+        """Ranks that this pod runs for one replica group."""
+        left = self.engine.ranks_per_group - self.identity.pod_index * self.ranks_per_pod
+        return min(self.ranks_per_pod, left)
+
+    @property
+    def local_ranks(self) -> int:
+        """All ranks that this pod runs."""
+        return self.group_ranks * self.replicas
+
+    def check(self) -> None:
+        """Raises ConfigurationError naming the flag, its value and the mend."""
+        self._check_source()
+        self._check_choices()
+        self._check_numbers()
+        self._check_parallelism()
+        self._check_identity()
+
+    def _check_source(self) -> None:
+        if (self.model.path is None) == (self.model.hf_repo is None):
+            raise ConfigurationError("give exactly one of --model PATH and --hf-repo REPOSITORY")
+        if self.model.hf_revision is not None and self.model.hf_repo is None:
+            raise ConfigurationError(f"--hf-revision {self.model.hf_revision}: only allowed together with --hf-repo")
+        if self.model.path is not None and not self.model.path.exists():
+            raise ConfigurationError(
+                f"{self.model.flag}: no such file or folder; give a .gguf file or a checkpoint folder"
+            )
+
+    def _check_choices(self) -> None:
+        _one_of("--dtype", self.engine.dtype, DTYPES)
+        _one_of("--device", self.engine.device, DEVICES)
+        _one_of("--kv-cache-management", self.engine.kv_cache_management, KV_CACHE_MANAGEMENTS)
+        if self.prefix_caching:
+            raise ConfigurationError("--prefix-caching: this version's engine has no prefix cache; leave the flag out")
+        if self.routing_policy in PREFIX_POLICIES:
+            raise ConfigurationError(
+                f"--routing-policy {self.routing_policy}: routes by cached prefixes, and this version's engine has no "
+                f"prefix cache; use one of {', '.join(ROUTING_POLICIES)}"
+            )
+        _one_of("--routing-policy", self.routing_policy, ROUTING_POLICIES)
+
+    def _check_numbers(self) -> None:
+        engine = self.engine
+        _at_least("--replicas", self.replicas, 1)
+        _at_least("--ranks-per-pod", self.ranks_per_pod, 1)
+        _at_least("--frontend-replicas", self.frontend_replicas, 1)
+        _at_least("--block-size-tokens", engine.block_size_tokens, 1)
+        _at_least("--max-restarts", self.max_restarts, 0)
+        _at_least("--drain-timeout", self.drain_timeout, 0)
+        _at_least("--max-sequence-length", engine.max_sequence_length, 2)
+        _at_least("--max-requests", engine.max_requests, 1)
+        _at_least("--threads-per-rank", self.threads_per_rank, 1)
+        if self.request_timeout <= 0:
+            raise ConfigurationError(f"--request-timeout {self.request_timeout}: must be more than 0 seconds")
+        if not 0 <= self.routing_alpha <= 1:
+            raise ConfigurationError(f"--routing-alpha {self.routing_alpha}: must be between 0 and 1")
+        for flag, port in (
+            ("--port", self.port),
+            ("--control-port", self.control_port),
+            ("--coordinator-port", self.coordinator_port),
+        ):
+            if port is not None and not 0 <= port <= HIGHEST_PORT:
+                raise ConfigurationError(f"{flag} {port}: must be between 0 (any free one) and {HIGHEST_PORT}")
+
+    def _check_parallelism(self) -> None:
+        for flag, size in (
+            ("--tensor-parallel", self.engine.tensor_parallel),
+            ("--pipeline-parallel", self.engine.pipeline_parallel),
+            ("--expert-parallel", self.engine.expert_parallel),
+        ):
+            _at_least(flag, size, 1)
+        if self.group_ranks < 1:
+            raise ConfigurationError(
+                f"MEGATRON_POD_INDEX={self.identity.pod_index}: the group's {self.engine.ranks_per_group} rank(s) "
+                f"fit into fewer pods of --ranks-per-pod {self.ranks_per_pod}"
+            )
+
+    def _check_identity(self) -> None:
+        identity = self.identity
+        if not identity.is_leader and identity.coordinator_address is None:
+            raise ConfigurationError("MEGATRON_LEADER=0: MEGATRON_COORDINATOR_ADDRESS must say where the leader is")
+        if self.replicas > 1 and not identity.is_standalone:
+            raise ConfigurationError(
+                f"--replicas {self.replicas}: only for a standalone run; elsewhere a pod is one replica"
+            )
+        if is_loopback(self.private_host):
+            return
+        needed = {"MEGATRON_CONTROL_TOKEN": identity.control_token}
+        if not identity.is_standalone:
+            needed["MEGATRON_COORDINATOR_KEY"] = identity.coordinator_key
+        for variable, value in needed.items():
+            if value is None:
+                raise ConfigurationError(
+                    f"{variable} is not set, but others can reach MEGATRON_BIND_HOST={self.private_host}; "
+                    "set it, or bind to a loopback address"
+                )
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(f"{flag} {value}: use one of {', '.join(allowed)}")
+
+
+def _at_least(flag: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigurationError(f"{flag} {value}: must be at least {least}")

@@ -1,0 +1,54 @@
+"""A child's link to the launcher that started it: its options, its reports, and its death with the parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+EXIT_DRAINED = 0
+EXIT_FAILURE = 1
+EXIT_BAD_INPUT = 2
+"""Whoever reads this code need not try again with the same input."""
+
+
+class ParentLink:
+    """Made first thing in a child's ``main``; see ``Child.start`` for the other end."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._report_fd = int(options.pop("report_fd"))
+        os.set_inheritable(self._report_fd, False)
+        self.options = options
+        """What the child was asked to do, as the ``ChildTask`` gave it."""
+
+    @classmethod
+    def from_arguments(cls, arguments: list[str] | None = None) -> ParentLink:
+        """Reads the options, ties this process's life to its parent's, and sets up its log."""
+        options = json.loads((sys.argv[1:] if arguments is None else arguments)[0])
+        die_with_parent(int(options.pop("parent_pid")))
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        return cls(options)
+
+    def report(self, **fields: Any) -> None:
+        """Sends one report. A parent that is gone no longer listens, which is no error here."""
+        line = json.dumps(fields).encode() + b"\n"
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._report_fd, line)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent ends (Linux). Ends it now if the parent is gone already."""
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The parent may have ended between our start and the call above, which then would never fire.
+    if os.getppid() != parent_pid:
+        sys.exit(EXIT_FAILURE)

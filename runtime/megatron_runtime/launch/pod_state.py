@@ -1,0 +1,144 @@
+"""What the control API says about this pod, with a revision that grows with every change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+
+class RankPhase(StrEnum):
+    """How far a rank has come."""
+
+    STARTING = "Starting"
+    LOADING = "Loading"
+    RENDEZVOUS = "Rendezvous"
+    REGISTERING = "Registering"
+    SERVING = "Serving"
+    EXITED = "Exited"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank of this pod. Bytes count the weights."""
+
+    rank: int
+    phase: RankPhase = RankPhase.STARTING
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+    message: str = ""
+
+    def body(self) -> dict[str, Any]:
+        """As the control API writes it."""
+        return {
+            "rank": self.rank,
+            "phase": self.phase.value,
+            "loadedBytes": self.loaded_bytes,
+            "totalBytes": self.total_bytes,
+            "message": self.message,
+        }
+
+
+@dataclass(frozen=True)
+class ReplicaState:
+    """A replica as the coordinator knows it. Its load changes all the time and makes no new revision."""
+
+    group: int
+    state: str
+    running_requests: int = field(default=0, compare=False)
+    waiting_requests: int = field(default=0, compare=False)
+    kv_blocks_total: int = field(default=0, compare=False)
+    kv_blocks_used: int = field(default=0, compare=False)
+
+    def body(self) -> dict[str, Any]:
+        """As the control API writes it."""
+        return {
+            "group": self.group,
+            "state": self.state,
+            "runningRequests": self.running_requests,
+            "waitingRequests": self.waiting_requests,
+        }
+
+
+@dataclass(frozen=True)
+class PodFacts:
+    """Everything that the control API reports, as values."""
+
+    is_leader: bool
+    engine_state: str | None = None
+    """The coordinator's state; None before a replica has registered, and on pods that do not lead."""
+    replicas: tuple[ReplicaState, ...] = ()
+    ranks: Mapping[int, RankState] = field(default_factory=dict)
+    frontends_listening: int = 0
+    draining: bool = False
+    restarts: int = 0
+    error: Mapping[str, Any] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """A leader is ready when requests can be sent to it: paused and suspended engines count, requests queue."""
+        if self.draining:
+            return False
+        if self.is_leader:
+            return self.frontends_listening > 0 and bool(self.replicas) and self.engine_state is not None
+        return bool(self.ranks) and all(rank.phase is RankPhase.SERVING for rank in self.ranks.values())
+
+    def body(self) -> dict[str, Any]:
+        """The answer of ``GET /v1/state``, without the revision."""
+        return {
+            "role": "leader" if self.is_leader else "worker",
+            "engineState": self.engine_state,
+            "replicas": [replica.body() for replica in self.replicas],
+            "ranks": [rank.body() for _, rank in sorted(self.ranks.items())],
+            "requests": {
+                "running": sum(replica.running_requests for replica in self.replicas),
+                "waiting": sum(replica.waiting_requests for replica in self.replicas),
+            },
+            "ready": self.ready,
+            "draining": self.draining,
+            "restarts": self.restarts,
+            "error": None if self.error is None else dict(self.error),
+        }
+
+
+class PodState:
+    """Holds the current facts and wakes whoever waits for others."""
+
+    def __init__(self, facts: PodFacts) -> None:
+        self.facts = facts
+        self.revision = 1
+        self._changed = asyncio.Event()
+
+    def update(self, **changes: Any) -> None:
+        """Replaces fields of the facts; the revision grows if that makes a difference."""
+        before, self.facts = self.facts, replace(self.facts, **changes)
+        if self.facts == before:
+            return
+        self.revision += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def update_rank(self, rank: int, **changes: Any) -> None:
+        """Replaces fields of one rank's state; a rank not seen before starts in ``Starting``."""
+        before = self.facts.ranks.get(rank, RankState(rank))
+        after = replace(before, **changes)
+        self.update(ranks={**self.facts.ranks, rank: after})
+
+    async def wait_for_change(self, after: int, timeout: float) -> None:
+        """Returns when the revision is another one than ``after``, or after ``timeout`` seconds.
+
+        A revision from before a restart of this launcher differs, whichever is greater, and is answered at once.
+        """
+        if after != self.revision:
+            return
+        try:
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def body(self) -> dict[str, Any]:
+        """The answer of ``GET /v1/state``."""
+        return {"revision": self.revision, **self.facts.body()}

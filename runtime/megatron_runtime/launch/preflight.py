@@ -1,0 +1,125 @@
+"""Whether the checkpoint can be served with these options in this memory, and with what sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.launch.inspection import CheckpointFacts
+from megatron_runtime.launch.memory import AvailableMemory
+from megatron_runtime.launch.options import EngineOptions, LaunchOptions
+from megatron_runtime.launch.quantity import format_bytes
+
+USUAL_KV_CACHE = 2**30
+RANK_OVERHEAD = 300 * 2**20
+"""What a rank needs besides weights and cache: the interpreter, torch, and the activations of a step."""
+KV_SHARE = 0.5
+"""Most of the memory beside the weights that a cache of unasked size takes."""
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """The sizes that the ranks are started with. ``kv_cache_bytes`` None: the rank measures its device's memory."""
+
+    max_sequence_length: int
+    kv_cache_bytes: int | None
+    weight_bytes: int
+
+    def total_bytes(self, ranks: int) -> int:
+        """What all ranks of the pod need together, as far as it is known."""
+        return ranks * (self.weight_bytes + (self.kv_cache_bytes or 0) + RANK_OVERHEAD)
+
+    def describe(self) -> str:
+        """One line for people."""
+        cache = "what the device has left" if self.kv_cache_bytes is None else format_bytes(self.kv_cache_bytes)
+        return f"weights {format_bytes(self.weight_bytes)}, KV cache {cache}, up to {self.max_sequence_length} tokens"
+
+
+def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: AvailableMemory) -> EnginePlan:
+    """Raises ConfigurationError naming the flag, its value and the mend."""
+    engine = options.engine
+    _check_parallelism(engine, facts)
+    if engine.max_sequence_length is not None and engine.max_sequence_length > facts.longest:
+        raise ConfigurationError(
+            f"--max-sequence-length {engine.max_sequence_length}: the model was made for {facts.longest} tokens; "
+            f"use {facts.longest} or less"
+        )
+    weights = facts.parameters * element_bytes(engine) // engine.ranks_per_group
+    wanted = engine.max_sequence_length or facts.longest
+    if engine.device != "cpu":
+        return EnginePlan(wanted, engine.kv_cache_bytes, weights)
+    ranks = options.local_ranks
+    cache = _cache_bytes(options, facts, weights, available.count // ranks)
+    if ranks * (weights + cache + RANK_OVERHEAD) > available.count:
+        raise ConfigurationError(
+            f"--kv-cache-memory {format_bytes(cache)}: with {format_bytes(weights)} of weights and "
+            f"{format_bytes(RANK_OVERHEAD)} for the rest, {ranks} rank(s) need "
+            f"{format_bytes(ranks * (weights + cache + RANK_OVERHEAD))}, but only {available} is available; "
+            "ask for a smaller cache, a smaller --dtype or fewer replicas, or give the pod more memory"
+        )
+    return EnginePlan(_length(options, facts, cache, wanted), cache, weights)
+
+
+def element_bytes(engine: EngineOptions) -> int:
+    """Bytes per weight and per element of the cache."""
+    if engine.dtype == "auto":
+        return 4 if engine.device == "cpu" else 2
+    return 4 if engine.dtype == "float32" else 2
+
+
+def _check_parallelism(engine: EngineOptions, facts: CheckpointFacts) -> None:
+    tensor = engine.tensor_parallel
+    if facts.attention_heads % tensor:
+        fitting = [str(size) for size in range(1, facts.attention_heads + 1) if facts.attention_heads % size == 0]
+        raise ConfigurationError(
+            f"--tensor-parallel {tensor}: does not divide the model's {facts.attention_heads} attention heads; "
+            f"use one of {', '.join(fitting)}"
+        )
+    if engine.pipeline_parallel > facts.layers:
+        raise ConfigurationError(
+            f"--pipeline-parallel {engine.pipeline_parallel}: the model has only {facts.layers} layers; use "
+            "fewer stages"
+        )
+    for flag, size in (
+        ("--tensor-parallel", tensor),
+        ("--pipeline-parallel", engine.pipeline_parallel),
+        ("--expert-parallel", engine.expert_parallel),
+    ):
+        if size != 1:
+            raise ConfigurationError(f"{flag} {size}: this version serves one rank per model copy; use {flag} 1")
+
+
+def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, share: int) -> int:
+    """The cache that was asked for, or a usual one that the rank's share of the memory can hold."""
+    if options.engine.kv_cache_bytes is not None:
+        return options.engine.kv_cache_bytes
+    left = share - weights - RANK_OVERHEAD
+    if left <= 0:
+        raise ConfigurationError(
+            f"{options.model.flag}: a rank needs {format_bytes(weights)} for the weights and "
+            f"{format_bytes(RANK_OVERHEAD)} besides, but its share of the memory is {format_bytes(share)}; give the "
+            "pod more memory, or use a smaller --dtype, fewer replicas or a smaller model"
+        )
+    least = options.engine.block_size_tokens * facts.kv_bytes_per_token(element_bytes(options.engine))
+    return max(min(USUAL_KV_CACHE, int(left * KV_SHARE)), least)
+
+
+def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, wanted: int) -> int:
+    """The longest sequence: one must fit into the cache as a whole."""
+    engine = options.engine
+    per_token = facts.kv_bytes_per_token(element_bytes(engine))
+    blocks = cache // (per_token * engine.block_size_tokens)
+    fitting = blocks * engine.block_size_tokens
+    if blocks < 1:
+        least = engine.block_size_tokens * per_token
+        raise ConfigurationError(
+            f"--kv-cache-memory {format_bytes(cache)}: too small for a single block of {engine.block_size_tokens} "
+            f"tokens; give at least {format_bytes(least)}"
+        )
+    if engine.max_sequence_length is not None and fitting < wanted:
+        needed = (wanted + engine.block_size_tokens) * per_token
+        raise ConfigurationError(
+            f"--max-sequence-length {wanted}: a KV cache of {format_bytes(cache)} holds {fitting} tokens; "
+            f"use {fitting} or less, or --kv-cache-memory {format_bytes(needed)} or more"
+        )
+    return min(wanted, fitting)

@@ -1,0 +1,75 @@
+"""What the coordinator and the ranks are started with."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from megatron_runtime.launch.child import ChildTask
+from megatron_runtime.launch.inspection import CheckpointFacts
+from megatron_runtime.launch.memory import usable_cores
+from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime.launch.preflight import EnginePlan
+from megatron_runtime.server.frontend_group import KEY_VARIABLE
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def coordinator_task(options: LaunchOptions, *, port: int, key: str | None, initial_state: str) -> ChildTask:
+    """The coordinator; engines are brought to ``initial_state`` before they get requests."""
+    return ChildTask(
+        role="coordinator",
+        module="megatron_runtime.launch.coordinator_process",
+        options={
+            "host": options.private_host,
+            "port": port,
+            "data_parallel_size": options.replicas,
+            "policy": options.routing_policy.replace("-", "_"),
+            "initial_state": initial_state,
+            "request_timeout": options.request_timeout,
+        },
+        environment=_secret(key),
+    )
+
+
+def rank_task(
+    options: LaunchOptions, facts: CheckpointFacts, plan: EnginePlan, *, rank: int, address: str, key: str | None
+) -> ChildTask:
+    """One rank. Its share of the cores must be set before it imports torch, hence in the environment."""
+    threads = str(threads_per_rank(options))
+    engine = asdict(options.engine) | {
+        "max_sequence_length": plan.max_sequence_length,
+        "kv_cache_bytes": plan.kv_cache_bytes,
+    }
+    return ChildTask(
+        role=f"rank {rank}",
+        module="megatron_runtime.rank",
+        options={
+            "checkpoint": facts.path,
+            "rank": rank,
+            "group": rank // options.engine.ranks_per_group,
+            "attempt": options.identity.attempt,
+            "local_rank": rank - first_rank(options),
+            "engine": engine,
+            "coordinator_address": address,
+            "drain_timeout": options.drain_timeout,
+        },
+        environment=_secret(key) | dict.fromkeys(_THREAD_VARIABLES, threads),
+    )
+
+
+def first_rank(options: LaunchOptions) -> int:
+    """The lowest of this pod's ranks, counted over all pods."""
+    identity = options.identity
+    return identity.group * options.engine.ranks_per_group + identity.pod_index * options.ranks_per_pod
+
+
+def threads_per_rank(options: LaunchOptions) -> int:
+    """This rank's part of the cores, unless a flag says otherwise."""
+    if options.threads_per_rank is not None:
+        return options.threads_per_rank
+    ranks = options.identity.local_ranks or options.local_ranks
+    return max(usable_cores() // ranks, 1)
+
+
+def _secret(key: str | None) -> dict[str, str]:
+    return {} if key is None else {KEY_VARIABLE: key}

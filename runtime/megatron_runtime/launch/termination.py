@@ -1,0 +1,61 @@
+"""How a launcher ends: its exit code, and the reason that it leaves for whoever started it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.launch.keeper import ChildEnd
+from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
+
+logger = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 3000
+"""The kubelet keeps 4096 bytes of a termination message."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Why the launcher ends. ``reason`` is CamelCase, as in Kubernetes conditions."""
+
+    exit_code: int = EXIT_DRAINED
+    reason: str = "Drained"
+    message: str = ""
+    rank: int | None = None
+    child_exit_code: int | None = None
+
+    @classmethod
+    def bad_input(cls, error: Exception) -> Outcome:
+        """The options or the checkpoint can't be served; another try would end the same."""
+        kind = type(error).__name__
+        return cls(EXIT_BAD_INPUT, "InvalidSpec" if kind == "ConfigurationError" else kind, str(error))
+
+    @classmethod
+    def child_failed(cls, end: ChildEnd, rank: int | None = None) -> Outcome:
+        """A process that the pod can't do without ended for good."""
+        if end.is_bad_input:
+            reason = "CheckpointError" if (end.error or {}).get("reason") == "CheckpointError" else "InvalidSpec"
+            return cls(EXIT_BAD_INPUT, reason, end.message, rank, end.exit_code)
+        reason = "ProcessFailed" if rank is None else "RankFailed"
+        return cls(EXIT_FAILURE, reason, end.message, rank, end.exit_code)
+
+    def body(self) -> dict[str, Any]:
+        """As the termination log and the control API write it."""
+        return {
+            "reason": self.reason,
+            "message": self.message[-LONGEST_MESSAGE:],
+            "rank": self.rank,
+            "exitCode": self.exit_code if self.child_exit_code is None else self.child_exit_code,
+        }
+
+    def write(self, path: Path | None) -> None:
+        """Leaves the reason in the termination log, if there is one and this is not a good end."""
+        if path is None or self.exit_code == EXIT_DRAINED:
+            return
+        try:
+            path.write_text(json.dumps(self.body()) + "\n")
+        except OSError as error:
+            logger.warning("the termination log %s can't be written: %s", path, error)

@@ -1,0 +1,143 @@
+"""One rank: ``python -m megatron_runtime.rank``, started by the launcher. Loads its part of the model and serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.launch.keeper import error_report
+from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
+from megatron_runtime.launch.pod_state import RankPhase
+from megatron_runtime.server.frontend_group import KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+    from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+    from megatron_runtime.model.weights import LoadProgress
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 0.1
+"""Least time between two reports of progress."""
+CUDA_SHARE = 0.9
+"""Part of the device's free memory that a KV cache of unasked size takes; the rest is for activations."""
+
+
+def main() -> None:
+    """Ends with 0 after a drain or a stop, with 2 when the input can't be served."""
+    link = ParentLink.from_arguments()
+    try:
+        engine = _build_engine(link)
+        asyncio.run(_serve(link, engine))
+    except (CheckpointError, ConfigurationError) as error:
+        link.report(error=error_report(error))
+        logger.error("%s", error)
+        sys.exit(EXIT_BAD_INPUT)
+    sys.exit(EXIT_DRAINED)
+
+
+def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
+    _report_phase(link, RankPhase.STARTING)
+    # Not above: it takes seconds, in which the launcher should know that this process lives.
+    import torch
+
+    from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+    from megatron_runtime.model.checkpoint import load_model
+    from megatron_runtime.model.tokenizer_files import load_tokenizer
+
+    options = link.options["engine"]
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    device = torch.device(options["device"], link.options["local_rank"]) if options["device"] == "cuda" else "cpu"
+    model = load_model(
+        link.options["checkpoint"],
+        dtype=options["dtype"],
+        device=device,
+        max_sequence_length=options["max_sequence_length"],
+        on_progress=_Progress(link),
+    )
+    tokenizer = load_tokenizer(link.options["checkpoint"])
+    return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options))
+
+
+def _inference_config(options: dict[str, Any]) -> Any:
+    from megatron_runtime.config import InferenceConfig
+
+    return InferenceConfig(
+        block_size_tokens=options["block_size_tokens"],
+        kv_cache_memory_bytes=options["kv_cache_bytes"] or _free_device_memory(),
+        max_requests=options["max_requests"],
+        max_sequence_length=options["max_sequence_length"],
+        enable_chunked_prefill=options["chunked_prefill"],
+        kv_cache_management_mode=options["kv_cache_management"],
+        offload_weights=options["offload_weights"],
+    )
+
+
+def _free_device_memory() -> int:
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    return int(free * CUDA_SHARE)
+
+
+async def _serve(link: ParentLink, engine: DynamicInferenceEngine) -> None:
+    """Works for the coordinator until it says stop, or until SIGTERM has been obeyed by a drain."""
+    from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+
+    loop = CoordinatedLoop(
+        engine,
+        coordinator_address=link.options["coordinator_address"],
+        data_parallel_rank=link.options["group"],
+        attempt=link.options["attempt"],
+        key=os.environ.get(KEY_VARIABLE),
+    )
+    drains: list[asyncio.Task[bool]] = []
+
+    def drain() -> None:
+        if not drains:
+            drains.append(asyncio.create_task(loop.drain(link.options["drain_timeout"])))
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain)
+    _report_phase(link, RankPhase.REGISTERING)
+    registration = asyncio.create_task(_report_registration(link, loop))
+    try:
+        await loop.run()
+    finally:
+        registration.cancel()
+        await asyncio.gather(registration, *drains, return_exceptions=True)
+
+
+async def _report_registration(link: ParentLink, loop: CoordinatedLoop) -> None:
+    await loop.wait_registered()
+    _report_phase(link, RankPhase.SERVING)
+
+
+def _report_phase(link: ParentLink, phase: RankPhase) -> None:
+    link.report(phase=phase.value)
+
+
+class _Progress:
+    """Reports how many bytes of the weights are loaded, not too often."""
+
+    def __init__(self, link: ParentLink) -> None:
+        self._link = link
+        self._next = 0.0
+
+    def __call__(self, progress: LoadProgress) -> None:
+        now = time.monotonic()
+        if now < self._next and progress.loaded_bytes < progress.total_bytes:
+            return
+        self._next = now + PROGRESS_SECONDS
+        self._link.report(
+            phase=RankPhase.LOADING.value, loadedBytes=progress.loaded_bytes, totalBytes=progress.total_bytes
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Decides whether a request may go to the engines now, must wait, or is turned away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from megatron_runtime.errors import MegatronInferenceError
+from megatron_runtime.headers import EngineState
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.server.errors import ApiError, unavailable
+from megatron_runtime.service_state import ServiceState
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 30.0
+RETRY_SECONDS = 1.0
+REFUSING_STATES = (EngineState.STOPPING, EngineState.STOPPED)
+
+
+class Abandonable(Protocol):
+    """A request in flight."""
+
+    def abandon(self, error: ApiError) -> None:
+        """Ends it with an error now."""
+        ...
+
+
+class Admission:
+    """Follows the service's state and knows the requests in flight.
+
+    Paused and suspended engines take requests: those wait in the engines' queues.
+    """
+
+    def __init__(self, client: InferenceClient, *, replica_wait: float, retry_after: int) -> None:
+        self._client = client
+        self._replica_wait = replica_wait
+        self._retry_after = retry_after
+        self._service: ServiceState | None = None
+        self._changed = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._in_flight: set[Abandonable] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    def start(self) -> None:
+        """Begins to follow the service's state."""
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Ends what ``start`` began."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request sent now would be taken."""
+        return not self._draining and self._has_replica() and not self._is_refusing()
+
+    async def admit(self) -> None:
+        """Returns once there is a replica; raises ApiError 503 when the request is turned away."""
+        try:
+            async with asyncio.timeout(self._replica_wait):
+                self._refuse_if_closed()
+                while not self._has_replica():
+                    await self._next_change()
+                    self._refuse_if_closed()
+        except TimeoutError:
+            message = f"no replica of the model has registered within {self._replica_wait:.0f} seconds"
+            raise unavailable(message, retry_after=self._retry_after, code="no_replica") from None
+
+    def enter(self, request: Abandonable) -> None:
+        """Counts a request in."""
+        self._in_flight.add(request)
+        self._idle.clear()
+
+    def leave(self, request: Abandonable) -> None:
+        """Counts it out."""
+        self._in_flight.discard(request)
+        if not self._in_flight:
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Turns new requests away from now on, and returns when those in flight have ended."""
+        self._draining = True
+        self._wake()
+        await self._idle.wait()
+
+    def abandon(self) -> None:
+        """Ends the requests in flight with an error, for a drain that takes too long."""
+        for request in self._in_flight:
+            request.abandon(self._shutting_down())
+
+    def _refuse_if_closed(self) -> None:
+        if self._draining:
+            raise self._shutting_down()
+        if self._is_refusing():
+            raise unavailable("the model is stopped", retry_after=self._retry_after, code="stopped")
+
+    def _shutting_down(self) -> ApiError:
+        return unavailable("the server is shutting down", retry_after=self._retry_after, code="draining")
+
+    def _has_replica(self) -> bool:
+        return self._service is not None and bool(self._service.engines)
+
+    def _is_refusing(self) -> bool:
+        return self._service is not None and self._service.state in REFUSING_STATES
+
+    async def _next_change(self) -> None:
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _watch(self) -> None:
+        while True:
+            revision = -1 if self._service is None else self._service.revision
+            try:
+                self._service = await self._client.wait_for_state_change(revision, POLL_SECONDS)
+            except (MegatronInferenceError, TimeoutError) as error:
+                logger.warning("the coordinator does not answer: %s", error)
+                await asyncio.sleep(RETRY_SECONDS)
+            self._wake()

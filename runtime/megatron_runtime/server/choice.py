@@ -1,0 +1,128 @@
+"""One choice of an answer: from a tokenized prompt to text, piece by piece or at once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.server.errors import ApiError, unavailable
+from megatron_runtime.server.metrics import ChoiceTimer, FrontendMetrics
+
+if TYPE_CHECKING:
+    from megatron_runtime.inference_request import DynamicInferenceRequest
+
+RETRY_AFTER_ABORT = 5
+
+
+@dataclass(frozen=True)
+class TokenLogProb:
+    """A generated token with its log probability, and those of the likeliest tokens in its place by their text."""
+
+    token: int
+    log_prob: float
+    top: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text of one choice. The last one of a choice has a finish reason and the number of generated tokens."""
+
+    choice: int
+    text: str
+    log_probs: tuple[TokenLogProb, ...] = ()
+    finish_reason: str | None = None
+    generated_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ChoiceTask:
+    """What to generate for one choice."""
+
+    index: int
+    prompt: Sequence[int]
+    params: SamplingParams
+
+
+class ChoiceRunner:
+    """Runs choices; closing or cancelling one aborts its request in the engine."""
+
+    def __init__(self, client: InferenceClient, tokenizer: Tokenizer, metrics: FrontendMetrics) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+
+    async def run(self, task: ChoiceTask) -> AsyncGenerator[Delta, None]:
+        """The deltas of a choice; with ``params.streaming`` as they come, else a single one."""
+        with ChoiceTimer(self._metrics, len(task.prompt)) as timer:
+            deltas = self._stream(task, timer) if task.params.streaming else self._at_once(task, timer)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+
+    async def _at_once(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
+        record = await self._client.add_request(list(task.prompt), task.params)
+        request: DynamicInferenceRequest = record[-1]
+        timer.finish(len(request.generated_tokens))
+        yield self._last(task, request, sent_text="", sent_tokens=0)
+
+    async def _stream(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
+        detokenizer = self._tokenizer.incremental()
+        sent_text, sent_tokens = "", 0
+        updates = self._client.stream_request(list(task.prompt), task.params)
+        async with aclosing(updates):
+            async for update in updates:
+                if update.new_tokens:
+                    timer.first_token()
+                if update.finished is not None:
+                    timer.finish(len(update.finished.generated_tokens))
+                    yield self._last(task, update.finished, sent_text, sent_tokens)
+                    return
+                text = detokenizer.push(update.new_tokens)
+                sent_text += text
+                sent_tokens += len(update.new_tokens)
+                log_probs = _log_probs(update.new_tokens, update.new_log_probs, update.new_top_n_logprobs)
+                if text or log_probs:
+                    yield Delta(task.index, text, log_probs)
+
+    def _last(self, task: ChoiceTask, request: DynamicInferenceRequest, sent_text: str, sent_tokens: int) -> Delta:
+        """What is left to send once the engine's word on the whole answer is there."""
+        _raise_if_failed(request)
+        text = request.generated_text or ""
+        tokens = request.generated_tokens
+        log_probs = _log_probs(tokens, request.generated_log_probs, request.generated_top_n_logprobs)
+        if tokens and tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos:
+            log_probs = log_probs[: len(tokens) - 1]
+        return Delta(
+            task.index,
+            text.removeprefix(sent_text),
+            log_probs[sent_tokens:],
+            finish_reason="length" if request.finish_reason == "length" else "stop",
+            generated_tokens=len(tokens),
+        )
+
+
+def _log_probs(
+    tokens: Sequence[int], values: Iterable[float] | None, tops: Sequence[Mapping[str, float]] | None
+) -> tuple[TokenLogProb, ...]:
+    numbers = [float(value) for value in values or ()]
+    likeliest = tops or [{}] * len(tokens)
+    return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, likeliest, strict=False))
+
+
+def _raise_if_failed(request: DynamicInferenceRequest) -> None:
+    """Turns the engine's refusal or failure into an answer."""
+    if request.finish_reason == "abort":
+        raise unavailable("the request was aborted", retry_after=RETRY_AFTER_ABORT, code="aborted")
+    if not request.failed():
+        return
+    payloads = [event.payload for event in request.events if event.payload is not None]
+    error = payloads[-1] if payloads else None
+    message = str(getattr(error, "message", None) or error or "the engine gave no reason")
+    if error is not None and not getattr(error, "is_transient", True):
+        raise ApiError(400, message, code="context_length_exceeded")
+    raise ApiError(500, f"the engine failed on this request: {message}", kind="server_error", code="engine_error")

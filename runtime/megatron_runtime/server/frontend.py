@@ -1,0 +1,84 @@
+"""One frontend process: ``python -m megatron_runtime.server.frontend``, started by a ``FrontendGroup``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import uvloop
+
+from megatron_runtime.errors import MegatronInferenceError
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.launch.keeper import error_report
+from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
+from megatron_runtime.model.tokenizer_files import load_tokenizer
+from megatron_runtime.server.admission import Admission
+from megatron_runtime.server.api_keys import ApiKeys
+from megatron_runtime.server.app import Frontend, create_app
+from megatron_runtime.server.frontend_group import KEY_VARIABLE
+from megatron_runtime.server.http_server import HttpServer
+from megatron_runtime.server.options import FrontendOptions
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Serves until SIGTERM; see ``_Drain`` for what the signal does."""
+    link = ParentLink.from_arguments()
+    sys.exit(uvloop.run(_serve(link)))
+
+
+async def _serve(link: ParentLink) -> int:
+    sock = socket.socket(fileno=link.options.pop("listen_fd"))
+    options = FrontendOptions.deserialize(link.options)
+    try:
+        tokenizer = load_tokenizer(options.tokenizer_path)
+        api_keys = ApiKeys(Path(options.api_keys_file)) if options.api_keys_file else None
+        client = InferenceClient(options.coordinator_address, key=os.environ.get(KEY_VARIABLE))
+    except MegatronInferenceError as error:
+        link.report(error=error_report(error))
+        logger.error("%s", error)
+        return EXIT_BAD_INPUT
+    client.start()
+    admission = Admission(client, replica_wait=options.replica_wait, retry_after=options.retry_after)
+    app = create_app(Frontend(options, client, tokenizer, admission, api_keys))
+    server = HttpServer(app, verbose=options.verbose)
+    drain = _Drain(server, admission)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain.advance)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        await server.listening.wait()
+        link.report(phase="Serving")
+        await serving
+    finally:
+        client.stop()
+    return EXIT_DRAINED
+
+
+class _Drain:
+    """The first SIGTERM turns new requests away and lets those in flight end; the second ends those too."""
+
+    def __init__(self, server: HttpServer, admission: Admission) -> None:
+        self._server = server
+        self._admission = admission
+        self._task: asyncio.Task[None] | None = None
+
+    def advance(self) -> None:
+        """Takes the next step towards the end."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._drain())
+        else:
+            self._admission.abandon()
+
+    async def _drain(self) -> None:
+        await self._admission.drain()
+        self._server.should_exit = True
+
+
+if __name__ == "__main__":
+    main()

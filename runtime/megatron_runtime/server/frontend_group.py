@@ -1,0 +1,172 @@
+"""The frontend processes of one endpoint: they share a listening socket, and are started again when they die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TextIO
+
+from megatron_runtime.errors import ConfigurationError, CoordinatorError
+from megatron_runtime.launch.child import ChildTask
+from megatron_runtime.launch.keeper import ChildEnd, Keeper
+from megatron_runtime.server.options import FrontendOptions
+
+KEY_VARIABLE = "MEGATRON_COORDINATOR_KEY"
+ABANDON_SECONDS = 3.0
+"""How long frontends have, at the end of a drain, to tell their clients that it is over."""
+
+
+class FrontendGroup:
+    """Made by ``start_frontends``. Its processes die with the thread whose event loop it runs on.
+
+    ``on_change`` is called whenever a frontend came, went, or begins to listen.
+    """
+
+    def __init__(
+        self,
+        options: FrontendOptions,
+        sock: socket.socket,
+        *,
+        key: str | None,
+        on_change: Callable[[], None] = lambda: None,
+        log: TextIO | None = None,
+    ) -> None:
+        self.options = options
+        self._socket = sock
+        self._key = key
+        self._on_change = on_change
+        self._listening: set[int] = set()
+        self._changed = asyncio.Event()
+        self._keepers = [
+            Keeper(
+                partial(self._task, index),
+                on_report=partial(self._report, index),
+                on_change=partial(self._note, index),
+                log=log,
+            )
+            for index in range(options.replicas)
+        ]
+        self._runs: list[asyncio.Task[ChildEnd]] = []
+
+    @property
+    def port(self) -> int:
+        """The port that the frontends listen on."""
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def listening(self) -> int:
+        """How many frontends answer."""
+        return len(self._listening)
+
+    @property
+    def restarts(self) -> int:
+        """How often a frontend was started again."""
+        return sum(keeper.restarts for keeper in self._keepers)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes as they are now."""
+        return [keeper.child.pid for keeper in self._keepers if keeper.child is not None and keeper.child.pid]
+
+    def start(self) -> None:
+        """Starts the processes; needs a running event loop."""
+        self._runs = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
+        for run in self._runs:
+            run.add_done_callback(lambda _: self._wake())
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Returns when all frontends listen.
+
+        Raises:
+            ConfigurationError: A frontend found that it can't work with its options.
+            CoordinatorError: They did not listen within ``timeout`` seconds.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                while self.listening < self.options.replicas:
+                    if (failure := self.failure) is not None:
+                        raise ConfigurationError(failure.message)
+                    await self._changed.wait()
+        except TimeoutError:
+            message = f"{self.listening} of {self.options.replicas} frontends listen after {timeout:.0f} s"
+            raise CoordinatorError(message) from None
+
+    @property
+    def failure(self) -> ChildEnd | None:
+        """How a frontend ended that is not started again, since it can't work with its options."""
+        ends = (run.result() for run in self._runs if run.done() and not run.cancelled() and not run.exception())
+        return next((end for end in ends if end.is_bad_input), None)
+
+    async def drain(self, timeout: float) -> None:
+        """Answers new requests with 503 while those in flight end, at most ``timeout`` seconds; then ends for good."""
+        for keeper in self._keepers:
+            keeper.release()
+            keeper.send_signal(signal.SIGTERM)
+        _, late = await asyncio.wait(self._runs, timeout=timeout) if self._runs else (set(), set())
+        if late:
+            for keeper in self._keepers:
+                keeper.send_signal(signal.SIGTERM)
+            await asyncio.wait(late, timeout=ABANDON_SECONDS)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends the processes at once and closes the socket; a second call has no effect."""
+        for run in self._runs:
+            run.cancel()
+        for run in self._runs:
+            with contextlib.suppress(asyncio.CancelledError):
+                await run
+        self._listening.clear()
+        self._socket.close()
+
+    def _task(self, index: int) -> ChildTask:
+        environment = {} if self._key is None else {KEY_VARIABLE: self._key}
+        if self.options.metrics_folder is not None:
+            environment["PROMETHEUS_MULTIPROC_DIR"] = self.options.metrics_folder
+        return ChildTask(
+            role=f"frontend {index}",
+            module="megatron_runtime.server.frontend",
+            options={**self.options.serialize(), "listen_fd": self._socket.fileno()},
+            environment=environment,
+            inherited=(self._socket.fileno(),),
+        )
+
+    def _report(self, index: int, report: Any) -> None:
+        if report.get("phase") == "Serving":
+            self._listening.add(index)
+            self._wake()
+
+    def _note(self, index: int) -> None:
+        """A frontend came or went: either way it does not listen yet."""
+        self._listening.discard(index)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self._on_change()
+
+
+async def start_frontends(
+    options: FrontendOptions,
+    sock: socket.socket,
+    *,
+    key: str | None = None,
+    on_change: Callable[[], None] = lambda: None,
+    log: TextIO | None = None,
+) -> FrontendGroup:
+    """Starts ``options.replicas`` processes that serve the listening socket ``sock``, which now belongs to the group.
+
+    Make the socket with ``http_server.bind``. Call this, and the methods of the group, on an event loop whose thread
+    lives as long as the frontends shall: the kernel ends them with that thread.
+
+    Args:
+        key: The shared secret of the coordinator, if it has one.
+    """
+    group = FrontendGroup(options, sock, key=key, on_change=on_change, log=log)
+    group.start()
+    return group

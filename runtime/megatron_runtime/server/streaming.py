@@ -1,0 +1,85 @@
+"""Server-sent events, and the end of work for clients that have left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from megatron_runtime.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Proxies must pass each event on at once."""
+
+
+class EventStream(StreamingResponse):
+    """``text/event-stream`` of JSON chunks that ends with ``[DONE]``, or with an error in OpenAI's shape.
+
+    When the client leaves, the generator of the chunks is closed at once.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[Mapping[str, Any], None]) -> None:
+        self._chunks = chunks
+        super().__init__(_events(chunks), media_type="text/event-stream", headers=HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._chunks.aclose()
+
+
+async def _events(chunks: AsyncGenerator[Mapping[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    try:
+        async for chunk in chunks:
+            yield _event(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+    except ApiError as error:
+        yield _event(json.dumps(error.body()))
+        return
+    except Exception:
+        logger.exception("a stream failed")
+        yield _event(json.dumps(ApiError(500, "the server failed on this request", kind="server_error").body()))
+        return
+    yield _event("[DONE]")
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before the answer was there."""
+
+
+async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves; then raises ClientLeft.
+
+    The body of ``request`` must have been read.
+    """
+    job = asyncio.create_task(work)
+    departure = asyncio.create_task(_departure(request))
+    try:
+        await asyncio.wait({job, departure}, return_when=asyncio.FIRST_COMPLETED)
+        if not job.done():
+            raise ClientLeft
+        return job.result()
+    finally:
+        for task in (job, departure):
+            task.cancel()
+        await asyncio.gather(job, departure, return_exceptions=True)
+
+
+async def _departure(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,194 @@
+"""A real launcher as a process, on a loopback address of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+
+PORTS = (8000, 9000, 5557)
+TOKEN = "control-token-of-the-tests"
+KEY = "coordinator-key-of-the-tests-0123456789"
+MODEL = "chat"
+READY_SECONDS = 90.0
+
+
+_LAST_BYTES = iter(range(2, 250))
+
+
+def free_host() -> str:
+    """A loopback address on which all ports of a pod are free; another one every time."""
+    for last in _LAST_BYTES:
+        host = f"127.77.{os.getpid() % 250 + 1}.{last}"
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in PORTS:
+                    stack.enter_context(socket.socket()).bind((host, port))
+            except OSError:
+                continue
+            return host
+    raise AssertionError("no loopback address has its ports free")
+
+
+class Pod:
+    """One launcher process and the ways to talk to it."""
+
+    def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
+        self.host = free_host()
+        self.termination_log = folder / "termination.json"
+        self.log = folder / "log.txt"
+        identity = {
+            "MEGATRON_BIND_HOST": self.host,
+            "MEGATRON_CONTROL_TOKEN": TOKEN,
+            "MEGATRON_COORDINATOR_KEY": KEY,
+            "MEGATRON_TERMINATION_LOG": str(self.termination_log),
+            "OMP_NUM_THREADS": "1",
+        }
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "megatron_runtime.cli",
+                    "--served-name",
+                    MODEL,
+                    "--threads-per-rank",
+                    "1",
+                    *flags,
+                ],
+                env={**os.environ, **identity, **environment},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.control = httpx.Client(
+            base_url=f"http://{self.host}:9000",
+            headers={"Authorization": f"Bearer {TOKEN}"},
+            timeout=60,
+            trust_env=False,
+        )
+        self.http = httpx.Client(base_url=f"http://{self.host}:8000", timeout=60, trust_env=False)
+        self.openai = OpenAI(
+            base_url=f"http://{self.host}:8000/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx.Client(timeout=60, trust_env=False),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The answer of the control API."""
+        body: dict[str, Any] = self.control.get("/v1/state").json()
+        return body
+
+    def signal(self, name: str) -> httpx.Response:
+        """Sends a lifecycle signal and waits until it is obeyed."""
+        return self.control.post(f"/v1/{name}", params={"wait": "true", "timeout": 30})
+
+    def wait_for(self, what: Callable[[dict[str, Any]], bool], seconds: float = READY_SECONDS) -> dict[str, Any]:
+        """The state as soon as it is as wanted."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the launcher ended with {self.process.returncode}:\n{self.words()}")
+            with contextlib.suppress(httpx.TransportError):
+                if what(state := self.state()):
+                    return state
+            time.sleep(0.05)
+        raise AssertionError(f"not within {seconds} s; last words:\n{self.words()}")
+
+    def wait_ready(self) -> Pod:
+        """Returns once requests are taken."""
+        self.wait_for(lambda state: state["ready"])
+        return self
+
+    def words(self) -> str:
+        """The end of the log."""
+        return self.log.read_text()[-4000:]
+
+    def children(self) -> dict[int, str]:
+        """Processes below the launcher, with their command lines."""
+        return children_of(self.process.pid)
+
+    def child(self, word: str) -> int:
+        """The one child whose command line has ``word``, or the first of several."""
+        return min(pid for pid, command in self.children().items() if word in command)
+
+    def end(self) -> None:
+        """Ends the launcher at once, and says what is left of its processes."""
+        below = list(self.children()) if self.process.poll() is None else []
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        self.control.close()
+        self.http.close()
+        self.openai.close()
+        wait_until(lambda: not any(is_alive(pid) for pid in below), "processes are left over")
+
+
+def children_of(parent: int) -> dict[int, str]:
+    """Direct children of a process, with their command lines."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[1]) == parent and fields[0] != "Z":
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is not merely waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], otherwise: str, seconds: float = 20.0) -> None:
+    """Polls until ``condition`` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+
+
+StartPod = Callable[..., Pod]
+
+
+@pytest.fixture
+def start_pod(tmp_path: Path) -> Iterator[StartPod]:
+    """Starts launchers that end with the test."""
+    pods: list[Pod] = []
+
+    def start(*flags: str, **environment: str) -> Pod:
+        folder = tmp_path / str(len(pods))
+        folder.mkdir()
+        pods.append(Pod(folder, *flags, **environment))
+        return pods[-1]
+
+    yield start
+    for pod in pods:
+        pod.end()
+
+
+@pytest.fixture(scope="module")
+def shared_pod(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+    """One serving pod for the tests of a module; they leave it running."""
+    pod = Pod(tmp_path_factory.mktemp("pod"), "--model", str(smollm2_path), "--kv-cache-memory", "512Mi")
+    try:
+        yield pod.wait_ready()
+    finally:
+        pod.end()

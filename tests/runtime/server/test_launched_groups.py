@@ -1,0 +1,88 @@
+"""Several replicas: in one standalone launcher, and in pods of their own that find the leader."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.model
+
+FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def ask(pod: Any) -> str:
+    """One short answer."""
+    answer = pod.openai.chat.completions.create(model="chat", messages=FRANCE, temperature=0, max_tokens=20)
+    return str(answer.choices[0].message.content)
+
+
+def test_a_worker_pod_joins_the_leader_and_leaves_it_without_loss(
+    start_pod: Callable[..., Any], smollm2_path: Path
+) -> None:
+    flags = ("--model", str(smollm2_path), "--kv-cache-memory", "128Mi")
+    leader = start_pod(*flags)
+    worker = start_pod(
+        *flags,
+        MEGATRON_LEADER="0",
+        MEGATRON_GROUP_INDEX="1",
+        MEGATRON_COORDINATOR_ADDRESS=f"tcp://{leader.host}:5557",
+    )
+    state = leader.wait_for(lambda state: len(state["replicas"]) == 2)
+    assert [replica["group"] for replica in state["replicas"]] == [0, 1]
+    assert worker.wait_for(lambda state: state["ready"])["role"] == "worker"
+    assert worker.control.post("/v1/pause").status_code == 409
+    assert {ask(leader) for _ in range(4)} == {"The capital of France is Paris."}
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.process.wait(30) == 0
+    leader.wait_for(lambda state: len(state["replicas"]) == 1)
+    assert "Paris" in ask(leader)
+
+
+def test_a_model_alone_is_enough_on_a_laptop(smollm2_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_runtime.cli", "--model", str(smollm2_path), "--replicas", "2"]
+    flags = ["--kv-cache-memory", "128Mi", "--threads-per-rank", "1", "--frontend-replicas", "1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_")}
+    with subprocess.Popen([*command, *flags], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)
+            assert line.startswith("curl ")
+            assert url is not None
+            body = {"model": smollm2_path.stem, "messages": FRANCE, "temperature": 0, "max_tokens": 20}
+            answer = httpx.post(f"{url[0]}/chat/completions", json=body, timeout=60, trust_env=False).json()
+            assert "Paris" in answer["choices"][0]["message"]["content"]
+        finally:
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+def test_keys_from_a_file_are_asked_for_and_followed(
+    start_pod: Callable[..., Any], smollm2_path: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# people\nfirst-key\n")
+    pod = start_pod(
+        "--model", str(smollm2_path), "--kv-cache-memory", "128Mi", MEGATRON_API_KEYS_FILE=str(keys)
+    ).wait_ready()
+
+    def status(key: str) -> int:
+        return int(pod.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code)
+
+    refused = pod.http.get("/v1/models")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert (status("first-key"), status("second-key")) == (200, 401)
+    time.sleep(0.01)  # so that the file's time of change is another
+    keys.write_text("second-key\n")
+    assert (status("first-key"), status("second-key")) == (401, 200)
+    assert pod.http.get("/health").status_code == 200

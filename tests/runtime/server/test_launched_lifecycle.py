@@ -1,0 +1,147 @@
+"""The control API of a real pod: pause, suspend, drain, and who may ask for them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.model
+
+FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+STORY: list[Any] = [{"role": "user", "content": "Tell me a long story about a lighthouse."}]
+
+
+def ask(pod: Any) -> str:
+    """One short answer."""
+    answer = pod.openai.chat.completions.create(model="chat", messages=FRANCE, temperature=0, max_tokens=20)
+    return str(answer.choices[0].message.content)
+
+
+def waits(pod: Any, answer: Future[str]) -> bool:
+    """Whether a request sits in an engine's queue, unanswered."""
+    state = pod.wait_for(lambda state: state["requests"]["waiting"] == 1, seconds=20)
+    return not answer.done() and state["requests"]["running"] == 0
+
+
+def test_a_request_to_paused_engines_waits_for_unpause(shared_pod: Any) -> None:
+    assert shared_pod.signal("pause").json() == {"accepted": True, "engineState": "PAUSED"}
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, shared_pod)
+        assert waits(shared_pod, answer)
+        assert shared_pod.state()["ready"]
+        assert shared_pod.signal("unpause").json()["engineState"] == "RUNNING"
+        assert "Paris" in answer.result(30)
+
+
+def test_suspended_engines_answer_again_after_resume_and_unpause(shared_pod: Any) -> None:
+    before = ask(shared_pod)
+    for name, state in (("pause", "PAUSED"), ("suspend", "SUSPENDED")):
+        assert shared_pod.signal(name).json()["engineState"] == state
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, shared_pod)
+        assert waits(shared_pod, answer)
+        for name, state in (("resume", "PAUSED"), ("unpause", "RUNNING")):
+            assert shared_pod.signal(name).json()["engineState"] == state
+        assert answer.result(30) == before
+
+
+def test_a_signal_in_the_wrong_state_is_refused_with_what_is_allowed(shared_pod: Any) -> None:
+    answer = shared_pod.control.post("/v1/suspend")
+    assert answer.status_code == 409
+    error = answer.json()["error"]
+    assert (error["code"], error["engineState"], error["allowed"]) == ("InvalidState", "RUNNING", ["pause"])
+
+
+def test_a_signal_that_is_not_waited_for_is_accepted(shared_pod: Any) -> None:
+    assert shared_pod.control.post("/v1/pause").status_code == 202
+    shared_pod.wait_for(lambda state: state["engineState"] == "PAUSED")
+    assert shared_pod.control.post("/v1/unpause").status_code == 202
+    shared_pod.wait_for(lambda state: state["engineState"] == "RUNNING")
+
+
+def test_a_long_poll_answers_with_the_next_change(shared_pod: Any) -> None:
+    revision = shared_pod.state()["revision"]
+    with ThreadPoolExecutor() as pool:
+        poll = pool.submit(shared_pod.control.get, "/v1/state", params={"after": revision, "timeout": 60})
+        shared_pod.signal("pause")
+        assert poll.result(30).json()["revision"] > revision
+    shared_pod.signal("unpause")
+
+
+def test_the_control_api_asks_for_its_token(shared_pod: Any) -> None:
+    url = f"http://{shared_pod.host}:9000"
+    with httpx.Client(base_url=url, trust_env=False) as stranger:
+        assert stranger.get("/v1/state").status_code == 401
+        assert stranger.post("/v1/pause", headers={"Authorization": "Bearer guess"}).status_code == 401
+        assert stranger.get("/healthz").status_code == 200
+        assert stranger.get("/readyz").status_code == 200
+    assert shared_pod.control.get("/v1/state", params={"timeout": "long"}).status_code == 400
+    assert shared_pod.control.post("/v1/explode").status_code == 404
+
+
+@pytest.fixture
+def pod(start_pod: Callable[..., Any], smollm2_path: Path) -> Any:
+    """A pod that the test may end."""
+    return start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi").wait_ready()
+
+
+def test_sigterm_lets_a_running_stream_end_and_turns_new_requests_away(pod: Any) -> None:
+    stream = pod.openai.chat.completions.create(
+        model="chat", messages=STORY, temperature=0, max_tokens=80, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = [next(stream), next(stream)]
+    pod.process.send_signal(signal.SIGTERM)
+    pod.wait_for(lambda state: state["draining"])
+    with pytest.raises(openai.InternalServerError) as refused:
+        ask(pod)
+    assert refused.value.status_code == 503
+    assert int(refused.value.response.headers["retry-after"]) > 0
+    chunks += list(stream)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert pod.process.wait(30) == 0
+    assert not pod.termination_log.exists()
+
+
+def test_a_second_signal_ends_at_once(pod: Any) -> None:
+    stream = pod.openai.chat.completions.create(
+        model="chat", messages=STORY, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(stream)
+    pod.process.send_signal(signal.SIGINT)
+    pod.wait_for(lambda state: state["draining"])
+    below = pod.children()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        # Signals that come together count as one, so this one comes a moment later.
+        pod.process.wait(0.5)
+    pod.process.send_signal(signal.SIGINT)
+    assert pod.process.wait(30) == 1
+    assert below
+    assert not any(Path(f"/proc/{child}").exists() for child in below)
+
+
+def test_stop_ends_the_launcher_with_success(pod: Any) -> None:
+    pod.signal("pause")
+    pod.control.post("/v1/stop")
+    assert pod.process.wait(30) == 0
+
+
+def test_the_wish_at_start_is_fulfilled_before_the_pod_is_ready(
+    start_pod: Callable[..., Any], smollm2_path: Path
+) -> None:
+    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi", MEGATRON_LIFECYCLE="Suspended")
+    pod.wait_for(lambda state: state["ready"] and state["engineState"] == "SUSPENDED")
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, pod)
+        assert waits(pod, answer)
+        pod.signal("resume")
+        pod.signal("unpause")
+        assert "Paris" in answer.result(30)

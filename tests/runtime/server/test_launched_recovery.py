@@ -1,0 +1,129 @@
+"""What a pod survives, and how it ends when it can't go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.model
+
+StartPod = Callable[..., Any]
+
+
+def count(pod: Any) -> str:
+    """A greedy answer of some length."""
+    answer = pod.openai.completions.create(model="chat", prompt="One, two, three,", temperature=0, max_tokens=60)
+    return str(answer.choices[0].text)
+
+
+@pytest.mark.parametrize("victim", ["coordinator_process", "megatron_runtime.rank"])
+def test_a_request_outlives_the_process_that_is_killed(shared_pod: Any, victim: str) -> None:
+    whole = count(shared_pod)
+    restarts = shared_pod.state()["restarts"]
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(count, shared_pod)
+        shared_pod.wait_for(lambda state: state["requests"]["running"] == 1)
+        os.kill(shared_pod.child(victim), signal.SIGKILL)
+        assert answer.result(60) == whole
+    shared_pod.wait_for(lambda state: state["ready"] and state["restarts"] == restarts + 1)
+
+
+def test_a_killed_frontend_is_replaced(shared_pod: Any) -> None:
+    victim = shared_pod.child("server.frontend")
+    restarts = shared_pod.state()["restarts"]
+    os.kill(victim, signal.SIGKILL)
+    shared_pod.wait_for(lambda state: state["restarts"] == restarts + 1)
+    frontends = [pid for pid, command in shared_pod.children().items() if "server.frontend" in command]
+    assert victim not in frontends
+    assert count(shared_pod)
+
+
+def test_a_paused_service_is_still_paused_after_its_coordinator_was_replaced(shared_pod: Any) -> None:
+    shared_pod.signal("pause")
+    victim = shared_pod.child("coordinator_process")
+    os.kill(victim, signal.SIGKILL)
+    shared_pod.wait_for(
+        lambda state: state["engineState"] == "PAUSED" and state["ready"] and shared_pod.child("coordinator") != victim
+    )
+    assert shared_pod.signal("unpause").json()["engineState"] == "RUNNING"
+    assert count(shared_pod)
+
+
+def test_a_rank_that_keeps_dying_ends_the_launcher(start_pod: StartPod, smollm2_path: Path) -> None:
+    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi", "--max-restarts", "0").wait_ready()
+    os.kill(pod.child("megatron_runtime.rank"), signal.SIGKILL)
+    assert pod.process.wait(30) == 1
+    reason = json.loads(pod.termination_log.read_text())
+    assert (reason["reason"], reason["rank"], reason["exitCode"]) == ("RankFailed", 0, -signal.SIGKILL)
+    assert "SIGKILL" in reason["message"]
+
+
+def test_no_process_outlives_a_killed_launcher(start_pod: StartPod, smollm2_path: Path) -> None:
+    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi").wait_ready()
+    assert len(pod.children()) == 4
+    pod.end()  # by SIGKILL, and looks for what is left
+
+
+def refused(pod: Any, reason: str) -> str:
+    """The message of a launcher that ended because of its input."""
+    assert pod.process.wait(60) == 2
+    written = json.loads(pod.termination_log.read_text())
+    assert written["reason"] == reason
+    assert written["message"].splitlines()[0] in pod.words()
+    return str(written["message"])
+
+
+def test_a_path_that_does_not_exist_is_refused(start_pod: StartPod) -> None:
+    message = refused(start_pod("--model", "/nowhere/model.gguf"), "InvalidSpec")
+    assert message.startswith("--model /nowhere/model.gguf: no such file or folder")
+
+
+def test_a_truncated_checkpoint_is_refused(start_pod: StartPod, smollm2_path: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(smollm2_path.read_bytes()[: 2**20])
+    assert f"--model {broken}" in refused(start_pod("--model", str(broken)), "CheckpointError")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(start_pod: StartPod, tmp_path: Path) -> None:
+    other = tmp_path / "model.gguf"
+    shutil.copy(__file__, other)
+    assert str(other) in refused(start_pod("--model", str(other)), "CheckpointError")
+
+
+def test_too_little_memory_is_refused(start_pod: StartPod, smollm2_path: Path) -> None:
+    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "900Gi")
+    message = refused(pod, "InvalidSpec")
+    assert message.startswith("--kv-cache-memory 900Gi: with 513.1Mi of weights")
+    assert "ask for a smaller cache" in message
+
+
+def test_tensor_parallelism_that_does_not_divide_the_heads_is_refused(start_pod: StartPod, smollm2_path: Path) -> None:
+    message = refused(start_pod("--model", str(smollm2_path), "--tensor-parallel", "2"), "InvalidSpec")
+    assert message == "--tensor-parallel 2: does not divide the model's 9 attention heads; use one of 1, 3, 9"
+
+
+def test_a_port_that_is_taken_is_refused(start_pod: StartPod, smollm2_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        pod = start_pod("--model", str(smollm2_path), "--host", "127.0.0.1", "--port", str(port))
+        assert f"--port {port}: already in use on 127.0.0.1" in refused(pod, "InvalidSpec")
+
+
+def test_check_says_what_would_be_served_and_starts_nothing(smollm2_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_runtime.cli", "--model", str(smollm2_path), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "134515008 parameters" in done.stdout
+    assert "everything is in order" in done.stdout

@@ -1,0 +1,160 @@
+"""The control API on a pod's state, without processes behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from megatron_runtime.errors import CoordinatorError, InvalidStateError, TransitionTimeoutError
+from megatron_runtime.launch.control_api import create_control_api
+from megatron_runtime.launch.metrics import create_exposition
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, ReplicaState
+
+
+class Engines:
+    """Stands in for the line to the coordinator: takes signals, or fails as told."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, bool]] = []
+        self.error: Exception | None = None
+
+    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
+        """As the real one."""
+        if self.error is not None:
+            raise self.error
+        self.taken.append((signal, wait))
+
+
+@pytest.fixture
+def state() -> PodState:
+    """A leader that has just started."""
+    return PodState(PodFacts(is_leader=True))
+
+
+@pytest.fixture
+def engines() -> Engines:
+    """Engines that obey."""
+    return Engines()
+
+
+@pytest.fixture
+async def client(state: PodState, engines: Engines) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the API, with the right token."""
+    api = create_control_api(state, engines, token="t", metrics=create_exposition(lambda: state.facts, None))
+    transport = httpx.ASGITransport(app=api)
+    headers = {"Authorization": "Bearer t"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://pod", headers=headers) as found:
+        yield found
+
+
+def registered(*groups: int, state: str = "RUNNING") -> dict[str, Any]:
+    """What the coordinator says when these groups are registered."""
+    return {"engine_state": state, "replicas": tuple(ReplicaState(group, state, 2, 3) for group in groups)}
+
+
+async def test_a_leader_is_ready_with_a_frontend_and_a_replica(client: httpx.AsyncClient, state: PodState) -> None:
+    assert (await client.get("/readyz")).status_code == 503
+    state.update(frontends_listening=1)
+    assert (await client.get("/readyz")).status_code == 503
+    state.update(**registered(0, state="SUSPENDED"))
+    assert (await client.get("/readyz")).status_code == 200
+    state.update(draining=True)
+    assert (await client.get("/readyz")).status_code == 503
+
+
+async def test_a_worker_is_ready_when_its_ranks_serve() -> None:
+    state = PodState(PodFacts(is_leader=False))
+    assert not state.facts.ready
+    state.update_rank(3, phase=RankPhase.LOADING, loaded_bytes=1, total_bytes=2)
+    assert not state.facts.ready
+    state.update_rank(3, phase=RankPhase.SERVING)
+    assert state.facts.ready
+    assert state.body()["ranks"] == [{"rank": 3, "phase": "Serving", "loadedBytes": 1, "totalBytes": 2, "message": ""}]
+
+
+async def test_the_state_is_that_of_the_contract(client: httpx.AsyncClient, state: PodState) -> None:
+    state.update(**registered(0, 1))
+    assert (await client.get("/v1/state")).json() == {
+        "revision": 2,
+        "role": "leader",
+        "engineState": "RUNNING",
+        "replicas": [
+            {"group": group, "state": "RUNNING", "runningRequests": 2, "waitingRequests": 3} for group in (0, 1)
+        ],
+        "ranks": [],
+        "requests": {"running": 4, "waiting": 6},
+        "ready": False,
+        "draining": False,
+        "restarts": 0,
+        "error": None,
+    }
+
+
+async def test_a_long_poll_waits_for_the_next_revision(client: httpx.AsyncClient, state: PodState) -> None:
+    poll = asyncio.create_task(client.get("/v1/state", params={"after": 1, "timeout": 60}))
+    done, _ = await asyncio.wait({poll}, timeout=0.1)
+    assert not done
+    state.update(restarts=1)
+    assert (await poll).json()["revision"] == 2
+
+
+async def test_a_long_poll_ends_at_its_time(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/state", params={"after": 1, "timeout": 0.05})).json()["revision"] == 1
+
+
+async def test_a_revision_from_before_a_restart_is_answered_at_once(client: httpx.AsyncClient) -> None:
+    answer = await asyncio.wait_for(client.get("/v1/state", params={"after": 99, "timeout": 60}), 10)
+    assert answer.json()["revision"] == 1
+
+
+async def test_load_alone_makes_no_new_revision(state: PodState) -> None:
+    state.update(replicas=(ReplicaState(0, "RUNNING", running_requests=1),))
+    revision = state.revision
+    state.update(replicas=(ReplicaState(0, "RUNNING", running_requests=5),))
+    assert state.revision == revision
+    assert state.body()["requests"]["running"] == 5
+
+
+async def test_signals_are_passed_on(client: httpx.AsyncClient, engines: Engines) -> None:
+    assert (await client.post("/v1/pause")).status_code == 202
+    assert (await client.post("/v1/unpause", params={"wait": "true"})).status_code == 200
+    assert engines.taken == [("pause", False), ("unpause", True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidStateError("not now", state="RUNNING", allowed=("pause",)), 409, "InvalidState"),
+        (TransitionTimeoutError("engine 1 is missing"), 504, "TransitionTimeout"),
+        (CoordinatorError("nobody there"), 503, "EngineUnreachable"),
+    ],
+)
+async def test_a_signal_without_effect_says_why(
+    client: httpx.AsyncClient, engines: Engines, error: Exception, status: int, code: str
+) -> None:
+    engines.error = error
+    answer = await client.post("/v1/pause")
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == code
+    assert answer.json()["error"]["message"] == str(error)
+
+
+async def test_a_pod_that_does_not_lead_takes_no_signals(state: PodState) -> None:
+    api = create_control_api(state, None, token=None, metrics=create_exposition(lambda: state.facts, None))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=api), base_url="http://pod") as client:
+        answer = await client.post("/v1/pause")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "NotLeader")
+
+
+async def test_metrics_show_the_engines_and_the_ranks(client: httpx.AsyncClient, state: PodState) -> None:
+    state.update(**registered(0, state="PAUSED"))
+    state.update_rank(0, phase=RankPhase.SERVING)
+    text = (await client.get("/metrics", headers={"Authorization": ""})).text
+    assert 'megatron_engine_state{state="PAUSED"} 1.0' in text
+    assert 'megatron_engine_state{state="RUNNING"} 0.0' in text
+    assert 'megatron_requests_waiting{group="0"} 3.0' in text
+    assert 'megatron_ranks{phase="Serving"} 1.0' in text

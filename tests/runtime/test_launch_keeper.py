@@ -1,0 +1,159 @@
+"""Children of the launcher: what they say, how they are started again, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_runtime.launch.child import Child, ChildTask
+from megatron_runtime.launch.keeper import Keeper, RestartBudget
+
+PROGRAM = """
+import os, signal, sys, time
+from megatron_runtime.launch.parent_link import ParentLink
+link = ParentLink.from_arguments()
+print("hello from", link.options["name"])
+print("x" * 200000)
+link.report(phase="Serving", pid=os.getpid())
+act = link.options["act"]
+if act == "wait":
+    time.sleep(60)
+if act == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link.report(phase="Deaf")
+    time.sleep(60)
+if act == "refuse":
+    link.report(error={"reason": "CheckpointError", "message": "the file is broken"})
+sys.exit(link.options.get("code", 0))
+"""
+
+PARENT = """
+import asyncio
+from megatron_runtime.launch.child import Child, ChildTask
+
+def show(report):
+    print(report["pid"], flush=True)
+
+async def main():
+    child = Child(ChildTask("dummy", "dummy_child", {"name": "orphan", "act": "wait"}), show)
+    await child.start()
+    await child.wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that children can run."""
+    (tmp_path / "dummy_child.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "dummy_child"
+
+
+def task(program: str, act: str, **options: Any) -> ChildTask:
+    """A child that does as told."""
+    return ChildTask(role="dummy", module=program, options={"name": "the child", "act": act, **options})
+
+
+class Reports:
+    """Collects reports, and can be waited on."""
+
+    def __init__(self) -> None:
+        self.all: list[Any] = []
+        self._news = asyncio.Event()
+
+    def __call__(self, report: Any) -> None:
+        self.all.append(report)
+        self._news.set()
+
+    async def phase(self, name: str, times: int = 1) -> int:
+        """The pid in the report, once this phase was reported so often."""
+        async with asyncio.timeout(30):
+            while sum(report.get("phase") == name for report in self.all) < times:
+                self._news.clear()
+                await self._news.wait()
+        return int(next(report.get("pid", 0) for report in reversed(self.all) if report.get("phase") == name))
+
+
+async def test_output_is_marked_with_the_role_and_its_end_is_kept(program: str) -> None:
+    log = io.StringIO()
+    child = Child(task(program, "end", code=3), log=log)
+    await child.start()
+    assert await child.wait() == 3
+    lines = log.getvalue().splitlines()
+    assert lines[0] == "[dummy] hello from the child"
+    assert all(line.startswith("[dummy] ") for line in lines)
+    assert sum(len(line.removeprefix("[dummy] ")) for line in lines[1:]) == 200000
+    assert child.tail[0] == "hello from the child"
+
+
+async def test_a_child_is_started_again_until_the_budget_is_spent(program: str) -> None:
+    reports, budget = Reports(), RestartBudget(2)
+    keeper = Keeper(lambda: task(program, "end", code=7), budget, on_report=reports, log=io.StringIO())
+    end = await asyncio.wait_for(keeper.run(), 60)
+    assert end.exit_code == 7
+    assert (keeper.restarts, budget.used) == (2, 2)
+    assert len(reports.all) == 3
+    assert "exit code 7" in end.message
+
+
+async def test_bad_input_is_not_tried_again(program: str) -> None:
+    keeper = Keeper(lambda: task(program, "refuse", code=2), log=io.StringIO())
+    end = await asyncio.wait_for(keeper.run(), 30)
+    assert end.is_bad_input
+    assert end.message == "the file is broken"
+    assert keeper.restarts == 0
+
+
+async def test_a_killed_child_is_replaced(program: str) -> None:
+    reports = Reports()
+    keeper = Keeper(lambda: task(program, "wait"), on_report=reports, log=io.StringIO())
+    run = asyncio.create_task(keeper.run())
+    os.kill(await reports.phase("Serving"), signal.SIGKILL)
+    await reports.phase("Serving", times=2)
+    await keeper.stop(10)
+    assert (await run).exit_code == -signal.SIGTERM
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(program: str) -> None:
+    reports = Reports()
+    child = Child(task(program, "stubborn"), reports, io.StringIO())
+    await child.start()
+    await reports.phase("Deaf")
+    assert await child.stop(0.2) == -signal.SIGKILL
+
+
+async def test_a_cancelled_keeper_leaves_no_child(program: str) -> None:
+    reports = Reports()
+    keeper = Keeper(lambda: task(program, "wait"), on_report=reports, log=io.StringIO())
+    run = asyncio.create_task(keeper.run())
+    pid = await reports.phase("Serving")
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.usefixtures("program")
+def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
+    parent = tmp_path / "parent.py"
+    parent.write_text(PARENT)
+    with subprocess.Popen([sys.executable, parent], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        orphan = int(process.stdout.readline())
+        process.kill()
+    deadline = time.monotonic() + 10
+    status = Path(f"/proc/{orphan}/stat")
+    while status.exists() and " Z " not in status.read_text():
+        assert time.monotonic() < deadline, "the child outlives its parent"
+        time.sleep(0.02)

@@ -1,0 +1,195 @@
+"""What the launcher finds wrong before it starts anything, and the sizes that it chooses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.launch.identity import Identity, Lifecycle
+from megatron_runtime.launch.inspection import CheckpointFacts
+from megatron_runtime.launch.memory import AvailableMemory, available_memory, usable_cores
+from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
+from megatron_runtime.launch.preflight import RANK_OVERHEAD, plan_engine
+from megatron_runtime.launch.quantity import format_bytes, parse_bytes
+from megatron_runtime.launch.tasks import rank_task, threads_per_rank
+
+FACTS = CheckpointFacts(
+    path="/m", architecture="llama", parameters=1000, longest=512, layers=4, attention_heads=8, kv_heads=2, head_dim=16
+)
+PER_TOKEN = 2 * 4 * 2 * 16 * 4
+PLENTY = AvailableMemory(2**40, "free on this machine")
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> LaunchOptions:
+    """Options in which nothing is wrong."""
+    return LaunchOptions(model=ModelSource(path=tmp_path))
+
+
+def with_engine(options: LaunchOptions, **changes: Any) -> LaunchOptions:
+    """The options with other engine settings."""
+    return replace(options, engine=replace(options.engine, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"replicas": 0}, "--replicas 0: must be at least 1"),
+        ({"routing_alpha": 1.5}, "--routing-alpha 1.5: must be between 0 and 1"),
+        ({"routing_policy": "longest-prefix"}, "--routing-policy longest-prefix: routes by cached prefixes"),
+        ({"routing_policy": "random"}, "--routing-policy random: use one of round-robin, load-balanced"),
+        ({"prefix_caching": True}, "--prefix-caching: this version's engine has no prefix cache"),
+        ({"port": 70000}, "--port 70000: must be between 0"),
+        ({"engine": EngineOptions(dtype="int8")}, "--dtype int8: use one of auto, float32"),
+        ({"engine": EngineOptions(device="tpu")}, "--device tpu: use one of cpu, cuda"),
+        ({"engine": EngineOptions(block_size_tokens=0)}, "--block-size-tokens 0: must be at least 1"),
+        ({"model": ModelSource()}, "give exactly one of --model PATH and --hf-repo"),
+        ({"model": ModelSource(path=Path("/nowhere"))}, "--model /nowhere: no such file or folder"),
+        ({"identity": Identity(bind_host="10.0.0.1")}, "MEGATRON_CONTROL_TOKEN is not set"),
+        ({"identity": Identity(is_leader=False)}, "MEGATRON_LEADER=0: MEGATRON_COORDINATOR_ADDRESS must say"),
+        (
+            {"identity": Identity(bind_host="10.0.0.1", control_token="t", coordinator_address="tcp://c:5557")},
+            "MEGATRON_COORDINATOR_KEY is not set",
+        ),
+        ({"identity": Identity(coordinator_address="tcp://c:1"), "replicas": 2}, "--replicas 2: only for a standalone"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_value(options: LaunchOptions, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        replace(options, **changes).check()
+    assert str(caught.value).startswith(words)
+
+
+def test_right_options_pass(options: LaunchOptions) -> None:
+    options.check()
+
+
+def test_a_cache_of_unasked_size_fits_beside_the_weights(options: LaunchOptions) -> None:
+    assert plan_engine(options, FACTS, PLENTY).kv_cache_bytes == 2**30
+    little = AvailableMemory(RANK_OVERHEAD + 4000 + 64 * PER_TOKEN, "left of the container's limit")
+    plan = plan_engine(options, FACTS, little)
+    assert plan.kv_cache_bytes == 32 * PER_TOKEN
+    assert plan.max_sequence_length == 32
+
+
+def test_replicas_on_one_machine_share_its_memory(options: LaunchOptions) -> None:
+    asked = with_engine(options, kv_cache_bytes=2**20)
+    one = AvailableMemory(RANK_OVERHEAD + 4000 + 2**20, "free on this machine")
+    assert plan_engine(asked, FACTS, one).kv_cache_bytes == 2**20
+    with pytest.raises(ConfigurationError, match=r"--kv-cache-memory 1Mi: .* 2 rank\(s\) need .* fewer replicas"):
+        plan_engine(replace(asked, replicas=2), FACTS, one)
+
+
+def test_no_room_for_the_weights_is_said_of_the_model(options: LaunchOptions) -> None:
+    with pytest.raises(ConfigurationError, match=r"--model .*a rank needs .* for the weights"):
+        plan_engine(options, FACTS, AvailableMemory(2**20, "free on this machine"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"tensor_parallel": 3},
+            "--tensor-parallel 3: does not divide the model's 8 attention heads; use one of 1, 2, 4, 8",
+        ),
+        ({"tensor_parallel": 2}, "--tensor-parallel 2: this version serves one rank per model copy"),
+        ({"pipeline_parallel": 5}, "--pipeline-parallel 5: the model has only 4 layers"),
+        ({"max_sequence_length": 513}, "--max-sequence-length 513: the model was made for 512 tokens"),
+        (
+            {"kv_cache_bytes": 100},
+            "--kv-cache-memory 100: too small for a single block of 16 tokens; give at least 16Ki",
+        ),
+        (
+            {"kv_cache_bytes": 64 * PER_TOKEN, "max_sequence_length": 100},
+            "--max-sequence-length 100: a KV cache of 64Ki holds 64 tokens; use 64 or less",
+        ),
+    ],
+)
+def test_what_the_checkpoint_does_not_allow_is_refused(
+    options: LaunchOptions, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        plan_engine(with_engine(options, **changes), FACTS, PLENTY)
+    assert str(caught.value).startswith(words)
+
+
+def test_the_smaller_limit_counts(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
+    assert available_memory(meminfo, tmp_path) == AvailableMemory(4000 * 1024, "free on this machine")
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200000\n")
+    assert available_memory(meminfo, tmp_path) == AvailableMemory(2200000, "left of the container's limit")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory(meminfo, tmp_path).count == 4000 * 1024
+
+
+def test_cores_follow_the_quota(tmp_path: Path) -> None:
+    assert usable_cores(tmp_path) >= 1
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert usable_cores(tmp_path) == 1
+
+
+def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions) -> None:
+    assert threads_per_rank(replace(options, threads_per_rank=7)) == 7
+    assert threads_per_rank(replace(options, identity=Identity(local_ranks=10_000))) == 1
+    task = rank_task(
+        replace(options, threads_per_rank=3, identity=Identity(group=4)),
+        FACTS,
+        plan_engine(options, FACTS, PLENTY),
+        rank=4,
+        address="tcp://c:1",
+        key="secret",
+    )
+    assert task.environment["OMP_NUM_THREADS"] == "3"
+    assert task.options["group"] == 4
+    assert "secret" not in str(task.options)
+
+
+@pytest.mark.parametrize(("text", "count"), [("512Mi", 2**29), ("20Gi", 20 * 2**30), ("1.5k", 1500), ("100", 100)])
+def test_amounts_of_memory_are_read(text: str, count: int) -> None:
+    assert parse_bytes(text, "--kv-cache-memory") == count
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "-1Gi", "0", "1 GB"])
+def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--kv-cache-memory .*not an amount of memory"):
+        parse_bytes(text, "--kv-cache-memory")
+
+
+def test_amounts_of_memory_are_written_short() -> None:
+    assert [format_bytes(count) for count in (100, 1536, 2**30, 2**40)] == ["100", "1.5Ki", "1Gi", "1Ti"]
+
+
+def test_the_environment_says_who_the_pod_is() -> None:
+    environment = {
+        "MEGATRON_GROUP_INDEX": "2",
+        "MEGATRON_LEADER": "0",
+        "MEGATRON_LIFECYCLE": "Paused",
+        "MEGATRON_COORDINATOR_ADDRESS": "tcp://c:5557",
+        "MEGATRON_CONTROL_TOKEN": "",
+    }
+    identity = Identity.from_environment(environment)
+    assert (identity.group, identity.is_leader, identity.lifecycle) == (2, False, Lifecycle.PAUSED)
+    assert identity.control_token is None
+    assert not identity.is_standalone
+    assert Identity.from_environment({}).is_standalone
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("MEGATRON_GROUP_INDEX", "-1"),
+        ("MEGATRON_LEADER", "yes"),
+        ("MEGATRON_LIFECYCLE", "Stopped"),
+        ("MEGATRON_COORDINATOR_KEY", "short"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=variable):
+        Identity.from_environment({variable: value})
