@@ -1,0 +1,140 @@
+"""What MegatronLLM and MegatronAsyncLLM share: construction, properties, and the way to the background loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from megatron_runtime.apis.coordinated_runtime import CoordinatedRuntime
+from megatron_runtime.apis.runtime_thread import RuntimeThread
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.context import DynamicInferenceContext
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.listening import World
+from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.tokenizer import Tokenizer
+
+
+class _MegatronLLMBase:
+    """An engine for one model, used directly or through a coordinator.
+
+    The caller has put the model in eval mode and, for several ranks, initialised torch.distributed. In coordinator mode
+    every rank constructs an LLM and calls its lifecycle methods; only rank 0 generates.
+
+    Args:
+        model: From `model.checkpoint.load_model`.
+        tokenizer: From `model.checkpoint.load_tokenizer`.
+        inference_config: None takes the defaults.
+        use_coordinator: Run the engine in a background thread, behind a coordinator process.
+        coordinator_host: Where the coordinator listens; needs use_coordinator.
+        coordinator_port: As coordinator_host.
+
+    Raises:
+        ConfigurationError: Options that don't go together, or a configuration that doesn't fit the model.
+        CoordinatorError: The coordinator did not start, or not all ranks joined it in time.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        inference_config: InferenceConfig | None = None,
+        use_coordinator: bool = False,
+        coordinator_host: str | None = None,
+        coordinator_port: int | None = None,
+    ) -> None:
+        self._check_mode(use_coordinator, coordinator_host, coordinator_port)
+        self._world = World.current()
+        self._engine = DynamicInferenceEngine.build(model, tokenizer, inference_config or InferenceConfig())
+        self._direct_lock = threading.Lock()
+        self._shutdown_lock = threading.Lock()
+        self._shutdown_called = False
+        self._thread: RuntimeThread | None = None
+        self._runtime: CoordinatedRuntime | None = None
+        if use_coordinator:
+            self._start(coordinator_host, coordinator_port)
+
+    @staticmethod
+    def _check_mode(use_coordinator: bool, host: str | None, port: int | None) -> None:
+        if not use_coordinator and (host is not None or port is not None):
+            field = "coordinator_host" if host is not None else "coordinator_port"
+            raise ConfigurationError("coordinator_host/port require use_coordinator=True", field=field)
+
+    def _start(self, host: str | None, port: int | None) -> None:
+        prepare = _same_cuda_device()
+        runtime = CoordinatedRuntime(self._engine, self._world, host=host, port=port, prepare_thread=prepare)
+        thread = RuntimeThread(prepare)
+        try:
+            thread.run(runtime.start())
+        except BaseException:
+            thread.stop()
+            raise
+        self._runtime, self._thread = runtime, thread
+
+    @property
+    def engine(self) -> DynamicInferenceEngine:
+        """The engine; not to be used directly in coordinator mode, where its loop has it."""
+        return self._engine
+
+    @property
+    def context(self) -> DynamicInferenceContext:
+        """The engine's context."""
+        return self._engine.context
+
+    @property
+    def controller(self) -> TextGenerationController:
+        """The engine's controller."""
+        return self._engine.controller
+
+    @property
+    def is_primary_rank(self) -> bool:
+        """Whether this rank may generate: every rank in direct mode, global rank 0 in coordinator mode."""
+        return self._runtime is None or self._world.rank == 0
+
+    @property
+    def frontend_address(self) -> tuple[str, int] | None:
+        """Host and port of the HTTP frontend, while this rank serves one."""
+        return None if self._runtime is None else self._runtime.frontend_address
+
+    def _require_primary(self) -> None:
+        if not self.is_primary_rank:
+            raise RuntimeError(
+                f"generate() is for the primary rank (global rank 0), and this is rank {self._world.rank}"
+            )
+
+    def _require_runtime(self, method: str) -> tuple[CoordinatedRuntime, RuntimeThread]:
+        if self._runtime is None or self._thread is None:
+            raise RuntimeError(f"{method}() needs a coordinator: construct with use_coordinator=True")
+        if self._shutdown_called:
+            raise RuntimeError(f"{method}() came after shutdown()")
+        return self._runtime, self._thread
+
+    def _shutdown(self) -> None:
+        """End everything; a second call waits for the first and returns."""
+        with self._shutdown_lock:
+            if self._shutdown_called:
+                return
+            self._shutdown_called = True
+            if self._runtime is not None and self._thread is not None:
+                try:
+                    self._thread.run(self._runtime.shutdown())
+                finally:
+                    self._thread.stop()
+
+    def _wait_for_shutdown(self) -> None:
+        """Wait for the end of the engine's loop; at once in direct mode and after a shutdown."""
+        if self._runtime is not None and self._thread is not None and not self._shutdown_called:
+            self._thread.run(self._runtime.wait_for_shutdown())
+
+
+def _same_cuda_device() -> Callable[[], None] | None:
+    """The current CUDA device belongs to a thread: a new one has to be told."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.cuda.current_device()
+    return lambda: torch.cuda.set_device(device)

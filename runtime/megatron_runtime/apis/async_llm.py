@@ -1,0 +1,127 @@
+"""The asynchronous library API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from megatron_runtime.apis._llm_base import _MegatronLLMBase
+from megatron_runtime.apis.prompts import Prompts, params_for, split_prompts
+from megatron_runtime.apis.runtime_thread import RuntimeThread
+from megatron_runtime.apis.serve_config import ServeConfig
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.sampling_params import SamplingParams
+
+_Result = TypeVar("_Result")
+
+
+class MegatronAsyncLLM(_MegatronLLMBase):
+    """Generates with coroutines, on any event loop; arguments as for the base class, of which it needs the coordinator.
+
+    Cancelling a call aborts its requests. Leaving an ``async with`` block shuts down.
+    """
+
+    @staticmethod
+    def _check_mode(use_coordinator: bool, host: str | None, port: int | None) -> None:
+        if not use_coordinator:
+            raise ConfigurationError(
+                "MegatronAsyncLLM requires use_coordinator=True; use MegatronLLM for direct mode",
+                field="use_coordinator",
+            )
+        _MegatronLLMBase._check_mode(use_coordinator, host, port)
+
+    async def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Serve prompts to their end.
+
+        Args:
+            prompts: Text, token ids, a list of texts, or a list of token id lists.
+            sampling_params: For all prompts, or one for each.
+
+        Returns:
+            The merged request for a single prompt, a list of them for a batch, in its order. A request that could not
+            be served has status FAILED and an error event.
+
+        Raises:
+            RuntimeError: On a rank that is not the primary one.
+            TypeError: prompts have another form.
+            EngineError: The engine failed.
+        """
+        self._require_primary()
+        several, is_single = split_prompts(prompts)
+        params = params_for(several, sampling_params)
+        if not several:
+            return []
+        runtime, thread = self._require_runtime("generate")
+        requests = await _on(thread, runtime.generate(several, params))
+        return requests[0] if is_single else requests
+
+    async def pause(self) -> None:
+        """RUNNING -> PAUSED: requests freeze where they are. Every rank calls it, as all of these.
+
+        Raises:
+            InvalidStateError: In a state that doesn't allow it.
+            TransitionTimeoutError: Not all engines got there in time.
+        """
+        runtime, thread = self._require_runtime("pause")
+        await _on(thread, runtime.pause())
+
+    async def unpause(self) -> None:
+        """PAUSED -> RUNNING; errors as for `pause`."""
+        runtime, thread = self._require_runtime("unpause")
+        await _on(thread, runtime.unpause())
+
+    async def suspend(self) -> None:
+        """PAUSED -> SUSPENDED: memory is given back; errors as for `pause`."""
+        runtime, thread = self._require_runtime("suspend")
+        await _on(thread, runtime.suspend())
+
+    async def resume(self) -> None:
+        """SUSPENDED -> PAUSED: memory is taken again; errors as for `pause`."""
+        runtime, thread = self._require_runtime("resume")
+        await _on(thread, runtime.resume())
+
+    async def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
+        """Serve the OpenAI API over HTTP on the primary rank.
+
+        Args:
+            blocking: Return after the shutdown, on every rank; False returns once the frontend answers.
+
+        Raises:
+            ConfigurationError: An address that can't be used.
+        """
+        runtime, thread = self._require_runtime("serve")
+        await _on(thread, runtime.serve(serve_config))
+        if blocking:
+            await self.wait_for_shutdown()
+
+    async def shutdown(self) -> None:
+        """Stop engine, coordinator and frontend. Idempotent."""
+        await asyncio.to_thread(self._shutdown)
+
+    async def wait_for_shutdown(self) -> None:
+        """Wait until the engine was stopped.
+
+        Raises:
+            EngineError: The engine failed.
+        """
+        if self._shutdown_called:
+            return
+        runtime, thread = self._require_runtime("wait_for_shutdown")
+        await _on(thread, runtime.wait_for_shutdown())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+
+async def _on(thread: RuntimeThread, coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    return await asyncio.wrap_future(thread.submit(coroutine))

@@ -1,0 +1,233 @@
+"""Coordinator mode behind the library API: engine loop, coordinator, client and frontends, on one background loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from megatron_runtime.apis.prompts import Prompt
+from megatron_runtime.apis.serve_config import ServeConfig
+from megatron_runtime.engine.listening import KEY_VARIABLE, Listening, World, listen
+from megatron_runtime.errors import CoordinatorError, EngineError, MegatronInferenceError
+from megatron_runtime.headers import EngineState
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.server.frontend_group import FrontendGroup, start_frontends
+from megatron_runtime.server.http_server import bind
+from megatron_runtime.server.options import FrontendOptions
+
+READY_SECONDS = 120.0
+TRANSITION_SECONDS = 120.0
+FRONTEND_SECONDS = 120.0
+
+
+class CoordinatedRuntime:
+    """Every coroutine of it runs on the background loop.
+
+    Args:
+        engine: A DynamicInferenceEngine.
+        world: This process among all ranks.
+        host: Of the coordinator, or None.
+        port: Of the coordinator, or None.
+        prepare_thread: Called once in every thread that computes.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        world: World,
+        *,
+        host: str | None,
+        port: int | None,
+        prepare_thread: Callable[[], None] | None,
+    ) -> None:
+        self._engine = engine
+        self._world = world
+        self._host = host
+        self._port = port
+        self._prepare_thread = prepare_thread
+        self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32))
+        self._listening: Listening | None = None
+        self._client: InferenceClient | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._frontends: FrontendGroup | None = None
+        self.frontend_address: tuple[str, int] | None = None
+        """Host and port of the HTTP frontend, while this rank serves one."""
+
+    async def start(self) -> None:
+        """Returns when requests can be served.
+
+        Raises:
+            ConfigurationError: The coordinator can't listen at this host.
+            CoordinatorError: The coordinator did not start, or not all engines registered in time.
+        """
+        try:
+            self._listening = await listen(
+                self._engine,
+                hostname=self._host,
+                port=self._port,
+                key=self._key,
+                prepare_thread=self._prepare_thread,
+            )
+            self._watch = asyncio.create_task(self._watch_loop())
+            if self._world.rank == 0:
+                self._client = InferenceClient(self._listening.address, key=self._key)
+                await self._client.start()
+                await self._wait_for_engines()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def generate(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[DynamicInferenceRequest]:
+        """The merged requests, in the order of the prompts."""
+        client = self._healthy_client()
+        futures = [client.add_request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+        try:
+            results = await asyncio.gather(*futures)
+        finally:
+            for future in futures:
+                future.cancel()  # one failed: nobody waits for the others
+        return [result.merge() for result in results]
+
+    async def pause(self) -> None:
+        """RUNNING -> PAUSED."""
+        await self._transition(InferenceClient.pause_engines, EngineState.PAUSED)
+
+    async def unpause(self) -> None:
+        """PAUSED -> RUNNING."""
+        await self._transition(InferenceClient.unpause_engines, EngineState.RUNNING)
+
+    async def suspend(self) -> None:
+        """PAUSED -> SUSPENDED."""
+        await self._transition(InferenceClient.suspend_engines, EngineState.SUSPENDED)
+
+    async def resume(self) -> None:
+        """SUSPENDED -> PAUSED."""
+        await self._transition(InferenceClient.resume_engines, EngineState.PAUSED)
+
+    async def serve(self, config: ServeConfig) -> None:
+        """Start the frontends; returns when they answer. Ranks other than 0 have nothing to do.
+
+        Raises:
+            ConfigurationError: The port can't be used, or the tokenizer was not read from a file.
+            CoordinatorError: The frontends did not answer in time, or there are some already.
+        """
+        if self._world.rank != 0:
+            return
+        self._healthy_client()
+        if self._frontends is not None:
+            raise CoordinatorError("a frontend is being served already; shut down first")
+        assert self._listening is not None
+        sock = config.sock or bind(config.host, config.port, config.port, flag="port", may_move=False)
+        options = FrontendOptions(
+            coordinator_address=self._listening.address,
+            tokenizer_path=self._engine.tokenizer.location,
+            served_name=config.served_name,
+            max_sequence_length=self._engine.context.limits.max_sequence_length,
+            replicas=config.frontend_replicas,
+            request_timeout=config.request_timeout,
+            verbose=config.verbose,
+        )
+        self._frontends = await start_frontends(options, sock, key=self._key)
+        try:
+            await self._frontends.wait_ready(FRONTEND_SECONDS)
+        except BaseException:
+            await self._stop_frontends()
+            raise
+        self.frontend_address = (config.host, self._frontends.port)
+
+    async def wait_for_shutdown(self) -> None:
+        """Returns when the engine was stopped.
+
+        Raises:
+            EngineError: The engine loop failed; its failure is the cause.
+        """
+        assert self._listening is not None
+        await asyncio.wait({self._listening.task})
+        self._raise_failure()
+
+    async def shutdown(self) -> None:
+        """Stop engines, coordinator and frontends; with several ranks, every rank calls it."""
+        await self._stop_frontends()
+        assert self._listening is not None
+        if self._world.rank != 0:
+            await asyncio.wait({self._listening.task})
+        elif self._client is not None and not self._listening.task.done():
+            with contextlib.suppress(MegatronInferenceError):
+                state = await self._client.service_state()
+                if state.state == "RUNNING":
+                    await self._client.pause_engines()
+                await self._client.stop_engines()
+                async with asyncio.timeout(TRANSITION_SECONDS):
+                    await asyncio.wait({self._listening.task})
+                self._client.shutdown_coordinator()
+        await self.close()
+
+    async def close(self) -> None:
+        """End everything of this rank now; repeating it is fine."""
+        await self._stop_frontends()
+        if self._client is not None:
+            self._client.stop()
+        if self._listening is not None:
+            self._listening.task.cancel()
+            await asyncio.wait({self._listening.task})
+            if self._listening.coordinator is not None:
+                await self._listening.coordinator.stop()
+        if self._watch is not None:
+            await asyncio.wait({self._watch})
+
+    async def _stop_frontends(self) -> None:
+        if self._frontends is not None:
+            await self._frontends.stop()
+            self._frontends = None
+            self.frontend_address = None
+
+    async def _transition(self, signal: Callable[[InferenceClient], Awaitable[None]], arrival: EngineState) -> None:
+        """Rank 0 moves all engines and waits for them; the others wait for their own."""
+        assert self._listening is not None
+        if self._world.rank == 0:
+            await signal(self._healthy_client())
+        async with asyncio.timeout(TRANSITION_SECONDS):
+            await self._listening.loop.wait_until(arrival)
+
+    async def _wait_for_engines(self) -> None:
+        assert self._client is not None
+        state = await self._client.service_state()
+        async with asyncio.timeout(READY_SECONDS):
+            while sum(engine.ready for engine in state.engines) < self._world.size:
+                self._raise_failure()
+                state = await self._client.wait_for_state_change(state.revision, 1.0)
+
+    async def _watch_loop(self) -> None:
+        """When the only engine fails, nobody will come to serve what is outstanding: say so at once."""
+        assert self._listening is not None
+        await asyncio.wait({self._listening.task})
+        failure = self._failure()
+        if failure is not None and self._client is not None and self._world.size == 1:
+            self._client.fail_outstanding(failure)
+
+    def _healthy_client(self) -> InferenceClient:
+        assert self._client is not None
+        if self._world.size == 1:
+            self._raise_failure()
+        return self._client
+
+    def _failure(self) -> EngineError | None:
+        assert self._listening is not None
+        if self._listening.loop.failure is None:
+            return None
+        error = EngineError(f"the engine loop failed: {self._listening.loop.failure!r}")
+        error.__cause__ = self._listening.loop.failure
+        return error
+
+    def _raise_failure(self) -> None:
+        failure = self._failure()
+        if failure is not None:
+            raise failure

@@ -1,0 +1,113 @@
+"""The synchronous library API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from megatron_runtime.apis._llm_base import _MegatronLLMBase
+from megatron_runtime.apis.prompts import Prompts, params_for, split_prompts
+from megatron_runtime.apis.serve_config import ServeConfig
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.sampling_params import SamplingParams
+
+
+class MegatronLLM(_MegatronLLMBase):
+    """Generates with plain calls, from any thread, also where an event loop runs; arguments as for the base class.
+
+    In direct mode the engine works in the calling thread, for one call at a time. In coordinator mode calls from
+    several threads are served together. Leaving a ``with`` block shuts down.
+    """
+
+    def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[DynamicInferenceRequest]:
+        """Serve prompts to their end.
+
+        Args:
+            prompts: Text, token ids, a list of texts, or a list of token id lists.
+            sampling_params: For all prompts, or one for each.
+
+        Returns:
+            A merged request for each prompt, in their order; a list also for a single prompt. A request that could not
+            be served has status FAILED and an error event.
+
+        Raises:
+            RuntimeError: On a rank that is not the primary one.
+            TypeError: prompts have another form.
+            EngineError: The engine failed.
+        """
+        self._require_primary()
+        several, _ = split_prompts(prompts)
+        params = params_for(several, sampling_params)
+        if not several:
+            return []
+        if self._runtime is None:
+            with self._direct_lock:
+                return [record.merge() for record in self._engine.generate(several, params)]
+        runtime, thread = self._require_runtime("generate")
+        return thread.run(runtime.generate(several, params))
+
+    def pause(self) -> None:
+        """RUNNING -> PAUSED: requests freeze where they are. Every rank calls it, as all of these.
+
+        Raises:
+            RuntimeError: In direct mode.
+            InvalidStateError: In a state that doesn't allow it.
+            TransitionTimeoutError: Not all engines got there in time.
+        """
+        runtime, thread = self._require_runtime("pause")
+        thread.run(runtime.pause())
+
+    def unpause(self) -> None:
+        """PAUSED -> RUNNING; errors as for `pause`."""
+        runtime, thread = self._require_runtime("unpause")
+        thread.run(runtime.unpause())
+
+    def suspend(self) -> None:
+        """PAUSED -> SUSPENDED: memory is given back; errors as for `pause`."""
+        runtime, thread = self._require_runtime("suspend")
+        thread.run(runtime.suspend())
+
+    def resume(self) -> None:
+        """SUSPENDED -> PAUSED: memory is taken again; errors as for `pause`."""
+        runtime, thread = self._require_runtime("resume")
+        thread.run(runtime.resume())
+
+    def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
+        """Serve the OpenAI API over HTTP on the primary rank.
+
+        Args:
+            blocking: Return after the shutdown, on every rank; False returns once the frontend answers.
+
+        Raises:
+            ConfigurationError: In direct mode (it is a ValueError), or an address that can't be used.
+        """
+        if self._runtime is None:
+            raise ConfigurationError("serve() requires use_coordinator=True", field="use_coordinator")
+        runtime, thread = self._require_runtime("serve")
+        thread.run(runtime.serve(serve_config))
+        if blocking:
+            self.wait_for_shutdown()
+
+    def shutdown(self) -> None:
+        """Stop engine, coordinator and frontend. Idempotent; nothing to do in direct mode."""
+        self._shutdown()
+
+    def wait_for_shutdown(self) -> None:
+        """Wait until the engine was stopped; returns at once in direct mode.
+
+        Raises:
+            EngineError: The engine failed.
+        """
+        self._wait_for_shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.shutdown()

@@ -1,0 +1,43 @@
+"""How the OpenAI frontend of the library API is served."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from megatron_runtime.errors import ConfigurationError
+
+
+@dataclass
+class ServeConfig:
+    """Where the frontend listens, and how many processes answer.
+
+    Raises:
+        ConfigurationError: A value that can't work, naming the field.
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 5000
+    """0 takes any free port, which ``frontend_address`` of the LLM then tells."""
+    parsers: list[str] = field(default_factory=list)
+    """Names of parsers for reasoning and tool calls. No parser is known to this version."""
+    verbose: bool = False
+    """Logs every request."""
+    frontend_replicas: int = 4
+    """Frontend processes; they share the port."""
+    sock: socket.socket | None = None
+    """A listening socket to use instead of host and port."""
+    served_name: str = "model"
+    """The name of the model in requests and in /v1/models."""
+    request_timeout: float = 600.0
+    """Seconds after which a request that is not answered ends with an error."""
+
+    def __post_init__(self) -> None:
+        if self.parsers:
+            raise ConfigurationError(f"parsers={self.parsers!r}: no such parser; leave it empty", field="parsers")
+        if not 0 <= self.port <= 65535:
+            raise ConfigurationError(f"port={self.port} must be from 0 to 65535", field="port")
+        if self.frontend_replicas < 1:
+            raise ConfigurationError(
+                f"frontend_replicas={self.frontend_replicas} must be at least 1", field="frontend_replicas"
+            )

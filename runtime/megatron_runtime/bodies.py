@@ -1,0 +1,96 @@
+"""What the body frames hold: a request on its way in, and a stretch of generated tokens on its way out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_runtime.wire import MalformedMessage, pack_body, unpack_body
+
+TopLogProbs = list[dict[str, float]]
+
+
+@dataclass
+class Stretch:
+    """Consecutive generated tokens of one request, with a log probability and a top-n dict for each if asked."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    """As long as ``tokens``, or empty if nobody asked."""
+    top_n_logprobs: TopLogProbs = field(default_factory=list)
+    """As long as ``tokens``, or empty if nobody asked."""
+
+    def extend(self, other: Stretch) -> None:
+        """Append what came after."""
+        self.tokens += other.tokens
+        self.log_probs += other.log_probs
+        self.top_n_logprobs += other.top_n_logprobs
+
+    def since(self, start: int, end: int | None = None) -> Stretch:
+        """The part from token ``start`` to before ``end``."""
+        return Stretch(self.tokens[start:end], self.log_probs[start:end], self.top_n_logprobs[start:end])
+
+    def pack(self) -> bytes:
+        """As a body frame."""
+        return pack_body(self.content())
+
+    def content(self) -> list[Any]:
+        """As plain lists, for use inside a body frame."""
+        return [self.tokens, self.log_probs, self.top_n_logprobs]
+
+    @classmethod
+    def from_content(cls, content: Any) -> Stretch:
+        """The inverse of `content`.
+
+        Raises:
+            MalformedMessage: Not three lists, or no list of token ids first.
+        """
+        if not isinstance(content, list) or len(content) != 3 or not all(isinstance(part, list) for part in content):
+            raise MalformedMessage("a stretch of tokens is no three lists")
+        if not all(type(token) is int for token in content[0]):
+            raise MalformedMessage("token ids are no integers")
+        return cls(*content)
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Stretch:
+        """The inverse of `pack`.
+
+        Raises:
+            MalformedMessage: As `from_content`, or not msgpack.
+        """
+        return cls.from_content(unpack_body(body))
+
+
+@dataclass
+class RequestBody:
+    """A request as it travels: the prompt, the sampling parameters, and the tokens that were made for it already."""
+
+    prompt: str | list[int]
+    sampling_params: dict[str, Any]
+    generated: Stretch = field(default_factory=Stretch)
+
+    def pack(self) -> bytes:
+        """As a body frame.
+
+        Raises:
+            ValueError: Larger than a body may be.
+        """
+        return pack_body([self.prompt, self.sampling_params, self.generated.content()])
+
+    @classmethod
+    def unpack(cls, body: bytes) -> RequestBody:
+        """The inverse of `pack`.
+
+        Raises:
+            MalformedMessage: Not such a body.
+        """
+        content = unpack_body(body)
+        if not isinstance(content, list) or len(content) != 3:
+            raise MalformedMessage("request body is no list of 3 fields")
+        prompt, sampling_params, generated = content
+        listed = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not listed and not isinstance(prompt, str):
+            raise MalformedMessage("prompt is neither text nor token ids")
+        if not isinstance(sampling_params, dict):
+            raise MalformedMessage("sampling parameters are no map")
+        return cls(prompt, sampling_params, Stretch.from_content(generated))

@@ -1,0 +1,157 @@
+"""A client's questions to the coordinator that have one answer each: control signals and the state of the service."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_runtime.dealer import Dealer
+from megatron_runtime.errors import CoordinatorError, InvalidStateError, MegatronInferenceError, TransitionTimeoutError
+from megatron_runtime.headers import Headers
+from megatron_runtime.messages import natural
+from megatron_runtime.service_state import ServiceState
+from megatron_runtime.wire import MalformedMessage, Message
+
+logger = logging.getLogger(__name__)
+
+ANSWER_GRACE_SECONDS = 5.0
+"""The coordinator answers a signal at its timeout; only a coordinator that is gone leaves it open for longer."""
+
+_ARRIVED = {
+    Headers.PAUSE: "PAUSED",
+    Headers.UNPAUSE: "RUNNING",
+    Headers.SUSPEND: "SUSPENDED",
+    Headers.RESUME: "PAUSED",
+    Headers.STOP: "RUNNING",
+}
+
+
+@dataclass(eq=False)
+class _Call:
+    header: Headers
+    args: tuple[Any, ...]
+    answer: asyncio.Future[Any]
+    repeated: bool = False
+
+
+class ClientCalls:
+    """Calls that are open. They are sent again after a reconnection; control signals can be repeated without harm.
+
+    Args:
+        dealer: The connection.
+        why_unreachable: Says why there is no answer, when there is no connection.
+        transition_timeout: Seconds that a control signal may take unless it says otherwise.
+    """
+
+    def __init__(self, dealer: Dealer, why_unreachable: Callable[[], str], transition_timeout: float) -> None:
+        self._dealer = dealer
+        self._why_unreachable = why_unreachable
+        self._transition_timeout = transition_timeout
+        self._calls: dict[int, _Call] = {}
+        self._ids = itertools.count()
+        self._latest: ServiceState | None = None
+        self._news = asyncio.Event()
+        self.is_open = False
+
+    def open(self) -> None:
+        """The coordinator has answered our hello; ask again what it may have missed."""
+        self.is_open = True
+        for call_id, call in self._calls.items():
+            call.repeated = True
+            self._dealer.send(call.header, call_id, *call.args)
+        if self._latest is not None:
+            # The subscription went with the connection; the answer refreshes what was missed.
+            self._dealer.send(Headers.SERVICE_STATE, next(self._ids), True)
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self.is_open = False
+
+    def fail(self, error: MegatronInferenceError) -> None:
+        """No answers will come."""
+        for call in list(self._calls.values()):
+            if not call.answer.done():
+                call.answer.set_exception(error)
+
+    def signal(self, header: Headers, timeout: float | None) -> Awaitable[None]:
+        """Send a control signal now; awaiting the answer waits until all engines have got there."""
+        limit = self._transition_timeout if timeout is None else timeout
+        call = self._start(header, limit)
+        task = asyncio.ensure_future(self._await_signal(call, limit))
+        task.add_done_callback(_log_ignored_failure)
+        return task
+
+    async def service_state(self, limit: float) -> ServiceState:
+        """Ask for the state of the service, and subscribe to its changes."""
+        call = self._start(Headers.SERVICE_STATE, True)
+        await self._answer(call, limit)
+        assert self._latest is not None
+        return self._latest
+
+    async def wait_for_state_change(self, after_revision: int, limit: float) -> ServiceState:
+        """The state as soon as its revision is greater; at the timeout, the state as it is."""
+        try:
+            async with asyncio.timeout(limit):
+                if self._latest is None:
+                    await self.service_state(limit)
+                while self._latest is None or self._latest.revision <= after_revision:
+                    self._news.clear()
+                    await self._news.wait()
+                return self._latest
+        except TimeoutError:
+            return await self.service_state(ANSWER_GRACE_SECONDS)
+
+    def take(self, message: Message) -> None:
+        """An answer, or news of the service's state that was subscribed to."""
+        if len(message.args) != 2:
+            raise MalformedMessage(f"{message.header.name} takes 2 arguments")
+        call_id, content = message.args
+        if message.header is Headers.SERVICE_STATE:
+            self._latest = ServiceState.deserialize(content)
+            self._news.set()
+        if call_id is None:
+            return
+        call = self._calls.get(natural(call_id, "call id"))
+        if call is not None and not call.answer.done():
+            call.answer.set_result(content)
+
+    def _start(self, header: Headers, *args: Any) -> _Call:
+        call = _Call(header, args, asyncio.get_running_loop().create_future())
+        call_id = next(self._ids)
+        self._calls[call_id] = call
+        call.answer.add_done_callback(lambda _: self._calls.pop(call_id, None))
+        if self.is_open:
+            self._dealer.send(header, call_id, *args)
+        return call
+
+    async def _answer(self, call: _Call, limit: float) -> Any:
+        try:
+            async with asyncio.timeout(limit):
+                return await call.answer
+        except TimeoutError:
+            why = "the coordinator is silent" if self.is_open else self._why_unreachable()
+            raise CoordinatorError(f"no answer to {call.header.name.lower()} within {limit:g} s: {why}") from None
+
+    async def _await_signal(self, call: _Call, limit: float) -> None:
+        content = await self._answer(call, limit + ANSWER_GRACE_SECONDS)
+        name, state = call.header.name.lower(), content["state"]
+        if content["outcome"] == "timeout":
+            missing = ", ".join(content["missing"]) or "nobody"
+            raise TransitionTimeoutError(f"{name} was not done within {limit:g} s; still missing: {missing}")
+        if content["outcome"] == "refused" and not (call.repeated and state == _ARRIVED[call.header]):
+            allowed = content["allowed"]
+            raise InvalidStateError(
+                f"{name} is not possible while the service is {state}; possible: {', '.join(allowed) or 'nothing'}",
+                state=state,
+                allowed=allowed,
+            )
+
+
+def _log_ignored_failure(task: asyncio.Task[None]) -> None:
+    """A failure that nobody awaits would otherwise be noticed only when the task is collected."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.info("a control signal failed: %s", error)

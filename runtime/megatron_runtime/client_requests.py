@@ -1,0 +1,238 @@
+"""A client's requests: from submission, over progress and resubmission, to the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import secrets
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from megatron_runtime.bodies import RequestBody, Stretch
+from megatron_runtime.dealer import Dealer
+from megatron_runtime.errors import (
+    CoordinatorError,
+    EngineError,
+    InvalidRequestError,
+    MegatronInferenceError,
+    RequestTimeoutError,
+    deserialize_error,
+)
+from megatron_runtime.headers import Headers
+from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes_batched
+from megatron_runtime.inference_result import InferenceResult, StreamUpdate
+from megatron_runtime.messages import Failure, Forwarded, Submission, items, uuid_bytes
+from megatron_runtime.outstanding import Outstanding, RequestFuture, RequestStream
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire import MAX_BATCH, Message, unpack_body
+
+Prompt = str | list[int]
+_ABORTED_ALONE = "the request was aborted while there was no coordinator"
+
+
+class ClientRequests:
+    """Everything outstanding of one client.
+
+    Args:
+        dealer: The connection.
+        is_connected: Whether the coordinator has answered over the connection that there is now.
+        why_unreachable: Says why there is no answer, when there is no connection.
+        deserialize: Results as objects, or as dicts.
+    """
+
+    def __init__(
+        self,
+        dealer: Dealer,
+        *,
+        is_connected: Callable[[], bool],
+        why_unreachable: Callable[[], str],
+        deserialize: bool,
+    ) -> None:
+        self._dealer = dealer
+        self._is_connected = is_connected
+        self._why_unreachable = why_unreachable
+        self._deserialize = deserialize
+        self._outstanding: dict[bytes, Outstanding] = {}
+        self._to_submit: list[Outstanding] = []
+        self.hash_block_size = 0
+        """Tokens per block that the coordinator wants hashed for routing; 0 for no hashes."""
+        self.futures: dict[int, RequestFuture] = {}
+        self.next_id = 0
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_uuid: bytes | None,
+        limit: float | None,
+        *,
+        stream: RequestStream | None,
+    ) -> RequestFuture:
+        """Take a request, to be sent at the end of this turn of the loop. Errors as in InferenceClient.add_request."""
+        loop = asyncio.get_running_loop()
+        future = RequestFuture(self.next_id, request_uuid or uuid.uuid4().bytes, loop=loop)
+        if len(future.request_uuid) != 16 or future.request_uuid in self._outstanding:
+            raise InvalidRequestError("request_uuid must be 16 bytes that no other request has", field="request_uuid")
+        entry = Outstanding(_checked_body(prompt, sampling_params), self._hashes(prompt), future, stream)
+        self.next_id += 1
+        self._outstanding[future.request_uuid] = entry
+        self.futures[future.request_id] = future
+        future.add_done_callback(lambda _: self._forget(entry))
+        future.add_done_callback(retrieve)
+        if stream is not None:
+            stream.attach(future)
+        if limit is not None:
+            entry.timer = loop.call_later(limit, self._time_out, entry, limit)
+        if not self._to_submit:
+            # At the end of this turn of the loop, so that requests submitted together travel together.
+            loop.call_soon(self.flush)
+        self._to_submit.append(entry)
+        return future
+
+    def abort(self, request_id: int) -> None:
+        """Ask the engine to end a request, if it is not answered yet."""
+        future = self.futures.get(request_id)
+        entry = self._outstanding.get(future.request_uuid) if future is not None else None
+        if entry is None or entry.aborted:
+            return
+        entry.aborted = True
+        if self._is_connected():
+            self.flush()
+            self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
+        else:
+            _end(entry, CoordinatorError(_ABORTED_ALONE))
+
+    def flush(self) -> None:
+        """Send what was submitted since the last turn; without a connection it waits for the next welcome."""
+        waiting, self._to_submit = self._to_submit, []
+        if not self._is_connected():
+            return
+        fresh = [entry for entry in waiting if not entry.future.done()]
+        for start in range(0, len(fresh), MAX_BATCH):
+            batch = fresh[start : start + MAX_BATCH]
+            submissions = [
+                Submission(
+                    entry.future.request_uuid, entry.stream is not None, len(entry.received.tokens), entry.hashes
+                )
+                for entry in batch
+            ]
+            self._dealer.send(Headers.SUBMIT_REQUEST, submissions, bodies=[entry.body.pack() for entry in batch])
+
+    def resubmit(self) -> None:
+        """The coordinator answers (again): send everything outstanding, with what was received of it."""
+        for entry in list(self._outstanding.values()):
+            if entry.aborted:
+                _end(entry, CoordinatorError(_ABORTED_ALONE))
+        self._to_submit = list(self._outstanding.values())
+        self.flush()
+
+    def take(self, message: Message) -> None:
+        """Progress, results and failures."""
+        match message.header:
+            case Headers.ENGINE_REPLY_PARTIAL:
+                for item, body in zip(items(message, Forwarded.parse), message.bodies, strict=True):
+                    self._progress(item, body)
+            case Headers.ENGINE_REPLY:
+                for request_uuid, body in zip(items(message, uuid_bytes), message.bodies, strict=True):
+                    self._finish(request_uuid, body)
+            case Headers.REQUEST_FAILED:
+                for failure in items(message, Failure.parse, with_bodies=False):
+                    entry = self._outstanding.get(failure.uuid)
+                    if entry is not None:
+                        _end(entry, deserialize_error({"type": failure.kind, "message": failure.message}))
+
+    def fail(self, error: MegatronInferenceError) -> None:
+        """No answers will come."""
+        for entry in list(self._outstanding.values()):
+            _end(entry, error)
+
+    def _progress(self, item: Forwarded, body: bytes) -> None:
+        entry = self._outstanding.get(item.uuid)
+        if entry is None or entry.stream is None or entry.future.done():
+            return
+        known = len(entry.received.tokens)
+        if item.start > known or item.start + item.length <= known:
+            return  # the final reply fills a gap; what is known is not repeated
+        self._deliver(entry, Stretch.unpack(body).since(known - item.start), finished=None)
+
+    def _finish(self, request_uuid: bytes, body: bytes) -> None:
+        entry = self._outstanding.get(request_uuid)
+        if entry is None or entry.future.done():
+            return
+        try:
+            self._answer(entry, unpack_body(body))
+        except Exception as error:
+            _end(entry, EngineError(f"the engine's reply can't be read: {error!r}"))
+
+    def _answer(self, entry: Outstanding, content: dict[str, Any]) -> None:
+        content["latency"] = time.perf_counter() - entry.submitted
+        content["request_id"] = entry.future.request_id
+        if not self._deserialize and entry.stream is None:
+            entry.future.set_result(content)
+            return
+        request = DynamicInferenceRequest.deserialize(content)
+        if entry.stream is not None:
+            known = len(entry.received.tokens)
+            whole = Stretch(
+                request.generated_tokens,
+                list(request.generated_log_probs or []),
+                request.generated_top_n_logprobs or [],
+            )
+            self._deliver(entry, whole.since(known), finished=request)
+        entry.future.set_result(InferenceResult([request], request.latency))
+
+    @staticmethod
+    def _deliver(entry: Outstanding, news: Stretch, *, finished: DynamicInferenceRequest | None) -> None:
+        assert entry.stream is not None
+        entry.received.extend(news)
+        entry.stream.push(StreamUpdate(news.tokens, news.log_probs, news.top_n_logprobs, finished))
+
+    def _time_out(self, entry: Outstanding, limit: float) -> None:
+        self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
+        why = "" if self._is_connected() else f": {self._why_unreachable()}"
+        _end(entry, RequestTimeoutError(f"the request was not done within {limit:g} s{why}"))
+
+    def _forget(self, entry: Outstanding) -> None:
+        self._outstanding.pop(entry.future.request_uuid, None)
+        self.futures.pop(entry.future.request_id, None)
+        if entry.timer is not None:
+            entry.timer.cancel()
+        if entry.future.cancelled() and not entry.aborted:
+            self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
+
+    def _hashes(self, prompt: Prompt) -> list[int]:
+        if not self.hash_block_size or isinstance(prompt, str):
+            return []
+        import torch  # not above: only prefix routing needs it
+
+        return compute_block_hashes_batched(torch.tensor(prompt, dtype=torch.int64), self.hash_block_size)
+
+
+def _end(entry: Outstanding, error: Exception) -> None:
+    if not entry.future.done():
+        entry.future.set_exception(error)
+
+
+def _checked_body(prompt: Prompt, sampling_params: SamplingParams | None) -> RequestBody:
+    listed = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not isinstance(prompt, str) and not listed:
+        raise InvalidRequestError(
+            f"prompt is a {type(prompt).__name__}; give text or a list of token ids", field="prompt"
+        )
+    params = copy.copy(sampling_params) if sampling_params is not None else SamplingParams()
+    if params.seed is None:
+        params.seed = secrets.randbits(63)
+    body = RequestBody(prompt, params.serialize())
+    try:
+        body.pack()
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequestError(f"the request can't be sent: {error}", field="prompt") from error
+    return body
+
+
+def retrieve(future: asyncio.Future[Any]) -> None:
+    """Mark an error as seen: whoever does not await the future chose to ignore it."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,35 @@
+"""Counts what was dropped, and logs it without letting a flood of bad messages flood the log too."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 10.0
+MOST_KINDS = 256
+
+
+class Complaints:
+    """Dropped messages by kind. A kind is a short text of ours and never repeats what a message said."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._silent_until: dict[str, float] = {}
+        self.counts: Counter[str] = Counter()
+
+    def add(self, kind: str) -> None:
+        """Count one, and log it unless this kind was logged within the last 10 seconds."""
+        if kind not in self.counts and len(self.counts) >= MOST_KINDS:
+            kind = "other"
+        self.counts[kind] += 1
+        now = self._clock()
+        if now >= self._silent_until.get(kind, now):
+            self._silent_until[kind] = now + QUIET_SECONDS
+            logger.warning("dropped a message: %s (%d so far)", kind, self.counts[kind])
+
+    def total(self) -> int:
+        """How many were dropped."""
+        return self.counts.total()

@@ -1,0 +1,278 @@
+"""The coordinator process: takes requests from clients and spreads them over the data parallel engines."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from megatron_runtime.config import PrefixCachingCoordinatorPolicy
+from megatron_runtime.data_parallel_inference_coordinator import states
+from megatron_runtime.data_parallel_inference_coordinator.core import CoordinatorSettings, Core
+from megatron_runtime.data_parallel_inference_coordinator.handlers import handlers
+from megatron_runtime.data_parallel_inference_coordinator.socket_loop import RouterSocket
+from megatron_runtime.errors import CoordinatorError
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+
+
+class ReadyEvent(Protocol):
+    """A threading or multiprocessing event."""
+
+    def set(self) -> None: ...
+
+
+class DataParallelInferenceCoordinator:
+    """Routes requests over all engines that are registered, and control signals to all of them.
+
+    The constructor binds the socket; `start` runs until `stop`, until a client sends SHUTDOWN, or until SIGTERM in a
+    process that `entrypoint` runs. Engines may register, leave and come back at any time; requests that arrive while
+    there is none wait. No message and no vanished peer ends the loop.
+
+    Args:
+        pipe_connection: The address is sent through it, and it is closed; None if nobody has to be told.
+        data_parallel_size: Engines that are expected; more or fewer are fine.
+        tokenizer: For `detokenize`, and to hash prompts that come as text; may be None, since engines detokenize their
+            results themselves and clients hash token ids.
+        inference_coordinator_port: Port to listen on; None, or one that is taken, means any free one.
+        deterministic_mode: Route over the engines in the order of their groups instead of that of their arrival.
+        block_size_tokens: Tokens per hashed block.
+        enable_prefix_caching: Route by prompt prefixes, as far as the policy does.
+        prefix_caching_coordinator_policy: How an engine is chosen.
+        schedule_output_path: File for the routing decisions, written at the end.
+        host: Address to listen on; anything but loopback needs a key.
+        key: Shared secret of all peers; None means plain sockets.
+        initial_state: Where engines are brought before they get requests. A coordinator that replaces one that died has
+            to be given the state that its service was in.
+        request_timeout: Seconds that a request waits while there is no engine.
+        engine_timeout: Seconds of silence after which an engine is taken for dead.
+
+    Raises:
+        ConfigurationError: host needs a key, or can't be bound.
+    """
+
+    CoordinatorState = states.CoordinatorState
+
+    def __init__(
+        self,
+        pipe_connection: Connection | None,
+        data_parallel_size: int,
+        tokenizer: Any = None,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
+            PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+        ),
+        schedule_output_path: str | None = None,
+        *,
+        host: str = "127.0.0.1",
+        key: str | None = None,
+        initial_state: states.CoordinatorState | str = states.CoordinatorState.RUNNING,
+        request_timeout: float = 120.0,
+        engine_timeout: float = 5.0,
+    ) -> None:
+        if isinstance(initial_state, str):
+            initial_state = states.CoordinatorState[initial_state.upper()]
+        self.data_parallel_size = data_parallel_size
+        self.tokenizer = tokenizer
+        settings = CoordinatorSettings(
+            data_parallel_size=data_parallel_size,
+            deterministic_mode=deterministic_mode,
+            block_size_tokens=block_size_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            policy=PrefixCachingCoordinatorPolicy(prefix_caching_coordinator_policy),
+            schedule_output_path=schedule_output_path,
+            initial_state=initial_state,
+            request_timeout=request_timeout,
+            engine_timeout=engine_timeout,
+        )
+        self._core = Core(settings, handlers(), time.monotonic, self.compute_request_hashes)
+        self._router_socket = RouterSocket(host, inference_coordinator_port, key)
+        self.address = self._router_socket.address
+        """Where engines and clients connect to: ``tcp://host:port``."""
+        if pipe_connection is not None:
+            pipe_connection.send(self.address)
+            pipe_connection.close()
+
+    # Attributes under the names that Megatron's users know
+
+    @property
+    def router_socket(self) -> Any:
+        """The ROUTER socket that everybody talks to."""
+        return self._router_socket.socket
+
+    @property
+    def identities_of_data_parallel_ranks(self) -> deque[bytes]:
+        """Socket identities of the registered engines, in routing order."""
+        return deque(engine.identity for engine in self._core.engines)
+
+    @property
+    def request_id_to_client_id(self) -> dict[int, bytes]:
+        """The client of each outstanding request, by the coordinator's number."""
+        return {entry.server_id: entry.client for entry in self._core.dispatcher.requests.values()}
+
+    @property
+    def request_id_to_client_request_id(self) -> dict[int, bytes]:
+        """The UUID by which the client calls each outstanding request, by the coordinator's number."""
+        return {entry.server_id: entry.uuid for entry in self._core.dispatcher.requests.values()}
+
+    @property
+    def next_request_id(self) -> int:
+        """The number of the next request."""
+        return self._core.dispatcher.next_request_id
+
+    @property
+    def state(self) -> states.CoordinatorState:
+        """Where the service is, or is on its way to."""
+        return self._core.service.wish
+
+    # Routing
+
+    def get_next_data_parallel_rank(self) -> bytes:
+        """The socket identity of the engine whose turn it is.
+
+        Raises:
+            CoordinatorError: No engine takes requests.
+        """
+        return self._identity(self._core.router.next_in_turn(self._core.engines.candidates()))
+
+    def compute_request_hashes(self, prompt: str | list[int]) -> list[int]:
+        """Block hashes of a prompt; none without prefix routing, or for text without a tokenizer."""
+        block_size = self._core.settings.hash_block_size
+        if not block_size or (isinstance(prompt, str) and self.tokenizer is None):
+            return []
+        # Only here: the coordinator runs without torch unless prompts arrive unhashed.
+        import torch
+
+        from megatron_runtime.inference_request import compute_block_hashes_batched
+
+        tokens = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return compute_block_hashes_batched(torch.tensor(tokens, dtype=torch.int64), block_size)
+
+    def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
+        """The socket identity of the engine that the policy picks for a prompt with these hashes.
+
+        Raises:
+            CoordinatorError: No engine takes requests.
+        """
+        return self._identity(self._core.router.pick(self._core.engines.candidates(), request_hashes))
+
+    def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
+        """This engine was given a prompt with these hashes."""
+        self._core.router.record(rank_identity, request_hashes)
+
+    @staticmethod
+    def _identity(engine: Any) -> bytes:
+        if engine is None:
+            raise CoordinatorError("no engine takes requests")
+        identity: bytes = engine.identity
+        return identity
+
+    def _remove_engine(self, identity: bytes) -> None:
+        """Take an engine out of the pool; its requests go to others."""
+        self._core.lose_engine(identity, "removed")
+
+    def _send_to_engine(self, identity: bytes, payload: list[bytes]) -> bool:
+        """Send frames to an engine; False when it can't be reached, and then it is out of the pool."""
+        return self._send(identity, payload)
+
+    def _send(self, peer: bytes, frames: list[bytes]) -> bool:
+        if self._router_socket.send(peer, frames):
+            return True
+        self._core.unreachable(peer)
+        return False
+
+    def detokenize(self, finished_request: dict[str, Any]) -> None:
+        """Fill in ``generated_text``, and ``prompt`` if it is missing, of a serialized merged request."""
+        tokens = finished_request["generated_tokens"]
+        params = finished_request.get("sampling_params") or {}
+        if not params.get("detokenize_stop_sequence"):
+            while tokens and tokens[-1] == self.tokenizer.eod:
+                tokens = tokens[:-1]
+        finished_request["generated_text"] = self.tokenizer.detokenize(tokens)
+        prompt_tokens = finished_request.get("prompt_tokens")
+        if finished_request.get("prompt") is None and prompt_tokens is not None:
+            tagged = len(prompt_tokens) == 2 and prompt_tokens[0] == "tensor"
+            finished_request["prompt"] = self.tokenizer.detokenize(prompt_tokens[1] if tagged else prompt_tokens)
+
+    # The loop
+
+    def start(self) -> None:
+        """Run until told to end; then write the schedule and close the socket."""
+        core = self._core
+        next_tick = core.clock()
+        try:
+            while not core.stopping:
+                self._router_socket.receive(next_tick - core.clock(), core.handle)
+                now = core.clock()
+                if now >= next_tick:
+                    core.tick(now)
+                    next_tick = now + TICK_SECONDS
+                core.tell_subscribers()
+                self._flush()
+        finally:
+            core.schedule.write()
+            self._router_socket.close()
+
+    def _flush(self) -> None:
+        """Send what waits. A peer that can't be reached leaves, which may make new messages for others."""
+        gone: set[bytes] = set()
+        while self._core.outbox:
+            for peer, frames in self._core.outbox.take():
+                if peer not in gone and not self._send(peer, frames):
+                    gone.add(peer)
+
+    def stop(self) -> None:
+        """End `start` soon; from any thread, and from a signal handler. Engines and clients are not told."""
+        self._core.stopping = True
+        with contextlib.suppress(OSError):
+            self._router_socket.wake()
+
+    @classmethod
+    def entrypoint(
+        cls,
+        pipe_connection: Connection | None,
+        ready_event: ReadyEvent,
+        data_parallel_size: int,
+        tokenizer: Any = None,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
+            PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+        ),
+        schedule_output_path: str | None = None,
+        **options: Any,
+    ) -> None:
+        """Run a coordinator in this process until SIGTERM; arguments as for the class.
+
+        Args:
+            ready_event: Set once the socket is bound, so that peers can connect.
+        """
+        coordinator = cls(
+            pipe_connection,
+            data_parallel_size,
+            tokenizer,
+            inference_coordinator_port,
+            deterministic_mode,
+            block_size_tokens,
+            enable_prefix_caching,
+            prefix_caching_coordinator_policy,
+            schedule_output_path,
+            **options,
+        )
+        signal.signal(signal.SIGTERM, lambda *_: coordinator.stop())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ready_event.set()
+        coordinator.start()
+        logger.info("the coordinator at %s ended", coordinator.address)

@@ -1,0 +1,177 @@
+"""The coordinator without its socket: messages in, messages out, and time as an argument."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_runtime.config import PrefixCachingCoordinatorPolicy
+from megatron_runtime.data_parallel_inference_coordinator.complaints import Complaints
+from megatron_runtime.data_parallel_inference_coordinator.dispatcher import Dispatcher
+from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
+from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry
+from megatron_runtime.data_parallel_inference_coordinator.routing import Router
+from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedule
+from megatron_runtime.data_parallel_inference_coordinator.service import Service
+from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
+from megatron_runtime.headers import Headers
+from megatron_runtime.service_state import ServiceState
+from megatron_runtime.wire import MalformedMessage, Message, decode
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[["Core", bytes, Message], None]
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """What a coordinator can be told."""
+
+    data_parallel_size: int
+    deterministic_mode: bool = False
+    """Routes over the engines in the order of their groups, not of their arrival."""
+    block_size_tokens: int | None = None
+    enable_prefix_caching: bool = False
+    policy: PrefixCachingCoordinatorPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+    schedule_output_path: str | None = None
+    initial_state: CoordinatorState = CoordinatorState.RUNNING
+    request_timeout: float = 120.0
+    """Seconds that a request waits while no engine is there."""
+    engine_timeout: float = 5.0
+    """Seconds of silence after which an engine is taken for dead."""
+    client_timeout: float = 30.0
+    """Seconds of silence after which a client is taken for dead."""
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per hashed block if prompts are to be hashed for routing, else 0."""
+        ignoring = (PrefixCachingCoordinatorPolicy.ROUND_ROBIN, PrefixCachingCoordinatorPolicy.LOAD_BALANCED)
+        if not self.enable_prefix_caching or self.policy in ignoring:
+            return 0
+        return self.block_size_tokens or 0
+
+
+class Core:
+    """All the coordinator's books, and the rules by which messages change them.
+
+    Every method leaves what is to be sent in ``outbox``. None of them raises for a bad message.
+
+    Args:
+        handlers: What to do with each message.
+        clock: Seconds that only grow.
+        hash_prompt: Block hashes of a prompt that its client didn't hash.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        handlers: Mapping[Headers, Handler],
+        clock: Callable[[], float],
+        hash_prompt: Callable[[str | list[int]], list[int]],
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.hash_prompt = hash_prompt
+        self.epoch = secrets.token_hex(8)
+        self.stopping = False
+        self.outbox = Outbox()
+        self.complaints = Complaints(clock)
+        self.clients: dict[bytes, ClientEntry] = {}
+        self.engines = EngineRegistry(sort_by_group=settings.deterministic_mode)
+        self.router = Router(settings.policy)
+        self.schedule = Schedule(settings.schedule_output_path, settings.policy.value, settings.data_parallel_size)
+        self.dispatcher = Dispatcher(
+            engines=self.engines,
+            clients=self.clients,
+            router=self.router,
+            outbox=self.outbox,
+            complaints=self.complaints,
+            schedule=self.schedule,
+            request_timeout=settings.request_timeout,
+        )
+        self.service = Service(
+            engines=self.engines,
+            outbox=self.outbox,
+            wish=settings.initial_state,
+            became_ready=self.dispatcher.assign_waiting,
+        )
+        self._handlers = handlers
+
+    def handle(self, peer: bytes, frames: Sequence[bytes]) -> None:
+        """Take one message. What can't be understood or isn't allowed is counted and dropped."""
+        try:
+            message = decode(frames)
+            handler = self._handlers.get(message.header)
+            if handler is None:
+                raise MalformedMessage(f"{message.header.name} is not for the coordinator")
+            handler(self, peer, message)
+        except MalformedMessage as defect:
+            self.complaints.add(str(defect))
+        except Exception:
+            # The last line of defence: a defect of ours must cost one message, not the service.
+            logger.exception("a handler of the coordinator failed")
+            self.complaints.add("a handler of the coordinator failed")
+
+    def tick(self, now: float) -> None:
+        """What time alone brings; call it about twice a second."""
+        for engine in self.engines:
+            if now - engine.last_seen > self.settings.engine_timeout:
+                self.lose_engine(engine.identity, f"no sign of life for {self.settings.engine_timeout:g} s")
+            else:
+                self.outbox.put(engine.identity, Headers.BEAT, self.epoch)
+        for client in list(self.clients.values()):
+            if now - client.last_seen > self.settings.client_timeout:
+                self.lose_client(client.identity)
+            else:
+                self.outbox.put(client.identity, Headers.BEAT, self.epoch)
+        self.dispatcher.expire(now)
+        self.service.expire(now)
+
+    def tell_subscribers(self) -> None:
+        """Send the state of the service to those who wait for changes and have not seen this one."""
+        revision = self.service.revision
+        behind = [client for client in self.clients.values() if client.subscribed and client.told_revision < revision]
+        if behind:
+            content = self.service_state().serialize()
+            for client in behind:
+                client.told_revision = revision
+                self.outbox.put(client.identity, Headers.SERVICE_STATE, None, content)
+
+    def service_state(self) -> ServiceState:
+        """The state of the service now."""
+        return ServiceState(
+            state=self.service.state,
+            revision=self.service.revision,
+            epoch=self.epoch,
+            engines=tuple(engine.view() for engine in self.engines),
+            unassigned_requests=len(self.dispatcher.waiting),
+            outstanding_requests=len(self.dispatcher.requests),
+            dropped_messages=self.complaints.total(),
+        )
+
+    def lose_engine(self, identity: bytes, reason: str, *, failed: bool = False) -> EngineEntry | None:
+        """Take an engine out of the pool and hand its requests on; ``failed`` if its own work was the reason."""
+        engine = self.engines.remove(identity)
+        if engine is not None:
+            logger.info("%s is gone: %s", engine.name, reason)
+            self.outbox.forget(identity)
+            self.router.forget(identity)
+            self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", self.clock(), failed=failed)
+            self.service.engine_gone(engine)
+        return engine
+
+    def lose_client(self, identity: bytes) -> None:
+        """Forget a client and abort its requests."""
+        client = self.clients.pop(identity, None)
+        if client is not None:
+            self.outbox.forget(identity)
+            self.dispatcher.forget_client(client)
+
+    def unreachable(self, peer: bytes) -> None:
+        """A message to this peer could not be sent."""
+        self.outbox.forget(peer)
+        self.lose_engine(peer, "its connection is gone")
+        self.lose_client(peer)

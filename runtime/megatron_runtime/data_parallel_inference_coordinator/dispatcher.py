@@ -1,0 +1,243 @@
+"""Hands requests to engines, follows their progress, and hands them on when an engine is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_runtime.data_parallel_inference_coordinator.complaints import Complaints
+from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
+from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry, RequestEntry
+from megatron_runtime.data_parallel_inference_coordinator.routing import Router
+from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedule
+from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
+from megatron_runtime.headers import Headers
+from megatron_runtime.messages import Assignment, Failure, Finished, Forwarded, Progress, Submission
+from megatron_runtime.wire import MalformedMessage
+
+CLAIM_SECONDS = 30.0
+"""How long an engine that registers with unknown requests is let work on them, until their client shows up."""
+MOST_LOSSES = 10
+"""A request that was there when so many engines were lost is taken for their cause, and fails."""
+FAILURE_WEIGHT = 4
+"""How many lost engines one counts for that failed in a step instead of just vanishing."""
+
+
+class Dispatcher:
+    """The table of outstanding requests, and every decision about where they are.
+
+    Args:
+        request_timeout: Seconds that a request waits for an engine to register before it fails.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: EngineRegistry,
+        clients: Mapping[bytes, ClientEntry],
+        router: Router,
+        outbox: Outbox,
+        complaints: Complaints,
+        schedule: Schedule,
+        request_timeout: float,
+    ) -> None:
+        self._engines = engines
+        self._clients = clients
+        self._router = router
+        self._outbox = outbox
+        self._complaints = complaints
+        self._schedule = schedule
+        self._request_timeout = request_timeout
+        self.requests: dict[bytes, RequestEntry] = {}
+        self.waiting: dict[bytes, RequestEntry] = {}
+        """Those without an engine, in the order in which they will get one."""
+        self._claims: dict[bytes, tuple[EngineEntry, float]] = {}
+        self.next_request_id = 0
+
+    # What clients ask for
+
+    def submit(self, client: ClientEntry, submission: Submission, body: bytes, now: float) -> None:
+        """Take a new request, or note that the client of a known one is back and what it has seen."""
+        known = self.requests.get(submission.uuid)
+        if known is not None:
+            self._resume_client(known, client, submission)
+            return
+        entry = RequestEntry(
+            uuid=submission.uuid,
+            server_id=self.next_request_id,
+            client=client.identity,
+            streaming=submission.streaming,
+            body=body,
+            token_count=submission.received,
+            hashes=submission.hashes,
+            waiting_since=now,
+        )
+        self.next_request_id += 1
+        self.requests[entry.uuid] = entry
+        client.owned.add(entry.uuid)
+        self._assign(entry)
+
+    def _resume_client(self, entry: RequestEntry, client: ClientEntry, submission: Submission) -> None:
+        entry.client = client.identity
+        client.owned.add(entry.uuid)
+        if submission.streaming and submission.received < entry.token_count:
+            try:
+                missing = entry.made_since(submission.received)
+            except MalformedMessage as defect:
+                self._complaints.add(f"stored tokens: {defect}")
+                return
+            item = Forwarded(entry.uuid, submission.received, len(missing.tokens))
+            self._outbox.add(client.identity, Headers.ENGINE_REPLY_PARTIAL, item, missing.pack())
+
+    def abort(self, entry: RequestEntry) -> None:
+        """The client wants no more of it. Its engine answers; if there is none, the coordinator does."""
+        entry.aborted = True
+        if entry.engine is not None:
+            self._outbox.add(entry.engine, Headers.ABORT_REQUEST, entry.uuid)
+        else:
+            self.fail(entry, CoordinatorError("aborted while no engine had it"))
+
+    def forget_client(self, client: ClientEntry) -> None:
+        """The client is gone: nobody waits for its requests any more."""
+        for uuid in list(client.owned):
+            entry = self.requests.get(uuid)
+            if entry is not None and entry.client == client.identity:
+                engine = self._engines.get(entry.engine) if entry.engine is not None else None
+                if engine is not None:
+                    self._release(engine, uuid)
+                self._drop(entry)
+
+    # What engines report
+
+    def progress(self, engine: EngineEntry, item: Progress, body: bytes) -> None:
+        """Remember new tokens, and pass them on if the client streams."""
+        entry = self._owned_entry(engine, item.uuid, item.dispatch)
+        if entry is None or item.start + item.length <= entry.token_count:
+            return
+        if item.start != entry.token_count:
+            # Messages in between were lost with a connection: the engine answers a repeated hand-out with all of them.
+            self._hand_out(entry, engine)
+            return
+        entry.stretches.append(body)
+        entry.token_count += item.length
+        if entry.streaming:
+            forwarded = Forwarded(item.uuid, item.start, item.length)
+            self._outbox.add(entry.client, Headers.ENGINE_REPLY_PARTIAL, forwarded, body)
+
+    def finish(self, engine: EngineEntry, item: Finished, body: bytes) -> RequestEntry | None:
+        """Pass a result on and confirm it; the entry if there was anybody to pass it on to."""
+        entry = self._owned_entry(engine, item.uuid, item.dispatch)
+        if entry is not None:
+            self._outbox.add(entry.client, Headers.ENGINE_REPLY, item.uuid, body)
+            self._outbox.add(engine.identity, Headers.REPLY_ACK, item.uuid)
+            self._drop(entry)
+        return entry
+
+    def _owned_entry(self, engine: EngineEntry, uuid: bytes, dispatch: int) -> RequestEntry | None:
+        """The entry, if this engine is the one that works on it; tells the engine to stop if somebody else does."""
+        entry = self.requests.get(uuid)
+        if entry is not None and entry.engine == engine.identity:
+            if entry.dispatch == dispatch:
+                return entry
+            self._complaints.add("reply to an earlier hand-out")
+            return None
+        claim = self._claims.get(uuid)
+        if claim is None or claim[0] is not engine:
+            self._complaints.add("reply to a request that this engine does not own")
+            self._release(engine, uuid)
+        return None
+
+    def _release(self, engine: EngineEntry, uuid: bytes) -> None:
+        """Tell an engine that nobody waits for its work on this request, running or finished."""
+        self._outbox.add(engine.identity, Headers.REPLY_ACK, uuid)
+
+    def reconcile(self, engine: EngineEntry, claims: list[bytes], now: float) -> None:
+        """An engine (re-)registered with these requests: repeat what it owns, keep what clients may still ask for."""
+        repeated = [self.requests[uuid] for uuid in engine.owned if uuid in self.requests]
+        for uuid in claims:
+            entry = self.requests.get(uuid)
+            if entry is None:
+                self._claims[uuid] = (engine, now + CLAIM_SECONDS)
+            elif entry.engine is None:
+                self.waiting.pop(uuid, None)
+                self._hand_out(entry, engine)
+            elif entry.engine != engine.identity:
+                self._release(engine, uuid)
+        for entry in repeated:
+            self._hand_out(entry, engine)
+
+    def lose_engine(self, engine: EngineEntry, reason: str, now: float, *, failed: bool) -> None:
+        """The engine is gone: its requests go to others, oldest first, with the tokens made so far."""
+        self._claims = {uuid: claim for uuid, claim in self._claims.items() if claim[0] is not engine}
+        owned = [self.requests[uuid] for uuid in engine.owned if uuid in self.requests]
+        engine.owned.clear()
+        for entry in sorted(owned, key=lambda entry: entry.server_id):
+            entry.engine = None
+            entry.losses += FAILURE_WEIGHT if failed else 1
+            entry.waiting_since = now
+            if entry.aborted:
+                self.fail(entry, CoordinatorError("aborted"))
+            elif entry.losses >= MOST_LOSSES:
+                self.fail(entry, EngineError(f"too many engines were lost while they served it; the last: {reason}"))
+            else:
+                self._assign(entry)
+
+    # Handing out
+
+    def assign_waiting(self) -> None:
+        """An engine became ready: hand out what waited."""
+        waiting, self.waiting = self.waiting, {}
+        for entry in waiting.values():
+            self._assign(entry)
+
+    def _assign(self, entry: RequestEntry) -> None:
+        claim = self._claims.pop(entry.uuid, None)
+        engine = claim[0] if claim is not None else self._router.pick(self._engines.candidates(), entry.hashes)
+        if engine is None:
+            self.waiting[entry.uuid] = entry
+            return
+        self._router.record(engine.identity, entry.hashes)
+        self._schedule.record(entry.server_id, engine.group, len(entry.hashes))
+        self._hand_out(entry, engine)
+
+    def _hand_out(self, entry: RequestEntry, engine: EngineEntry) -> None:
+        try:
+            body = entry.body_to_hand_out()
+        except MalformedMessage as defect:
+            self._complaints.add(f"stored request: {defect}")
+            self.fail(entry, EngineError(f"its tokens so far can't be handed to another engine: {defect}"))
+            return
+        entry.dispatch += 1
+        entry.engine = engine.identity
+        engine.owned.add(entry.uuid)
+        assignment = Assignment(entry.uuid, entry.dispatch, entry.streaming)
+        self._outbox.add(engine.identity, Headers.SUBMIT_REQUEST, assignment, body)
+
+    # Endings
+
+    def fail(self, entry: RequestEntry, error: Exception) -> None:
+        """Tell the client why there will be no answer."""
+        failure = Failure(entry.uuid, type(error).__name__, str(error))
+        self._outbox.add(entry.client, Headers.REQUEST_FAILED, failure)
+        self._drop(entry)
+
+    def expire(self, now: float) -> None:
+        """Fail what waited too long for an engine, and free engines of requests that no client came back for."""
+        for entry in list(self.waiting.values()):
+            if now - entry.waiting_since >= self._request_timeout:
+                message = f"no engine was there to serve it within {self._request_timeout:g} s"
+                self.fail(entry, RequestTimeoutError(message))
+        for uuid, (engine, deadline) in list(self._claims.items()):
+            if now >= deadline:
+                del self._claims[uuid]
+                self._release(engine, uuid)
+
+    def _drop(self, entry: RequestEntry) -> None:
+        self.requests.pop(entry.uuid, None)
+        self.waiting.pop(entry.uuid, None)
+        client = self._clients.get(entry.client)
+        if client is not None:
+            client.owned.discard(entry.uuid)
+        engine = self._engines.get(entry.engine) if entry.engine is not None else None
+        if engine is not None:
+            engine.owned.discard(entry.uuid)

@@ -1,0 +1,193 @@
+"""What each message does: from engines, from clients, and from strangers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from megatron_runtime.bodies import RequestBody
+from megatron_runtime.data_parallel_inference_coordinator.core import Core, Handler
+from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry
+from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry
+from megatron_runtime.data_parallel_inference_coordinator.states import SIGNALS
+from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.messages import (
+    EngineLoad,
+    Finished,
+    Progress,
+    Registration,
+    Submission,
+    arguments,
+    engine_state,
+    flag,
+    items,
+    natural,
+    seconds,
+    text,
+    uuid_bytes,
+)
+from megatron_runtime.wire import MalformedMessage, Message
+
+logger = logging.getLogger(__name__)
+
+
+def handlers() -> Mapping[Headers, Handler]:
+    """The messages that the coordinator takes."""
+    table: dict[Headers, Handler] = {
+        Headers.CONNECT: _connect,
+        Headers.REGISTER: _register,
+        Headers.HEARTBEAT: _heartbeat,
+        Headers.SUBMIT_REQUEST: _submit,
+        Headers.ABORT_REQUEST: _abort,
+        Headers.ENGINE_REPLY: _reply,
+        Headers.ENGINE_REPLY_PARTIAL: _partial,
+        Headers.STATE: _state,
+        Headers.SERVICE_STATE: _service_state,
+        Headers.DRAIN: _drain,
+        Headers.DISCONNECT: _disconnect,
+        Headers.SHUTDOWN: _shutdown,
+    }
+    table.update(dict.fromkeys(SIGNALS, _signal))
+    return table
+
+
+def _client(core: Core, peer: bytes) -> ClientEntry:
+    """The client that speaks; one that is not known is told to connect (again)."""
+    client = core.clients.get(peer)
+    if client is None:
+        raise _stranger(core, peer)
+    client.last_seen = core.clock()
+    return client
+
+
+def _engine(core: Core, peer: bytes) -> EngineEntry:
+    """The engine that speaks; one that is not known is told to register (again)."""
+    engine = core.engines.get(peer)
+    if engine is None:
+        raise _stranger(core, peer)
+    engine.last_seen = core.clock()
+    return engine
+
+
+def _stranger(core: Core, peer: bytes) -> MalformedMessage:
+    core.outbox.put(peer, Headers.UNKNOWN_PEER, core.epoch)
+    return MalformedMessage("a message from a peer that has not introduced itself")
+
+
+def _connect(core: Core, peer: bytes, message: Message) -> None:
+    arguments(message, 0)
+    if core.engines.get(peer) is not None:
+        raise MalformedMessage("an engine tried to connect as a client")
+    client = core.clients.setdefault(peer, ClientEntry(peer, core.clock()))
+    client.last_seen = core.clock()
+    core.outbox.put(peer, Headers.CONNECT_ACK, core.epoch, core.settings.hash_block_size)
+
+
+def _register(core: Core, peer: bytes, message: Message) -> None:
+    registration = Registration.parse(message)
+    if peer in core.clients:
+        raise MalformedMessage("a client tried to register as an engine")
+    refusal = core.engines.refusal(registration)
+    if refusal is not None:
+        logger.warning("refused an engine: %s", refusal)
+        core.lose_engine(peer, refusal)
+        core.outbox.put(peer, Headers.REGISTER_REFUSED, refusal)
+        return
+    for predecessor in core.engines.predecessors(peer, registration):
+        core.lose_engine(predecessor.identity, f"attempt {registration.attempt} of its group has registered")
+        if predecessor.identity != peer:
+            core.outbox.put(predecessor.identity, Headers.REGISTER_REFUSED, "another engine serves this group now")
+    now = core.clock()
+    engine = core.engines.register(peer, registration, now)
+    logger.info("%s registered, %s", engine.name, engine.state.value)
+    core.outbox.put(peer, Headers.REGISTER_ACK, core.epoch)
+    core.service.touch()
+    core.dispatcher.reconcile(engine, registration.claims, now)
+    core.service.steer(engine, now)
+
+
+def _heartbeat(core: Core, peer: bytes, message: Message) -> None:
+    if peer in core.clients:
+        arguments(message, 0)
+        _client(core, peer)
+        return
+    engine = _engine(core, peer)
+    state, load = arguments(message, 2)
+    engine.load = EngineLoad.parse(load)
+    core.service.engine_reports(engine, engine_state(state), core.clock())
+
+
+def _submit(core: Core, peer: bytes, message: Message) -> None:
+    client = _client(core, peer)
+    now = core.clock()
+    for submission, body in zip(items(message, Submission.parse), message.bodies, strict=True):
+        if core.settings.hash_block_size and not submission.hashes:
+            submission = submission._replace(hashes=core.hash_prompt(RequestBody.unpack(body).prompt))
+        core.dispatcher.submit(client, submission, body, now)
+
+
+def _abort(core: Core, peer: bytes, message: Message) -> None:
+    _client(core, peer)
+    for uuid in items(message, uuid_bytes, with_bodies=False):
+        entry = core.dispatcher.requests.get(uuid)
+        if entry is not None and entry.client == peer:
+            core.dispatcher.abort(entry)
+
+
+def _reply(core: Core, peer: bytes, message: Message) -> None:
+    engine = _engine(core, peer)
+    for item, body in zip(items(message, Finished.parse), message.bodies, strict=True):
+        core.dispatcher.finish(engine, item, body)
+
+
+def _partial(core: Core, peer: bytes, message: Message) -> None:
+    engine = _engine(core, peer)
+    for item, body in zip(items(message, Progress.parse), message.bodies, strict=True):
+        core.dispatcher.progress(engine, item, body)
+
+
+def _state(core: Core, peer: bytes, message: Message) -> None:
+    engine = _engine(core, peer)
+    state = engine_state(arguments(message, 1)[0])
+    if state is EngineState.STOPPED:
+        core.lose_engine(peer, "it was stopped")
+    elif state is EngineState.RESUMED:
+        raise MalformedMessage("RESUMED is an event, not a state")
+    else:
+        core.service.engine_reports(engine, state, core.clock())
+
+
+def _signal(core: Core, peer: bytes, message: Message) -> None:
+    client = _client(core, peer)
+    call_id, timeout = arguments(message, 2)
+    now = core.clock()
+    deadline = now + seconds(timeout, "timeout")
+    core.service.signal(client.identity, natural(call_id, "call id"), message.header, deadline, now)
+
+
+def _service_state(core: Core, peer: bytes, message: Message) -> None:
+    client = _client(core, peer)
+    call_id, subscribe = arguments(message, 2)
+    call_id = natural(call_id, "call id")
+    client.subscribed = client.subscribed or flag(subscribe, "subscribe")
+    client.told_revision = core.service.revision
+    core.outbox.put(peer, Headers.SERVICE_STATE, call_id, core.service_state().serialize())
+
+
+def _drain(core: Core, peer: bytes, message: Message) -> None:
+    engine = _engine(core, peer)
+    arguments(message, 0)
+    engine.draining = True
+    core.service.touch()
+
+
+def _disconnect(core: Core, peer: bytes, message: Message) -> None:
+    reason, failed = arguments(message, 2)
+    if core.lose_engine(peer, text(reason, "reason"), failed=flag(failed, "failed")) is None:
+        core.lose_client(peer)
+
+
+def _shutdown(core: Core, peer: bytes, message: Message) -> None:
+    _client(core, peer)
+    arguments(message, 0)
+    core.stopping = True

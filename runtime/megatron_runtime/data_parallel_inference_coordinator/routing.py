@@ -1,0 +1,94 @@
+"""Picks the engine for a request: in turn, by load, or by who has seen the beginning of the prompt before."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from megatron_runtime.config import PrefixCachingCoordinatorPolicy
+from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry
+
+Policy = PrefixCachingCoordinatorPolicy
+PREFIX_TABLE_SIZE = 1 << 17
+
+
+class PrefixTable:
+    """Which engine was last given which block hash, and when; the hash unused for longest makes room for a new one."""
+
+    def __init__(self, size: int = PREFIX_TABLE_SIZE) -> None:
+        self._size = size
+        self._owners: OrderedDict[int, dict[bytes, int]] = OrderedDict()
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def record(self, identity: bytes, hashes: Sequence[int]) -> None:
+        """This engine was just given a prompt with these block hashes."""
+        self._clock += 1
+        for block_hash in hashes:
+            self._owners.setdefault(block_hash, {})[identity] = self._clock
+            self._owners.move_to_end(block_hash)
+        while len(self._owners) > self._size:
+            self._owners.popitem(last=False)
+
+    def best(self, hashes: Sequence[int], candidates: Sequence[EngineEntry]) -> EngineEntry | None:
+        """The candidate with the longest known prefix, the most recent one among equals; None if nobody knows any.
+
+        The hashes are chained, so an engine that has one has all before it: the last known one decides.
+        """
+        for block_hash in reversed(hashes):
+            owners = self._owners.get(block_hash)
+            knowing = [entry for entry in candidates if owners and entry.identity in owners]
+            if owners and knowing:
+                return max(knowing, key=lambda entry: owners[entry.identity])
+        return None
+
+    def forget(self, identity: bytes) -> None:
+        """This engine is gone, and its cache with it."""
+        for block_hash in [key for key, owners in self._owners.items() if owners.pop(identity, None) and not owners]:
+            del self._owners[block_hash]
+
+
+class Router:
+    """One policy with its memory.
+
+    Args:
+        policy: ROUND_ROBIN and LOAD_BALANCED ignore prompts; the other two fall back to round robin.
+        prefix_size: Most block hashes that are remembered.
+    """
+
+    def __init__(self, policy: Policy, *, prefix_size: int = PREFIX_TABLE_SIZE) -> None:
+        self.policy = policy
+        self._prefixes = PrefixTable(prefix_size)
+        self._turn = 0
+
+    def next_in_turn(self, candidates: Sequence[EngineEntry]) -> EngineEntry | None:
+        """Round robin over the engines as they are now."""
+        if not candidates:
+            return None
+        chosen = candidates[self._turn % len(candidates)]
+        self._turn = (self._turn + 1) % len(candidates)
+        return chosen
+
+    def pick(self, candidates: Sequence[EngineEntry], hashes: Sequence[int]) -> EngineEntry | None:
+        """The engine for a request with these block hashes, or None if there is no candidate."""
+        if self.policy is Policy.LOAD_BALANCED:
+            return min(candidates, key=lambda entry: len(entry.owned), default=None)
+        chosen = self._prefixes.best(self.relevant(hashes), candidates) if hashes else None
+        return chosen or self.next_in_turn(candidates)
+
+    def record(self, identity: bytes, hashes: Sequence[int]) -> None:
+        """The engine was handed a request with these block hashes."""
+        if hashes:
+            self._prefixes.record(identity, self.relevant(hashes))
+
+    def forget(self, identity: bytes) -> None:
+        """The engine is gone."""
+        self._prefixes.forget(identity)
+
+    def relevant(self, hashes: Sequence[int]) -> Sequence[int]:
+        """The hashes that this policy looks at."""
+        if self.policy is Policy.LONGEST_PREFIX:
+            return hashes
+        return hashes[:1] if self.policy is Policy.FIRST_PREFIX_BLOCK else ()

@@ -1,0 +1,116 @@
+"""The ROUTER socket and its loop: receives in batches, sends in batches, and sleeps in between."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+
+import zmq
+
+from megatron_runtime import wire
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.security import require_key_or_loopback, secure_server
+
+logger = logging.getLogger(__name__)
+
+MESSAGES_PER_TURN = 512
+"""Received before anything is sent: large enough to batch under load, small enough not to delay replies."""
+
+
+class RouterSocket:
+    """A bound ROUTER that tells when a peer can't be reached, and that can be woken from another thread.
+
+    Raises:
+        ConfigurationError: Without a key, a host that others can reach; or a host that can't be bound.
+    """
+
+    def __init__(self, host: str, port: int | None, key: str | None) -> None:
+        require_key_or_loopback(host, key)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        wire.configure_socket(self.socket)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # A peer that reconnects before its old connection is known to be dead must not be shut out.
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._authenticator = secure_server(self._context, self.socket, key) if key is not None else None
+        try:
+            _bind(self.socket, host, port)
+        except BaseException:
+            self._close_socket()
+            raise
+        self.address = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
+
+    def receive(self, timeout: float, take: Callable[[bytes, list[bytes]], None]) -> None:
+        """Wait for messages for at most ``timeout`` seconds, and hand out those that are there: (peer, frames)."""
+        if not self._poller.poll(max(0, round(timeout * 1000))):
+            return
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            take(peer, frames)
+
+    def send(self, peer: bytes, frames: list[bytes]) -> bool:
+        """Send without waiting; False when the peer is gone, or so far behind that it counts as gone."""
+        try:
+            self.socket.send_multipart([peer, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("can't send to %r: %s", peer, error)
+            return False
+        return True
+
+    def wake(self) -> None:
+        """End a `receive` that waits now, or the next one; from any thread, and from a signal handler."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake_sender.send(b"\0")
+
+    def close(self) -> None:
+        """Close everything; what was sent just before still goes out, for at most half a second."""
+        self.socket.setsockopt(zmq.LINGER, 500)
+        self._close_socket()
+        self._wake_receiver.close()
+        self._wake_sender.close()
+
+    def _close_socket(self) -> None:
+        self.socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+def _bind(router: zmq.Socket[bytes], host: str, port: int | None) -> None:
+    """A port that is taken is replaced by a free one, with a warning; peers learn the real address anyway."""
+    endpoint = _numeric(host)
+    if ":" in endpoint:
+        router.setsockopt(zmq.IPV6, 1)
+        endpoint = f"[{endpoint}]"
+    try:
+        router.bind(f"tcp://{endpoint}:{port or '*'}")
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EADDRINUSE:
+            raise _unusable(host, error.strerror) from None
+        router.bind(f"tcp://{endpoint}:*")
+        logger.warning("port %s of %s is taken; the coordinator listens on another one", port, host)
+
+
+def _numeric(host: str) -> str:
+    """ZeroMQ binds to addresses, not to names."""
+    try:
+        return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise _unusable(host, error.strerror) from None
+
+
+def _unusable(host: str, reason: str | None) -> ConfigurationError:
+    return ConfigurationError(
+        f"the coordinator can't listen on {host!r}: {reason}; give an address of this machine",
+        field="coordinator_host",
+    )

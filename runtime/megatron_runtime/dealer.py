@@ -1,0 +1,126 @@
+"""One end's socket to the coordinator: it reconnects by itself and says when it did."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from megatron_runtime import wire
+from megatron_runtime.headers import Headers
+from megatron_runtime.security import coordinator_address, is_loopback, require_key_or_loopback, secure_client
+
+logger = logging.getLogger(__name__)
+
+_LINGER_MILLISECONDS = 500
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Dealer:
+    """A DEALER socket on the running event loop.
+
+    Args:
+        address: A port of this machine, ``host:port`` or ``tcp://host:port``.
+        identity: Socket identity, unique among all peers.
+        key: The coordinator's shared secret, or None for plain sockets on loopback.
+        on_message: Called with every message that can be decoded.
+        on_connected: Called after every (re-)connection; the other end may have forgotten us.
+        on_disconnected: Called when the connection is lost.
+
+    Raises:
+        ConfigurationError: Not an address, or a key is needed.
+    """
+
+    def __init__(
+        self,
+        address: int | str,
+        *,
+        identity: bytes,
+        key: str | None,
+        on_message: Callable[[wire.Message], None],
+        on_connected: Callable[[], None],
+        on_disconnected: Callable[[], None],
+    ) -> None:
+        self.address = coordinator_address(address)
+        host = self.address.removeprefix("tcp://").rpartition(":")[0]
+        require_key_or_loopback(host, key)
+        self._identity = identity
+        self._key = key
+        self._ipv6 = host.startswith("[") or not is_loopback(host)
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._on_disconnected = on_disconnected
+        self._tasks: list[asyncio.Task[None]] = []
+        self.context: zmq.asyncio.Context | None = None
+        self.socket: zmq.asyncio.Socket | None = None
+        self.connected = False
+        self.refused_by_key = False
+        """The coordinator did not accept our key at the last attempt."""
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start connecting and listening on this loop."""
+        self.context = zmq.asyncio.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        wire.configure_dealer(self.socket, self._identity)
+        if self._ipv6:
+            self.socket.setsockopt(zmq.IPV6, 1)
+        if self._key is not None:
+            secure_client(self.socket, self._key)
+        self._monitor = self.socket.get_monitor_socket(_EVENTS)
+        self._tasks = [loop.create_task(self._watch(self._monitor)), loop.create_task(self._listen(self.socket))]
+        self.socket.connect(self.address)
+
+    def send(self, header: Headers, *args: Any, bodies: list[bytes] | None = None) -> bool:
+        """Send without waiting. False when there is no connection or the queue is full: say it again when connected."""
+        if self.socket is None or not self.connected:
+            return False
+        frames = wire.encode(header, *args, bodies=bodies or ())
+        sent: asyncio.Future[Any] = cast(Any, self.socket.send_multipart(frames, zmq.NOBLOCK))
+        return sent.exception() is None
+
+    def close(self) -> None:
+        """Stop listening and close the socket; what was just sent still goes out if there is a connection."""
+        for task in self._tasks:
+            task.cancel()
+        if self.socket is not None and self.context is not None:
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self.socket.close(linger=_LINGER_MILLISECONDS if self.connected else 0)
+            self.context.term()
+        self.socket = self.context = None
+        self.connected = False
+
+    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                self._on_message(wire.decode(frames))
+            except wire.MalformedMessage as defect:
+                logger.warning("dropped a message from the coordinator: %s", defect)
+            except Exception:
+                logger.exception("a message from the coordinator could not be handled")
+            # Receiving doesn't yield while messages are there: a flood of them must not starve everybody else.
+            await asyncio.sleep(0)
+
+    async def _watch(self, monitor: Any) -> None:
+        while True:
+            event = (await recv_monitor_message(monitor))["event"]
+            try:
+                self._note(event)
+            except Exception:
+                logger.exception("a change of the connection to the coordinator could not be handled")
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.connected, self.refused_by_key = True, False
+            self._on_connected()
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self.refused_by_key = True
+        elif self.connected:
+            self.connected = False
+            self._on_disconnected()

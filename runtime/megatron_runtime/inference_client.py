@@ -1,0 +1,315 @@
+"""The client of the coordinator: submits requests, follows them, and moves the service between its states."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Coroutine
+
+import zmq.asyncio
+
+from megatron_runtime.client_calls import ClientCalls
+from megatron_runtime.client_requests import ClientRequests, Prompt, retrieve
+from megatron_runtime.dealer import Dealer
+from megatron_runtime.errors import CoordinatorError, InvalidStateError, MegatronInferenceError
+from megatron_runtime.headers import Headers
+from megatron_runtime.outstanding import RequestFuture, RequestStream
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.service_state import ServiceState
+from megatron_runtime.wire import Message
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+
+
+class InferenceClient:
+    """An asynchronous client of one coordinator. It belongs to one event loop and is not safe for several threads.
+
+    A request is kept until it is answered. When the connection or the coordinator is lost, the client reconnects and
+    submits what is outstanding again under the same UUIDs, with the tokens that it has received; streams go on without
+    a gap or a repeat. What can't be answered ends with an error at its deadline, or once the coordinator has been away
+    for ``coordinator_timeout``.
+
+    Args:
+        inference_coordinator_address: A port of this machine, ``host:port`` or ``tcp://host:port``.
+        deserialize: Results as objects; False gives the serialized merged request, a dict.
+        key: The coordinator's shared secret; None means plain sockets, allowed on loopback only.
+        request_timeout: Seconds that a request may take unless it says otherwise; None for no limit.
+        coordinator_timeout: Seconds without a coordinator after which everything outstanding fails.
+        transition_timeout: Seconds that a control signal may take unless it says otherwise.
+
+    Raises:
+        ConfigurationError: Not an address, or a key is missing or too short.
+
+    Attributes:
+        listener_task: Ends when the client is stopped.
+    """
+
+    def __init__(
+        self,
+        inference_coordinator_address: int | str,
+        deserialize: bool = True,
+        *,
+        key: str | None = None,
+        request_timeout: float | None = None,
+        coordinator_timeout: float = 60.0,
+        transition_timeout: float = 120.0,
+    ) -> None:
+        self._dealer = Dealer(
+            inference_coordinator_address,
+            identity=b"client-" + secrets.token_hex(8).encode(),
+            key=key,
+            on_message=self._take,
+            on_connected=self._connect_with_inference_coordinator,
+            on_disconnected=self._disconnected,
+        )
+        self._request_timeout = request_timeout
+        self._coordinator_timeout = coordinator_timeout
+        self._requests = ClientRequests(
+            self._dealer,
+            is_connected=lambda: self.is_connected,
+            why_unreachable=self._why_unreachable,
+            deserialize=deserialize,
+        )
+        self._calls = ClientCalls(self._dealer, self._why_unreachable, transition_timeout)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._welcome: asyncio.Future[None] | None = None
+        self._away_since = 0.0
+        self.coordinator_epoch: str | None = None
+        """Names the coordinator process; None before the first contact."""
+        self.listener_task: asyncio.Task[None] | None = None
+
+    # Life
+
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> Awaitable[None]:
+        """Start connecting. The answer may be awaited: it is done once the coordinator has answered.
+
+        Requests may be submitted at once; they leave when the connection is there.
+
+        Raises:
+            CoordinatorError: (from the awaitable) no answer within ``coordinator_timeout``.
+            InvalidStateError: It is started already.
+        """
+        if self._loop is not None:
+            raise InvalidStateError("the client is started already", state="STARTED", allowed=["stop"])
+        self._loop = loop or asyncio.get_running_loop()
+        self._welcome = self._loop.create_future()
+        self._welcome.add_done_callback(retrieve)
+        self._away_since = time.monotonic()
+        self._dealer.open(self._loop)
+        self.listener_task = self._loop.create_task(self._keep_alive())
+        return self._welcome
+
+    def stop(self) -> None:
+        """Say goodbye and close the socket. What is outstanding ends with a CoordinatorError. Repeating it is fine."""
+        if self._loop is None:
+            return
+        self._dealer.send(Headers.DISCONNECT, "the client was stopped", False)
+        if self.listener_task is not None:
+            self.listener_task.cancel()
+        self._dealer.close()
+        self._loop = None
+        self._fail_everything(CoordinatorError("the client was stopped"))
+
+    def fail_outstanding(self, error: MegatronInferenceError) -> None:
+        """End everything outstanding with this error, for a caller that knows that no answers will come."""
+        self._requests.fail(error)
+        self._calls.fail(error)
+
+    @property
+    def context(self) -> zmq.asyncio.Context | None:
+        """The ZeroMQ context while the client is started."""
+        return self._dealer.context
+
+    @property
+    def socket(self) -> zmq.asyncio.Socket | None:
+        """The DEALER socket while the client is started."""
+        return self._dealer.socket
+
+    @property
+    def completion_futures(self) -> dict[int, RequestFuture]:
+        """The future of each outstanding request, by its number."""
+        return self._requests.futures
+
+    @property
+    def next_request_id(self) -> int:
+        """The number of the next request."""
+        return self._requests.next_id
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the coordinator has answered over the connection that there is now."""
+        return self._calls.is_open
+
+    # Requests
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_uuid: bytes | None = None,
+        timeout: float | None = None,
+    ) -> RequestFuture:
+        """Submit a request.
+
+        Args:
+            prompt: Text, or token ids.
+            sampling_params: Copied. A missing seed is chosen here, so that any engine would continue alike.
+            request_uuid: 16 bytes that name the request; a submission under a name that the coordinator knows is not
+                served twice.
+            timeout: Seconds until it ends with a RequestTimeoutError; None takes the client's setting.
+
+        Returns:
+            A future of the InferenceResult (a dict with ``deserialize=False``). A request that the engine refused or
+            failed comes back with status FAILED; one that could not be answered raises. Cancelling it aborts the
+            request.
+
+        Raises:
+            InvalidStateError: The client is not started.
+            InvalidRequestError: The prompt is of another type, or too large.
+        """
+        self._require_started()
+        limit = self._request_timeout if timeout is None else timeout
+        return self._requests.submit(prompt, sampling_params, request_uuid, limit, stream=None)
+
+    def stream_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_uuid: bytes | None = None,
+        timeout: float | None = None,
+    ) -> RequestStream:
+        """Submit a request and follow it; arguments and errors as for `add_request`."""
+        self._require_started()
+        limit = self._request_timeout if timeout is None else timeout
+        stream = RequestStream(self._requests.abort)
+        self._requests.submit(prompt, sampling_params, request_uuid, limit, stream=stream)
+        return stream
+
+    def abort_request(self, request_id: int) -> None:
+        """Ask the engine to end a request: it comes back with what there is, as FAILED with finish_reason "abort"."""
+        self._requests.abort(request_id)
+
+    # Control
+
+    def pause_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """RUNNING -> PAUSED: requests freeze where they are, new ones queue.
+
+        Like the other signals it is sent at once, and returns something that may be awaited until all engines that
+        were registered then have got there.
+
+        Raises:
+            InvalidStateError: (from the awaitable) the state doesn't allow it.
+            TransitionTimeoutError: (from the awaitable) names the engines that are not there yet.
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        return self._send_signal_to_engines(Headers.PAUSE, timeout)
+
+    def unpause_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """PAUSED -> RUNNING; otherwise as `pause_engines`."""
+        return self._send_signal_to_engines(Headers.UNPAUSE, timeout)
+
+    def suspend_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """PAUSED -> SUSPENDED: memory is given back; otherwise as `pause_engines`."""
+        return self._send_signal_to_engines(Headers.SUSPEND, timeout)
+
+    def resume_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """SUSPENDED -> PAUSED: memory is taken again; otherwise as `pause_engines`."""
+        return self._send_signal_to_engines(Headers.RESUME, timeout)
+
+    def stop_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """PAUSED or SUSPENDED -> stopped: unfinished requests come back aborted; otherwise as `pause_engines`."""
+        return self._send_signal_to_engines(Headers.STOP, timeout)
+
+    def _send_signal_to_engines(self, signal: Headers, timeout: float | None = None) -> Awaitable[None]:
+        self._require_started()
+        return self._calls.signal(signal, timeout)
+
+    def shutdown_coordinator(self) -> None:
+        """End the coordinator process; engines are not touched."""
+        self._require_started()
+        self._requests.flush()
+        self._dealer.send(Headers.SHUTDOWN)
+
+    def service_state(self, timeout: float | None = None) -> Coroutine[None, None, ServiceState]:
+        """The state of the service, asked for now.
+
+        Raises:
+            CoordinatorError: No answer within ``timeout`` (10 s).
+        """
+        self._require_started()
+        return self._calls.service_state(10.0 if timeout is None else timeout)
+
+    def wait_for_state_change(self, after_revision: int, timeout: float) -> Coroutine[None, None, ServiceState]:
+        """The state as soon as its revision is greater than ``after_revision``; at the timeout, the state as it is.
+
+        Raises:
+            CoordinatorError: There is no coordinator at the timeout.
+        """
+        self._require_started()
+        return self._calls.wait_for_state_change(after_revision, timeout)
+
+    # Inside
+
+    def _require_started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise InvalidStateError(
+                "the client is not started; await client.start()", state="STOPPED", allowed=["start"]
+            )
+        return self._loop
+
+    def _connect_with_inference_coordinator(self) -> None:
+        """Introduce ourselves; after each (re-)connection, since the coordinator may be another process."""
+        self._dealer.send(Headers.CONNECT)
+
+    def _disconnected(self) -> None:
+        self._away_since = time.monotonic()
+        self._calls.close()
+
+    def _welcomed(self, message: Message) -> None:
+        epoch, block_size = message.args
+        self.coordinator_epoch, self._requests.hash_block_size = str(epoch), int(block_size)
+        self._calls.open()
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(None)
+        self._requests.resubmit()
+
+    def _take(self, message: Message) -> None:
+        match message.header:
+            case Headers.ENGINE_REPLY_PARTIAL | Headers.ENGINE_REPLY | Headers.REQUEST_FAILED:
+                self._requests.take(message)
+            case Headers.SIGNAL_REPLY | Headers.SERVICE_STATE:
+                self._calls.take(message)
+            case Headers.CONNECT_ACK:
+                self._welcomed(message)
+            case Headers.UNKNOWN_PEER:
+                self._disconnected()
+                self._connect_with_inference_coordinator()
+            case Headers.BEAT:
+                pass
+            case _:
+                logger.warning("the coordinator sent %s, which is not for clients", message.header.name)
+
+    async def _keep_alive(self) -> None:
+        """Tell the coordinator that we live, and our waiters when it has been away for too long."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            if self.is_connected:
+                self._dealer.send(Headers.HEARTBEAT)
+            elif time.monotonic() - self._away_since >= self._coordinator_timeout:
+                self._fail_everything(CoordinatorError(self._why_unreachable()))
+
+    def _why_unreachable(self) -> str:
+        away = time.monotonic() - self._away_since
+        reason = "; it does not accept this client's key" if self._dealer.refused_by_key else ""
+        return f"no coordinator has answered at {self._dealer.address} for {away:.1f} s{reason}"
+
+    def _fail_everything(self, error: CoordinatorError) -> None:
+        self.fail_outstanding(error)
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_exception(error)

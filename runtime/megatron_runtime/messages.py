@@ -1,0 +1,224 @@
+"""The items and reports inside messages, with their validation.
+
+Everything that arrives is checked here, field by field, so that the handlers behind can trust types and ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from megatron_runtime.headers import EngineState
+from megatron_runtime.wire import MAX_BATCH, MalformedMessage, Message
+
+_Item = TypeVar("_Item")
+_LARGEST = 2**63 - 1
+MAX_TEXT = 4096
+"""Longest reason or name in a message; longer ones are cut."""
+
+
+def natural(value: Any, field: str) -> int:
+    """A non-negative 63-bit integer."""
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise MalformedMessage(f"{field} is no natural number")
+    return value
+
+
+def flag(value: Any, field: str) -> bool:
+    """A boolean."""
+    if type(value) is not bool:
+        raise MalformedMessage(f"{field} is no boolean")
+    return value
+
+
+def seconds(value: Any, field: str) -> float:
+    """A finite, non-negative number of seconds."""
+    if type(value) not in (int, float) or not 0 <= value < 1e12:
+        raise MalformedMessage(f"{field} is no number of seconds")
+    return float(value)
+
+
+def text(value: Any, field: str) -> str:
+    """A string, cut to MAX_TEXT characters."""
+    if type(value) is not str:
+        raise MalformedMessage(f"{field} is no text")
+    return value[:MAX_TEXT]
+
+
+def uuid_bytes(value: Any) -> bytes:
+    """The 16 bytes of a request's UUID."""
+    if type(value) is not bytes or len(value) != 16:
+        raise MalformedMessage("request id is no 16 bytes")
+    return value
+
+
+def fields(value: Any, count: int, what: str) -> list[Any]:
+    """A list of exactly ``count`` fields."""
+    if type(value) is not list or len(value) != count:
+        raise MalformedMessage(f"{what} is no list of {count} fields")
+    return value
+
+
+def arguments(message: Message, count: int) -> list[Any]:
+    """The arguments of a message that takes exactly ``count`` and no body."""
+    if len(message.args) != count or message.bodies:
+        raise MalformedMessage(f"{message.header.name} takes {count} arguments and no body")
+    return message.args
+
+
+def items(message: Message, parse: Callable[[Any], _Item], *, with_bodies: bool = True) -> list[_Item]:
+    """The items of a batch message, each with its body frame if the message has those."""
+    name = message.header.name
+    if len(message.args) != 1 or type(message.args[0]) is not list or len(message.args[0]) > MAX_BATCH:
+        raise MalformedMessage(f"{name} takes one list of at most {MAX_BATCH} items")
+    raw = message.args[0]
+    if len(message.bodies) != (len(raw) if with_bodies else 0):
+        raise MalformedMessage(f"{name} has {len(message.bodies)} bodies for {len(raw)} items")
+    return [parse(item) for item in raw]
+
+
+class Submission(NamedTuple):
+    """client -> coordinator: one new or resubmitted request; the body is a packed RequestBody."""
+
+    uuid: bytes
+    streaming: bool
+    received: int
+    """Tokens that the client has already seen; they are in the body too."""
+    hashes: list[int]
+    """Block hashes of the prompt for prefix routing; may be empty."""
+
+    @classmethod
+    def parse(cls, raw: Any) -> Submission:
+        uuid, streaming, received, hashes = fields(raw, 4, "submission")
+        if type(hashes) is not list or not all(type(value) is int for value in hashes):
+            raise MalformedMessage("block hashes are no list of integers")
+        return cls(uuid_bytes(uuid), flag(streaming, "streaming"), natural(received, "received"), hashes)
+
+
+class Assignment(NamedTuple):
+    """coordinator -> engine: one request; the body is the client's, plus the tokens made elsewhere if there are any."""
+
+    uuid: bytes
+    dispatch: int
+    """Counts how often this request was handed out; replies to an earlier hand-out are stale."""
+    streaming: bool
+
+    @classmethod
+    def parse(cls, raw: Any) -> Assignment:
+        uuid, dispatch, streaming = fields(raw, 3, "assignment")
+        return cls(uuid_bytes(uuid), natural(dispatch, "dispatch"), flag(streaming, "streaming"))
+
+
+class Finished(NamedTuple):
+    """engine -> coordinator: one finished request; its body is the serialized merged request."""
+
+    uuid: bytes
+    dispatch: int
+
+    @classmethod
+    def parse(cls, raw: Any) -> Finished:
+        uuid, dispatch = fields(raw, 2, "reply")
+        return cls(uuid_bytes(uuid), natural(dispatch, "dispatch"))
+
+
+class Progress(NamedTuple):
+    """engine -> coordinator: tokens of one request, from number ``start`` on; the body is a packed Stretch."""
+
+    uuid: bytes
+    dispatch: int
+    start: int
+    length: int
+
+    @classmethod
+    def parse(cls, raw: Any) -> Progress:
+        uuid, dispatch, start, length = fields(raw, 4, "partial reply")
+        return cls(uuid_bytes(uuid), natural(dispatch, "dispatch"), natural(start, "start"), natural(length, "length"))
+
+
+class Forwarded(NamedTuple):
+    """coordinator -> client: a Progress without what concerns engines only."""
+
+    uuid: bytes
+    start: int
+    length: int
+
+    @classmethod
+    def parse(cls, raw: Any) -> Forwarded:
+        uuid, start, length = fields(raw, 3, "partial reply")
+        return cls(uuid_bytes(uuid), natural(start, "start"), natural(length, "length"))
+
+
+class Failure(NamedTuple):
+    """coordinator -> client: one request that can't be served."""
+
+    uuid: bytes
+    kind: str
+    """Class name of the error."""
+    message: str
+
+    @classmethod
+    def parse(cls, raw: Any) -> Failure:
+        uuid, kind, message = fields(raw, 3, "failure")
+        return cls(uuid_bytes(uuid), text(kind, "kind"), text(message, "message"))
+
+
+class EngineLoad(NamedTuple):
+    """engine -> coordinator: how busy it is."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed since the engine started."""
+    generated_tokens: int = 0
+    """Tokens generated since the engine started."""
+    step_seconds: float = 0.0
+    """How long the step that runs now has been running; 0 between steps."""
+
+    @classmethod
+    def parse(cls, raw: Any) -> EngineLoad:
+        values = fields(raw, 7, "engine load")
+        counts = [natural(value, name) for value, name in zip(values[:6], cls._fields, strict=False)]
+        return cls._make([*counts, seconds(values[6], "step_seconds")])
+
+
+class Registration(NamedTuple):
+    """engine -> coordinator: who it is, where it stands, and what it holds."""
+
+    group: int
+    attempt: int
+    incarnation: str
+    """Random per process, so that a restarted engine of the same attempt is told from the dead one."""
+    state: EngineState
+    draining: bool
+    claims: list[bytes]
+    """UUIDs of the requests that it works on or whose results it still keeps."""
+    load: EngineLoad
+
+    @classmethod
+    def parse(cls, message: Message) -> Registration:
+        group, attempt, incarnation, state, draining, claims, load = arguments(message, 7)
+        if type(claims) is not list:
+            raise MalformedMessage("claims are no list")
+        return cls(
+            natural(group, "group"),
+            natural(attempt, "attempt"),
+            text(incarnation, "incarnation"),
+            engine_state(state),
+            flag(draining, "draining"),
+            [uuid_bytes(uuid) for uuid in claims],
+            EngineLoad.parse(load),
+        )
+
+    def wire(self) -> Sequence[Any]:
+        """The arguments of a REGISTER message."""
+        return (*self[:3], self.state.value, *self[4:])
+
+
+def engine_state(value: Any) -> EngineState:
+    """The engine state of this name."""
+    try:
+        return EngineState(value)
+    except ValueError:
+        raise MalformedMessage("unknown engine state") from None

@@ -1,0 +1,100 @@
+"""A client's memory of each request that is not answered yet."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_runtime.bodies import RequestBody, Stretch
+from megatron_runtime.inference_result import StreamUpdate
+
+
+class RequestFuture(asyncio.Future[Any]):
+    """The future of one request. Cancelling it aborts the request.
+
+    Attributes:
+        request_id: The client's own number, for `InferenceClient.abort_request`.
+        request_uuid: 16 bytes that name the request everywhere.
+    """
+
+    def __init__(self, request_id: int, request_uuid: bytes, *, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self.request_id = request_id
+        self.request_uuid = request_uuid
+
+
+@dataclass(eq=False)
+class Outstanding:
+    """One request from its submission to its answer. Its future is done when there is an answer, or none will come."""
+
+    body: RequestBody
+    hashes: list[int]
+    future: RequestFuture
+    stream: RequestStream | None
+    aborted: bool = False
+    timer: asyncio.TimerHandle | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+
+    @property
+    def received(self) -> Stretch:
+        """The tokens that the client has seen; part of the body, so that a resubmission carries them."""
+        return self.body.generated
+
+
+class RequestStream:
+    """The updates of a streaming request, as they come; the last one has the finished request.
+
+    Iterating raises what ended the request without an answer. `aclose` aborts a request that isn't finished.
+    """
+
+    def __init__(self, abort: Callable[[int], None]) -> None:
+        self._abort = abort
+        self._updates: deque[StreamUpdate] = deque()
+        self._news = asyncio.Event()
+        self._future: RequestFuture | None = None
+        self._closed = False
+
+    @property
+    def request_id(self) -> int:
+        """The client's own number of the request, for `InferenceClient.abort_request`."""
+        assert self._future is not None
+        return self._future.request_id
+
+    def attach(self, future: RequestFuture) -> None:
+        """Follow this request."""
+        self._future = future
+        future.add_done_callback(lambda _: self._news.set())
+
+    def push(self, update: StreamUpdate) -> None:
+        """Add an update."""
+        self._updates.append(update)
+        self._news.set()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> StreamUpdate:
+        assert self._future is not None
+        while not self._updates:
+            if self._closed:
+                raise StopAsyncIteration
+            if self._future.done():
+                self._closed = True
+                self._future.result()
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._updates.popleft()
+
+    async def aclose(self) -> None:
+        """End the stream; no more updates come."""
+        self._closed = True
+        self._updates.clear()
+        self._news.set()
+        if self._future is not None and not self._future.done():
+            self._abort(self._future.request_id)
+            self._future.cancel()

@@ -1,0 +1,113 @@
+"""Frames on the coordinator's socket: one small msgpack header, then body frames that only the ends decode.
+
+A message is ``[header, body...]``. The header is a msgpack list ``[Headers number, arguments...]``; the coordinator
+routes on it alone. Messages that carry requests or replies hold a batch: their first argument is a list of items, and
+there is exactly one body frame for each of them. What an item looks like is in `messages`, a body in `bodies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import zmq
+
+from megatron_runtime.headers import Headers
+
+MAX_HEADER_BYTES = 4 * 2**20
+MAX_BODY_BYTES = 64 * 2**20
+MAX_BATCH = 1024
+"""Most items, and so body frames, of one message."""
+SEND_QUEUE_MESSAGES = 200_000
+"""Messages that may wait for one slow peer; one more, and the peer counts as gone."""
+
+_HEADERS = {int(header): header for header in Headers}
+_DECODING_FAILURES = (ValueError, TypeError, msgpack.UnpackException, UnicodeDecodeError, RecursionError)
+
+
+class MalformedMessage(Exception):
+    """What arrived is no message of ours; the text names the defect and never repeats the content."""
+
+
+@dataclass(slots=True)
+class Message:
+    """One decoded message."""
+
+    header: Headers
+    args: list[Any]
+    bodies: Sequence[bytes]
+
+
+def encode(header: Headers, *args: Any, bodies: Sequence[bytes] = ()) -> list[bytes]:
+    """The frames of one message."""
+    return [msgpack.packb([int(header), *args], use_bin_type=True), *bodies]
+
+
+def decode(frames: Sequence[bytes]) -> Message:
+    """The message in these frames.
+
+    Raises:
+        MalformedMessage: Not a message of ours, for whatever reason.
+    """
+    if not frames or not frames[0]:
+        raise MalformedMessage("empty header frame")
+    if len(frames[0]) > MAX_HEADER_BYTES:
+        raise MalformedMessage("oversized header frame")
+    if len(frames) > MAX_BATCH + 1:
+        raise MalformedMessage("too many frames")
+    try:
+        parts = msgpack.unpackb(frames[0], raw=False)
+    except _DECODING_FAILURES:
+        raise MalformedMessage("undecodable header frame") from None
+    if not isinstance(parts, list) or not parts or type(parts[0]) is not int:
+        raise MalformedMessage("header frame is no list that starts with a number")
+    header = _HEADERS.get(parts[0])
+    if header is None:
+        raise MalformedMessage("unknown header number")
+    return Message(header, parts[1:], frames[1:])
+
+
+def pack_body(content: Any) -> bytes:
+    """A body frame.
+
+    Raises:
+        ValueError: It would be larger than MAX_BODY_BYTES.
+    """
+    body: bytes = msgpack.packb(content, use_bin_type=True)
+    if len(body) > MAX_BODY_BYTES:
+        raise ValueError(f"the message has {len(body)} bytes, more than the {MAX_BODY_BYTES} that are allowed")
+    return body
+
+
+def unpack_body(body: bytes) -> Any:
+    """The content of a body frame.
+
+    Raises:
+        MalformedMessage: Not msgpack, or too large.
+    """
+    if len(body) > MAX_BODY_BYTES:
+        raise MalformedMessage("oversized body frame")
+    try:
+        return msgpack.unpackb(body, raw=False)
+    except _DECODING_FAILURES:
+        raise MalformedMessage("undecodable body frame") from None
+
+
+def configure_socket(socket: zmq.Socket[Any]) -> None:
+    """The options that all our sockets share: bounded frames and queues, and dead TCP peers noticed."""
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
+    socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+    socket.setsockopt(zmq.LINGER, 0)
+
+
+def configure_dealer(socket: zmq.Socket[Any], identity: bytes) -> None:
+    """Options of a client's or an engine's socket; call it before connecting."""
+    configure_socket(socket)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)

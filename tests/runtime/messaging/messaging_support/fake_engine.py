@@ -1,0 +1,118 @@
+"""An engine without a model: each token follows from the prompt, the seed and the position alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_runtime.engine.step_result import EngineStats, PartialOutput
+from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
+from megatron_runtime.sampling_params import SamplingParams
+
+
+def expected_tokens(prompt: str | list[int], params: SamplingParams) -> list[int]:
+    """What an undisturbed engine answers."""
+    start = sum(prompt.encode() if isinstance(prompt, str) else prompt) + (params.seed or 0)
+    return [(start * 31 + position * 7919) % 50_000 for position in range(params.num_tokens_to_generate or 0)]
+
+
+@dataclass
+class _Running:
+    prompt: str | list[int]
+    params: SamplingParams
+    made: list[int]
+    emitted: int
+    record: DynamicInferenceRequestRecord
+
+
+@dataclass
+class FakeEngine:
+    """Makes one token per running request and step.
+
+    Attributes:
+        step_seconds: How long a step takes.
+        fail_at_step: The step that raises.
+        steps: Steps done.
+        added: Requests added, in order, with the number of tokens made elsewhere.
+    """
+
+    step_seconds: float = 0.0
+    fail_at_step: int | None = None
+    steps: int = 0
+    is_suspended: bool = False
+    failed_with: Exception | None = None
+    added: list[int] = field(default_factory=list)
+    _running: dict[int, _Running] = field(default_factory=dict)
+    _finished: list[DynamicInferenceRequestRecord] = field(default_factory=list)
+    _partials: dict[int, PartialOutput] = field(default_factory=dict)
+
+    def add_request(
+        self, request_id: int, prompt: Any, sampling_params: SamplingParams | None, *, generated: Sequence[int] = ()
+    ) -> None:
+        params = sampling_params or SamplingParams()
+        self.added.append(len(generated))
+        record = DynamicInferenceRequestRecord.from_request(
+            DynamicInferenceRequest(request_id=request_id, sampling_params=params)
+        )
+        self._running[request_id] = _Running(prompt, params, list(generated), len(generated), record)
+        if params.num_tokens_to_generate is None:
+            self._end(request_id, "error")
+
+    def abort_request(self, request_id: int) -> bool:
+        if request_id not in self._running:
+            return False
+        self._end(request_id, "abort")
+        return True
+
+    def fail_all_requests(self, error: Exception) -> None:
+        self.failed_with = error
+        for request_id in list(self._running):
+            self._end(request_id, "error")
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._running or self._finished or self._partials)
+
+    def step_modern(self) -> dict[str, Any]:
+        assert not self.is_suspended
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        self.steps += 1
+        if self.steps == self.fail_at_step:
+            raise ArithmeticError("the fake engine broke")
+        for request_id, running in list(self._running.items()):
+            wanted = expected_tokens(running.prompt, running.params)
+            if len(running.made) < len(wanted):
+                running.made.append(wanted[len(running.made)])
+            done = len(running.made) >= len(wanted)
+            if done or len(running.made) - running.emitted >= running.params.streaming_interval:
+                self._partials[request_id] = PartialOutput(request_id, running.made[running.emitted :], None, None)
+                running.emitted = len(running.made)
+            if done:
+                self._end(request_id, "length")
+        records, partials = self.take_reports()
+        return {"finished_request_records": records, "partial_outputs": partials}
+
+    def take_reports(self) -> tuple[list[DynamicInferenceRequestRecord], dict[int, PartialOutput]]:
+        reports = self._finished, self._partials
+        self._finished, self._partials = [], {}
+        return reports
+
+    def suspend(self) -> None:
+        self.is_suspended = True
+
+    def resume(self) -> None:
+        self.is_suspended = False
+
+    def stats(self) -> EngineStats:
+        return EngineStats(len(self._running), 0, 100, len(self._running), 0, self.steps, 0)
+
+    def _end(self, request_id: int, reason: str) -> None:
+        running = self._running.pop(request_id)
+        request = running.record[0]
+        request.generated_tokens = running.made
+        request.generated_text = " ".join(map(str, running.made))
+        request.finish_reason = reason
+        request.status = Status.COMPLETED if reason == "length" else Status.FAILED
+        self._finished.append(running.record)

@@ -1,0 +1,175 @@
+"""Whoever dies: no request is lost, none is answered twice, and no stream has a gap or a repeat."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from messaging_support.fake_engine import FakeEngine, expected_tokens
+from messaging_support.fleet import Fleet, until
+
+from megatron_runtime.errors import CoordinatorError, EngineError
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
+
+LONG = SamplingParams(num_tokens_to_generate=200, seed=5)
+
+
+async def collect(client: InferenceClient, prompt: str, wanted: SamplingParams) -> list[int]:
+    return [token async for update in client.stream_request(prompt, wanted) for token in update.new_tokens]
+
+
+def start_requests(client: InferenceClient, count: int) -> tuple[list[str], asyncio.Future[list[object]]]:
+    """Half of them stream."""
+    prompts = [f"request {number}" for number in range(count)]
+
+    async def one(number: int, prompt: str) -> list[int]:
+        if number % 2:
+            return await collect(client, prompt, LONG)
+        result = await client.add_request(prompt, LONG)
+        return list(result.generated_tokens)
+
+    return prompts, asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+
+
+async def test_requests_of_a_killed_engine_go_on_at_the_other_one(fleet: Fleet) -> None:
+    doomed = fleet.spawn_engine(group=0, step_seconds=0.01)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    stream = client.stream_request("hello", LONG)
+    tokens = list((await anext(stream)).new_tokens)
+    quiet = client.add_request("quiet", LONG)
+    engine = FakeEngine()
+    fleet.add_engine(engine, group=1)
+    await fleet.ready(client, 2)
+    async for update in stream:
+        tokens += update.new_tokens
+        if len(tokens) == 30:
+            doomed.kill()
+    assert tokens == expected_tokens("hello", LONG)
+    assert (await quiet).generated_tokens == expected_tokens("quiet", LONG)
+    assert sorted(engine.added)[1] >= 29
+    assert sorted(engine.added)[0] > 0
+
+
+async def test_a_stalled_engine_is_noticed_and_its_late_replies_are_dropped(fleet: Fleet) -> None:
+    stalled = fleet.spawn_engine(group=0, step_seconds=0.01)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    stream = client.stream_request("hello", LONG)
+    tokens = list((await anext(stream)).new_tokens)
+    os.kill(stalled.pid, signal.SIGSTOP)
+    fleet.add_engine(FakeEngine(step_seconds=0.005), group=1)
+    while len(tokens) < 100:
+        tokens += (await anext(stream)).new_tokens
+    os.kill(stalled.pid, signal.SIGCONT)
+    async for update in stream:
+        tokens += update.new_tokens
+    assert tokens == expected_tokens("hello", LONG)
+    await fleet.ready(client, 2)
+
+
+async def test_outstanding_requests_outlive_a_killed_coordinator_and_complete_once() -> None:
+    async with Fleet() as fleet:
+        coordinator = await fleet.spawn_coordinator()
+        engines = [FakeEngine(step_seconds=0.01), FakeEngine(step_seconds=0.01)]
+        for group, engine in enumerate(engines):
+            fleet.add_engine(engine, group=group)
+        client = await fleet.connect()
+        await fleet.ready(client, 2)
+        first_epoch = client.coordinator_epoch
+        prompts, answers = start_requests(client, 20)
+        await until(lambda: sum(engine.steps for engine in engines) > 20, "some progress")
+        coordinator.kill()
+        await asyncio.to_thread(coordinator.wait)
+        later = client.add_request("sent without a coordinator", LONG)
+        await until(lambda: not client.is_connected, "the loss")
+        await fleet.spawn_coordinator()
+        assert await answers == [expected_tokens(prompt, LONG) for prompt in prompts]
+        assert (await later).generated_tokens == expected_tokens("sent without a coordinator", LONG)
+        assert client.coordinator_epoch != first_epoch
+
+
+async def test_results_that_finish_without_a_coordinator_are_delivered_by_the_next_one() -> None:
+    async with Fleet() as fleet:
+        coordinator = await fleet.spawn_coordinator()
+        engine = FakeEngine(step_seconds=0.005)
+        loop = fleet.add_engine(engine)
+        client = await fleet.connect()
+        await fleet.ready(client, 1)
+        prompts, answers = start_requests(client, 4)
+        await until(lambda: len(engine.added) == 4, "the hand-out")
+        coordinator.kill()
+        await asyncio.to_thread(coordinator.wait)
+        await until(lambda: not engine.has_unfinished_requests(), "the end of the work")
+        assert not answers.done()
+        await fleet.spawn_coordinator()
+        assert await answers == [expected_tokens(prompt, LONG) for prompt in prompts]
+        assert len(engine.added) == 4
+        await until(lambda: len(loop._requests) == 0, "the acknowledgement")
+
+
+async def test_the_state_after_a_restart_is_the_one_that_the_coordinator_is_given() -> None:
+    async with Fleet() as fleet:
+        coordinator = await fleet.spawn_coordinator()
+        fleet.add_engine()
+        client = await fleet.connect()
+        await fleet.ready(client, 1)
+        await client.pause_engines()
+        before = await client.service_state()
+        coordinator.kill()
+        await asyncio.to_thread(coordinator.wait)
+        fleet.options["initial_state"] = before.state
+        await fleet.spawn_coordinator()
+        after = await client.wait_for_state_change(before.revision, 20)
+        assert after.state == "PAUSED"
+        assert after.revision > before.revision
+        await fleet.ready(client, 1)
+        assert fleet.loops[0].state.value == "PAUSED"
+
+
+async def test_when_the_coordinator_stays_away_everything_ends_with_the_reason() -> None:
+    async with Fleet() as fleet:
+        fleet.start_coordinator()
+        client = await fleet.connect(coordinator_timeout=1.5)
+        future = client.add_request("hello", LONG)
+        stream = client.stream_request("hello", LONG)
+        await asyncio.to_thread(fleet.stop_coordinator)
+        with pytest.raises(CoordinatorError, match=f"no coordinator has answered at {fleet.address}"):
+            await future
+        with pytest.raises(CoordinatorError):
+            await anext(stream)
+
+
+async def test_a_client_that_finds_no_coordinator_says_so() -> None:
+    async with Fleet() as fleet:
+        with pytest.raises(CoordinatorError, match="no coordinator has answered"):
+            await fleet.connect(coordinator_timeout=0.5)
+
+
+async def test_a_newer_attempt_of_a_group_replaces_the_older_which_may_not_come_back(fleet: Fleet) -> None:
+    old = fleet.add_engine(FakeEngine(step_seconds=0.005), group=0, attempt=1)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    stream = client.stream_request("hello", LONG)
+    tokens = list((await anext(stream)).new_tokens)
+    new = fleet.add_engine(FakeEngine(), group=0, attempt=2)
+    async for update in stream:
+        tokens += update.new_tokens
+    assert tokens == expected_tokens("hello", LONG)
+    await until(lambda: old.ended, "the end of the old one")
+    assert isinstance(old.failure, EngineError)
+    late = fleet.add_engine(group=0, attempt=1)
+    await until(lambda: late.ended, "the refusal")
+    assert "attempt 1 of engine group 0 is outdated" in str(late.failure)
+    assert not new.ended
+
+
+async def test_a_child_coordinator_ends_with_its_parent() -> None:
+    async with Fleet() as fleet:
+        coordinator = await fleet.spawn_coordinator()
+        assert coordinator.stdin is not None
+        coordinator.stdin.close()
+        assert await asyncio.to_thread(coordinator.wait, 20) == 0

@@ -1,0 +1,188 @@
+"""Which engine gets a request, and what is written down about it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from messaging_support.fake_engine import FakeEngine
+from messaging_support.fleet import Fleet, until
+
+from megatron_runtime.config import PrefixCachingCoordinatorPolicy as Policy
+from megatron_runtime.data_parallel_inference_coordinator import CoordinatorState, DataParallelInferenceCoordinator
+from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry
+from megatron_runtime.data_parallel_inference_coordinator.routing import PrefixTable, Router
+from megatron_runtime.errors import ConfigurationError, CoordinatorError
+from megatron_runtime.headers import EngineState
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.messages import EngineLoad
+from megatron_runtime.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(num_tokens_to_generate=3, seed=5)
+
+
+def entries(count: int) -> list[EngineEntry]:
+    return [
+        EngineEntry(
+            f"engine {group}".encode(), group, 0, "x", EngineState.RUNNING, False, EngineLoad(), 0.0, ready=True
+        )
+        for group in range(count)
+    ]
+
+
+def test_round_robin_goes_on_when_engines_come_and_go() -> None:
+    router = Router(Policy.ROUND_ROBIN)
+    three = entries(3)
+    assert [router.pick(three, []) for _ in range(4)] == [three[0], three[1], three[2], three[0]]
+    assert router.pick(three[:1], []) is three[0]
+    assert router.pick([], []) is None
+
+
+def test_load_balancing_takes_the_engine_with_the_fewest_requests_and_the_first_among_equals() -> None:
+    router = Router(Policy.LOAD_BALANCED)
+    three = entries(3)
+    three[0].owned = {b"a", b"b"}
+    three[1].owned = {b"c"}
+    three[2].owned = {b"d"}
+    assert router.pick(three, []) is three[1]
+
+
+def test_the_longest_known_prefix_decides_and_the_most_recent_engine_among_equals() -> None:
+    router = Router(Policy.LONGEST_PREFIX)
+    three = entries(3)
+    router.record(three[1].identity, [1, 2, 3])
+    router.record(three[2].identity, [1, 2])
+    assert router.pick(three, [1, 2, 3, 4]) is three[1]
+    assert router.pick(three, [1, 2, 9]) is three[2]
+    assert router.pick(three, [9]) is three[0]
+    router.forget(three[1].identity)
+    assert router.pick(three, [1, 2, 3, 4]) is three[2]
+    assert router.pick(three[:1], [1, 2]) is three[0]
+
+
+def test_the_first_block_policy_looks_at_the_first_block_only() -> None:
+    router = Router(Policy.FIRST_PREFIX_BLOCK)
+    two = entries(2)
+    router.record(two[1].identity, [1, 2])
+    assert router.pick(two, [1, 7]) is two[1]
+    assert router.pick(two, [2]) is two[0]
+
+
+def test_the_prefix_table_forgets_what_was_not_used_for_longest() -> None:
+    table = PrefixTable(size=3)
+    one = entries(1)
+    table.record(one[0].identity, [1, 2, 3])
+    table.record(one[0].identity, [1])
+    table.record(one[0].identity, [4])
+    assert len(table) == 3
+    assert table.best([2], one) is None
+    assert table.best([1], one) is one[0]
+
+
+async def test_the_schedule_is_written_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    async with Fleet(schedule_output_path=str(path), deterministic_mode=True, data_parallel_size=2) as fleet:
+        fleet.start_coordinator()
+        client = await fleet.connect()
+        for group in (1, 0):
+            fleet.add_engine(group=group)
+            await fleet.ready(client, 2 - group)
+        for number in range(3):
+            await client.add_request(f"prompt {number}", PARAMS)
+        client.shutdown_coordinator()
+        await until(lambda: path.exists() and path.read_text().endswith("}\n"), "the schedule")
+    assert json.loads(path.read_text()) == {
+        "policy": "first_prefix_block",
+        "data_parallel_size": 2,
+        "num_requests": 3,
+        "records": [
+            {"request_id": 0, "rank_index": 0, "num_hashes": 0},
+            {"request_id": 1, "rank_index": 1, "num_hashes": 0},
+            {"request_id": 2, "rank_index": 0, "num_hashes": 0},
+        ],
+    }
+
+
+async def test_prompts_with_the_same_beginning_go_to_the_same_engine() -> None:
+    options = {
+        "enable_prefix_caching": True,
+        "deterministic_mode": True,
+        "block_size_tokens": 4,
+        "prefix_caching_coordinator_policy": "longest_prefix",
+    }
+    async with Fleet(**options) as fleet:
+        coordinator = fleet.start_coordinator()
+        engines = [FakeEngine(), FakeEngine()]
+        for group, engine in enumerate(engines):
+            fleet.add_engine(engine, group=group)
+        client = await fleet.connect()
+        await fleet.ready(client, 2)
+        for tail in range(6):
+            await client.add_request([1, 2, 3, 4, 5, 6, 7, 8, tail], PARAMS)
+        assert sorted(len(engine.added) for engine in engines) == [0, 6]
+        hashes = coordinator.compute_request_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9])
+        assert len(hashes) == 2
+        favourite = coordinator.identities_of_data_parallel_ranks[0 if engines[0].added else 1]
+        assert coordinator.get_best_data_parallel_rank(hashes) == favourite
+        other = next(identity for identity in coordinator.identities_of_data_parallel_ranks if identity != favourite)
+        coordinator._update_rank_hashes(other, hashes)
+        assert coordinator.get_best_data_parallel_rank(hashes) == other
+
+
+def test_without_engines_there_is_nobody_to_choose() -> None:
+    coordinator = DataParallelInferenceCoordinator(None, 1)
+    assert coordinator.state is CoordinatorState.RUNNING
+    assert coordinator.compute_request_hashes([1] * 100) == []
+    with pytest.raises(CoordinatorError, match="no engine takes requests"):
+        coordinator.get_next_data_parallel_rank()
+    coordinator.stop()
+    coordinator.start()
+
+
+def test_a_host_that_others_can_reach_needs_a_key_and_one_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="only loopback addresses"):
+        DataParallelInferenceCoordinator(None, 1, host="0.0.0.0")
+    with pytest.raises(ConfigurationError, match="give an address of this machine"):
+        DataParallelInferenceCoordinator(None, 1, host="192.0.2.1", key="k" * 32)
+
+
+def test_a_result_is_detokenized_without_the_tokens_that_end_it() -> None:
+    class Letters:
+        eod = 0
+
+        def detokenize(self, ids: list[int]) -> str:
+            return "".join(chr(96 + token) for token in ids)
+
+    coordinator = DataParallelInferenceCoordinator(None, 1, Letters())
+    request: dict[str, Any] = {"generated_tokens": [1, 2, 0, 0], "prompt_tokens": ["tensor", [3]], "prompt": None}
+    coordinator.detokenize(request)
+    assert (request["generated_text"], request["prompt"]) == ("ab", "c")
+    coordinator.stop()
+    coordinator.start()
+
+
+async def test_the_entry_point_runs_in_a_process_of_its_own_until_it_is_told_to_end() -> None:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    ready = context.Event()
+    process = context.Process(target=DataParallelInferenceCoordinator.entrypoint, args=(sender, ready, 1), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        assert await asyncio.to_thread(ready.wait, 30)
+        client = InferenceClient(receiver.recv())
+        await client.start()
+        assert (await client.service_state()).engines == ()
+        client.shutdown_coordinator()
+        await asyncio.to_thread(process.join, 20)
+        assert process.exitcode == 0
+        client.stop()
+    finally:
+        receiver.close()
+        process.kill()
+        process.join()
+        process.close()

@@ -1,0 +1,245 @@
+"""MegatronLLM and MegatronAsyncLLM with real weights: both modes, every prompt shape, the lifecycle, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.errors import EngineError, InvalidStateError
+from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.model
+
+PROMPTS = ["The capital of France is", "One, two, three,", "def add(a, b):"]
+GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12)
+
+
+@pytest.fixture(scope="module")
+def parts(smollm2_path: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return {
+        "model": load_model(smollm2_path, dtype="float32"),
+        "tokenizer": load_tokenizer(smollm2_path),
+        "inference_config": InferenceConfig(kv_cache_memory_bytes=64 * 2**20),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(parts: dict[str, Any]) -> list[list[int]]:
+    return [request.generated_tokens for request in MegatronLLM(**parts).generate(PROMPTS, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def llm(parts: dict[str, Any]) -> Iterator[MegatronLLM]:
+    """In coordinator mode."""
+    with MegatronLLM(**parts, use_coordinator=True) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({}, "requires use_coordinator=True"),
+        ({"use_coordinator": False}, "requires use_coordinator=True"),
+    ],
+)
+def test_the_async_class_has_no_direct_mode(parts: dict[str, Any], options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        MegatronAsyncLLM(**parts, **options)
+
+
+@pytest.mark.parametrize("option", [{"coordinator_host": "127.0.0.1"}, {"coordinator_port": 5557}])
+def test_the_coordinator_s_address_needs_a_coordinator(parts: dict[str, Any], option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="coordinator_host/port require use_coordinator=True"):
+        MegatronLLM(**parts, **option)
+
+
+def test_direct_mode_has_no_lifecycle_and_nothing_to_shut_down(parts: dict[str, Any]) -> None:
+    llm = MegatronLLM(**parts)
+    assert llm.is_primary_rank
+    for name in ("pause", "unpause", "suspend", "resume"):
+        with pytest.raises(RuntimeError, match="use_coordinator=True"):
+            getattr(llm, name)()
+    with pytest.raises(ValueError, match="use_coordinator=True"):
+        llm.serve(ServeConfig())
+    llm.wait_for_shutdown()
+    llm.shutdown()
+    llm.shutdown()
+
+
+def test_all_prompt_shapes_are_served_in_both_modes_with_the_same_tokens(
+    parts: dict[str, Any], llm: MegatronLLM, expected: list[list[int]]
+) -> None:
+    tokenized = [parts["tokenizer"].tokenize(prompt) for prompt in PROMPTS]
+    for one in (MegatronLLM(**parts), llm):
+        assert one.generate([]) == []
+        shapes: list[Any] = [PROMPTS, tokenized]
+        for shape in shapes:
+            assert [request.generated_tokens for request in one.generate(shape, GREEDY)] == expected
+            assert [request.generated_tokens for request in one.generate(shape[1], GREEDY)] == expected[1:2]
+
+
+@pytest.mark.parametrize("prompts", [1.5, {"a": 1}, {"a"}, [1.0, 2.0], ["a", 1], [[1], ["a"]], None])
+def test_prompts_of_another_form_are_refused(llm: MegatronLLM, prompts: Any) -> None:
+    with pytest.raises(TypeError, match="prompts must be text"):
+        llm.generate(prompts)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: MegatronLLM) -> None:
+    lengths = [SamplingParams(num_tokens_to_generate=count) for count in (1, 2, 3)]
+    assert [len(request.generated_tokens) for request in llm.generate(PROMPTS, lengths)] == [1, 2, 3]
+    with pytest.raises(ValueError, match="2 entries for 3 prompts"):
+        llm.generate(PROMPTS, lengths[:2])
+
+
+def test_log_probs_are_the_same_in_both_modes(parts: dict[str, Any], llm: MegatronLLM) -> None:
+    wanted = SamplingParams(
+        temperature=0, num_tokens_to_generate=5, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2
+    )
+    direct, coordinated = (one.generate(PROMPTS[0], wanted)[0] for one in (MegatronLLM(**parts), llm))
+    assert coordinated.generated_log_probs == pytest.approx(direct.generated_log_probs)
+    assert [list(top) for top in coordinated.generated_top_n_logprobs or []] == [
+        list(top) for top in direct.generated_top_n_logprobs or []
+    ]
+
+
+def test_a_request_that_does_not_fit_comes_back_failed(llm: MegatronLLM) -> None:
+    (request,) = llm.generate([[1] * 100_000])
+    assert request.failed()
+    assert "100000" in str(request.error)
+
+
+def test_several_threads_are_served_together(llm: MegatronLLM, expected: list[list[int]]) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda prompt: llm.generate(prompt, GREEDY)[0].generated_tokens, PROMPTS))
+    assert results == expected
+
+
+def test_a_request_sent_while_paused_waits_through_suspend_and_resume(
+    llm: MegatronLLM, expected: list[list[int]]
+) -> None:
+    llm.pause()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, PROMPTS[0], GREEDY)
+        llm.suspend()
+        assert not future.done()
+        llm.resume()
+        assert not future.done()
+        llm.unpause()
+        assert future.result(60)[0].generated_tokens == expected[0]
+
+
+def test_lifecycle_methods_raise_in_the_wrong_state_instead_of_hanging(llm: MegatronLLM) -> None:
+    for name in ("unpause", "suspend", "resume"):
+        with pytest.raises(InvalidStateError, match="RUNNING; possible: pause"):
+            getattr(llm, name)()
+
+
+def test_plain_calls_work_where_an_event_loop_runs(llm: MegatronLLM, expected: list[list[int]]) -> None:
+    async def inside() -> list[DynamicInferenceRequest]:
+        return llm.generate(PROMPTS[0], GREEDY)
+
+    assert asyncio.run(inside())[0].generated_tokens == expected[0]
+
+
+def test_a_coordinator_that_is_killed_is_started_again_and_no_request_is_lost(
+    llm: MegatronLLM, expected: list[list[int]]
+) -> None:
+    assert llm._runtime is not None
+    assert llm._runtime._listening is not None
+    coordinator = llm._runtime._listening.coordinator
+    assert coordinator is not None
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, PROMPTS, GREEDY)
+        assert coordinator.pid is not None
+        os.kill(coordinator.pid, signal.SIGKILL)
+        assert [request.generated_tokens for request in future.result(60)] == expected
+
+
+def test_a_failure_of_the_engine_reaches_every_waiter_with_its_cause(parts: dict[str, Any]) -> None:
+    llm = MegatronLLM(**parts, use_coordinator=True)
+    failures: list[BaseException | None] = []
+
+    def wait() -> None:
+        with pytest.raises(EngineError) as caught:
+            llm.wait_for_shutdown()
+        failures.append(caught.value.__cause__)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+
+    def broken() -> Any:
+        raise ArithmeticError("the device is on fire")
+
+    llm.engine.step_modern = broken  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="the device is on fire") as caught:
+        llm.generate(PROMPTS, GREEDY)
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+    waiter.join(20)
+    assert isinstance(failures[0], ArithmeticError)
+    with pytest.raises(EngineError):
+        llm.generate(PROMPTS, GREEDY)
+    llm.shutdown()
+
+
+async def test_the_async_class_returns_one_request_for_one_prompt_and_a_list_for_a_batch(
+    parts: dict[str, Any], expected: list[list[int]]
+) -> None:
+    async with MegatronAsyncLLM(**parts, use_coordinator=True) as llm:
+        single = await llm.generate(PROMPTS[0], GREEDY)
+        assert isinstance(single, DynamicInferenceRequest)
+        assert single.generated_tokens == expected[0]
+        batch = await llm.generate(PROMPTS, GREEDY)
+        assert isinstance(batch, list)
+        assert [request.generated_tokens for request in batch] == expected
+        assert await llm.generate([]) == []
+        endless = asyncio.create_task(llm.generate("Once upon a time", SamplingParams(ignore_eos=True)))
+        await asyncio.sleep(0)
+        endless.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await endless
+        await llm.pause()
+        await llm.suspend()
+        await llm.resume()
+        await llm.unpause()
+        waiting = asyncio.create_task(llm.wait_for_shutdown())
+    await waiting
+    await llm.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        await llm.generate(PROMPTS)
+
+
+async def test_serve_returns_when_the_port_answers_and_shutdown_ends_a_blocking_serve(parts: dict[str, Any]) -> None:
+    llm = MegatronAsyncLLM(**parts, use_coordinator=True)
+    config = ServeConfig(host="127.0.0.1", port=0, frontend_replicas=1, served_name="chat")
+    await llm.serve(config, blocking=False)
+    assert llm.frontend_address is not None
+    async with httpx.AsyncClient(base_url="http://{}:{}/v1".format(*llm.frontend_address)) as http:
+        assert (await http.get("/models")).json()["data"][0]["id"] == "chat"
+        body = {"model": "chat", "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 5}
+        answer = (await http.post("/completions", json=body, timeout=60)).json()
+        assert "Paris" in answer["choices"][0]["text"]
+    await llm.shutdown()
+    assert llm.frontend_address is None
+
+    llm = MegatronAsyncLLM(**parts, use_coordinator=True)
+    serving = asyncio.create_task(llm.serve(config))
+    while llm.frontend_address is None:
+        assert not serving.done()
+        await asyncio.sleep(0.05)
+    await llm.shutdown()
+    await serving

@@ -1,0 +1,127 @@
+"""Frames, items and keys: what is well formed survives the way, and what is not is refused."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_runtime import wire
+from megatron_runtime.bodies import RequestBody, Stretch
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.messages import EngineLoad, Registration, Submission, items
+from megatron_runtime.security import coordinator_address, derive_keys, is_loopback, require_key_or_loopback
+
+tokens = st.lists(st.integers(0, 200_000), max_size=20)
+
+
+@given(st.sampled_from(Headers), st.lists(st.integers(0, 5)), st.lists(st.binary(max_size=20), max_size=5))
+def test_a_message_survives_the_way(header: Headers, args: list[int], bodies: list[bytes]) -> None:
+    message = wire.decode(wire.encode(header, *args, bodies=bodies))
+    assert (message.header, message.args, list(message.bodies)) == (header, args, bodies)
+
+
+@given(st.one_of(st.text(), tokens), tokens)
+def test_a_request_body_survives_the_way(prompt: str | list[int], made: list[int]) -> None:
+    body = RequestBody(prompt, {"temperature": 0.5}, Stretch(made))
+    assert RequestBody.unpack(body.pack()) == body
+
+
+@given(st.lists(st.binary(max_size=40), max_size=4))
+def test_arbitrary_bytes_are_a_message_or_malformed_and_nothing_else(frames: list[bytes]) -> None:
+    try:
+        message = wire.decode(frames)
+    except wire.MalformedMessage:
+        return
+    assert isinstance(message.header, Headers)
+
+
+@given(st.binary(max_size=60))
+def test_arbitrary_bytes_are_a_body_or_malformed_and_nothing_else(body: bytes) -> None:
+    for unpack in (RequestBody.unpack, Stretch.unpack):
+        try:
+            unpack(body)
+        except wire.MalformedMessage:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("frames", "defect"),
+    [
+        ([], "empty header"),
+        ([b""], "empty header"),
+        ([b"\xc1"], "undecodable header"),
+        ([msgpack.packb({"a": 1})], "no list"),
+        ([msgpack.packb([])], "no list"),
+        ([msgpack.packb([True])], "no list"),
+        ([msgpack.packb([9999])], "unknown header"),
+        ([b"\x91" * 2000 + b"\x00"], "undecodable header"),
+        ([b"\x00" * (wire.MAX_HEADER_BYTES + 1)], "oversized header"),
+        ([msgpack.packb([0])] * (wire.MAX_BATCH + 2), "too many frames"),
+    ],
+)
+def test_every_defect_of_a_frame_has_a_name(frames: list[bytes], defect: str) -> None:
+    with pytest.raises(wire.MalformedMessage, match=defect):
+        wire.decode(frames)
+
+
+def test_a_batch_needs_a_body_for_each_item() -> None:
+    item = Submission(bytes(16), False, 0, [])
+    good = wire.decode(wire.encode(Headers.SUBMIT_REQUEST, [item], bodies=[b"x"]))
+    assert items(good, Submission.parse) == [item]
+    with pytest.raises(wire.MalformedMessage, match="0 bodies for 1 items"):
+        items(wire.decode(wire.encode(Headers.SUBMIT_REQUEST, [item])), Submission.parse)
+
+
+def test_a_registration_survives_the_way() -> None:
+    registration = Registration(3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], EngineLoad(1, 2, 3, 4, 5, 6, 0.5))
+    assert Registration.parse(wire.decode(wire.encode(Headers.REGISTER, *registration.wire()))) == registration
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(ValueError, match="more than the"):
+        RequestBody("x" * (wire.MAX_BODY_BYTES + 1), {}).pack()
+
+
+def test_the_same_secret_makes_the_same_keys_and_another_makes_others() -> None:
+    first, again, other = derive_keys("s" * 32), derive_keys("s" * 32), derive_keys("t" * 32)
+    assert first == again
+    assert len({first.server_secret, first.client_secret, other.server_secret, other.client_secret}) == 4
+    assert zmq.curve_public(first.client_secret) == first.client_public
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has 5 characters; give at least 32"):
+        derive_keys("short")
+
+
+@pytest.mark.parametrize(
+    ("given_address", "meant"),
+    [
+        (5557, "tcp://127.0.0.1:5557"),
+        ("host:1", "tcp://host:1"),
+        ("tcp://host:1", "tcp://host:1"),
+        ("tcp://[::1]:7", "tcp://[::1]:7"),
+    ],
+)
+def test_an_address_may_be_a_port_host_and_port_or_whole(given_address: int | str, meant: str) -> None:
+    assert coordinator_address(given_address) == meant
+
+
+@pytest.mark.parametrize("address", ["", "host", "ipc://x", "tcp://host", "tcp://:1", "tcp://host:99999"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no address"):
+        coordinator_address(address)
+
+
+def test_plain_sockets_are_for_this_machine_only() -> None:
+    assert is_loopback("127.5.6.7")
+    assert is_loopback("::1")
+    assert not is_loopback("10.0.0.1")
+    assert not is_loopback("localhost.example.org")
+    require_key_or_loopback("10.0.0.1", "k" * 32)
+    with pytest.raises(ConfigurationError, match="without a coordinator key only loopback"):
+        require_key_or_loopback("10.0.0.1", None)
