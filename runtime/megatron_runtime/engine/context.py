@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.block_allocator import BlockAllocator
 from megatron_runtime.engine.context_limits import ContextLimits
-from megatron_runtime.engine.sampler import SamplingRules, uniform_noise
+from megatron_runtime.engine.noise import noise_keys
+from megatron_runtime.engine.sampler import SamplingRules
 from megatron_runtime.engine.sequence import Sequence, SequenceSlice
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
@@ -217,7 +218,7 @@ class _SamplingTable:
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
-            noise=uniform_noise(self._seed[rows], positions),
+            keys=noise_keys(self._seed[rows], positions),
         )
 
 

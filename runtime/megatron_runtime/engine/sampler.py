@@ -10,11 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_runtime.engine.noise import delays
+
 NO_TOKEN = -1
 """Stands for a token that can't be chosen, since the logits are not finite."""
 
 _NUCLEUS_WIDTHS = (256, 4096)
-_NOISE_BITS = 40
+_NUMBERS_AT_ONCE = 1 << 20
+"""Of the vocabulary's noise, so that it is made and used within the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -29,30 +32,14 @@ class SamplingRules:
     """[S]; 0 and 1 mean all."""
     min_p: NDArray[np.float32]
     """[S]; 0 means all."""
-    noise: NDArray[np.float64]
-    """[S], from 0 (included) to 1 (excluded)."""
+    keys: NDArray[np.uint64]
+    """[S], as from noise_keys."""
 
     def take(self, rows: NDArray[np.intp]) -> SamplingRules:
         """The rules of some rows."""
         return SamplingRules(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.noise[rows]
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.keys[rows]
         )
-
-
-def uniform_noise(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A number from 0 (included) to 1 (excluded) for each pair of seed and position, and from nothing else.
-
-    The finalizer of SplitMix64 (Steele, Lea and Flood 2014), first over the seed, then over the position as a
-    counter, so that neighbouring seeds give unrelated streams.
-    """
-    mixed = _mix(_mix(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return (mixed >> np.uint64(64 - _NOISE_BITS)).astype(np.float64) / float(1 << _NOISE_BITS)
-
-
-def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
 
 
 def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
@@ -76,10 +63,7 @@ def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
 
 
 def _draw(shifted: Tensor, rules: SamplingRules) -> Tensor:
-    """Sample rows whose highest logit is 0: filter, then invert the cumulative distribution at the noise.
-
-    The distribution runs in the order of token ids, since the order of likelihoods is not stable under rounding.
-    """
+    """Sample rows whose highest logit is 0: filter, then let the remaining tokens race."""
     scaled = shifted / _column(rules.temperature, shifted)
     if (rules.top_k > 0).any():
         scaled = _filter_top_k(scaled, rules.top_k)
@@ -90,10 +74,19 @@ def _draw(shifted: Tensor, rules: SamplingRules) -> Tensor:
     if (rules.min_p > 0).any():
         least = _column(rules.min_p, scaled).log()
         scaled = torch.where(scaled < least, -torch.inf, scaled)
-    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    target = torch.from_numpy(rules.noise).to(cumulative.device)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True)
-    return tokens.squeeze(1).clamp_(max=scaled.shape[1] - 1)
+    return _race(scaled, rules.keys)
+
+
+def _race(scaled: Tensor, keys: NDArray[np.uint64]) -> Tensor:
+    """The token of each row whose delay is the smallest in proportion to its probability: int64 [S]."""
+    vocabulary = scaled.shape[1]
+    rows = max(1, _NUMBERS_AT_ONCE // vocabulary)
+    winners = []
+    for start in range(0, len(keys), rows):
+        part = slice(start, start + rows)
+        delay = delays(keys[part], vocabulary, scaled.device)
+        winners.append((scaled[part] - delay.log_()).argmax(dim=-1))
+    return torch.cat(winners)
 
 
 def _filter_top_k(scaled: Tensor, top_k: NDArray[np.int32]) -> Tensor:

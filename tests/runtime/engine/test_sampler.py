@@ -12,43 +12,44 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_runtime.engine.log_probs import log_probs
-from megatron_runtime.engine.sampler import NO_TOKEN, SamplingRules, sample, uniform_noise
+from megatron_runtime.engine.noise import delays, noise_keys
+from megatron_runtime.engine.sampler import NO_TOKEN, SamplingRules, sample
 
 
 def rules_of(
-    noise: Any, *, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 0.0, min_p: Any = 0.0
+    seeds: Any, *, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 0.0, min_p: Any = 0.0
 ) -> SamplingRules:
-    noise = np.asarray(noise, np.float64)
+    keys = noise_keys(np.asarray(seeds, np.uint64), np.zeros(len(seeds), np.int64))
     return SamplingRules(
-        temperature=np.broadcast_to(np.float32(temperature), noise.shape).copy(),
-        top_k=np.broadcast_to(np.int32(top_k), noise.shape).copy(),
-        top_p=np.broadcast_to(np.float32(top_p), noise.shape).copy(),
-        min_p=np.broadcast_to(np.float32(min_p), noise.shape).copy(),
-        noise=noise,
+        temperature=np.broadcast_to(np.float32(temperature), keys.shape).copy(),
+        top_k=np.broadcast_to(np.int32(top_k), keys.shape).copy(),
+        top_p=np.broadcast_to(np.float32(top_p), keys.shape).copy(),
+        min_p=np.broadcast_to(np.float32(min_p), keys.shape).copy(),
+        keys=keys,
     )
 
 
-def draw_often(logits: Tensor, count: int = 20_000, **filters: Any) -> Tensor:
-    """How often each token comes, with evenly spread noise: exact up to 1 / count."""
-    noise = (np.arange(count) + 0.5) / count
-    tokens = sample(logits.expand(count, -1), rules_of(noise, **filters))
+def draw_often(logits: Tensor, count: int = 100_000, **filters: Any) -> Tensor:
+    """How often each token comes, over as many seeds; a frequency strays by 0.002 in one of several hundred draws."""
+    tokens = sample(logits.expand(count, -1), rules_of(np.arange(count), **filters))
     return torch.bincount(tokens, minlength=logits.shape[-1]) / count
 
 
+CPU = torch.device("cpu")
 LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.5, 0.0, 2.9, -30.0])
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_tokens_come_as_often_as_the_temperature_says(temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(-1)
-    assert torch.allclose(draw_often(LOGITS, temperature=temperature), expected, atol=2e-4)
+    assert torch.allclose(draw_often(LOGITS, temperature=temperature), expected, atol=5e-3)
 
 
 def test_temperature_zero_and_top_k_one_take_the_likeliest_whatever_the_noise() -> None:
-    noise = [0.0, 0.5, 0.999]
+    seeds = [0, 1, 2]
     logits = torch.tensor([[0.0, 5.0, 5.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
-    assert sample(logits, rules_of(noise, temperature=0.0)).tolist() == [1, 0, 2]
-    assert sample(logits, rules_of(noise, top_k=1)).tolist() == [1, 0, 2]
+    assert sample(logits, rules_of(seeds, temperature=0.0)).tolist() == [1, 0, 2]
+    assert sample(logits, rules_of(seeds, top_k=1)).tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 7, 1000])
@@ -56,7 +57,7 @@ def test_top_k_keeps_the_k_likeliest(top_k: int) -> None:
     kept = LOGITS.topk(min(top_k, 7)).indices
     expected = torch.zeros(7)
     expected[kept] = LOGITS[kept].softmax(-1)
-    assert torch.allclose(draw_often(LOGITS, top_k=top_k), expected, atol=2e-4)
+    assert torch.allclose(draw_often(LOGITS, top_k=top_k), expected, atol=5e-3)
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.01, 1), (0.4, 2), (0.8, 3), (0.97, 4), (1.0, 7), (0.0, 7)])
@@ -64,7 +65,7 @@ def test_top_p_keeps_the_fewest_likeliest_that_reach_it(top_p: float, kept: int)
     tokens = LOGITS.topk(kept).indices
     expected = torch.zeros(7)
     expected[tokens] = LOGITS[tokens].softmax(-1)
-    assert torch.allclose(draw_often(LOGITS, top_p=top_p), expected, atol=2e-4)
+    assert torch.allclose(draw_often(LOGITS, top_p=top_p), expected, atol=5e-3)
 
 
 def test_top_k_and_top_p_work_together_the_second_on_what_the_first_leaves() -> None:
@@ -72,13 +73,13 @@ def test_top_k_and_top_p_work_together_the_second_on_what_the_first_leaves() -> 
     tokens = LOGITS.topk(2).indices
     expected = torch.zeros(7)
     expected[tokens] = LOGITS[tokens].softmax(-1)
-    assert torch.allclose(draw_often(LOGITS, top_k=3, top_p=0.7), expected, atol=2e-4)
+    assert torch.allclose(draw_often(LOGITS, top_k=3, top_p=0.7), expected, atol=5e-3)
 
 
 def test_min_p_drops_what_is_too_unlikely_beside_the_likeliest() -> None:
     kept = LOGITS.softmax(-1) >= 0.5 * LOGITS.softmax(-1).max()
     expected = torch.where(kept, LOGITS.exp(), 0.0)
-    assert torch.allclose(draw_often(LOGITS, min_p=0.5), expected / expected.sum(), atol=2e-4)
+    assert torch.allclose(draw_often(LOGITS, min_p=0.5), expected / expected.sum(), atol=5e-3)
 
 
 def test_a_flat_distribution_wider_than_the_first_guess_is_cut_right() -> None:
@@ -94,7 +95,7 @@ def test_a_flat_distribution_wider_than_the_first_guess_is_cut_right() -> None:
             st.integers(0, 12),
             st.floats(0, 1),
             st.floats(0, 1),
-            st.floats(0, 1, exclude_max=True, width=32),
+            st.integers(0, 2**64 - 1),
         ),
         min_size=1,
         max_size=8,
@@ -102,10 +103,10 @@ def test_a_flat_distribution_wider_than_the_first_guess_is_cut_right() -> None:
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=100, deadline=None)
-def test_a_row_does_not_depend_on_its_neighbours(rows: list[tuple[float, int, float, float, float]], seed: int) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(rows: list[tuple[float, int, float, float, int]], seed: int) -> None:
     logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(seed)) * 3
-    temperature, top_k, top_p, min_p, noise = (np.array(column) for column in zip(*rows, strict=True))
-    together = rules_of(noise, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    temperature, top_k, top_p, min_p, seeds = zip(*rows, strict=True)
+    together = rules_of(seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     alone = [sample(logits[i : i + 1], together.take(np.array([i]))).item() for i in range(len(rows))]
     assert sample(logits, together).tolist() == alone
     assert all(0 <= token < 300 for token in alone)
@@ -113,40 +114,53 @@ def test_a_row_does_not_depend_on_its_neighbours(rows: list[tuple[float, int, fl
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-6, 1e6])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
-    token = sample(LOGITS[None], rules_of([0.3], temperature=temperature)).item()
+    token = sample(LOGITS[None], rules_of([3], temperature=temperature)).item()
     assert token == 1 if temperature < 1 else 0 <= token < 7
 
 
 def test_rows_that_are_not_finite_give_no_token_and_leave_others_alone() -> None:
     logits = torch.stack([LOGITS, LOGITS.clone().index_fill_(0, torch.tensor(3), torch.nan), LOGITS * torch.inf])
     for temperature in (0.0, 1.0):
-        tokens = sample(logits, rules_of([0.5, 0.5, 0.5], temperature=temperature)).tolist()
+        tokens = sample(logits, rules_of([5, 5, 5], temperature=temperature)).tolist()
         assert tokens[0] >= 0
         assert tokens[1:] == [NO_TOKEN, NO_TOKEN]
 
 
-def test_tokens_that_are_ruled_out_never_come_not_even_at_the_ends_of_the_noise() -> None:
-    logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
-    assert sample(logits, rules_of([0.0])).item() == 1
-    assert sample(logits, rules_of([1 - 2.0**-40])).item() == 2
+def test_tokens_that_are_ruled_out_never_come() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0]])
+    assert set(sample(logits.expand(5000, -1), rules_of(range(5000))).tolist()) == {1, 3}
 
 
-def test_noise_is_even_and_depends_on_seed_and_position_alone() -> None:
-    seeds = np.repeat(np.arange(100, dtype=np.uint64), 100)
-    positions = np.tile(np.arange(100, dtype=np.int64), 100)
-    noise = uniform_noise(seeds, positions)
-    assert ((noise >= 0) & (noise < 1)).all()
-    assert len(np.unique(noise)) == len(noise)
-    assert np.abs(np.histogram(noise, bins=10)[0] / 1000 - 1).max() < 0.1
-    table = noise.reshape(100, 100)
-    assert abs(np.corrcoef(table[:-1].ravel(), table[1:].ravel())[0, 1]) < 0.05
-    assert abs(np.corrcoef(table[:, :-1].ravel(), table[:, 1:].ravel())[0, 1]) < 0.05
-    again = uniform_noise(np.array([17], np.uint64), np.array([31], np.int64))
-    assert again[0] == noise[17 * 100 + 31]
+def test_rounding_elsewhere_does_not_move_a_token() -> None:
+    logits = torch.randn(200, 50_000, generator=torch.Generator().manual_seed(1))
+    elsewhere = logits + torch.randn(200, 50_000, generator=torch.Generator().manual_seed(2)) * 1e-6
+    rules = rules_of(range(200))
+    assert sample(logits, rules).tolist() == sample(elsewhere, rules).tolist()
 
 
-def test_the_largest_seed_is_taken() -> None:
-    assert 0 <= uniform_noise(np.array([2**64 - 1], np.uint64), np.array([2**40], np.int64))[0] < 1
+def test_delays_are_those_of_an_exponential_distribution() -> None:
+    drawn = delays(noise_keys(np.arange(50, dtype=np.uint64), np.arange(50, dtype=np.int64)), 20_000, CPU).double()
+    assert (drawn > 0).all()
+    for limit in (1e-4, 0.01, 0.5, 1.0, 4.0):
+        expected = 1 - np.exp(-limit)
+        found = (drawn < limit).double().mean().item()
+        assert found == pytest.approx(expected, abs=5 * np.sqrt(expected * (1 - expected) / drawn.numel()))
+
+
+def test_delays_of_neighbouring_seeds_positions_and_tokens_are_unrelated() -> None:
+    seeds = np.repeat(np.arange(30, dtype=np.uint64), 30)
+    positions = np.tile(np.arange(30, dtype=np.int64), 30)
+    cube = delays(noise_keys(seeds, positions), 100, CPU).reshape(30, 30, 100).numpy()
+    for axis in range(3):
+        first, second = np.delete(cube, -1, axis), np.delete(cube, 0, axis)
+        assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
+
+
+def test_delays_depend_on_seed_and_position_alone_up_to_the_largest_seed() -> None:
+    seeds, positions = np.array([3, 2**64 - 1], np.uint64), np.array([2**40, 7], np.int64)
+    together = delays(noise_keys(seeds, positions), 10, CPU)
+    alone = delays(noise_keys(seeds[1:], positions[1:]), 10, CPU)
+    assert torch.equal(together[1:], alone)
 
 
 def test_log_probs_are_those_of_the_plain_logits() -> None:

@@ -22,7 +22,7 @@ PARAMS = [
     SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=True),
     SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=11, num_tokens_to_generate=32, ignore_eos=True),
     SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=True, return_log_probs=True),
-    SamplingParams(temperature=1.0, top_k=20, seed=12, num_tokens_to_generate=32, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=12, num_tokens_to_generate=32, ignore_eos=True),
 ]
 
 
