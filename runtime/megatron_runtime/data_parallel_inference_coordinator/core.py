@@ -18,8 +18,8 @@ from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedu
 from megatron_runtime.data_parallel_inference_coordinator.service import Service
 from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
 from megatron_runtime.headers import Headers
-from megatron_runtime.service_state import ServiceState
-from megatron_runtime.wire import MalformedMessage, Message, decode
+from megatron_runtime.wire.codec import MalformedMessage, Message, decode
+from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 

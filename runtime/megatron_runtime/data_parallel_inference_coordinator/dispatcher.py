@@ -12,8 +12,8 @@ from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedule
 from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
 from megatron_runtime.headers import Headers
-from megatron_runtime.messages import Assignment, Failure, Finished, Forwarded, Progress, Submission
-from megatron_runtime.wire import MalformedMessage
+from megatron_runtime.wire.codec import MalformedMessage
+from megatron_runtime.wire.items import Assignment, Failure, Finished, Forwarded, Progress, Submission
 
 CLAIM_SECONDS = 30.0
 """How long an engine that registers with unknown requests is let work on them, until their client shows up."""

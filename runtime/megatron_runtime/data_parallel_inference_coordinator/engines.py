@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.messages import EngineLoad, Registration
-from megatron_runtime.service_state import EngineView
+from megatron_runtime.wire.items import EngineLoad, Registration
+from megatron_runtime.wire.service_state import EngineView
 
 
 @dataclass(eq=False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from megatron_runtime.bodies import RequestBody
 from megatron_runtime.data_parallel_inference_coordinator.core import Core, Handler
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry
 from megatron_runtime.data_parallel_inference_coordinator.states import SIGNALS
 from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.messages import (
+from megatron_runtime.wire.bodies import RequestBody
+from megatron_runtime.wire.codec import MalformedMessage, Message
+from megatron_runtime.wire.items import (
     EngineLoad,
     Finished,
     Progress,
@@ -26,7 +27,6 @@ from megatron_runtime.messages import (
     text,
     uuid_bytes,
 )
-from megatron_runtime.wire import MalformedMessage, Message
 
 logger = logging.getLogger(__name__)
 

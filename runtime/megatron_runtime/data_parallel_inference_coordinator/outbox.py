@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_runtime.headers import Headers
-from megatron_runtime.wire import MAX_BATCH, encode
+from megatron_runtime.wire.codec import MAX_BATCH, encode
 
 
 class Outbox:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_runtime.bodies import RequestBody, Stretch
+from megatron_runtime.wire.bodies import RequestBody, Stretch
 
 
 @dataclass(eq=False, slots=True)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from megatron_runtime.bodies import RequestBody
 from megatron_runtime.engine.loop_link import EngineLink
 from megatron_runtime.engine.loop_requests import LoopRequests, RequestTaker
 from megatron_runtime.errors import EngineError
 from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.messages import Assignment, EngineLoad, items, uuid_bytes
-from megatron_runtime.wire import MalformedMessage, Message
+from megatron_runtime.wire.bodies import RequestBody
+from megatron_runtime.wire.codec import MalformedMessage, Message
+from megatron_runtime.wire.items import Assignment, EngineLoad, items, uuid_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ import asyncio
 import secrets
 from collections.abc import Callable
 
-from megatron_runtime.bodies import Stretch
-from megatron_runtime.dealer import Dealer
 from megatron_runtime.engine.loop_requests import LoopRequest
 from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.messages import EngineLoad, Finished, Progress, Registration
-from megatron_runtime.wire import Message
+from megatron_runtime.wire.bodies import Stretch
+from megatron_runtime.wire.codec import Message
+from megatron_runtime.wire.dealer import Dealer
+from megatron_runtime.wire.items import EngineLoad, Finished, Progress, Registration
 
 HEARTBEAT_SECONDS = 1.0
 

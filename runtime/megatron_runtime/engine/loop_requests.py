@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_runtime.bodies import RequestBody, Stretch
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
-from megatron_runtime.messages import Assignment
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire import pack_body
+from megatron_runtime.wire.bodies import RequestBody, Stretch
+from megatron_runtime.wire.codec import pack_body
+from megatron_runtime.wire.items import Assignment
 
 QUIET_INTERVAL = 8
 """Tokens between the progress reports of a request that nobody streams; a lost engine costs at most so many again."""

@@ -10,7 +10,7 @@ from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch.identity import Lifecycle
 from megatron_runtime.launch.pod_state import PodState, ReplicaState
-from megatron_runtime.service_state import ServiceState
+from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from megatron_runtime.errors import MegatronInferenceError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.server.errors import ApiError, unavailable
-from megatron_runtime.service_state import ServiceState
+from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 

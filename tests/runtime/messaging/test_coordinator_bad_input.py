@@ -13,13 +13,13 @@ import zmq
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
 
-from megatron_runtime import wire
-from megatron_runtime.bodies import RequestBody
 from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.headers import Headers
-from megatron_runtime.messages import EngineLoad, Finished, Progress, Registration, Submission
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.security import secure_client
+from megatron_runtime.wire import codec
+from megatron_runtime.wire.bodies import RequestBody
+from megatron_runtime.wire.items import EngineLoad, Finished, Progress, Registration, Submission
+from megatron_runtime.wire.security import secure_client
 
 PARAMS = SamplingParams(num_tokens_to_generate=20, seed=5)
 KEY = "k" * 40
@@ -41,10 +41,10 @@ def stranger(address: str, key: str | None = None) -> Iterator[zmq.Socket[bytes]
         context.term()
 
 
-def receive(socket: zmq.Socket[bytes], header: Headers) -> wire.Message:
+def receive(socket: zmq.Socket[bytes], header: Headers) -> codec.Message:
     """The next message of this type."""
     while socket.poll(10_000):
-        message = wire.decode(socket.recv_multipart())
+        message = codec.decode(socket.recv_multipart())
         if message.header is header:
             return message
     pytest.fail(f"no {header.name} came")
@@ -87,9 +87,9 @@ async def test_malformed_messages_from_strangers_clients_and_engines_disturb_nob
     await fleet.ready(client, 1)
     rng = random.Random(7)
     with stranger(fleet.address) as unknown, stranger(fleet.address) as known, stranger(fleet.address) as registered:
-        known.send_multipart(wire.encode(Headers.CONNECT))
+        known.send_multipart(codec.encode(Headers.CONNECT))
         registration = Registration(7, 0, "x", "RUNNING", True, [], EngineLoad())  # type: ignore[arg-type]
-        registered.send_multipart(wire.encode(Headers.REGISTER, *registration[:3], "RUNNING", *registration[4:]))
+        registered.send_multipart(codec.encode(Headers.REGISTER, *registration[:3], "RUNNING", *registration[4:]))
         for turn in range(20):
             futures = [client.add_request(f"{turn} {number}", PARAMS) for number in range(3)]
             for _ in range(100):
@@ -120,14 +120,14 @@ async def test_a_stranger_is_told_to_introduce_itself_and_its_messages_have_no_e
     client = await fleet.connect()
     with stranger(fleet.address) as unknown:
         for message in (
-            wire.encode(Headers.PAUSE, 1, 5.0),
-            wire.encode(Headers.SHUTDOWN),
-            wire.encode(Headers.HEARTBEAT, "RUNNING", EngineLoad()),
-            wire.encode(Headers.ENGINE_REPLY, [Finished(bytes(16), 1)], bodies=[b"x"]),
+            codec.encode(Headers.PAUSE, 1, 5.0),
+            codec.encode(Headers.SHUTDOWN),
+            codec.encode(Headers.HEARTBEAT, "RUNNING", EngineLoad()),
+            codec.encode(Headers.ENGINE_REPLY, [Finished(bytes(16), 1)], bodies=[b"x"]),
         ):
             unknown.send_multipart(message)
             assert unknown.poll(5000)
-            assert wire.decode(unknown.recv_multipart()).header is Headers.UNKNOWN_PEER
+            assert codec.decode(unknown.recv_multipart()).header is Headers.UNKNOWN_PEER
     assert (await client.service_state()).state == "RUNNING"
 
 
@@ -139,20 +139,20 @@ async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet
     future = client.add_request("mine", PARAMS, request_uuid=name)
     with stranger(fleet.address) as liar:
         load = EngineLoad()
-        liar.send_multipart(wire.encode(Headers.REGISTER, 5, 0, "liar", "RUNNING", True, [], load))
-        liar.send_multipart(wire.encode(Headers.ENGINE_REPLY_PARTIAL, [Progress(name, 1, 0, 1)], bodies=[b"x"]))
-        liar.send_multipart(wire.encode(Headers.ENGINE_REPLY, [Finished(name, 1)], bodies=[b"x"]))
+        liar.send_multipart(codec.encode(Headers.REGISTER, 5, 0, "liar", "RUNNING", True, [], load))
+        liar.send_multipart(codec.encode(Headers.ENGINE_REPLY_PARTIAL, [Progress(name, 1, 0, 1)], bodies=[b"x"]))
+        liar.send_multipart(codec.encode(Headers.ENGINE_REPLY, [Finished(name, 1)], bodies=[b"x"]))
         assert (await future).generated_tokens == expected_tokens("mine", PARAMS)
 
 
 async def test_a_reply_that_nobody_can_read_is_an_error_for_its_request_only(fleet: Fleet) -> None:
     client = await fleet.connect()
     with stranger(fleet.address) as engine:
-        engine.send_multipart(wire.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad()))
+        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad()))
         name = b"n" * 16
         future = client.add_request("hello", PARAMS, request_uuid=name)
         await until(lambda: fleet.coordinator and fleet.coordinator.request_id_to_client_id, "the submission")
-        engine.send_multipart(wire.encode(Headers.ENGINE_REPLY, [Finished(name, 1)], bodies=[b"\xc1"]))
+        engine.send_multipart(codec.encode(Headers.ENGINE_REPLY, [Finished(name, 1)], bodies=[b"\xc1"]))
         with pytest.raises(Exception, match="can't be read"):
             await future
 
@@ -161,11 +161,11 @@ async def test_stored_tokens_that_nobody_can_read_fail_their_request_when_the_en
     client = await fleet.connect()
     name = b"n" * 16
     with stranger(fleet.address) as engine:
-        engine.send_multipart(wire.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad()))
+        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad()))
         await fleet.ready(client, 1)
         future = client.add_request("hello", PARAMS, request_uuid=name)
         await until(lambda: fleet.coordinator and fleet.coordinator.request_id_to_client_id, "the submission")
-        engine.send_multipart(wire.encode(Headers.ENGINE_REPLY_PARTIAL, [Progress(name, 1, 0, 1)], bodies=[b"\xc1"]))
+        engine.send_multipart(codec.encode(Headers.ENGINE_REPLY_PARTIAL, [Progress(name, 1, 0, 1)], bodies=[b"\xc1"]))
         await until(lambda: fleet.coordinator._core.dispatcher.requests[name].token_count, "the report")  # type: ignore[union-attr]
         fleet.add_engine(group=1)
         await fleet.ready(client, 2)
@@ -177,11 +177,11 @@ async def test_stored_tokens_that_nobody_can_read_fail_their_request_when_the_en
 async def test_a_submission_with_a_body_that_nobody_can_read_comes_back_failed(fleet: Fleet) -> None:
     fleet.add_engine()
     with stranger(fleet.address) as client:
-        client.send_multipart(wire.encode(Headers.CONNECT))
+        client.send_multipart(codec.encode(Headers.CONNECT))
         submission = Submission(b"n" * 16, False, 0, [])
-        client.send_multipart(wire.encode(Headers.SUBMIT_REQUEST, [submission], bodies=[b"\xc1"]))
+        client.send_multipart(codec.encode(Headers.SUBMIT_REQUEST, [submission], bodies=[b"\xc1"]))
         replies = await asyncio.to_thread(lambda: receive(client, Headers.ENGINE_REPLY))
-    assert wire.unpack_body(replies.bodies[0])["status"] == "FAILED"
+    assert codec.unpack_body(replies.bodies[0])["status"] == "FAILED"
 
 
 async def test_only_the_right_key_is_let_in() -> None:
@@ -192,7 +192,7 @@ async def test_only_the_right_key_is_let_in() -> None:
         assert (await client.add_request("hello", PARAMS)).generated_tokens == expected_tokens("hello", PARAMS)
         for wrong in ("w" * 40, None):
             with stranger(fleet.address, wrong) as unknown:
-                unknown.send_multipart(wire.encode(Headers.CONNECT))
+                unknown.send_multipart(codec.encode(Headers.CONNECT))
                 assert not unknown.poll(300)
         fleet.key = "w" * 40
         with pytest.raises(CoordinatorError, match="no coordinator has answered"):
@@ -201,5 +201,5 @@ async def test_only_the_right_key_is_let_in() -> None:
 
 def test_a_prompt_in_a_body_of_another_shape_is_malformed() -> None:
     for content in ([1, {}, [[], [], []]], ["x", [], [[], [], []]], ["x", {}, [["a"], [], []]], ["x"], None):
-        with pytest.raises(wire.MalformedMessage):
-            RequestBody.unpack(wire.pack_body(content))
+        with pytest.raises(codec.MalformedMessage):
+            RequestBody.unpack(codec.pack_body(content))

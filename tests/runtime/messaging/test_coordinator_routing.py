@@ -19,8 +19,8 @@ from megatron_runtime.data_parallel_inference_coordinator.routing import PrefixT
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.messages import EngineLoad
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.items import EngineLoad
 
 PARAMS = SamplingParams(num_tokens_to_generate=3, seed=5)
 

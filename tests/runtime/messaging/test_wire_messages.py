@@ -8,19 +8,19 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime import wire
-from megatron_runtime.bodies import RequestBody, Stretch
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.messages import EngineLoad, Registration, Submission, items
-from megatron_runtime.security import coordinator_address, derive_keys, is_loopback, require_key_or_loopback
+from megatron_runtime.wire import codec
+from megatron_runtime.wire.bodies import RequestBody, Stretch
+from megatron_runtime.wire.items import EngineLoad, Registration, Submission, items
+from megatron_runtime.wire.security import coordinator_address, derive_keys, is_loopback, require_key_or_loopback
 
 tokens = st.lists(st.integers(0, 200_000), max_size=20)
 
 
 @given(st.sampled_from(Headers), st.lists(st.integers(0, 5)), st.lists(st.binary(max_size=20), max_size=5))
 def test_a_message_survives_the_way(header: Headers, args: list[int], bodies: list[bytes]) -> None:
-    message = wire.decode(wire.encode(header, *args, bodies=bodies))
+    message = codec.decode(codec.encode(header, *args, bodies=bodies))
     assert (message.header, message.args, list(message.bodies)) == (header, args, bodies)
 
 
@@ -33,8 +33,8 @@ def test_a_request_body_survives_the_way(prompt: str | list[int], made: list[int
 @given(st.lists(st.binary(max_size=40), max_size=4))
 def test_arbitrary_bytes_are_a_message_or_malformed_and_nothing_else(frames: list[bytes]) -> None:
     try:
-        message = wire.decode(frames)
-    except wire.MalformedMessage:
+        message = codec.decode(frames)
+    except codec.MalformedMessage:
         return
     assert isinstance(message.header, Headers)
 
@@ -44,7 +44,7 @@ def test_arbitrary_bytes_are_a_body_or_malformed_and_nothing_else(body: bytes) -
     for unpack in (RequestBody.unpack, Stretch.unpack):
         try:
             unpack(body)
-        except wire.MalformedMessage:
+        except codec.MalformedMessage:
             continue
 
 
@@ -59,31 +59,31 @@ def test_arbitrary_bytes_are_a_body_or_malformed_and_nothing_else(body: bytes) -
         ([msgpack.packb([True])], "no list"),
         ([msgpack.packb([9999])], "unknown header"),
         ([b"\x91" * 2000 + b"\x00"], "undecodable header"),
-        ([b"\x00" * (wire.MAX_HEADER_BYTES + 1)], "oversized header"),
-        ([msgpack.packb([0])] * (wire.MAX_BATCH + 2), "too many frames"),
+        ([b"\x00" * (codec.MAX_HEADER_BYTES + 1)], "oversized header"),
+        ([msgpack.packb([0])] * (codec.MAX_BATCH + 2), "too many frames"),
     ],
 )
 def test_every_defect_of_a_frame_has_a_name(frames: list[bytes], defect: str) -> None:
-    with pytest.raises(wire.MalformedMessage, match=defect):
-        wire.decode(frames)
+    with pytest.raises(codec.MalformedMessage, match=defect):
+        codec.decode(frames)
 
 
 def test_a_batch_needs_a_body_for_each_item() -> None:
     item = Submission(bytes(16), False, 0, [])
-    good = wire.decode(wire.encode(Headers.SUBMIT_REQUEST, [item], bodies=[b"x"]))
+    good = codec.decode(codec.encode(Headers.SUBMIT_REQUEST, [item], bodies=[b"x"]))
     assert items(good, Submission.parse) == [item]
-    with pytest.raises(wire.MalformedMessage, match="0 bodies for 1 items"):
-        items(wire.decode(wire.encode(Headers.SUBMIT_REQUEST, [item])), Submission.parse)
+    with pytest.raises(codec.MalformedMessage, match="0 bodies for 1 items"):
+        items(codec.decode(codec.encode(Headers.SUBMIT_REQUEST, [item])), Submission.parse)
 
 
 def test_a_registration_survives_the_way() -> None:
     registration = Registration(3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], EngineLoad(1, 2, 3, 4, 5, 6, 0.5))
-    assert Registration.parse(wire.decode(wire.encode(Headers.REGISTER, *registration.wire()))) == registration
+    assert Registration.parse(codec.decode(codec.encode(Headers.REGISTER, *registration.wire()))) == registration
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
     with pytest.raises(ValueError, match="more than the"):
-        RequestBody("x" * (wire.MAX_BODY_BYTES + 1), {}).pack()
+        RequestBody("x" * (codec.MAX_BODY_BYTES + 1), {}).pack()
 
 
 def test_the_same_secret_makes_the_same_keys_and_another_makes_others() -> None:

@@ -21,7 +21,7 @@ from messaging_support.fake_engine import FakeEngine
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.service_state import ServiceState
+from megatron_runtime.wire.service_state import ServiceState
 
 HERE = Path(__file__).parent
 COORDINATOR_MODULE = "megatron_runtime.data_parallel_inference_coordinator"

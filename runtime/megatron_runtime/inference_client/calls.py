@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_runtime.dealer import Dealer
 from megatron_runtime.errors import CoordinatorError, InvalidStateError, MegatronInferenceError, TransitionTimeoutError
 from megatron_runtime.headers import Headers
-from megatron_runtime.messages import natural
-from megatron_runtime.service_state import ServiceState
-from megatron_runtime.wire import MalformedMessage, Message
+from megatron_runtime.wire.codec import MalformedMessage, Message
+from megatron_runtime.wire.dealer import Dealer
+from megatron_runtime.wire.items import natural
+from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_runtime.wire import MalformedMessage, pack_body, unpack_body
+from megatron_runtime.wire.codec import MalformedMessage, pack_body, unpack_body
 
 TopLogProbs = list[dict[str, float]]
 

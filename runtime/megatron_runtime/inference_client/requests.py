@@ -10,8 +10,6 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from megatron_runtime.bodies import RequestBody, Stretch
-from megatron_runtime.dealer import Dealer
 from megatron_runtime.errors import (
     CoordinatorError,
     EngineError,
@@ -21,12 +19,14 @@ from megatron_runtime.errors import (
     deserialize_error,
 )
 from megatron_runtime.headers import Headers
+from megatron_runtime.inference_client.outstanding import Outstanding, RequestFuture, RequestStream
+from megatron_runtime.inference_client.result import InferenceResult, StreamUpdate
 from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes_batched
-from megatron_runtime.inference_result import InferenceResult, StreamUpdate
-from megatron_runtime.messages import Failure, Forwarded, Submission, items, uuid_bytes
-from megatron_runtime.outstanding import Outstanding, RequestFuture, RequestStream
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire import MAX_BATCH, Message, unpack_body
+from megatron_runtime.wire.bodies import RequestBody, Stretch
+from megatron_runtime.wire.codec import MAX_BATCH, Message, unpack_body
+from megatron_runtime.wire.dealer import Dealer
+from megatron_runtime.wire.items import Failure, Forwarded, Submission, items, uuid_bytes
 
 Prompt = str | list[int]
 _ABORTED_ALONE = "the request was aborted while there was no coordinator"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_runtime.headers import EngineState
-from megatron_runtime.wire import MAX_BATCH, MalformedMessage, Message
+from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message
 
 _Item = TypeVar("_Item")
 _LARGEST = 2**63 - 1

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_runtime.bodies import RequestBody, Stretch
-from megatron_runtime.inference_result import StreamUpdate
+from megatron_runtime.inference_client.result import StreamUpdate
+from megatron_runtime.wire.bodies import RequestBody, Stretch
 
 
 class RequestFuture(asyncio.Future[Any]):

@@ -11,9 +11,9 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_runtime import wire
 from megatron_runtime.headers import Headers
-from megatron_runtime.security import coordinator_address, is_loopback, require_key_or_loopback, secure_client
+from megatron_runtime.wire import codec
+from megatron_runtime.wire.security import coordinator_address, is_loopback, require_key_or_loopback, secure_client
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Dealer:
         *,
         identity: bytes,
         key: str | None,
-        on_message: Callable[[wire.Message], None],
+        on_message: Callable[[codec.Message], None],
         on_connected: Callable[[], None],
         on_disconnected: Callable[[], None],
     ) -> None:
@@ -66,7 +66,7 @@ class Dealer:
         """Start connecting and listening on this loop."""
         self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        wire.configure_dealer(self.socket, self._identity)
+        codec.configure_dealer(self.socket, self._identity)
         if self._ipv6:
             self.socket.setsockopt(zmq.IPV6, 1)
         if self._key is not None:
@@ -79,7 +79,7 @@ class Dealer:
         """Send without waiting. False when there is no connection or the queue is full: say it again when connected."""
         if self.socket is None or not self.connected:
             return False
-        frames = wire.encode(header, *args, bodies=bodies or ())
+        frames = codec.encode(header, *args, bodies=bodies or ())
         sent: asyncio.Future[Any] = cast(Any, self.socket.send_multipart(frames, zmq.NOBLOCK))
         return sent.exception() is None
 
@@ -99,8 +99,8 @@ class Dealer:
         while True:
             frames = await socket.recv_multipart()
             try:
-                self._on_message(wire.decode(frames))
-            except wire.MalformedMessage as defect:
+                self._on_message(codec.decode(frames))
+            except codec.MalformedMessage as defect:
                 logger.warning("dropped a message from the coordinator: %s", defect)
             except Exception:
                 logger.exception("a message from the coordinator could not be handled")

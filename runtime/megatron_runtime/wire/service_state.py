@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_runtime.wire import MalformedMessage
+from megatron_runtime.wire.codec import MalformedMessage
 
 
 @dataclass(frozen=True)

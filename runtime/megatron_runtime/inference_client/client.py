@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Coroutine
 
 import zmq.asyncio
 
-from megatron_runtime.client_calls import ClientCalls
-from megatron_runtime.client_requests import ClientRequests, Prompt, retrieve
-from megatron_runtime.dealer import Dealer
 from megatron_runtime.errors import CoordinatorError, InvalidStateError, MegatronInferenceError
 from megatron_runtime.headers import Headers
-from megatron_runtime.outstanding import RequestFuture, RequestStream
+from megatron_runtime.inference_client.calls import ClientCalls
+from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream
+from megatron_runtime.inference_client.requests import ClientRequests, Prompt, retrieve
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.service_state import ServiceState
-from megatron_runtime.wire import Message
+from megatron_runtime.wire.codec import Message
+from megatron_runtime.wire.dealer import Dealer
+from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 A message is ``[header, body...]``. The header is a msgpack list ``[Headers number, arguments...]``; the coordinator
 routes on it alone. Messages that carry requests or replies hold a batch: their first argument is a list of items, and
-there is exactly one body frame for each of them. What an item looks like is in `messages`, a body in `bodies`.
+there is exactly one body frame for each of them. What an item looks like is in `items`, a body in `bodies`.
 """
 
 from __future__ import annotations

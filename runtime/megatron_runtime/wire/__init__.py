@@ -1,0 +1,1 @@
+"""What clients, the coordinator and engines say to each other: frames, their contents, and who may speak."""
