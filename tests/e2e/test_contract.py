@@ -207,7 +207,7 @@ class Sender:
     def __init__(self) -> None:
         self.sent: list[str] = []
 
-    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:  # noqa: ASYNC109  # the protocol's own
+    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:  # the protocol's own
         """As the runtime's ``SignalSender``."""
         del timeout, wait
         if signal != "pause":

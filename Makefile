@@ -1,0 +1,71 @@
+# Everything is done by these few commands; `make` alone explains them.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+VENV  ?= .venv
+BIN   := $(VENV)/bin
+CACHE := $(or $(MEGATRON_CACHE_DIR),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megatron-inference)
+PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet) --constraint constraints.txt
+SAMPLE := manifests/samples/smollm2.yaml
+LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
+
+GENERATED := manifests/crd.yaml charts/megatron-inference/crds/megatroninferences.yaml
+
+.PHONY: help demo serve test check bench venv dev model control-plane crd clean
+
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: venv model ## a resource becomes processes, answers, pauses, suspends, resumes, and leaves nothing behind
+	@$(BIN)/python examples/demo.py $(SAMPLE) --map-path /models=$(CACHE)/models
+
+serve: venv model ## the same resource, until Ctrl-C; edit a copy with SAMPLE=my.yaml
+	@$(LOCAL) -f $(SAMPLE)
+
+test: dev model control-plane ## all tests; ARGS are pytest's
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: dev ## lint, format, types, layers, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@for file in $(GENERATED); do $(BIN)/megatron-operator crd | diff -u $$file - || \
+		{ echo "$$file is out of date: make crd"; exit 1; }; done
+
+bench: dev model ## the benchmarks, each against a named peer in the same run
+	@set -e; for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
+
+venv: $(VENV)/.for-demo ## the virtual environment with what a user needs
+	@:
+
+dev: $(VENV)/.for-tests ## the same with the tools of the tests
+	@:
+
+model: $(VENV)/.made ## SmolLM2-135M-Instruct in the cache folder, checksum verified
+	@$(BIN)/python tools/fetch_model.py
+
+control-plane: dev ## the Kubernetes that the cluster tests run on, found or built
+	@$(BIN)/python tests/cluster/prepare.py
+
+crd: dev ## write the generated files anew
+	@$(BIN)/python -m megatron_operator.api.crd
+
+clean: ## the virtual environment, builds and tool caches; downloads in the cache folder stay
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made: tools/make_venv.sh
+	@tools/make_venv.sh $(VENV)
+	@touch $@
+
+$(VENV)/.for-demo: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "make: installing the pinned packages into $(VENV) (a few minutes, once)"
+	@$(PIP) --editable '.[operator,runtime]' openai
+	@touch $@
+
+$(VENV)/.for-tests: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "make: installing the pinned packages and the tools of the tests into $(VENV) (a few minutes, once)"
+	@$(PIP) --editable '.[dev]'
+	@touch $(VENV)/.for-demo $@

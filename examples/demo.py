@@ -1,0 +1,222 @@
+"""The main job, end to end: a resource becomes processes, answers, pauses, suspends, resumes, and leaves nothing.
+
+Usage: ``demo.py FILE [--map-path PATH=FOLDER]...``. Everything is done as a user does it: by editing the resource's
+file (a copy of it) and by asking the OpenAI endpoint with the official client. Exit code 0 when all of it went well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import yaml
+from rich.console import Console
+
+from megatron_operator.api.v1alpha1 import Phase
+from megatron_operator.cli import path_map
+from megatron_operator.local.plain_lines import PlainLines
+from megatron_operator.local.session import LocalSession, SessionEnded
+from megatron_operator.local.snapshot import Snapshot, View
+from megatron_operator.local.table import LiveTable
+
+START_SECONDS = 300
+CHANGE_SECONDS = 120
+ANSWER_SECONDS = 180
+PATIENCE_SECONDS = 3
+"""How long a request to the paused engine is watched for not being answered."""
+LINE_LENGTH = 88
+QUESTION = "What is the capital of France?"
+STORY = "Tell me in three sentences why the sky is blue."
+INTERRUPTED = 130
+
+
+class DemoFailed(Exception):
+    """Something did not go as promised; ``str()`` says what."""
+
+
+class Demo:
+    """The story that is told while the session runs."""
+
+    def __init__(self, session: LocalSession, view: View, file: Path) -> None:
+        self._session = session
+        self._view = view
+        self._file = file
+
+    async def tell(self) -> None:
+        """Raises DemoFailed, SessionEnded, TimeoutError or openai.OpenAIError."""
+        snapshot = await self._session.until(_serves, "an engine that runs with all replicas", START_SECONDS)
+        async with openai.AsyncOpenAI(
+            base_url=snapshot.status.url,
+            api_key="none-needed",
+            timeout=ANSWER_SECONDS,
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),  # no proxy stands before this machine
+        ) as client:
+            model = (await client.models.list()).data[0].id
+            first = await self._ask(client, model)
+            await self._stream(client, model)
+            await self._ask_while_paused(client, model)
+            await self._suspend_and_resume()
+            if await self._ask(client, model) != first:
+                raise DemoFailed("the answer at temperature 0 changed over pause and suspension")
+            self._view.say("demo: the same answer as before, word for word")
+
+    async def _ask(self, client: openai.AsyncOpenAI, model: str) -> str:
+        self._view.say(f"demo: asking {QUESTION!r}")
+        reply = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=40
+        )
+        answer = reply.choices[0].message.content or ""
+        self._view.say(f"demo: answer {answer!r}")
+        if "Paris" not in answer:
+            raise DemoFailed(f"the answer to {QUESTION!r} does not name Paris: {answer!r}")
+        return answer
+
+    async def _stream(self, client: openai.AsyncOpenAI, model: str) -> None:
+        self._view.say(f"demo: streaming the answer to {STORY!r}")
+        stream = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": STORY}], temperature=0, max_tokens=96, stream=True
+        )
+        line, pieces, finished = "", 0, ""
+        async for chunk in stream:
+            for choice in chunk.choices:
+                line += choice.delta.content or ""
+                pieces += bool(choice.delta.content)
+                finished = choice.finish_reason or finished
+            while len(line) > LINE_LENGTH and " " in line[:LINE_LENGTH]:
+                head, line = line[:LINE_LENGTH].rsplit(" ", 1)[0], line[line[:LINE_LENGTH].rindex(" ") + 1 :]
+                self._view.say(f"  | {head}")
+        self._view.say(f"  | {line}")
+        if pieces < 2 or not finished:
+            raise DemoFailed(f"the stream had {pieces} piece(s) and the finish reason {finished!r}")
+        self._view.say(f"demo: it came in {pieces} pieces (finish reason: {finished})")
+
+    async def _ask_while_paused(self, client: openai.AsyncOpenAI, model: str) -> None:
+        await self._wish("Paused", Phase.PAUSED)
+        waiting = asyncio.create_task(self._ask(client, model))
+        try:
+            done, _ = await asyncio.wait({waiting}, timeout=PATIENCE_SECONDS)
+            if done:
+                await waiting
+                raise DemoFailed("a request was answered although the engine is paused")
+            self._view.say("demo: paused, so the request waits")
+            await self._wish("Running", Phase.RUNNING)
+            await waiting
+        finally:
+            waiting.cancel()
+        self._view.say("demo: running again, so the request was answered")
+
+    async def _suspend_and_resume(self) -> None:
+        await self._wish("Suspended", Phase.SUSPENDED)
+        self._view.say("demo: suspended; the pods stay, the memory of the KV cache is given back")
+        await self._wish("Running", Phase.RUNNING)
+
+    async def _wish(self, lifecycle: str, phase: Phase) -> None:
+        """Edit the file, as a user would, and wait until the status says so."""
+        self._view.say(f"demo: writing lifecycle: {lifecycle} into {self._file.name}")
+        resource = yaml.safe_load(self._file.read_text())
+        resource["spec"]["lifecycle"] = lifecycle
+        edited = self._file.with_suffix(".edited")
+        edited.write_text(yaml.safe_dump(resource, sort_keys=False))
+        edited.replace(self._file)
+        await self._session.until(
+            lambda snapshot: snapshot.resource.spec.lifecycle == lifecycle and snapshot.status.phase is phase,
+            f"phase {phase}",
+            CHANGE_SECONDS,
+        )
+
+
+def _serves(snapshot: Snapshot) -> bool:
+    status = snapshot.status
+    return status.phase is Phase.RUNNING and status.ready_replicas == snapshot.resource.spec.replicas
+
+
+def _descendants(ancestor: int) -> Iterator[tuple[int, str]]:
+    """Processes below this one, with their start time, since numbers are used again."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it ended while we looked
+            continue
+        if fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append((int(stat.parent.name), fields[19]))
+    below = [ancestor]
+    while below:
+        for child in children.get(below.pop(), []):
+            yield child
+            below.append(child[0])
+
+
+def _alive(process: tuple[int, str]) -> bool:
+    pid, started = process
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return False
+    return fields[19] == started and fields[0] not in "ZX"
+
+
+async def run(file: Path, map_paths: list[str], console: Console) -> int:
+    """The exit code. ``file`` is edited."""
+    view = LiveTable(console) if console.is_terminal else PlainLines(console)
+    session = LocalSession(file, paths=path_map(map_paths), view=view)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, session.stop)
+    try:
+        return await _tell(session, view, Demo(session, view, file))
+    finally:
+        view.close()
+
+
+async def _tell(session: LocalSession, view: View, demo: Demo) -> int:
+    serving = asyncio.create_task(session.run())
+    telling = asyncio.create_task(demo.tell())
+    interrupted = asyncio.create_task(session.stop_asked())
+    await asyncio.wait({serving, telling, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+    trouble = "interrupted" if interrupted.done() else ""
+    # The open request goes before the session does, for a paused engine would never answer it.
+    for task in (interrupted, telling):
+        task.cancel()
+    outcome, _ = await asyncio.gather(telling, interrupted, return_exceptions=True)
+    started = list(_descendants(os.getpid()))
+    if not session.stopping:
+        session.stop()
+    code = await serving
+    left = [pid for pid, start in started if _alive((pid, start))]
+    trouble = trouble or _trouble(outcome) or (f"processes were left behind: {left}" if left else "")
+    if trouble or code != 0:
+        view.say(f"demo: FAILED: {trouble or 'the session ended by itself; its words are above'}")
+        return INTERRUPTED if trouble == "interrupted" else code or 1
+    view.say(f"demo: all {len(started)} processes are gone; everything went well")
+    return 0
+
+
+def _trouble(outcome: BaseException | None) -> str:
+    if outcome is None or isinstance(outcome, asyncio.CancelledError):
+        return ""
+    if isinstance(outcome, DemoFailed | SessionEnded | TimeoutError | openai.OpenAIError):
+        return str(outcome)
+    raise outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--map-path", action="append", default=[], metavar="PATH=FOLDER")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="megatron-demo-") as folder:
+        copy = Path(folder, options.file.name)
+        copy.write_text(options.file.read_text())
+        return asyncio.run(run(copy, options.map_path, Console()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""``megatron-operator``: the operator, the same resource without a cluster, and the CRD."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from megatron_operator.local.pod_manifest import PathMap
+
+INTERRUPTED = 130
+BAD_USAGE = 2
+
+app = typer.Typer(
+    name="megatron-operator",
+    help="Serve language models with Megatron inference: one MegatronInference resource, one OpenAI endpoint.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def local(
+    file: Annotated[Path, typer.Option("--file", "-f", help="YAML file with one MegatronInference; it is watched.")],
+    map_path: Annotated[
+        list[str] | None,
+        typer.Option("--map-path", metavar="PATH=FOLDER", help="What a container's path is on this machine."),
+    ] = None,
+) -> None:
+    """Serve a resource on this machine: the same pods as on a cluster, run as processes.
+
+    Edits of the file take effect while it runs. Ctrl-C ends everything.
+    """
+    sys.exit(asyncio.run(serve_locally(file, path_map(map_path or []), Console())))
+
+
+@app.command()
+def run(
+    namespace: Annotated[
+        list[str] | None, typer.Option("--namespace", "-n", help="Watch this namespace; may be repeated. Default: all.")
+    ] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address of /metrics and /healthz.")] = "0.0.0.0",
+    metrics_port: Annotated[int | None, typer.Option(help="Their port; without one they are not served.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log every step.")] = False,
+) -> None:
+    """Run the operator against the cluster of KUBECONFIG, or the one around this pod."""
+    from megatron_operator import handlers
+
+    handlers.run(namespace or (), metrics_host=metrics_host, metrics_port=metrics_port, verbose=verbose)
+
+
+@app.command()
+def crd() -> None:
+    """Print the CustomResourceDefinition, for kubectl apply -f -."""
+    from megatron_operator.api.crd import crd_text
+
+    print(crd_text(), end="")
+
+
+def path_map(words: list[str]) -> PathMap:
+    """Reads ``PATH=FOLDER``. Ends the program with words when one of them is something else."""
+    paths = PathMap()
+    for word in words:
+        container_path, separator, here = word.partition("=")
+        if not separator or not container_path.startswith("/"):
+            refuse(f"--map-path {word}: must be like /models=FOLDER, with an absolute path on the left")
+        folder = Path(here).expanduser().absolute()
+        if not folder.exists():
+            refuse(f"--map-path {word}: {folder} does not exist; create it or name another")
+        paths = paths.plus(container_path, folder)
+    return paths
+
+
+def refuse(words: str) -> None:
+    """Say what is wrong with the command line, and end."""
+    print(f"megatron-operator: {words}", file=sys.stderr)
+    sys.exit(BAD_USAGE)
+
+
+async def serve_locally(file: Path, paths: PathMap, console: Console) -> int:
+    """Run a session with the view that suits the console; the exit code."""
+    from megatron_operator.local.plain_lines import PlainLines
+    from megatron_operator.local.session import LocalSession
+    from megatron_operator.local.table import LiveTable
+
+    view = LiveTable(console) if console.is_terminal else PlainLines(console)
+    session = LocalSession(file, paths=paths, view=view)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, session.stop)
+    try:
+        return await session.run()
+    finally:
+        view.close()
+
+
+def main() -> None:
+    """The console script. Mistakes come out as words, not as tracebacks."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

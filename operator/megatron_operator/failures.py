@@ -1,0 +1,88 @@
+"""Why a pod ended: the launcher's last words, or, without any, what the exit code says."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from megatron_operator.world import BAD_INPUT_EXIT_CODE, Failure
+
+SIGNALLED = 128
+SIGKILL = 9
+CHECKPOINT_ERROR = "CheckpointError"
+SOURCE_FIELD = "spec.model.source"
+
+FIELD_OF_FLAG = {
+    "--model": SOURCE_FIELD,
+    "--hf-repo": "spec.model.source.huggingFace.repo",
+    "--hf-revision": "spec.model.source.huggingFace.revision",
+    "--served-name": "spec.model.servedName",
+    "--dtype": "spec.model.dtype",
+    "--max-sequence-length": "spec.model.maxSequenceLength",
+    "--tensor-parallel": "spec.parallelism.tensor",
+    "--pipeline-parallel": "spec.parallelism.pipeline",
+    "--expert-parallel": "spec.parallelism.expert",
+    "--ranks-per-pod": "spec.pods.ranksPerPod",
+    "--device": "spec.pods.device",
+    "--block-size-tokens": "spec.engine.blockSizeTokens",
+    "--kv-cache-memory": "spec.engine.kvCacheMemory",
+    "--max-requests": "spec.engine.maxRequests",
+    "--chunked-prefill": "spec.engine.chunkedPrefill",
+    "--no-chunked-prefill": "spec.engine.chunkedPrefill",
+    "--kv-cache-management": "spec.engine.kvCacheManagement",
+    "--offload-weights": "spec.engine.offloadWeights",
+    "--routing-policy": "spec.routing.policy",
+    "--frontend-replicas": "spec.frontend.replicas",
+    "--drain-timeout": "spec.rollout.drainTimeout",
+    "--max-restarts": "spec.failurePolicy.maxRestarts",
+}
+"""The launcher speaks of its flags; who wrote a resource knows its fields."""
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+
+
+def read_failure(exit_code: int | None, reason: str, message: str) -> Failure:
+    """From a container's exit code, the reason that the kubelet gives, and the termination message.
+
+    The launcher writes its message as JSON: ``{"reason", "message", "rank", "exitCode"}``. Anything else is taken as
+    text, such as the end of the log. What it says about bad input is put into the resource's own words.
+    """
+    words = _launcher_words(message)
+    if words is None:
+        return Failure(reason=reason or "Error", message=message or _from_code(exit_code), exit_code=exit_code)
+    reason = str(words.get("reason") or reason or "Error")
+    said = str(words.get("message") or "")
+    rank = words.get("rank")
+    return Failure(
+        reason=reason,
+        message=in_fields(reason, said) if exit_code == BAD_INPUT_EXIT_CODE else said,
+        rank=rank if isinstance(rank, int) else None,
+        exit_code=exit_code,
+    )
+
+
+def in_fields(reason: str, message: str) -> str:
+    """The launcher's ``message`` with the fields of the resource in place of its flags."""
+    told = FLAG.sub(lambda flag: FIELD_OF_FLAG.get(flag[0], flag[0]), message)
+    if reason == CHECKPOINT_ERROR and SOURCE_FIELD not in told:
+        return f"{SOURCE_FIELD}: {told}"
+    return told
+
+
+def _launcher_words(message: str) -> dict[str, Any] | None:
+    try:
+        words = json.loads(message)
+    except ValueError:
+        return None
+    return words if isinstance(words, dict) else None
+
+
+def _from_code(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "ended without an exit code"
+    if exit_code == SIGNALLED + SIGKILL:
+        return "killed (exit code 137), perhaps because memory ran out"
+    if exit_code > SIGNALLED:
+        return f"ended by signal {exit_code - SIGNALLED}"
+    return f"ended with exit code {exit_code} and no message"

@@ -1,0 +1,261 @@
+"""What a Pod manifest asks for, read as a command line on this machine."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Json = Mapping[str, Any]
+SecretReader = Callable[[str, str], Mapping[str, str]]
+"""(namespace, Secret's name) -> its keys and plain values; raises KeyError."""
+
+DEFAULT_GRACE_SECONDS = 30
+REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
+FIELD_KEY = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
+
+
+class PodError(Exception):
+    """The manifest cannot be run as a process here; ``str()`` names the field, the value and the mend."""
+
+
+@dataclass(frozen=True)
+class PodIdentity:
+    """The parts of a pod's metadata and spec that others refer to."""
+
+    name: str
+    namespace: str
+    uid: str
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    hostname: str
+    subdomain: str
+    grace_seconds: int
+
+    @classmethod
+    def of(cls, manifest: Json, uid: str) -> PodIdentity:
+        """Raises PodError when the manifest has no name or asks for restarts."""
+        metadata, spec = manifest.get("metadata", {}), manifest.get("spec", {})
+        if not metadata.get("name"):
+            raise PodError("metadata.name: missing; every pod needs a name")
+        policy = spec.get("restartPolicy", "Always")
+        if policy != "Never":
+            raise PodError(f"spec.restartPolicy: {policy} is not possible for processes; write Never")
+        return cls(
+            name=metadata["name"],
+            namespace=metadata.get("namespace", "default"),
+            uid=metadata.get("uid") or uid,
+            labels=dict(metadata.get("labels") or {}),
+            annotations=dict(metadata.get("annotations") or {}),
+            hostname=spec.get("hostname") or metadata["name"],
+            subdomain=spec.get("subdomain") or "",
+            grace_seconds=int(spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_SECONDS)),
+        )
+
+
+@dataclass(frozen=True)
+class PathMap:
+    """Container paths and what they are here; the longest prefix wins."""
+
+    pairs: tuple[tuple[str, Path], ...] = ()
+
+    def plus(self, container_path: str, here: Path) -> PathMap:
+        """The map with one more pair, which wins over an older one for the same path."""
+        return PathMap(((container_path.rstrip("/") or "/", here), *self.pairs))
+
+    def apply(self, text: str) -> str:
+        """``text`` with a mapped path at its start, or after the ``=`` of a flag, replaced."""
+        flag, separator, value = text.partition("=")
+        if separator and flag.startswith("-"):
+            return f"{flag}={self.apply(value)}"
+        for container_path, here in sorted(self.pairs, key=lambda pair: len(pair[0]), reverse=True):
+            if text == container_path:
+                return str(here)
+            if text.startswith(f"{container_path.rstrip('/')}/"):
+                return str(here / text[len(container_path) :].lstrip("/"))
+        return text
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A container as a process: argument vector, environment added to the base, working directory."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: Path | None
+
+
+def main_container(manifest: Json) -> Json:
+    """The one container that is run. Raises PodError for what has no meaning as a process."""
+    spec = manifest.get("spec", {})
+    containers: list[Json] = list(spec.get("containers") or [])
+    if not containers:
+        raise PodError("spec.containers: empty; a pod needs one container")
+    for field, many in (("spec.initContainers", spec.get("initContainers") or []), ("spec.containers", containers[1:])):
+        if many:
+            names = ", ".join(str(item.get("name")) for item in many)
+            raise PodError(f"{field}: {names} cannot run as processes on this machine; leave them out here")
+    if not containers[0].get("command"):
+        raise PodError("spec.containers[0].command: missing; without an image the command must be written out")
+    return containers[0]
+
+
+def container_ports(container: Json) -> list[int]:
+    """The ports that the container says it listens on."""
+    return [int(port["containerPort"]) for port in container.get("ports") or []]
+
+
+def numbered_port(container: Json, port: int | str) -> int:
+    """A port by number or by name. Raises PodError for a name that the container does not have."""
+    if isinstance(port, int) or port.isdigit():
+        return int(port)
+    for known in container.get("ports") or []:
+        if known.get("name") == port:
+            return int(known["containerPort"])
+    raise PodError(f"port {port!r}: container {container.get('name')} has no port of that name")
+
+
+def volume_paths(manifest: Json, folder: Path, read_secret: SecretReader, given: PathMap) -> PathMap:
+    """``given`` plus the container's mounts: emptyDir and secret below ``folder``, hostPath where it is.
+
+    Raises PodError for a volume that only a cluster has, unless ``given`` maps its mount path.
+    """
+    namespace = manifest["metadata"].get("namespace", "default")
+    volumes = {volume["name"]: volume for volume in manifest["spec"].get("volumes") or []}
+    paths = given
+    for mount in main_container(manifest).get("volumeMounts") or []:
+        mount_path = str(mount["mountPath"])
+        volume = volumes.get(mount["name"], {})
+        if given.apply(mount_path) != mount_path or ("emptyDir" in volume and Path(mount_path).is_dir()):
+            continue  # mapped by the user, or a folder that every machine has, like /tmp
+        paths = paths.plus(mount_path, _volume_here(volume, mount, folder, namespace, read_secret))
+    return paths
+
+
+def _volume_here(volume: Json, mount: Json, folder: Path, namespace: str, read_secret: SecretReader) -> Path:
+    below = str(mount.get("subPath", ""))
+    here = folder / "volumes" / str(volume.get("name"))
+    if "emptyDir" in volume:
+        (here / below).mkdir(parents=True, exist_ok=True)
+        return here / below
+    if "hostPath" in volume:
+        return Path(volume["hostPath"]["path"]) / below
+    if "secret" in volume:
+        _write_secret(here, volume["secret"], namespace, read_secret)
+        return here / below
+    path = mount["mountPath"]
+    kind = ", ".join(sorted(set(volume) - {"name"})) or "nothing"
+    raise PodError(
+        f"volume {mount['name']!r} ({kind}) at {path}: only a cluster has it; map it with --map-path {path}=FOLDER"
+    )
+
+
+def _write_secret(here: Path, secret: Json, namespace: str, read_secret: SecretReader) -> None:
+    name = secret["secretName"]
+    items = secret.get("items") or [{"key": key, "path": key} for key in _secret(read_secret, namespace, name)]
+    here.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for item in items:
+        target = here / item["path"]
+        target.touch(mode=0o600)
+        target.write_text(_secret_value(read_secret, namespace, name, item["key"]))
+
+
+def _secret(read_secret: SecretReader, namespace: str, name: str) -> Mapping[str, str]:
+    try:
+        return read_secret(namespace, name)
+    except KeyError:
+        raise PodError(f"Secret {name!r} is not known here: create it, or name one that exists") from None
+
+
+def _secret_value(read_secret: SecretReader, namespace: str, name: str, key: str) -> str:
+    values = _secret(read_secret, namespace, name)
+    if key not in values:
+        raise PodError(f"Secret {name!r} has no key {key!r}; it has: {', '.join(sorted(values)) or 'none'}")
+    return values[key]
+
+
+def field_value(path: str, pod: PodIdentity, address: str) -> str:
+    """The downward API's ``fieldPath``. Raises PodError for one that means nothing here."""
+    if match := FIELD_KEY.fullmatch(path):
+        return (pod.labels if match[1] == "labels" else pod.annotations).get(match[2], "")
+    known = {
+        "metadata.name": pod.name,
+        "metadata.namespace": pod.namespace,
+        "metadata.uid": pod.uid,
+        "spec.nodeName": "localhost",
+        "spec.serviceAccountName": "default",
+        "status.hostIP": "127.0.0.1",
+        "status.podIP": address,
+        "status.podIPs": address,
+    }
+    if path not in known:
+        raise PodError(f"fieldRef {path!r} has no value for a process; known: {', '.join(sorted(known))}")
+    return known[path]
+
+
+def environment(container: Json, pod: PodIdentity, address: str, read_secret: SecretReader) -> dict[str, str]:
+    """The container's variables with references resolved, in order, as the kubelet does. Raises PodError."""
+    if container.get("envFrom"):
+        raise PodError("envFrom: not possible for processes; list the variables under env")
+    values: dict[str, str] = {}
+    for variable in container.get("env") or []:
+        name, source = variable["name"], variable.get("valueFrom") or {}
+        if not source:
+            values[name] = expand(str(variable.get("value", "")), values)
+        elif "fieldRef" in source:
+            values[name] = field_value(source["fieldRef"]["fieldPath"], pod, address)
+        elif "secretKeyRef" in source:
+            _add_secret(values, name, source["secretKeyRef"], pod.namespace, read_secret)
+        else:
+            raise PodError(f"env {name}: valueFrom {', '.join(source)} is not possible for processes; write a value")
+    return values
+
+
+def _add_secret(values: dict[str, str], name: str, ref: Json, namespace: str, read_secret: SecretReader) -> None:
+    try:
+        values[name] = _secret_value(read_secret, namespace, ref["name"], ref["key"])
+    except PodError:
+        if not ref.get("optional"):
+            raise
+
+
+def expand(text: str, values: Mapping[str, str]) -> str:
+    """Kubernetes' ``$(NAME)``: an unknown name stays as written, ``$$`` is a dollar sign."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        return "$" if name is None else values.get(name, match[0])
+
+    return REFERENCE.sub(replace, text)
+
+
+def read_launch(
+    manifest: Json,
+    pod: PodIdentity,
+    address: str,
+    *,
+    base_env: Mapping[str, str],
+    paths: PathMap,
+    read_secret: SecretReader,
+    resolve_hosts: Callable[[str], str],
+) -> Launch:
+    """The process for the manifest's container. ``resolve_hosts`` replaces cluster names in a text. Raises PodError."""
+
+    def here(text: str) -> str:
+        return resolve_hosts(paths.apply(text))
+
+    container = main_container(manifest)
+    own = environment(container, pod, address, read_secret)
+    words: Iterable[str] = [*container["command"], *(container.get("args") or [])]
+    argv = [here(expand(str(word), own)) for word in words]
+    env = {**base_env, **{name: here(value) for name, value in own.items()}}
+    program = shutil.which(argv[0], path=env.get("PATH"))
+    if program is None:
+        raise PodError(
+            f"{argv[0]}: no such program on this machine; pip install 'megatron-inference[runtime]' has ours"
+        )
+    folder = container.get("workingDir")
+    return Launch((program, *argv[1:]), env, Path(paths.apply(folder)) if folder else None)

@@ -1,0 +1,149 @@
+"""Pods as processes: the kubelet's part on a machine without one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from megatron_operator.local.addresses import LoopbackAddresses
+from megatron_operator.local.network import Endpoint, LoopbackNetwork
+from megatron_operator.local.pod_manifest import (
+    PathMap,
+    PodIdentity,
+    SecretReader,
+    container_ports,
+    main_container,
+    read_launch,
+    volume_paths,
+)
+from megatron_operator.local.pod_status import PodStatus
+from megatron_operator.local.process_pod import ProcessPod
+
+TERMINATION_LOG = "/dev/termination-log"
+
+
+def no_secrets(_namespace: str, name: str) -> Mapping[str, str]:
+    """A reader for pods that need no Secret."""
+    raise KeyError(name)
+
+
+class ProcessPods:
+    """Runs Pod manifests as process groups, one loopback address each. Use it inside a running event loop.
+
+    What a manifest may ask for: one container with a command, variables (values, Secrets, the downward API), HTTP
+    probes, emptyDir, hostPath and secret volumes, a termination message and a grace period. Images, resources and
+    security contexts mean nothing here. Names of Services applied to ``network`` resolve to loopback addresses.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        base_env: Mapping[str, str] | None = None,
+        paths: PathMap | None = None,
+        read_secret: SecretReader = no_secrets,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``folder`` keeps logs and volumes; a temporary one, removed by ``close``, when not given."""
+        self._owned_folder = None if folder else Path(tempfile.mkdtemp(prefix="megatron-pods-"))
+        self.folder: Path = folder or Path(str(self._owned_folder))
+        self._base_env = dict(os.environ if base_env is None else base_env)
+        self._paths = paths or PathMap()
+        self._read_secret = read_secret
+        self._on_change = on_change
+        self._pods: dict[tuple[str, str], ProcessPod] = {}
+        self._ports: dict[tuple[str, str], Mapping[str, int]] = {}
+        self._runs: dict[tuple[str, str], asyncio.Task[None]] = {}
+        # No proxy of the environment may come between a probe and its pod.
+        self._client = httpx.AsyncClient(trust_env=False)
+        self.network = LoopbackNetwork(LoopbackAddresses(), self._endpoints)
+
+    def start(self, manifest: Mapping[str, Any]) -> PodStatus:
+        """Start the pod and return at once; one that exists under this name is left as it is.
+
+        Raises PodError for a manifest that cannot be a process, NoAddressError when ports are taken everywhere.
+        """
+        identity = PodIdentity.of(manifest, str(uuid.uuid4()))
+        key = (identity.namespace, identity.name)
+        if key in self._pods:
+            return self._pods[key].status()
+        container = main_container(manifest)
+        folder = self.folder / identity.namespace / identity.name
+        folder.mkdir(parents=True, exist_ok=True)
+        address = self.network.pod_address(identity, container_ports(container))
+        try:
+            self._pods[key] = self._make(manifest, identity, address, folder)
+        except Exception:
+            self.network.forget_pod(identity, address)
+            raise
+        self._ports[key] = {
+            port["name"]: int(port["containerPort"]) for port in container.get("ports") or [] if "name" in port
+        }
+        self._runs[key] = asyncio.create_task(self._pods[key].run(), name=f"pod {identity.name}")
+        return self._pods[key].status()
+
+    async def stop(self, name: str, grace_seconds: float | None = None, namespace: str = "default") -> None:
+        """Delete the pod: end its process within the grace (default: the manifest's) and forget it; gone is success."""
+        key = (namespace, name)
+        pod = self._pods.get(key)
+        if pod is None:
+            return
+        pod.end(pod.identity.grace_seconds if grace_seconds is None else grace_seconds)
+        run = self._runs[key]
+        await asyncio.wait([run])
+        if self._pods.get(key) is pod:
+            self.network.forget_pod(pod.identity, pod.status().address)
+            del self._pods[key], self._runs[key], self._ports[key]
+            self._on_change()
+        run.result()
+
+    def statuses(self) -> list[PodStatus]:
+        """Every pod that was started and not deleted yet, oldest first."""
+        return [pod.status() for pod in self._pods.values()]
+
+    def status(self, name: str, namespace: str = "default") -> PodStatus | None:
+        """One pod, or None when there is no such pod."""
+        pod = self._pods.get((namespace, name))
+        return pod.status() if pod else None
+
+    def kill(self) -> None:
+        """End every process at once; ``close`` still has to be awaited."""
+        for pod in self._pods.values():
+            pod.kill()
+
+    async def close(self, grace_seconds: float | None = None) -> None:
+        """Delete all pods and Services and return when every process is gone."""
+        await asyncio.gather(*(self.stop(name, grace_seconds, namespace) for namespace, name in list(self._pods)))
+        await self.network.close()
+        await self._client.aclose()
+        if self._owned_folder:
+            shutil.rmtree(self._owned_folder, ignore_errors=True)
+
+    def _make(self, manifest: Mapping[str, Any], identity: PodIdentity, address: str, folder: Path) -> ProcessPod:
+        container = main_container(manifest)
+        paths = volume_paths(manifest, folder, self._read_secret, self._paths)
+        launch = read_launch(
+            manifest,
+            identity,
+            address,
+            base_env=self._base_env,
+            paths=paths.plus(container.get("terminationMessagePath", TERMINATION_LOG), folder / "termination-log"),
+            read_secret=self._read_secret,
+            resolve_hosts=self.network.resolve,
+        )
+        return ProcessPod(identity, container, launch, address, folder, self._client, self._on_change)
+
+    def _endpoints(self) -> Iterator[Endpoint]:
+        for (namespace, name), pod in self._pods.items():
+            status = pod.status()
+            if status.pid is not None and not status.finished:
+                ports = self._ports[namespace, name]
+                yield Endpoint(namespace, status.labels, status.address, status.ready, ports)

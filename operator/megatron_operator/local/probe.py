@@ -1,0 +1,99 @@
+"""A kubelet's probes: HTTP requests that tell whether a container has started, lives and is ready."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from megatron_operator.local.pod_manifest import PodError, numbered_port
+
+LONGEST_WAIT_SECONDS = 0.5
+"""A cluster spares its nodes and asks every few seconds; asking oneself costs nothing, and readiness shows sooner."""
+
+Ask = Callable[[], Awaitable[bool]]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One probe of a container. Times in seconds."""
+
+    path: str
+    port: int
+    scheme: str
+    headers: Mapping[str, str]
+    initial_delay: float
+    period: float
+    timeout: float
+    failure_threshold: int
+
+    @property
+    def patience(self) -> float:
+        """How long it may fail without a break before it counts as failed."""
+        return self.period * self.failure_threshold
+
+    @classmethod
+    def of(cls, container: Mapping[str, Any], kind: str) -> Probe | None:
+        """The container's ``startupProbe``, ``livenessProbe`` or ``readinessProbe``. Raises PodError if not HTTP."""
+        spec = container.get(kind)
+        if not spec:
+            return None
+        if "httpGet" not in spec:
+            raise PodError(f"{kind}: only httpGet is possible for processes")
+        get = spec["httpGet"]
+        return cls(
+            path=get.get("path", "/"),
+            port=numbered_port(container, get["port"]),
+            scheme=str(get.get("scheme", "HTTP")).lower(),
+            headers={item["name"]: item["value"] for item in get.get("httpHeaders") or []},
+            initial_delay=float(spec.get("initialDelaySeconds", 0)),
+            period=float(spec.get("periodSeconds", 10)),
+            timeout=float(spec.get("timeoutSeconds", 1)),
+            failure_threshold=int(spec.get("failureThreshold", 3)),
+        )
+
+    async def passes(self, client: httpx.AsyncClient, address: str) -> bool:
+        """One request: True for a status from 200 to 399."""
+        url = f"{self.scheme}://{address}:{self.port}{self.path}"
+        try:
+            response = await client.get(url, headers=dict(self.headers), timeout=self.timeout)
+        except httpx.HTTPError:
+            return False
+        return 200 <= response.status_code < 400
+
+
+async def until_started(probe: Probe, ask: Ask) -> bool:
+    """Ask until the probe passes: True; False when it failed for as long as it may."""
+    await asyncio.sleep(probe.initial_delay)
+    deadline = time.monotonic() + probe.patience
+    while not await ask():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(min(probe.period, LONGEST_WAIT_SECONDS))
+    return True
+
+
+async def until_dead(probe: Probe, ask: Ask) -> None:
+    """Ask for ever; return when the probe failed ``failure_threshold`` times in a row."""
+    await asyncio.sleep(probe.initial_delay)
+    failures = 0
+    while failures < probe.failure_threshold:
+        failures = 0 if await ask() else failures + 1
+        await asyncio.sleep(probe.period)
+
+
+async def follow_readiness(probe: Probe, ask: Ask, tell: Callable[[bool], None]) -> None:
+    """Ask for ever and tell every answer that counts: a pass at once, failures when they last."""
+    await asyncio.sleep(probe.initial_delay)
+    last_pass = -probe.patience
+    while True:
+        if await ask():
+            last_pass = time.monotonic()
+            tell(True)
+        elif time.monotonic() - last_pass >= probe.patience:
+            tell(False)
+        await asyncio.sleep(min(probe.period, LONGEST_WAIT_SECONDS))

@@ -1,0 +1,208 @@
+"""One pod as a process group: started, probed, ended, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from megatron_operator.local import leash
+from megatron_operator.local.pod_manifest import Launch, PodIdentity
+from megatron_operator.local.pod_status import PodStatus
+from megatron_operator.local.probe import Probe, follow_readiness, until_dead, until_started
+from megatron_operator.world import PodPhase
+
+LONGEST_MESSAGE = 4096
+"""Bytes of a termination message that the kubelet keeps."""
+TAIL_LINES = 20
+SECONDS_TO_VANISH = 5.0
+
+
+class ProcessPod:
+    """The life of one pod. ``run`` does all; the other methods ask for things meanwhile."""
+
+    def __init__(
+        self,
+        identity: PodIdentity,
+        container: Mapping[str, Any],
+        launch: Launch,
+        address: str,
+        folder: Path,
+        client: httpx.AsyncClient,
+        on_change: Callable[[], None],
+    ) -> None:
+        self.identity = identity
+        self._launch = launch
+        self._client = client
+        self._on_change = on_change
+        self._probes = {kind: Probe.of(container, f"{kind}Probe") for kind in ("startup", "readiness", "liveness")}
+        self._termination_log = folder / "termination-log"
+        self._process: asyncio.subprocess.Process | None = None
+        self._unhealthy = ""
+        self._timers: list[asyncio.TimerHandle] = []
+        self._status = PodStatus(
+            name=identity.name,
+            namespace=identity.namespace,
+            uid=identity.uid,
+            labels=identity.labels,
+            annotations=identity.annotations,
+            phase=PodPhase.PENDING,
+            ready=False,
+            address=address,
+            created_at=time.time(),
+            log=folder / "log",
+        )
+
+    def status(self) -> PodStatus:
+        """The pod now."""
+        return self._status
+
+    async def run(self) -> None:
+        """Start the process, probe it, and return when it and all its children are gone."""
+        try:
+            self._process = await self._spawn()
+        except OSError as error:
+            message = f"{self._launch.argv[0]}: {error.strerror or error}"
+            self._update(phase=PodPhase.FAILED, reason="StartError", message=message, finished_at=time.time())
+            return
+        self._update(phase=PodPhase.RUNNING, started_at=time.time(), pid=self._process.pid)
+        if self._status.deleting:  # asked to end while it was being started
+            self._process.terminate()
+        health = asyncio.create_task(self._watch_health(), name=f"probes of {self.identity.name}")
+        try:
+            code = await self._process.wait()
+        finally:
+            health.cancel()
+            for timer in self._timers:
+                timer.cancel()
+            self.kill()
+        await self._group_gone()
+        self._settle(128 - code if code < 0 else code)
+
+    def end(self, grace_seconds: float) -> None:
+        """Ask the process to end, and kill it when it has not after the grace. A shorter grace may follow a longer."""
+        if self._status.finished:
+            return
+        deadline = time.time() + grace_seconds
+        self._update(ready=False, deletion_deadline=min(deadline, self._status.deletion_deadline or deadline))
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+        self._timers.append(asyncio.get_running_loop().call_later(grace_seconds, self.kill))
+
+    def kill(self) -> None:
+        """End the whole process group at once; gone already is fine."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _update(self, **changes: Any) -> None:
+        if changes.get("ready", self._status.ready) != self._status.ready:
+            changes["ready_changed_at"] = time.time()
+        updated = replace(self._status, **changes)
+        if updated != self._status:
+            self._status = updated
+            self._on_change()
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        # -I and -S: the leash needs nothing but the standard library, and starts in a third of the time.
+        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *self._launch.argv]
+        with self._status.log.open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                *leashed,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self._launch.cwd,
+                env=dict(self._launch.env),
+                start_new_session=True,
+            )
+
+    async def _ask(self, probe: Probe) -> bool:
+        return await probe.passes(self._client, self._status.address)
+
+    async def _watch_health(self) -> None:
+        startup, readiness, liveness = (self._probes[kind] for kind in ("startup", "readiness", "liveness"))
+        if startup is not None and not await until_started(startup, lambda: self._ask(startup)):
+            self._give_up(
+                f"not started after {startup.patience:g} s: {startup.path} on port {startup.port} never answered"
+            )
+            return
+        if readiness is None:
+            self._tell_ready(True)
+        async with asyncio.TaskGroup() as watchers:
+            if readiness is not None:
+                watchers.create_task(follow_readiness(readiness, lambda: self._ask(readiness), self._tell_ready))
+            if liveness is not None:
+                watchers.create_task(self._kill_when_dead(liveness))
+
+    def _tell_ready(self, ready: bool) -> None:
+        self._update(ready=ready and not self._status.deleting)
+
+    async def _kill_when_dead(self, probe: Probe) -> None:
+        await until_dead(probe, lambda: self._ask(probe))
+        self._give_up(f"no answer from {probe.path} on port {probe.port} for {probe.patience:g} s")
+
+    def _give_up(self, why: str) -> None:
+        if self._status.deleting or self._process is None:
+            return
+        self._unhealthy = why
+        self._update(ready=False)
+        if self._process.returncode is None:
+            self._process.terminate()
+        self._timers.append(asyncio.get_running_loop().call_later(self.identity.grace_seconds, self.kill))
+
+    async def _group_gone(self) -> None:
+        """Wait until the killed children have left too, so that their ports are free; bounded."""
+        assert self._process is not None
+        deadline = time.monotonic() + SECONDS_TO_VANISH
+        while time.monotonic() < deadline:
+            if not _group_lives(self._process.pid):
+                return
+            await asyncio.sleep(0.02)
+
+    def _settle(self, exit_code: int) -> None:
+        good = exit_code == 0 and not self._unhealthy
+        reason = "Completed" if good else "Unhealthy" if self._unhealthy else "Error"
+        self._update(
+            phase=PodPhase.SUCCEEDED if good else PodPhase.FAILED,
+            ready=False,
+            exit_code=exit_code,
+            reason=reason,
+            message=self._unhealthy or self._last_words(good),
+            finished_at=time.time(),
+        )
+
+    def _last_words(self, good: bool) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            if words := self._termination_log.read_bytes()[:LONGEST_MESSAGE].decode(errors="replace").strip():
+                return words
+        return "" if good else log_tail(self._status.log)
+
+
+def _group_lives(leader: int) -> bool:
+    """True while a process of the group or session is more than a zombie (which holds nothing but its number)."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            state, _parent, group, session = stat.read_text().rsplit(")", 1)[1].split()[:4]
+            if state not in "ZX" and leader in (int(group), int(session)):
+                return True
+    return False
+
+
+def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log; empty when there is none."""
+    if not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 64 * 1024))
+        text = file.read().decode(errors="replace")
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,101 @@
+"""The file that holds the resource: read, watched, and edited while it runs."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_operator.api.parse import FieldError, InvalidResource, parse_resource
+from megatron_operator.api.v1alpha1 import KIND, MegatronInference
+
+
+@dataclass(frozen=True)
+class ResourceDocument:
+    """What the file says: one resource as it was written, and the Secrets beside it, by name, in plain text."""
+
+    obj: Mapping[str, Any]
+    resource: MegatronInference
+    secrets: Mapping[str, Mapping[str, str]]
+
+
+class ResourceFile:
+    """Reads the file, and tells when it has changed and is no longer being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._read: tuple[int, ...] | None = None
+        self._seen: tuple[int, ...] | None = None
+
+    def read(self) -> ResourceDocument:
+        """Raises InvalidResource, naming the file and the line, or the field, its value and the mend."""
+        self._read = self._seen = self._version()
+        try:
+            documents = [document for document in yaml.safe_load_all(self.path.read_text()) if document is not None]
+        except OSError as error:
+            raise InvalidResource(
+                [FieldError("file", str(self.path), f"{error.strerror}; give a readable file")]
+            ) from error
+        except UnicodeDecodeError as error:
+            raise InvalidResource([FieldError("file", str(self.path), "is no text; give a YAML file")]) from error
+        except yaml.YAMLError as error:
+            raise InvalidResource([FieldError("file", str(self.path), _yaml_words(error))]) from error
+        return _document(self.path, documents)
+
+    def has_changed(self) -> bool:
+        """True when the file differs from what was last read, and did so at the last look too.
+
+        Two looks, because an editor may be in the middle of writing. A file that is gone has not changed: editors
+        replace files.
+        """
+        now = self._version()
+        settled = now is not None and now == self._seen
+        self._seen = now
+        return settled and now != self._read
+
+    def _version(self) -> tuple[int, ...] | None:
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _document(path: Path, documents: list[Any]) -> ResourceDocument:
+    secrets: dict[str, Mapping[str, str]] = {}
+    resources = []
+    for document in documents:
+        if isinstance(document, Mapping) and document.get("kind") == "Secret":
+            secrets.update(_secret(document))
+        else:
+            resources.append(document)
+    if len(resources) != 1:
+        found = f"holds {len(resources)} resources; leave one {KIND} in it (Secrets may stand beside it)"
+        raise InvalidResource([FieldError("file", str(path), found)])
+    return ResourceDocument(resources[0], parse_resource(resources[0]), secrets)
+
+
+def _secret(document: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
+    name = (document.get("metadata") or {}).get("name")
+    if not name:
+        raise InvalidResource([FieldError("Secret.metadata.name", name, "is missing; set it")])
+    values = {}
+    for key, value in (document.get("data") or {}).items():
+        try:
+            values[key] = base64.b64decode(value, validate=True).decode()
+        except (binascii.Error, TypeError, ValueError):
+            words = "is not base64; write it under stringData instead"
+            raise InvalidResource([FieldError(f"Secret.data.{key}", "(hidden)", words)]) from None
+    return {str(name): {**values, **(document.get("stringData") or {})}}
+
+
+def _yaml_words(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or "cannot be read"
+    where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return f"is no YAML: {problem}{where}; correct it"

