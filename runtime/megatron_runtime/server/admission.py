@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 30.0
 RETRY_SECONDS = 1.0
+FROZEN_STATES = (EngineState.PAUSED, EngineState.SUSPENDED)
 REFUSING_STATES = (EngineState.STOPPING, EngineState.STOPPED)
 
 
@@ -84,15 +85,25 @@ class Admission:
             self._idle.set()
 
     async def drain(self) -> None:
-        """Turns new requests away from now on, and returns when those in flight have ended."""
+        """Turns new requests away from now on, and returns when those in flight have ended.
+
+        A paused engine would answer nothing before it is too late: its requests end now, so that they can be retried.
+        """
         self._draining = True
         self._wake()
+        frozen_watch = asyncio.create_task(self._abandon_when_frozen())
         await self._idle.wait()
+        frozen_watch.cancel()
 
     def abandon(self) -> None:
         """Ends the requests in flight with an error, for a drain that takes too long."""
         for request in self._in_flight:
             request.abandon(self._shutting_down())
+
+    async def _abandon_when_frozen(self) -> None:
+        while not self._is_frozen():
+            await self._next_change()
+        self.abandon()
 
     def _refuse_if_closed(self) -> None:
         if self._draining:
@@ -108,6 +119,9 @@ class Admission:
 
     def _is_refusing(self) -> bool:
         return self._service is not None and self._service.state in REFUSING_STATES
+
+    def _is_frozen(self) -> bool:
+        return self._service is not None and self._service.state in FROZEN_STATES
 
     async def _next_change(self) -> None:
         await self._changed.wait()

@@ -111,6 +111,19 @@ def test_sigterm_lets_a_running_stream_end_and_turns_new_requests_away(pod: Any)
     assert not pod.termination_log.exists()
 
 
+def test_sigterm_while_paused_answers_those_who_wait_instead_of_letting_the_time_run_out(pod: Any) -> None:
+    pod.signal("pause")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask, pod)
+        assert waits(pod, waiting)
+        pod.process.send_signal(signal.SIGTERM)
+        refused = waiting.exception(30)
+    assert isinstance(refused, openai.InternalServerError)
+    assert refused.status_code == 503
+    assert int(refused.response.headers["retry-after"]) > 0
+    assert pod.process.wait(30) == 0
+
+
 def test_a_second_signal_ends_at_once(pod: Any) -> None:
     stream = pod.openai.chat.completions.create(
         model="chat", messages=STORY, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
