@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_operator.api.parse import InvalidResource, parse_resource
@@ -46,6 +46,8 @@ class ReconcileResult:
     events: tuple[Event, ...] = ()
     world: World | None = None
     """What was seen; None when the resource is invalid or nothing could be seen."""
+    problems: tuple[str, ...] = ()
+    """What could not be seen or done, in words."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,18 @@ async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settin
         return _result(obj, invalid_status(obj, invalid.errors, time.time()))
     try:
         world = await port.observe(resource.name, resource.namespace)
-    except WorldError:
+    except WorldError as error:
         # Without a look there is nothing new to say: the status stays as it is.
-        return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE)
+        return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
     planned = plan(resource, world, settings)
     outcome = await _carry_out(resource, planned, port)
     status = build_status(resource, world, settings, outcome.problems)
-    return _result(obj, status, _requeue_after(planned, outcome, status), world)
+    return replace(
+        _result(obj, status),
+        requeue_after=_requeue_after(planned, outcome, status),
+        world=world,
+        problems=outcome.problems,
+    )
 
 
 async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort) -> _Outcome:
@@ -119,15 +126,11 @@ def _requeue_after(planned: Plan, outcome: _Outcome, status: Status) -> float | 
     return min((delay for delay in delays if delay is not None), default=None)
 
 
-def _result(
-    obj: Mapping[str, Any], status: Status, requeue_after: float | None = None, world: World | None = None
-) -> ReconcileResult:
+def _result(obj: Mapping[str, Any], status: Status) -> ReconcileResult:
     return ReconcileResult(
         status=status,
         patch=status_patch(obj.get("status") or {}, as_json(status)),
-        requeue_after=requeue_after,
         events=events_between(old_status(obj), status),
-        world=world,
     )
 
 

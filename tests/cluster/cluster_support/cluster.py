@@ -73,8 +73,14 @@ class Cluster:
         listed = {"apiVersion": "v1", "kind": "List", "items": definitions}
         # API servers before v1.25 drop CEL rules, but kubectl's own check and server-side apply refuse them there.
         self.kubectl("apply", "--validate=false", "-f", "-", input=json.dumps(listed))
-        names = [f"crd/{definition['metadata']['name']}" for definition in definitions]
-        self.kubectl("wait", "--for=condition=Established", *names, "--timeout=30s")
+        for definition in definitions:
+            name = definition["metadata"]["name"]
+            wait_until(lambda name=name: self._is_established(name), f"{name} to be established", timeout=30)
+
+    def _is_established(self, name: str) -> bool:
+        """A definition that was applied just now has no conditions yet, which `kubectl wait` takes for a mistake."""
+        conditions = self.get("crd", name).get("status", {}).get("conditions") or []
+        return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)
 
     def exists(self, *args: str) -> bool:
         """Whether `kubectl get` finds something."""

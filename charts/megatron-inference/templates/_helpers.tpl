@@ -1,0 +1,48 @@
+{{- define "megatron-inference.fullname" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 63 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "megatron-inference.selectorLabels" -}}
+app.kubernetes.io/name: megatron-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "megatron-inference.labels" -}}
+{{ include "megatron-inference.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{- define "megatron-inference.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (include "megatron-inference.fullname" .) -}}
+{{- end -}}
+
+{{- /* What the operator may do wherever it serves resources; manifests/rbac.yaml grants the same. */ -}}
+{{- define "megatron-inference.rules" -}}
+- apiGroups: [inference.megatron.dev]
+  resources: [megatroninferences]
+  verbs: [get, list, watch]
+- apiGroups: [inference.megatron.dev]
+  resources: [megatroninferences/status]
+  verbs: [patch]
+- apiGroups: [inference.megatron.dev]    # ownerReferences that block deletion need it where admission checks them
+  resources: [megatroninferences/finalizers]
+  verbs: [update]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]                        # the keys of each resource, by name: never list or watch
+  resources: [secrets]
+  verbs: [get, create]
+- apiGroups: [events.k8s.io]
+  resources: [events]
+  verbs: [create]
+{{- end -}}

@@ -1,0 +1,141 @@
+"""What kopf calls: every event of a resource or of one of its children wakes the resource's loop.
+
+There are only event handlers here. kopf therefore writes nothing into the resources: no finalizer, no annotation, no
+progress. Children go with their owner by Kubernetes' garbage collection, whether an operator runs or not.
+
+Runs by ``megatron-operator run`` and by ``kopf run -m megatron_operator.handlers``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import kopf
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
+from megatron_operator.kubernetes.api_server import ApiServer
+from megatron_operator.kubernetes.fleet import Fleet
+from megatron_operator.metrics import Meters, MetricsServer
+from megatron_operator.settings import Settings
+from megatron_operator.world import WorldError
+
+METRICS_HOST_VARIABLE = "MEGATRON_OPERATOR_METRICS_HOST"
+METRICS_PORT_VARIABLE = "MEGATRON_OPERATOR_METRICS_PORT"
+OURS = {names.NAME_LABEL: kopf.PRESENT}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the operator runs. ``metrics_port`` None serves neither metrics nor ``/healthz``."""
+
+    namespaces: tuple[str, ...] = ()
+    metrics_host: str = "0.0.0.0"
+    metrics_port: int | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """For ``kopf run``, whose own options say which namespaces are watched. Raises ValueError."""
+        port = environment.get(METRICS_PORT_VARIABLE) or None
+        if port is not None and not port.isdigit():
+            raise ValueError(f"{METRICS_PORT_VARIABLE}: {port} is no port; set it to a number like 8080")
+        host = environment.get(METRICS_HOST_VARIABLE) or cls.metrics_host
+        return cls(metrics_host=host, metrics_port=None if port is None else int(port))
+
+
+class ForEver(Iterable[float]):
+    """Seconds between attempts to reach the API server: an outage, however long, ends no watch."""
+
+    def __iter__(self) -> Iterator[float]:
+        return itertools.chain((1, 1, 2, 3, 5, 8, 13), itertools.repeat(20))
+
+
+def run(
+    namespaces: Sequence[str] = (),
+    *,
+    metrics_host: str = "0.0.0.0",
+    metrics_port: int | None = None,
+    verbose: bool = False,
+) -> None:
+    """Run the operator until SIGTERM or SIGINT, for these namespaces, or for all where there are none."""
+    kopf.configure(verbose=verbose)
+    options = Options(tuple(namespaces), metrics_host, metrics_port)
+    kopf.run(clusterwide=not namespaces, namespaces=namespaces, standalone=True, memo=kopf.Memo(options=options))
+
+
+@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
+async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
+    """Connect, open the port, and tell kopf how patient to be."""
+    options: Options = memo.get("options") or Options.from_environment()
+    configure(settings, options)
+    quieten()
+    meters = Meters()
+    api = await _connected(options)
+    memo.metrics_server = MetricsServer(meters)
+    if options.metrics_port is not None:
+        await memo.metrics_server.start(options.metrics_host, options.metrics_port)
+    memo.fleet = Fleet(api, Settings.from_environment(), meters)
+
+
+@kopf.on.cleanup()
+async def stop(memo: kopf.Memo, **_: Any) -> None:
+    """Let go of everything; pods and resources stay as they are."""
+    if "fleet" in memo:
+        await memo.fleet.close()
+        await memo.metrics_server.stop()
+
+
+@kopf.on.event(GROUP, VERSION, PLURAL)
+async def resource_changed(memo: kopf.Memo, namespace: str | None, name: str | None, meta: kopf.Meta, **_: Any) -> None:
+    """The resource was seen for the first time, changed, or deleted."""
+    assert namespace is not None
+    assert name is not None
+    memo.fleet.attend(namespace, name, meta.get("resourceVersion"))
+
+
+@kopf.on.event("", "v1", "pods", labels=OURS)
+@kopf.on.event("", "v1", "services", labels=OURS)
+async def child_changed(memo: kopf.Memo, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
+    """A child appeared, changed or is gone."""
+    assert namespace is not None
+    memo.fleet.wake(namespace, labels[names.NAME_LABEL])
+
+
+def configure(settings: kopf.OperatorSettings, options: Options) -> None:
+    """kopf's settings: finite timeouts, endless patience, and no events or peering of its own."""
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 10
+    settings.networking.error_backoffs = ForEver()
+    # As kubectl and the other client do.
+    settings.networking.trust_env = True
+    settings.watching.server_timeout = 300
+    settings.watching.connect_timeout = 10
+    for plural in ("pods", "services"):
+        settings.watching.label_selectors["", "v1", plural] = names.NAME_LABEL
+    # With a Role in each namespace, and nothing cluster-wide, there is nothing to scan.
+    settings.scanning.disabled = bool(options.namespaces)
+
+
+def quieten() -> None:
+    """Keep the log to what the loops say, unless everything was asked for."""
+    if logging.getLogger().level > logging.DEBUG:
+        for chatty in ("httpx", "kopf.objects"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+async def _connected(options: Options) -> ApiServer:
+    """Without scanning, kopf would watch nothing, without a word, where the resource is not defined yet."""
+    try:
+        api = await ApiServer.connect()
+        for namespace in options.namespaces:
+            await api.list("MegatronInference", namespace, {})
+    except WorldError as error:
+        raise kopf.PermanentError(f"cannot start: {error}; is the CustomResourceDefinition applied?") from error
+    return api

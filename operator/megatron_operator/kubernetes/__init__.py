@@ -1,0 +1,1 @@
+"""A MegatronInference on a cluster: the only package that talks to an API server."""

@@ -1,0 +1,193 @@
+"""Requests to the API server, as JSON both ways, each with a timeout and with errors in words."""
+
+from __future__ import annotations
+
+import http
+import json
+from collections.abc import Mapping
+from typing import Any, Self
+from urllib.parse import quote
+
+import aiohttp
+from kubernetes.aio import client, config
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
+from megatron_operator.world import ActionRefused, WorldError
+
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=20.0, connect=5.0)
+MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
+
+PATHS = {
+    "Event": ("/apis/events.k8s.io/v1", "events"),
+    "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
+    "Pod": ("/api/v1", "pods"),
+    "Secret": ("/api/v1", "secrets"),
+    "Service": ("/api/v1", "services"),
+}
+"""Kinds that the operator knows, and where the API server keeps them."""
+
+REFUSALS = (400, 403, 405, 409, 413, 415, 422)
+"""Answers that the same request would get again."""
+
+Json = dict[str, Any]
+
+
+class ServerError(WorldError):
+    """The API server did not do as asked, but may do so later. ``status`` is None when it did not answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerRefusal(ActionRefused):
+    """The API server understood and refused."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def conflict(self) -> bool:
+        """Whether an object of that name exists, or is not the one that was meant."""
+        return self.status == http.HTTPStatus.CONFLICT
+
+
+class ApiServer:
+    """One cluster and our access to it. Methods raise ServerRefusal and ServerError."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+
+    @classmethod
+    async def connect(cls) -> Self:
+        """The cluster around this pod, else the one of KUBECONFIG. Raises ServerError when there is neither."""
+        configuration = client.Configuration()
+        try:
+            config.load_incluster_config(client_configuration=configuration)
+        except config.ConfigException:
+            try:
+                await config.load_kube_config(client_configuration=configuration, persist_config=False)
+            except config.ConfigException as error:
+                raise ServerError(f"no cluster: this is no pod, and KUBECONFIG does not help: {error}") from error
+        api = client.ApiClient(configuration)
+        api.user_agent = names.MANAGER
+        return cls(api)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._api.close()
+
+    async def get(self, kind: str, namespace: str, name: str) -> Json | None:
+        """None when there is no such object."""
+        try:
+            return await self._request("GET", path_of(kind, namespace, name))
+        except ServerError as error:
+            if error.status == http.HTTPStatus.NOT_FOUND:
+                return None
+            raise
+
+    async def list(self, kind: str, namespace: str, labels: Mapping[str, str]) -> list[Json]:
+        """Objects that carry all of the labels, as they are now."""
+        selector = ",".join(f"{label}={value}" for label, value in labels.items())
+        answer = await self._request("GET", path_of(kind, namespace), {"labelSelector": selector})
+        items: list[Json] = answer.get("items") or []
+        return items
+
+    async def create(self, manifest: Mapping[str, Any]) -> Json:
+        """Raises ServerRefusal with ``conflict`` when the name is taken."""
+        path = path_of(manifest["kind"], manifest["metadata"]["namespace"])
+        return await self._request("POST", path, {"fieldManager": names.MANAGER}, body=manifest)
+
+    async def apply(self, manifest: Mapping[str, Any]) -> Json:
+        """Server-side apply of exactly the fields of the manifest; other managers' fields stay as they are."""
+        metadata = manifest["metadata"]
+        path = path_of(manifest["kind"], metadata["namespace"], metadata["name"])
+        query = {"fieldManager": names.MANAGER, "force": "true"}
+        return await self._request("PATCH", path, query, body=manifest, content_type=APPLY_PATCH)
+
+    async def patch_status(self, obj: Mapping[str, Any], patch: Mapping[str, Any]) -> Json | None:
+        """JSON merge patch of the status of this very object: null removes a field, lists are replaced.
+
+        None when it is gone, or another object has its name.
+        """
+        metadata = obj["metadata"]
+        path = path_of(obj["kind"], metadata["namespace"], metadata["name"]) + "/status"
+        body = {"metadata": {"uid": metadata["uid"]}, "status": patch}
+        query = {"fieldManager": names.MANAGER}
+        try:
+            return await self._request("PATCH", path, query, body=body, content_type=MERGE_PATCH)
+        except (ServerError, ServerRefusal) as error:
+            if error.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.CONFLICT):
+                return None
+            raise
+
+    async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
+        """Delete this very object; one that is gone, or whose name another has taken, is success."""
+        options: Json = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid},
+            "propagationPolicy": "Background",
+        }
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        try:
+            await self._request("DELETE", path_of(kind, namespace, name), body=options)
+        except ServerRefusal as refusal:
+            if not refusal.conflict:
+                raise
+        except ServerError as error:
+            if error.status != http.HTTPStatus.NOT_FOUND:
+                raise
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+    ) -> Json:
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        try:
+            request = await self._api.param_serialize(
+                method,
+                path,
+                query_params=list((query or {}).items()),
+                header_params=headers,
+                body=None if body is None else dict(body),
+                auth_settings=["BearerToken"],
+            )
+            response = await self._api.call_api(*request, _request_timeout=REQUEST_TIMEOUT)
+            text = (await response.read()).decode()
+        except TimeoutError as error:
+            raise ServerError(f"{method} {path}: no answer within {REQUEST_TIMEOUT.total:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"{method} {path}: the API server cannot be reached: {error}") from error
+        return answer_of(f"{method} {path}", response.status, text)
+
+
+def path_of(kind: str, namespace: str, name: str = "") -> str:
+    """The URL path of an object, or of all objects of the kind in the namespace."""
+    root, plural = PATHS[kind]
+    path = f"{root}/namespaces/{quote(namespace, safe='')}/{plural}"
+    return f"{path}/{quote(name, safe='')}" if name else path
+
+
+def answer_of(request: str, status: int, text: str) -> Json:
+    """The answer to a request. Raises ServerRefusal and ServerError with the API server's words."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = None
+    if 200 <= status < 300 and isinstance(answer, dict):
+        return answer
+    words = answer.get("message") if isinstance(answer, dict) else None
+    message = f"{request}: {words or text[:300] or 'an empty answer'} ({status})"
+    if status in REFUSALS:
+        raise ServerRefusal(message, status)
+    raise ServerError(message, status)

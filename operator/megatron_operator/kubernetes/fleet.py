@@ -1,0 +1,63 @@
+"""The loops of all resources."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megatron_operator.kubernetes.api_server import ApiServer
+from megatron_operator.kubernetes.resource_loop import ResourceLoop
+from megatron_operator.metrics import Meters
+from megatron_operator.settings import Settings
+
+ROUNDS_AT_A_TIME = 16
+
+Key = tuple[str, str]
+
+
+class Fleet:
+    """One loop for each resource, from the first word of it until it is gone."""
+
+    def __init__(self, api: ApiServer, settings: Settings, meters: Meters) -> None:
+        self._api = api
+        self._settings = settings
+        self._meters = meters
+        self._slots = asyncio.Semaphore(ROUNDS_AT_A_TIME)
+        self._loops: dict[Key, ResourceLoop] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def attend(self, namespace: str, name: str, version: str | None = None) -> None:
+        """Something happened to the resource itself, which is at ``version`` now."""
+        key = (namespace, name)
+        if key not in self._loops:
+            self._start(key)
+        else:
+            self._loops[key].wake(version)
+
+    def wake(self, namespace: str, name: str) -> None:
+        """Something happened to a child of the resource; one that is gone stays gone."""
+        if (loop := self._loops.get((namespace, name))) is not None:
+            loop.wake()
+
+    async def close(self) -> None:
+        """End all loops; the resources and their pods stay as they are."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._api.close()
+
+    def _start(self, key: Key) -> None:
+        namespace, name = key
+        loop = ResourceLoop(namespace, name, self._api, self._settings, self._meters, self._slots)
+        self._loops[key] = loop
+        task = asyncio.create_task(self._run(key, loop), name=f"loop of {loop}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, key: Key, loop: ResourceLoop) -> None:
+        try:
+            await loop.run()
+        finally:
+            # Before anything is awaited: from here on, word of a new resource of that name starts a new loop.
+            del self._loops[key]
+            self._meters.forget(*key)
+            await loop.close()

@@ -1,0 +1,138 @@
+"""A Pod object of the API server, and what its launcher said, as the planner's ``ObservedPod``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from megatron_operator import names
+from megatron_operator.engine import PodReport
+from megatron_operator.failures import read_failure
+from megatron_operator.groups import UNSCHEDULABLE
+from megatron_operator.timestamps import seconds
+from megatron_operator.world import Failure, ObservedPod, PodPhase
+
+IMAGE_PULL = "ImagePull"
+IMAGE_REASONS = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "ImageInspectError",
+    "RegistryUnavailable",
+)
+NORMAL_REASONS = ("ContainerCreating", "PodInitializing")
+"""What every pod waits for on its way."""
+
+Object = Mapping[str, Any]
+
+
+def observed_pod(pod: Object, report: PodReport | None = None) -> ObservedPod | None:
+    """None for a pod whose labels are not those of a group attempt (a user may have edited them)."""
+    metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
+    identity = names.pod_identity(metadata)
+    if identity is None:
+        return None
+    phase = _phase(status)
+    ready = _condition(status, "Ready")
+    deletion = metadata.get("deletionTimestamp")
+    return ObservedPod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        group=identity.group,
+        attempt=identity.attempt,
+        index=identity.index,
+        leader=identity.leader,
+        template_hash=identity.template_hash,
+        phase=phase,
+        ready=phase is PodPhase.RUNNING and ready.get("status") == "True",
+        created_at=seconds(metadata["creationTimestamp"]),
+        restarts=identity.restarts,
+        address=status.get("podIP") or None,
+        node=spec.get("nodeName"),
+        ready_changed_at=_time(ready.get("lastTransitionTime")),
+        finished_at=_finished_at(status) if phase in (PodPhase.FAILED, PodPhase.SUCCEEDED) else None,
+        # Kubernetes writes here the time by which the object should be gone, grace included.
+        deletion_deadline=_time(deletion),
+        waiting=_waiting(status) if phase is PodPhase.PENDING else None,
+        failure=_failure(status) if phase is PodPhase.FAILED else None,
+        rank_phase=report.rank_phase if report else None,
+        loading=report.loading if report else None,
+        launcher_restarts=report.restarts if report else 0,
+    )
+
+
+def _phase(status: Object) -> PodPhase:
+    try:
+        return PodPhase(status.get("phase") or PodPhase.PENDING)
+    except ValueError:
+        return PodPhase.UNKNOWN
+
+
+def _waiting(status: Object) -> Failure | None:
+    """Why the pod does not start, where that is more than that it takes its time."""
+    scheduled = _condition(status, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return Failure(scheduled.get("reason") or UNSCHEDULABLE, scheduled.get("message") or "no node was found for it")
+    for container in _containers(status):
+        waiting = (container.get("state") or {}).get("waiting") or {}
+        reason = waiting.get("reason") or ""
+        if not reason or reason in NORMAL_REASONS:
+            continue
+        words = waiting.get("message") or f"container {container.get('name')} waits: {reason}"
+        if reason in IMAGE_REASONS:
+            return Failure(IMAGE_PULL, f"image {container.get('image')}: {words}")
+        return Failure(reason, words)
+    return None
+
+
+def _failure(status: Object) -> Failure:
+    """The pod's own reason (evicted, lost) comes before that of its container, which is only a consequence."""
+    disruption = _condition(status, "DisruptionTarget")
+    ended = _first_to_end(status)
+    if status.get("reason"):
+        return Failure(status["reason"], status.get("message") or "the cluster ended the pod")
+    if disruption.get("status") == "True":
+        return Failure(
+            disruption.get("reason") or "Disrupted", disruption.get("message") or "the cluster ended the pod"
+        )
+    if ended is None:
+        return Failure("PodFailed", status.get("message") or "the pod failed without saying why")
+    return read_failure(ended.get("exitCode"), ended.get("reason") or "", (ended.get("message") or "").strip())
+
+
+def _first_to_end(status: Object) -> Object | None:
+    """The ``terminated`` state that explains the failure: ours, else the first that did not end well."""
+    ended = [
+        (container.get("name"), state)
+        for container in _containers(status)
+        if (state := (container.get("state") or {}).get("terminated")) is not None
+    ]
+    failed = [(name, state) for name, state in ended if state.get("exitCode") != 0]
+    ours = [state for name, state in failed if name == names.CONTAINER]
+    return next(iter([*ours, *(state for _, state in failed)]), None)
+
+
+def _finished_at(status: Object) -> float | None:
+    """When its last container ended; where no kubelet said so, when it last stopped being ready."""
+    ends = [
+        _time(state.get("finishedAt"))
+        for container in _containers(status)
+        if (state := (container.get("state") or {}).get("terminated")) is not None
+    ]
+    known = [end for end in ends if end is not None]
+    return max(known) if known else _time(_condition(status, "Ready").get("lastTransitionTime"))
+
+
+def _containers(status: Object) -> Iterator[Object]:
+    yield from status.get("initContainerStatuses") or []
+    yield from status.get("containerStatuses") or []
+
+
+def _condition(status: Object, kind: str) -> Object:
+    conditions: Iterable[Object] = status.get("conditions") or []
+    return next((condition for condition in conditions if condition.get("type") == kind), {})
+
+
+def _time(text: str | None) -> float | None:
+    return seconds(text) if text else None

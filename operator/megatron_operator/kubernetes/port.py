@@ -1,0 +1,205 @@
+"""The ``WorldPort`` of one resource on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from megatron_operator import names
+from megatron_operator.engine import EngineClient, EngineUnreachable, PodReport
+from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
+from megatron_operator.kubernetes.pod_status import observed_pod
+from megatron_operator.world import (
+    Action,
+    ActionRefused,
+    ApplyChild,
+    CreatePod,
+    CreateSecret,
+    DeleteChild,
+    DeletePod,
+    Manifest,
+    ObservedEngine,
+    ObservedPod,
+    PodPhase,
+    SendSignal,
+    World,
+    WorldError,
+)
+
+Object = Mapping[str, Any]
+Answer = PodReport | EngineUnreachable | None
+
+
+class KubernetesPort:
+    """Children are told from a namesake's by ``uid``, the resource's own: those of others are never touched."""
+
+    def __init__(self, api: ApiServer, uid: str) -> None:
+        self._api = api
+        self._uid = uid
+        self._token: str | None = None
+        self.launchers = _client(None)
+        """Client of the pods' control APIs; another one once the token is known."""
+        self._applied: dict[str, Any] = {}
+        """The fields of each child that were ours right after we applied it."""
+        self._retired: list[EngineClient] = []
+        self.revisions: Mapping[str, int] = {}
+        """Revision of the last answer of each pod that was observed and answered, by the pod's uid."""
+
+    async def close(self) -> None:
+        """Close the connections to the pods."""
+        for client in (self.launchers, *self._retired):
+            await client.close()
+
+    async def observe(self, name: str, namespace: str) -> World:
+        """Raises WorldError when the API server does not answer; a pod that does not is observed without its report."""
+        labels = names.selector_labels(name)
+        pods, services, secret = await asyncio.gather(
+            self._api.list("Pod", namespace, labels),
+            self._api.list("Service", namespace, labels),
+            self._api.get("Secret", namespace, names.keys_secret(name)),
+        )
+        # Items of a list come without their kind.
+        found = [*({**each, "kind": "Service"} for each in services), *([secret] if secret is not None else [])]
+        children = {names.child_key(each): each for each in found if self._owns(each)}
+        if secret is not None and self._owns(secret):
+            self._use_token(secret)
+        ours = [pod for pod in pods if self._owns(pod)]
+        answers = await asyncio.gather(*(self._ask(pod) for pod in ours))
+        self.revisions = {
+            pod["metadata"]["uid"]: answer.revision
+            for pod, answer in zip(ours, answers, strict=True)
+            if isinstance(answer, PodReport)
+        }
+        hashes = {
+            key: names.applied_hash(child["metadata"]) if self._is_as_applied(child) else ""
+            for key, child in children.items()
+        }
+        return _world(ours, answers, hashes)
+
+    async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the port's signature
+        """Raises ActionRefused when the API server refuses, SignalRefused when the engine does, else WorldError."""
+        match action:
+            case ApplyChild(manifest):
+                await self._apply_child(manifest)
+            case CreateSecret(manifest, random_keys):
+                await self._create(_with_random_values(manifest, random_keys))
+            case DeleteChild(kind, child):
+                await self._delete_child(namespace, kind, child)
+            case CreatePod(manifest):
+                await self._create(manifest)
+            case DeletePod(pod, uid, grace_seconds):
+                await self._api.delete("Pod", namespace, pod, uid=uid, grace_seconds=grace_seconds)
+            case SendSignal(signal, address):
+                await self.launchers.signal(address, signal)
+
+    def _owns(self, obj: Object) -> bool:
+        return any(owner.get("uid") == self._uid for owner in obj["metadata"].get("ownerReferences") or [])
+
+    def _is_as_applied(self, child: Object) -> bool:
+        """False for a child that others changed, or that an earlier operator applied: it is applied once more.
+
+        A field that another manager sets to something else is no longer ours.
+        """
+        if child["kind"] == "Secret":
+            return True
+        return bool(self._applied.get(names.child_key(child)) == _our_fields(child))
+
+    def _use_token(self, secret: Object) -> None:
+        encoded = (secret.get("data") or {}).get(names.CONTROL_TOKEN)
+        token = base64.b64decode(encoded).decode() if encoded else None
+        if token != self._token:
+            # Long polls may still be waiting on the old one.
+            self._retired.append(self.launchers)
+            self._token, self.launchers = token, _client(token)
+
+    async def _ask(self, pod: Object) -> Answer:
+        status = pod.get("status") or {}
+        address = status.get("podIP")
+        if status.get("phase") != PodPhase.RUNNING or not address or pod["metadata"].get("deletionTimestamp"):
+            return None
+        try:
+            return await self.launchers.state(address)
+        except EngineUnreachable as error:
+            return error
+
+    async def _apply_child(self, manifest: Manifest) -> None:
+        await self._check_free(manifest)
+        self._applied[names.child_key(manifest)] = _our_fields(await self._api.apply(manifest))
+
+    async def _create(self, manifest: Manifest) -> None:
+        """One of ours that exists already is success."""
+        try:
+            await self._api.create(manifest)
+        except ServerRefusal as refusal:
+            if not refusal.conflict:
+                raise
+            await self._check_free(manifest)
+
+    async def _check_free(self, manifest: Manifest) -> None:
+        """Raises WorldError when the name is taken by what is not ours."""
+        kind, metadata = manifest["kind"], manifest["metadata"]
+        found = await self._api.get(kind, metadata["namespace"], metadata["name"])
+        if found is None or self._owns(found):
+            return
+        which = f"{kind} {metadata['name']}"
+        if (found["metadata"].get("labels") or {}).get(names.NAME_LABEL) == metadata["labels"][names.NAME_LABEL]:
+            raise WorldError(
+                f"{which} of an earlier resource of the same name is still there: waiting until it is gone"
+            )
+        raise ActionRefused(f"{which} exists and belongs to someone else: delete it, or give the resource another name")
+
+    async def _delete_child(self, namespace: str, kind: str, name: str) -> None:
+        found = await self._api.get(kind, namespace, name)
+        if found is not None and self._owns(found):
+            await self._api.delete(kind, namespace, name, uid=found["metadata"]["uid"])
+
+
+def _client(token: str | None) -> EngineClient:
+    # One long poll for each pod may be open besides the questions, so the number of connections is not limited.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+    return EngineClient(token, http=httpx.AsyncClient(trust_env=False, limits=limits))
+
+
+def _with_random_values(manifest: Manifest, keys: Sequence[str]) -> Manifest:
+    return {**manifest, "stringData": {key: secrets.token_urlsafe(32) for key in keys}}
+
+
+def _our_fields(child: Object) -> Any:
+    """What server-side apply remembers of us; never equal to what ``dict.get`` finds nothing for."""
+    entries: Sequence[Object] = child["metadata"].get("managedFields") or []
+    applied = (each for each in entries if each.get("manager") == names.MANAGER and each.get("operation") == "Apply")
+    return next((each.get("fieldsV1") for each in applied), {})
+
+
+def _world(pods: Sequence[Object], answers: Sequence[Answer], children: Mapping[str, str]) -> World:
+    seen = [
+        (observed, answer)
+        for pod, answer in zip(pods, answers, strict=True)
+        if (observed := observed_pod(pod, answer if isinstance(answer, PodReport) else None)) is not None
+    ]
+    return World(
+        now=time.time(),
+        pods=tuple(pod for pod, _ in seen),
+        engine=_engine(seen),
+        children=children,
+    )
+
+
+def _engine(seen: Sequence[tuple[ObservedPod, Answer]]) -> ObservedEngine | None:
+    """The word of the leader's latest attempt; None when no leader pod is there or all have ended."""
+    leaders = [(pod, answer) for pod, answer in seen if pod.leader and not pod.finished and not pod.deleting]
+    if not leaders:
+        return None
+    match max(leaders, key=lambda each: each[0].attempt)[1]:
+        case PodReport() as report:
+            return report.engine
+        case EngineUnreachable() as error:
+            return ObservedEngine(reachable=False, message=str(error))
+        case None:
+            return ObservedEngine(reachable=False, message="the leader pod has not started yet")

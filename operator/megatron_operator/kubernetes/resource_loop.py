@@ -1,0 +1,156 @@
+"""One resource's loop: whatever happens, look at the whole state and take the next step, until it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from megatron_operator.events import Event
+from megatron_operator.kubernetes.api_server import ApiServer, Json
+from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
+from megatron_operator.kubernetes.pod_watches import PodWatches
+from megatron_operator.kubernetes.port import KubernetesPort
+from megatron_operator.metrics import Meters, Outcome
+from megatron_operator.reconcile import ReconcileResult, reconcile
+from megatron_operator.settings import Settings
+from megatron_operator.world import WorldError
+
+RESYNC = 60.0
+"""Seconds to the next look when nothing happens and nothing is due."""
+COALESCE = 0.05
+"""Seconds in which events that come together are gathered into one look."""
+FIRST_RETRY = 0.5
+LONGEST_RETRY = 30.0
+
+logger = logging.getLogger("megatron_operator")
+
+
+class ResourceLoop:
+    """``run`` does all; ``wake`` says that something may have changed. Rounds of one resource never overlap."""
+
+    def __init__(
+        self, namespace: str, name: str, api: ApiServer, settings: Settings, meters: Meters, slots: asyncio.Semaphore
+    ) -> None:
+        """``slots`` bounds how many resources take a round at the same time."""
+        self.namespace = namespace
+        self.name = name
+        self._api = api
+        self._settings = settings
+        self._meters = meters
+        self._slots = slots
+        self._woken = asyncio.Event()
+        self._written_version: str | None = None
+        self._failures = 0
+        self._problems: tuple[str, ...] = ()
+        self._uid: str | None = None
+        self._port: KubernetesPort | None = None
+        self._watches = PodWatches(self._woken.set)
+
+    def wake(self, version: str | None = None) -> None:
+        """``version`` is the resource's own: the echo of a status that this loop wrote is no news."""
+        if version is None or version != self._written_version:
+            self._woken.set()
+
+    async def run(self) -> None:
+        """Returns when the resource is gone and no word of a new one of that name has come."""
+        while True:
+            self._woken.clear()
+            delay = await self._round()
+            if delay is None and not self._woken.is_set():
+                return
+            await self._rest(delay or 0.0)
+
+    async def close(self) -> None:
+        """End the watches and the connections to the pods."""
+        await self._watches.close()
+        if self._port is not None:
+            await self._port.close()
+            self._port = None
+
+    async def _rest(self, delay: float) -> None:
+        """Until ``delay`` has passed or something happens; after a failure, events too have to wait a little."""
+        least = min(delay, FIRST_RETRY) if self._failures else COALESCE
+        try:
+            async with asyncio.timeout(delay):
+                await self._woken.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(least)
+
+    async def _round(self) -> float | None:
+        """Seconds to the next round at the latest; None when the resource is gone. Never raises."""
+        async with self._slots:
+            with self._meters.round() as measured:
+                try:
+                    result = await self._reconcile()
+                    if result is not None and self._tell(result.problems):
+                        measured.outcome = Outcome.ERROR
+                except WorldError as error:
+                    measured.outcome = Outcome.ERROR
+                    logger.warning("%s: %s", self, error)
+                    return self._retry_after()
+                except Exception:
+                    measured.outcome = Outcome.BUG
+                    logger.exception("%s: a round ended unexpectedly", self)
+                    return self._retry_after()
+        self._failures = 0
+        if result is None:
+            return None
+        return RESYNC * random.uniform(0.9, 1.1) if result.requeue_after is None else result.requeue_after
+
+    async def _reconcile(self) -> ReconcileResult | None:
+        obj = await self._api.get("MegatronInference", self.namespace, self.name)
+        if obj is None:
+            return None
+        port = await self._port_of(obj)
+        result = await reconcile(obj, port, settings=self._settings)
+        if not await self._report(obj, result):
+            return None
+        if result.world is not None:
+            self._watches.follow(result.world, port)
+        return result
+
+    async def _port_of(self, obj: Json) -> KubernetesPort:
+        """The port of this very object; another object of the same name gets another one."""
+        uid = obj["metadata"]["uid"]
+        if self._port is None or uid != self._uid:
+            await self.close()
+            self._uid, self._port = uid, KubernetesPort(self._api, uid)
+        return self._port
+
+    async def _report(self, obj: Json, result: ReconcileResult) -> bool:
+        """The status in one patch, then the events, so that a lost race repeats no event. False: the object is gone."""
+        if result.patch:
+            written = await self._api.patch_status(obj, result.patch)
+            if written is None:
+                return False
+            self._written_version = written["metadata"]["resourceVersion"]
+        self._meters.phase(self.namespace, self.name, result.status.phase)
+        for event in result.events:
+            logger.info("%s: %s %s", self, event.reason, event.message)
+            await self._post(obj, event)
+        return True
+
+    def _tell(self, problems: tuple[str, ...]) -> bool:
+        """Whether there are any; each is logged when it comes up, and not in every round that it lasts."""
+        for problem in problems:
+            if problem not in self._problems:
+                logger.warning("%s: %s", self, problem)
+        self._problems = problems
+        return bool(problems)
+
+    async def _post(self, obj: Json, event: Event) -> None:
+        """An event that cannot be posted is missed by nobody but its readers."""
+        try:
+            await self._api.create(kubernetes_event(obj, event))
+        except WorldError as error:
+            logger.warning("%s: event %s is lost: %s", self, event.reason, error)
+
+    def _retry_after(self) -> float:
+        delay = min(LONGEST_RETRY, FIRST_RETRY * 2.0**self._failures)
+        self._failures = min(self._failures + 1, 16)
+        return delay * random.uniform(0.8, 1.2)
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"

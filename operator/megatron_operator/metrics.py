@@ -1,0 +1,114 @@
+"""What the operator tells Prometheus and the kubelet about itself."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from megatron_operator.api.v1alpha1 import Phase
+
+
+class Outcome(StrEnum):
+    """How a round ended."""
+
+    SUCCESS = "success"
+    ERROR = "error"
+    """The API server did not do as asked; it is tried again."""
+    BUG = "bug"
+    """The operator itself failed; it is tried again, and its log has the traceback."""
+
+
+@dataclass
+class Measured:
+    """A round that is being measured."""
+
+    outcome: Outcome = Outcome.SUCCESS
+
+
+class Meters:
+    """The operator's own metrics."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._rounds = Counter(
+            "megatron_operator_reconciles",
+            "Rounds of all resources, by how they ended.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._seconds = Histogram(
+            "megatron_operator_reconcile_duration_seconds",
+            "Seconds that one round took, requests to the API server and to the pods included.",
+            registry=self.registry,
+        )
+        self._resources = Gauge(
+            "megatron_operator_resources",
+            "MegatronInference resources, by phase.",
+            ["phase"],
+            registry=self.registry,
+        )
+        self._phases: dict[tuple[str, str], Phase] = {}
+        for outcome in Outcome:
+            self._rounds.labels(outcome.value)
+        self._count_phases()
+
+    @contextmanager
+    def round(self) -> Iterator[Measured]:
+        """Measures the block; the block may set another outcome than success."""
+        started, measured = time.perf_counter(), Measured()
+        try:
+            yield measured
+        finally:
+            self._seconds.observe(time.perf_counter() - started)
+            self._rounds.labels(measured.outcome.value).inc()
+
+    def phase(self, namespace: str, name: str, phase: Phase) -> None:
+        """The resource's phase from now on."""
+        self._phases[namespace, name] = phase
+        self._count_phases()
+
+    def forget(self, namespace: str, name: str) -> None:
+        """The resource is gone."""
+        self._phases.pop((namespace, name), None)
+        self._count_phases()
+
+    def _count_phases(self) -> None:
+        tally = Tally(self._phases.values())
+        for phase in Phase:
+            self._resources.labels(phase.value).set(tally[phase])
+
+
+class MetricsServer:
+    """Serves ``/metrics`` and ``/healthz`` from the operator's own event loop: one that hangs answers neither."""
+
+    def __init__(self, meters: Meters) -> None:
+        self._meters = meters
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises OSError when the port is taken."""
+        application = web.Application()
+        application.add_routes([web.get("/metrics", self._metrics), web.get("/healthz", _alive)])
+        self._runner = web.AppRunner(application, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+
+    async def stop(self) -> None:
+        """Close the port, if it is open."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._meters.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def _alive(_request: web.Request) -> web.Response:
+    return web.Response(text="ok\n")

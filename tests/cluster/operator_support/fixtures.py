@@ -1,0 +1,66 @@
+"""Fixtures of the tests that run the operator; tests/cluster/conftest.py takes them over."""
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from cluster_support.cluster import Cluster
+from cluster_support.control_plane import ControlPlane
+from operator_support.api import Api
+from operator_support.operator_process import OperatorProcess
+from operator_support.resource import Resource
+from operator_support.scripted_node import ScriptedNode
+
+ROOT = Path(__file__).parents[3]
+MANIFESTS = ROOT / "manifests"
+SYSTEM = "megatron-system"
+ACCOUNT = "megatron-operator"
+
+
+@pytest.fixture(scope="session")
+def installed(control_plane: Cluster) -> Cluster:
+    """A cluster with everything of `manifests/` but the Deployment."""
+    control_plane.define(yaml.safe_load((MANIFESTS / "crd.yaml").read_text()))
+    for name in ("namespace.yaml", "rbac.yaml"):
+        control_plane.kubectl("apply", "-f", str(MANIFESTS / name))
+    return control_plane
+
+
+@pytest.fixture(scope="session")
+def operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """The operator, for all namespaces, with the rights of its ServiceAccount."""
+    kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
+    process = OperatorProcess(kubeconfig, tmp_path_factory.mktemp("operator") / "operator.log")
+    try:
+        process.start()
+        yield process
+    finally:
+        process.stop()
+
+
+@pytest.fixture
+async def api(control_plane: Cluster) -> AsyncIterator[Api]:
+    """The administrator's access."""
+    async with Api(control_plane.kubeconfig) as api:
+        yield api
+
+
+@pytest.fixture
+def chat(installed: Cluster, operator: OperatorProcess, namespace: str) -> Resource:  # noqa: ARG001
+    """The resource `chat`, not created yet, in a namespace of its own, with the operator running."""
+    return Resource(installed, namespace)
+
+
+@pytest.fixture
+async def node(own_control_plane: ControlPlane, api: Api, namespace: str) -> AsyncIterator[ScriptedNode]:  # noqa: ARG001
+    """A node on which every pod becomes ready by itself; a cluster that was given has nodes of its own."""
+    async with ScriptedNode(api, namespace) as node:
+        yield node
+
+
+@pytest.fixture
+async def stage(own_control_plane: ControlPlane, api: Api, namespace: str) -> AsyncIterator[ScriptedNode]:  # noqa: ARG001
+    """A node on which pods wait for what the test says."""
+    async with ScriptedNode(api, namespace, by_itself=False) as node:
+        yield node

@@ -1,0 +1,76 @@
+"""The operator as a process of its own, with no more rights than its ServiceAccount has."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+from cluster_support.cluster import wait_until
+from cluster_support.control_plane import free_ports
+from cluster_support.processes import GuardedProcess, tail
+
+GRACE = 15.0
+
+
+class OperatorProcess:
+    """``start`` returns when it is alive. The log goes on over restarts."""
+
+    def __init__(self, kubeconfig: Path, log: Path, *, namespaces: Sequence[str] = (), with_kopf: bool = False) -> None:
+        self._kubeconfig = kubeconfig
+        self._namespaces = namespaces
+        self._with_kopf = with_kopf
+        self._process: GuardedProcess | None = None
+        self.log = log
+        self.port = free_ports(1)[0]
+
+    @property
+    def url(self) -> str:
+        """Of its metrics and health."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._process = GuardedProcess(self._command(), self.log, env=self._environment())
+        wait_until(self._is_alive, f"the operator, log: {self.log}", timeout=60)
+
+    def stop(self) -> int | None:
+        """By SIGTERM, as a kubelet does. The exit code; None when it did not run."""
+        if self._process is None:
+            return None
+        process, self._process = self._process, None
+        process.stop(GRACE)
+        return process.exit_code()
+
+    def metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", trust_env=False).text
+
+    def _command(self) -> list[str]:
+        if self._with_kopf:
+            return [sys.executable, "-m", "kopf", "run", "--all-namespaces", "-m", "megatron_operator.handlers"]
+        flags = [f"--namespace={namespace}" for namespace in self._namespaces]
+        port = ["--metrics-host=127.0.0.1", f"--metrics-port={self.port}"]
+        return [sys.executable, "-m", "megatron_operator.cli", "run", *port, *flags]
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_", "KUBERNETES_"))}
+        return {
+            **kept,
+            "KUBECONFIG": str(self._kubeconfig),
+            "NO_PROXY": "127.0.0.1",
+            "PYTHONUNBUFFERED": "1",
+            "MEGATRON_OPERATOR_METRICS_HOST": "127.0.0.1",
+            "MEGATRON_OPERATOR_METRICS_PORT": str(self.port),
+        }
+
+    def _is_alive(self) -> bool:
+        assert self._process is not None
+        if (code := self._process.exit_code()) is not None:
+            raise AssertionError(f"the operator ended with exit status {code}:\n{tail(self.log, 40)}")
+        return self.is_healthy()
+
+    def is_healthy(self) -> bool:
+        """What a liveness probe would find."""
+        try:
+            return httpx.get(f"{self.url}/healthz", trust_env=False).is_success
+        except httpx.HTTPError:
+            return False

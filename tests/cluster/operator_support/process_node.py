@@ -1,0 +1,68 @@
+"""A node that runs its pods as processes of this machine, with the real runtime in them."""
+
+import base64
+import os
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+from operator_support.api import Api, Json
+from operator_support.node import PlayedNode
+
+from megatron_operator.local.pod_manifest import PathMap
+from megatron_operator.local.pod_status import PodStatus
+from megatron_operator.local.pods import ProcessPods
+
+CONTAINER = "megatron"
+
+
+class ProcessNode(PlayedNode):
+    """``models`` is what pods see at /models. Services get loopback addresses, pods the names behind them."""
+
+    def __init__(self, api: Api, namespace: str, folder: Path, models: Path) -> None:
+        super().__init__(api, namespace)
+        # The programs of this Python environment, whether it is activated or not.
+        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+        self.processes = ProcessPods(
+            folder,
+            base_env={**os.environ, "PATH": path},
+            paths=PathMap().plus("/models", models),
+            read_secret=self._read_secret,
+        )
+        self._secrets: dict[str, Mapping[str, str]] = {}
+        self._pods: dict[str, Json] = {}
+        self._reported: dict[str, PodStatus] = {}
+
+    async def start(self, pod: Json) -> None:
+        await self._learn()
+        self._pods[pod["metadata"]["uid"]] = pod
+        self.processes.start(pod)
+
+    async def stop(self, pod: Json, grace_seconds: float) -> None:
+        await self.processes.stop(pod["metadata"]["name"], grace_seconds, self.namespace)
+        self._pods.pop(pod["metadata"]["uid"], None)
+
+    async def turn(self) -> None:
+        for status in self.processes.statuses():
+            if status.uid in self._pods and self._reported.get(status.uid) != status:
+                self._reported[status.uid] = status
+                await self.report(self._pods[status.uid], status.as_kubernetes(CONTAINER))
+
+    async def close(self) -> None:
+        await self.processes.close(grace_seconds=10)
+
+    def service_address(self, name: str) -> str | None:
+        """Where the Service's ports are forwarded to its pods."""
+        return self.processes.network.service_address(self.namespace, name)
+
+    def _read_secret(self, _namespace: str, name: str) -> Mapping[str, str]:
+        return self._secrets[name]
+
+    async def _learn(self) -> None:
+        """What the cluster's DNS and the kubelet's volume manager would know."""
+        root = f"/api/v1/namespaces/{self.namespace}"
+        for service in await self.api.items(f"{root}/services"):
+            await self.processes.network.apply_service(service)
+        for secret in await self.api.items(f"{root}/secrets"):
+            values = {key: base64.b64decode(value).decode() for key, value in (secret.get("data") or {}).items()}
+            self._secrets[secret["metadata"]["name"]] = values

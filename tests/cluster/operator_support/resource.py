@@ -1,0 +1,109 @@
+"""A MegatronInference as a user sees it, through kubectl."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cluster_support.cluster import Cluster
+from cluster_support.errors import NotReadyError
+
+Json = dict[str, Any]
+
+
+def manifest(name: str = "chat", **spec: Any) -> Json:
+    """A resource that asks for a CPU rank and a path; ``spec`` is added."""
+    return {
+        "apiVersion": "inference.megatron.dev/v1alpha1",
+        "kind": "MegatronInference",
+        "metadata": {"name": name},
+        "spec": {"model": {"source": {"path": "/models/m.gguf"}}, "pods": {"device": "cpu"}, **spec},
+    }
+
+
+class Resource:
+    """One resource of a namespace, whether it exists or not."""
+
+    def __init__(self, cluster: Cluster, namespace: str, name: str = "chat") -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+        self.name = name
+
+    async def kubectl(self, *args: str, input: str | None = None) -> str:
+        words = ("-n", self.namespace, *args)
+        return await asyncio.to_thread(lambda: self.cluster.kubectl(*words, input=input))
+
+    async def apply(self, resource: Mapping[str, Any]) -> None:
+        await self.kubectl("apply", "-f", "-", input=json.dumps(resource))
+
+    async def create(self, **spec: Any) -> None:
+        await self.apply(manifest(self.name, **spec))
+
+    async def patch(self, spec: Mapping[str, Any]) -> None:
+        await self.kubectl("patch", "mi", self.name, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+    async def get(self, *args: str) -> Json:
+        """`kubectl get` in the namespace, parsed."""
+        found: Json = json.loads(await self.kubectl("get", "-o", "json", *args))
+        return found
+
+    async def status(self) -> Json:
+        status: Json = (await self.get("mi", self.name)).get("status") or {}
+        return status
+
+    async def pods(self) -> dict[str, Json]:
+        """By name, those on their way out included."""
+        found = await self.get("pods", "-l", f"inference.megatron.dev/name={self.name}")
+        return {pod["metadata"]["name"]: pod for pod in found["items"]}
+
+    async def until(self, is_so: Callable[[Json], bool], what: str, within: float = 60) -> Json:
+        """The status as soon as it is so."""
+        deadline = time.monotonic() + within
+        while not is_so(status := await self.status()):
+            if time.monotonic() > deadline:
+                raise NotReadyError(f"waited {within:.0f} s in vain for {what}; status: {json.dumps(status, indent=1)}")
+            await asyncio.sleep(0.1)
+        return status
+
+    async def until_phase(self, phase: str, within: float = 60) -> Json:
+        return await self.until(lambda status: status.get("phase") == phase, f"phase {phase}", within)
+
+    async def until_pods(self, *names: str, within: float = 60) -> dict[str, Json]:
+        """All of these and no others."""
+        deadline = time.monotonic() + within
+        while set(pods := await self.pods()) != set(names):
+            if time.monotonic() > deadline:
+                raise NotReadyError(f"waited {within:.0f} s in vain for pods {names}; there are: {list(pods)}")
+            await asyncio.sleep(0.1)
+        return pods
+
+    async def until_found(self, kind: str, name: str, is_so: Callable[[Json], bool], within: float = 60) -> Json:
+        """The object as soon as it exists and is so."""
+        deadline = time.monotonic() + within
+        while True:
+            text = await self.kubectl("get", kind, name, "-o", "json", "--ignore-not-found", "--show-managed-fields")
+            if text and is_so(found := json.loads(text)):
+                return dict(found)
+            if time.monotonic() > deadline:
+                raise NotReadyError(f"waited {within:.0f} s in vain for {kind} {name}; it is: {text or 'not there'}")
+            await asyncio.sleep(0.1)
+
+    async def until_gone(self, *kinds: str, within: float = 60) -> None:
+        """Nothing of these kinds carries the resource's label any more."""
+        deadline = time.monotonic() + within
+        selector = f"inference.megatron.dev/name={self.name}"
+        while left := (await self.kubectl("get", ",".join(kinds), "-l", selector, "-o", "name")).split():
+            if time.monotonic() > deadline:
+                raise NotReadyError(f"waited {within:.0f} s in vain for these to go: {left}")
+            await asyncio.sleep(0.1)
+
+
+def condition(status: Mapping[str, Any], kind: str) -> Json:
+    """The condition of this type; empty when there is none."""
+    found: Json = next((each for each in status.get("conditions", []) if each["type"] == kind), {})
+    return found
+
+
+def reason(status: Mapping[str, Any], kind: str = "Ready") -> str:
+    return str(condition(status, kind).get("reason"))

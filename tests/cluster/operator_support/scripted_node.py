@@ -1,0 +1,115 @@
+"""A node that does what the test says: pods come up by themselves, or as they are told."""
+
+import base64
+import json
+import secrets
+from typing import Any
+
+from operator_support.api import Api, Json
+from operator_support.node import PlayedNode, now
+from operator_support.stand_in import StandIn
+
+CONTAINER = "megatron"
+LABELS = "inference.megatron.dev"
+
+
+class ScriptedNode(PlayedNode):
+    """With ``by_itself`` every pod becomes ready; otherwise it waits for ``run`` and ``make_ready``."""
+
+    def __init__(self, api: Api, namespace: str, *, by_itself: bool = True) -> None:
+        super().__init__(api, namespace)
+        self.by_itself = by_itself
+        self.full = False
+        self.launchers: dict[str, StandIn] = {}
+
+    async def start(self, pod: Json) -> None:
+        if self.by_itself:
+            await self.run(pod)
+            await self.make_ready(pod)
+
+    async def stop(self, pod: Json, grace_seconds: float) -> None:  # noqa: ARG002  # ends at once
+        if (launcher := self.launchers.pop(pod["metadata"]["name"], None)) is not None:
+            await launcher.stop()
+
+    async def close(self) -> None:
+        for launcher in list(self.launchers.values()):
+            await launcher.stop()
+
+    def takes(self, pod: Json) -> bool:  # noqa: ARG002
+        return not self.full
+
+    async def pod(self, name: str) -> Json:
+        return await self.api.get(f"{self.pods_path}/{name}")
+
+    async def run(self, pod: Json) -> StandIn:
+        """The pod's process has started: its control API answers, and its rank loads."""
+        metadata = pod["metadata"]
+        environment = {item["name"]: item.get("value", "") for item in pod["spec"]["containers"][0]["env"]}
+        launcher = StandIn(
+            _an_address(),
+            await self._token(metadata["labels"][f"{LABELS}/name"]),
+            leader=environment["MEGATRON_LEADER"] == "1",
+            group=int(environment["MEGATRON_GROUP_INDEX"]),
+            lifecycle=environment["MEGATRON_LIFECYCLE"],
+        )
+        await launcher.start()
+        self.launchers[metadata["name"]] = launcher
+        launcher.load(10, 100)
+        await self._report(pod, launcher.address, ready=False)
+        return launcher
+
+    async def make_ready(self, pod: Json) -> None:
+        """The model is loaded and the readiness probe passes."""
+        launcher = self.launchers[pod["metadata"]["name"]]
+        launcher.serve()
+        await self._report(pod, launcher.address, ready=True)
+
+    async def fail(self, pod: Json, exit_code: int, message: str | dict[str, Any], reason: str = "Error") -> None:
+        """The container has ended, with the launcher's last words."""
+        await self.stop(pod, 0)
+        words = message if isinstance(message, str) else json.dumps(message)
+        ended = {"exitCode": exit_code, "reason": reason, "message": words, "finishedAt": now()[:19] + "Z"}
+        status = {"name": CONTAINER, "image": "", "imageID": "", "ready": False, "restartCount": 0}
+        await self.report(
+            pod,
+            {
+                "phase": "Failed",
+                "conditions": [{"type": "Ready", "status": "False", "reason": "PodFailed"}],
+                "containerStatuses": [{**status, "state": {"terminated": ended}}],
+            },
+        )
+
+    async def wait_for_image(self, pod: Json, message: str) -> None:
+        """The image cannot be fetched."""
+        waiting = {"waiting": {"reason": "ImagePullBackOff", "message": message}}
+        image = pod["spec"]["containers"][0]["image"]
+        status = {"name": CONTAINER, "image": image, "imageID": "", "ready": False, "restartCount": 0}
+        await self.report(pod, {"phase": "Pending", "containerStatuses": [{**status, "state": waiting}]})
+
+    async def find_no_place(self, pod: Json, message: str) -> None:
+        """What a scheduler reports of a pod that fits nowhere."""
+        condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
+        await self.report(pod, {"phase": "Pending", "conditions": [condition]})
+
+    async def _report(self, pod: Json, address: str, *, ready: bool) -> None:
+        condition = {"type": "Ready", "status": str(ready), "lastTransitionTime": now()[:19] + "Z"}
+        running = {"running": {"startedAt": now()[:19] + "Z"}}
+        container = {"name": CONTAINER, "image": "", "imageID": "", "ready": ready, "restartCount": 0, "state": running}
+        await self.report(
+            pod,
+            {
+                "phase": "Running",
+                "podIP": address,
+                "podIPs": [{"ip": address}],
+                "conditions": [condition],
+                "containerStatuses": [container],
+            },
+        )
+
+    async def _token(self, resource: str) -> str:
+        secret = await self.api.get(f"/api/v1/namespaces/{self.namespace}/secrets/{resource}-keys")
+        return base64.b64decode(secret["data"]["control-token"]).decode()
+
+
+def _an_address() -> str:
+    return f"127.{128 + secrets.randbelow(100)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"

@@ -1,0 +1,80 @@
+"""The runtime's real control API before an engine that only knows its state: for pods without a model."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import uvicorn
+
+from megatron_runtime.errors import InvalidStateError
+from megatron_runtime.launch.control_api import create_control_api
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
+
+CONTROL_PORT = 9000
+STEPS = {
+    ("pause", "RUNNING"): ("PAUSING", "PAUSED"),
+    ("unpause", "PAUSED"): ("UNPAUSING", "RUNNING"),
+    ("suspend", "PAUSED"): ("SUSPENDING", "SUSPENDED"),
+    ("resume", "SUSPENDED"): ("RESUMING", "PAUSED"),
+}
+LIFECYCLES = {"Running": "RUNNING", "Paused": "PAUSED", "Suspended": "SUSPENDED"}
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """The tests' own handlers stay."""
+        yield
+
+
+class StandIn:
+    """A launcher's control API at ``address``. ``signals`` are those that were obeyed, in order."""
+
+    def __init__(self, address: str, token: str, *, leader: bool, group: int, lifecycle: str) -> None:
+        self.address = address
+        self.signals: list[str] = []
+        self._group = group
+        self._wish = LIFECYCLES[lifecycle]
+        self.state = PodState(PodFacts(is_leader=leader, ranks={0: RankState(0)}))
+        sender = self if leader else None
+        self._app = create_control_api(self.state, sender, token=token, metrics=lambda: b"")
+
+    async def start(self) -> None:
+        """Returns when the port is open."""
+        config = uvicorn.Config(self._app, log_level="critical", lifespan="off", timeout_graceful_shutdown=0)
+        self._server = _Server(config)
+        listener = socket.create_server((self.address, CONTROL_PORT))
+        self._serving = asyncio.create_task(self._server.serve([listener]))
+
+    async def stop(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        await asyncio.gather(self._serving, return_exceptions=True)
+
+    def load(self, loaded: int, total: int) -> None:
+        """The rank reads its weights."""
+        self.state.update_rank(0, phase=RankPhase.LOADING, loaded_bytes=loaded, total_bytes=total)
+
+    def serve(self) -> None:
+        """The rank has its model, and on the leader the engine is in the wished state."""
+        self.state.update_rank(0, phase=RankPhase.SERVING)
+        if self.state.facts.is_leader:
+            self.state.update(frontends_listening=1)
+            self.enter(self._wish)
+
+    def enter(self, state: str) -> None:
+        """The engine is in this state now."""
+        replicas = self.state.facts.replicas or (ReplicaState(self._group, state),)
+        self.state.update(engine_state=state, replicas=tuple(replace(each, state=state) for each in replicas))
+
+    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
+        """The control API's ``SignalSender``."""
+        state = self.state.facts.engine_state or ""
+        if (signal, state) not in STEPS:
+            allowed = tuple(known for known, source in STEPS if source == state)
+            raise InvalidStateError(f"{signal} is not allowed while {state}", state=state, allowed=allowed)
+        self.signals.append(signal)
+        between, after = STEPS[signal, state]
+        self.enter(between)
+        asyncio.get_running_loop().call_later(0.2, self.enter, after)

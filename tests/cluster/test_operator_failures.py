@@ -1,0 +1,132 @@
+"""What the operator does about pods, specs and neighbours that are not as they should be."""
+
+import json
+
+import pytest
+from cluster_support.cluster import Cluster
+from cluster_support.errors import CommandFailedError
+from operator_support.resource import Resource, condition, manifest, reason
+from operator_support.scripted_node import ScriptedNode
+
+QUICK = {"backoff": "0.5s", "maxBackoff": "1s", "maxRestarts": 1}
+
+
+async def test_a_failed_pod_is_followed_by_the_next_attempt_until_the_budget_is_spent(
+    chat: Resource, stage: ScriptedNode
+) -> None:
+    await chat.create(failurePolicy=QUICK)
+    first = (await chat.until_pods("chat-0-0-0"))["chat-0-0-0"]
+    await stage.run(first)
+    await stage.fail(first, 1, {"reason": "RankFailed", "message": "CUDA error", "rank": 3, "exitCode": 1})
+    pods = await chat.until_pods("chat-0-1-0")
+    group = (await chat.status())["groups"][0]
+    assert (group["attempt"], group["restarts"]) == (1, 1)
+    failure = group["lastFailure"]
+    assert (failure["reason"], failure["message"], failure["rank"]) == ("RankFailed", "CUDA error", 3)
+    await stage.run(pods["chat-0-1-0"])
+    await stage.fail(pods["chat-0-1-0"], 137, "", reason="OOMKilled")
+    status = await chat.until_phase("Failed")
+    assert reason(status) == reason(status, "Failed") == "RestartBudgetExceeded"
+    assert "memory" in condition(status, "Failed")["message"]
+    events = [event["reason"] for event in (await chat.get("events"))["items"]]
+    told = ("AttemptStarted", "GroupFailed", "RestartBudgetExceeded")
+    assert [events.count(each) for each in told] == [2, 2, 1]
+
+
+async def test_bad_input_is_not_tried_again_until_the_spec_changes(chat: Resource, stage: ScriptedNode) -> None:
+    await chat.create(failurePolicy=QUICK)
+    pod = (await chat.until_pods("chat-0-0-0"))["chat-0-0-0"]
+    await stage.run(pod)
+    words = "/models/m.gguf: not found; mount the model there, or correct spec.model.source.path"
+    await stage.fail(pod, 2, {"reason": "CheckpointError", "message": words, "exitCode": 2})
+    status = await chat.until_phase("Failed")
+    assert reason(status, "Failed") == "CheckpointError"
+    assert words in condition(status, "Failed")["message"]
+    stage.by_itself = True
+    await chat.patch({"model": {"source": {"path": "/models/other.gguf"}}})
+    status = await chat.until_phase("Running")
+    assert condition(status, "Failed")["status"] == "False"
+
+
+@pytest.mark.usefixtures("node")
+async def test_a_spec_that_cannot_be_served_names_the_field_the_value_and_the_mend(
+    chat: Resource, installed: Cluster
+) -> None:
+    """An API server that knows CEL refuses it at once; an older one leaves it to the operator."""
+    two = {"path": "/models/m.gguf", "huggingFace": {"repo": "org/model"}}
+    if installed.knows_cel:
+        with pytest.raises(CommandFailedError, match=r"spec\.model\.source"):
+            await chat.apply(manifest(model={"source": two}))
+        return
+    await chat.apply(manifest(model={"source": two}))
+    status = await chat.until_phase("Failed")
+    assert reason(status, "Failed") == "InvalidSpec"
+    assert "spec.model.source" in condition(status, "Failed")["message"]
+    assert await chat.pods() == {}
+    await chat.patch({"model": {"source": {"huggingFace": None}}})
+    status = await chat.until_phase("Running")
+    assert condition(status, "Failed")["status"] == "False"
+
+
+@pytest.mark.usefixtures("node")
+async def test_a_service_that_a_user_deletes_is_restored(chat: Resource) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    await chat.kubectl("delete", "service", "chat-coordinator")
+    service = await chat.until_found("service", "chat-coordinator", lambda _: True)
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+
+
+@pytest.mark.usefixtures("node")
+async def test_a_field_of_a_child_that_a_user_changes_is_set_right(chat: Resource) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    wrong = [{"op": "replace", "path": "/spec/selector", "value": {"app": "another"}}]
+    await chat.kubectl("patch", "service", "chat", "--type=json", "-p", json.dumps(wrong))
+    ours = {"inference.megatron.dev/name": "chat", "inference.megatron.dev/role": "leader"}
+    await chat.until_found("service", "chat", lambda service: ours.items() <= service["spec"]["selector"].items())
+
+
+@pytest.mark.usefixtures("node")
+async def test_fields_that_others_add_to_a_child_stay(chat: Resource) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    await chat.kubectl("annotate", "service", "chat", "team=vision")
+    await chat.patch({"expose": {"service": {"type": "NodePort"}}})
+    service = await chat.until_found("service", "chat", lambda service: service["spec"]["type"] == "NodePort")
+    assert service["metadata"]["annotations"]["team"] == "vision"
+    managers = {entry["manager"]: entry["operation"] for entry in service["metadata"]["managedFields"]}
+    assert managers["megatron-operator"] == "Apply"
+
+
+async def test_a_service_of_someone_else_is_never_taken_over(chat: Resource, node: ScriptedNode) -> None:
+    stranger = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat"}, "spec": {"ports": [{"port": 80}]}}
+    await chat.apply(stranger)
+    await chat.create()
+    words = "Service chat exists and belongs to someone else"
+    await chat.until(lambda status: words in json.dumps(status.get("conditions", [])), "the refusal in a condition")
+    service = await chat.get("service", "chat")
+    assert ([port["port"] for port in service["spec"]["ports"]], node.launchers) == ([80], {})
+    await chat.kubectl("delete", "service", "chat")
+    await chat.until_phase("Running", within=90)
+
+
+async def test_a_leader_that_does_not_answer_is_reported_and_comes_back(chat: Resource, node: ScriptedNode) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    launcher = node.launchers["chat-0-0-0"]
+    await launcher.stop()
+    status = await chat.until(lambda status: reason(status) == "EngineUnreachable", "EngineUnreachable")
+    assert condition(status, "Ready")["status"] == "Unknown"
+    await launcher.start()
+    await chat.until_phase("Running")
+
+
+async def test_a_group_that_fails_does_not_take_the_other_along(chat: Resource, node: ScriptedNode) -> None:
+    await chat.create(replicas=2, failurePolicy={**QUICK, "backoff": "5s", "maxBackoff": "5s"})
+    await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
+    await node.fail((await chat.pods())["chat-1-0-0"], 1, "Segmentation fault")
+    status = await chat.until_phase("Degraded")
+    assert (condition(status, "Ready")["status"], condition(status, "Degraded")["status"]) == ("True", "True")
+    await chat.until(lambda status: status["ready"] == "2/2", "the next attempt")
+    assert set(node.launchers) == {"chat-0-0-0", "chat-1-1-0"}
