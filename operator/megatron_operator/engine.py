@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from megatron_operator.world import (
     EngineState,
     Loading,
     ObservedEngine,
+    ObservedPod,
     ObservedReplica,
     Signal,
     SignalRefused,
@@ -159,6 +160,24 @@ class EngineClient:
         except httpx.HTTPError as error:
             cause = str(error) or type(error).__name__
             raise EngineUnreachable(f"control API at {address}:{self._port} does not answer: {cause}") from error
+
+
+Answer = PodReport | EngineUnreachable | None
+"""What came of asking a pod; None when there was nobody to ask yet."""
+
+
+def leaders_word(answers: Iterable[tuple[ObservedPod, Answer]]) -> ObservedEngine | None:
+    """What the latest attempt of the leader said; None when no leader pod is there, or all have ended."""
+    leaders = [(pod, said) for pod, said in answers if pod.leader and not pod.finished and not pod.deleting]
+    if not leaders:
+        return None
+    match max(leaders, key=lambda each: each[0].attempt)[1]:
+        case PodReport() as report:
+            return report.engine
+        case EngineUnreachable() as error:
+            return ObservedEngine(reachable=False, message=str(error))
+        case None:
+            return ObservedEngine(reachable=False, message="the leader pod has not started yet")
 
 
 def _progress(phase: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from megatron_operator import names
-from megatron_operator.engine import EngineClient, EngineUnreachable, PodReport
+from megatron_operator.engine import Answer, EngineClient, EngineUnreachable, PodReport, leaders_word
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.world import (
@@ -24,8 +24,6 @@ from megatron_operator.world import (
     DeleteChild,
     DeletePod,
     Manifest,
-    ObservedEngine,
-    ObservedPod,
     PodPhase,
     SendSignal,
     World,
@@ -33,7 +31,6 @@ from megatron_operator.world import (
 )
 
 Object = Mapping[str, Any]
-Answer = PodReport | EngineUnreachable | None
 
 
 class KubernetesPort:
@@ -186,20 +183,6 @@ def _world(pods: Sequence[Object], answers: Sequence[Answer], children: Mapping[
     return World(
         now=time.time(),
         pods=tuple(pod for pod, _ in seen),
-        engine=_engine(seen),
+        engine=leaders_word(seen),
         children=children,
     )
-
-
-def _engine(seen: Sequence[tuple[ObservedPod, Answer]]) -> ObservedEngine | None:
-    """The word of the leader's latest attempt; None when no leader pod is there or all have ended."""
-    leaders = [(pod, answer) for pod, answer in seen if pod.leader and not pod.finished and not pod.deleting]
-    if not leaders:
-        return None
-    match max(leaders, key=lambda each: each[0].attempt)[1]:
-        case PodReport() as report:
-            return report.engine
-        case EngineUnreachable() as error:
-            return ObservedEngine(reachable=False, message=str(error))
-        case None:
-            return ObservedEngine(reachable=False, message="the leader pod has not started yet")

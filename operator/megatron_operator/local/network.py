@@ -143,9 +143,11 @@ class LoopbackNetwork:
         except OSError:
             writer.transport.abort()
             return
-        await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer), return_exceptions=True)
-        for end in (writer, there_writer):
-            end.transport.abort()
+        try:
+            await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer), return_exceptions=True)
+        finally:
+            for end in (writer, there_writer):
+                end.transport.abort()
 
     def _select(self, key: tuple[str, str]) -> Endpoint | None:
         service = self._services.get(key)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_operator import names
-from megatron_operator.engine import EngineClient, EngineUnreachable, PodReport
+from megatron_operator.engine import Answer, EngineClient, EngineUnreachable, PodReport, leaders_word
 from megatron_operator.failures import read_failure
 from megatron_operator.local.addresses import NoAddressError
 from megatron_operator.local.pod_manifest import PathMap, PodError
@@ -28,7 +28,6 @@ from megatron_operator.world import (
     DeleteChild,
     DeletePod,
     Manifest,
-    ObservedEngine,
     ObservedPod,
     PodPhase,
     SendSignal,
@@ -39,7 +38,6 @@ from megatron_operator.world import (
 USUAL_ADDRESS = "127.0.0.1"
 """Where people look first; the HTTP Service gets it when its port is free there."""
 NODE = "localhost"
-Answer = PodReport | EngineUnreachable | None
 LOCAL_RANKS = "MEGATRON_LOCAL_RANKS"
 INHERITED = "MEGATRON_CACHE_DIR"
 """The one MEGATRON_ variable that pods take from the caller: all others say who a pod is."""
@@ -131,7 +129,7 @@ class LocalWorld:
         return World(
             now=time.time(),
             pods=tuple(pod for pod, _ in seen),
-            engine=_engine(seen),
+            engine=leaders_word(seen),
             children=dict(self._children),
             url=self._url(name, namespace),
         )
@@ -245,17 +243,3 @@ def _observed(status: PodStatus, answer: Answer) -> ObservedPod | None:
         loading=report.loading if report else None,
         launcher_restarts=report.restarts if report else 0,
     )
-
-
-def _engine(seen: Sequence[tuple[ObservedPod, Answer]]) -> ObservedEngine | None:
-    """The newest leader's word; None when no leader pod has been started or all have ended."""
-    leaders = [(pod, answer) for pod, answer in seen if pod.leader and not pod.finished and not pod.deleting]
-    if not leaders:
-        return None
-    match leaders[-1][1]:
-        case PodReport() as report:
-            return report.engine
-        case EngineUnreachable() as error:
-            return ObservedEngine(reachable=False, message=str(error))
-        case None:
-            return ObservedEngine(reachable=False, message="the leader pod has not started yet")
