@@ -54,6 +54,7 @@ class LocalSession:
         self._problems: tuple[str, ...] = ()
         self._has_served = False
         self._ended = False
+        self._last_words = ""
         self._document: ResourceDocument
         self.snapshot: Snapshot | None = None
         """What was shown last."""
@@ -204,7 +205,7 @@ class LocalSession:
         )
         if bad_input and self._has_served:
             return None
-        self._view.say(f"failed: {failed.reason}: {failed.message}")
+        self._last_words = f"failed: {failed.reason}: {failed.message}"
         if not bad_input:
             self._tell_logs()
         return INVALID if bad_input else FAILED
@@ -237,6 +238,8 @@ class LocalSession:
         self._ended = True
         async with self._stepped:
             self._stepped.notify_all()
+        if self._last_words:
+            self._view.say(self._last_words)
         if code == FAILED:
             self._view.say(f"logs: {self._folder}")
         else:
