@@ -191,7 +191,7 @@ class ControlPlane(Cluster):
             f"--client-ca-file={pki.certificate('ca')}",
             "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
             f"--service-account-signing-key-file={pki.key('service-account')}",
-            f"--service-account-key-file={pki.service_account_public_key}",
+            f"--service-account-key-file={pki.key('service-account')}",
             f"--service-cluster-ip-range={SERVICE_ADDRESSES}",
             "--authorization-mode=Node,RBAC",
             "--allow-privileged=true",

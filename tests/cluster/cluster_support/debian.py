@@ -17,7 +17,7 @@ from cluster_support.processes import run_guarded
 
 SUITE = "bookworm"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
-TOOLS = ("apt-get", "dpkg-deb", "patch", "tar", "xz")
+TOOLS = ("apt-get", "dpkg-deb", "tar")
 MEND = (
     "give the tests a Kubernetes instead: KUBEBUILDER_ASSETS=<folder with etcd and kube-apiserver>, "
     "or KUBECONFIG=<file> with MEGATRON_TEST_USE_KUBECONFIG=1"

@@ -2,7 +2,7 @@
 
 ClusterSupportError
 ├── NoKubernetesError     nothing to run the tests on, and no way to make it
-├── CommandFailedError    a step of the build, openssl or kubectl ended with an error
+├── CommandFailedError    a step of the build, or kubectl, ended with an error
 └── NotReadyError         a process of the control plane ended early, or was not ready in time
 """
 

@@ -17,6 +17,8 @@ COMPILED = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube
 PROGRAMS = ("etcd", *COMPILED)
 
 PACKAGES = ("golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev", "etcd-server")
+TOOLS = ("patch", "xz-utils")
+"""Packages of small programs that the build uses and a bare Debian lacks."""
 OPENAPI_MARK = b"+k8s:openapi-gen="
 OPENAPI_ROOTS = ("cmd", "pkg", "plugin", "vendor/k8s.io")
 OPENAPI_SKIPPED = ("code-generator", "kube-openapi", "gengo", "testdata")
@@ -57,7 +59,7 @@ class _Build:
         apt.update(uri)
         self.progress(f"downloading the source of Kubernetes {VERSION}, Go and etcd (about 110 MB)")
         apt.download_source("kubernetes", SOURCE_VERSION, self.debs)
-        apt.download(PACKAGES, self.debs)
+        apt.download((*PACKAGES, *TOOLS), self.debs)
 
     def _unpack(self) -> None:
         self.progress("unpacking")
@@ -65,12 +67,13 @@ class _Build:
         (upstream,) = self.debs.glob("kubernetes_*.orig.tar.gz")
         (packaging,) = self.debs.glob("kubernetes_*.debian.tar.xz")
         run_guarded(["tar", "-xzf", upstream, "--strip-components=1", "-C", self.source], self.log)
-        run_guarded(["tar", "-xJf", packaging, "-C", self.workspace], self.log)
+        run_guarded(["tar", "-xJf", packaging, "-C", self.workspace], self.log, env=self._with_tools())
 
     def _patch(self) -> None:
         patches = self.workspace / "debian/patches"
         for name in (patches / "series").read_text().split():
-            run_guarded(["patch", "-p1", "-s", "-i", patches / name], self.log, cwd=self.source)
+            command = [self.root / "usr/bin/patch", "-p1", "-s", "-i", patches / name]
+            run_guarded(command, self.log, cwd=self.source)
         self._replace_reflect2()
         self._hasten_pod_deletion()
 
@@ -144,6 +147,9 @@ class _Build:
     def _say_packages(self, log: Path) -> None:
         with log.open("rb") as lines:
             self.progress(f"  {sum(1 for _ in lines)} packages compiled or under way")
+
+    def _with_tools(self) -> dict[str, str]:
+        return {**os.environ, "PATH": f"{self.root / 'usr/bin'}:{os.environ['PATH']}"}
 
     def _go_environment(self) -> dict[str, str]:
         goroot = self.root / "usr/lib/go-1.19"

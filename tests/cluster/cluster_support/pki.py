@@ -1,31 +1,29 @@
-"""The certificates and kubeconfigs of one control plane, made with the openssl command.
+"""The certificates and kubeconfigs of one control plane.
 
-Folder: `ca`, `apiserver`, one pair per USERS (`.crt`, `.key`), `service-account.key` and `.pub`; `<user>.kubeconfig`.
+Folder: `ca`, `apiserver`, `service-account` and one pair per USERS (`.crt`, `.key`); `<user>.kubeconfig`.
 """
 
 import json
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster_support.errors import CommandFailedError, NoKubernetesError
+import trustme
 
 USERS = {
-    "admin": "/O=system:masters/CN=admin",
-    "controller-manager": "/CN=system:kube-controller-manager",
-    "scheduler": "/CN=system:kube-scheduler",
+    "admin": ("admin", "system:masters"),
+    "controller-manager": ("system:kube-controller-manager", None),
+    "scheduler": ("system:kube-scheduler", None),
 }
+"""Names and groups, as the certificates' common names and organizations tell them to the API server."""
 APISERVER_NAMES = (
-    "IP:127.0.0.1",
-    "DNS:localhost",
-    "DNS:kubernetes",
-    "DNS:kubernetes.default",
-    "DNS:kubernetes.default.svc",
-    "DNS:kubernetes.default.svc.cluster.local",
+    "127.0.0.1",
+    "localhost",
+    "kubernetes",
+    "kubernetes.default",
+    "kubernetes.default.svc",
+    "kubernetes.default.svc.cluster.local",
 )
-DAYS = "30"
 
 
 @dataclass(frozen=True)
@@ -34,17 +32,16 @@ class Pki:
 
     @classmethod
     def make(cls, folder: Path, server: str) -> "Pki":
-        """Fills the folder for an API server at the URL `server`. Raises ClusterSupportError."""
-        if shutil.which("openssl") is None:
-            raise NoKubernetesError("the control plane's certificates need the openssl command: install openssl")
+        """Fills the folder for an API server at the URL `server`."""
         folder.mkdir(parents=True, mode=0o700)
-        pki = cls(folder)
-        pki._make_authority()
-        pki._make_certificate("apiserver", "/CN=kube-apiserver", "serverAuth", APISERVER_NAMES)
-        for user, subject in USERS.items():
-            pki._make_certificate(user, subject, "clientAuth")
+        pki, authority = cls(folder), trustme.CA()
+        authority.cert_pem.write_to_path(pki.certificate("ca"))
+        pki._keep("apiserver", authority.issue_cert(*APISERVER_NAMES, common_name="kube-apiserver"))
+        pki._keep("service-account", authority.issue_cert("service-account"))
+        for user, (name, group) in USERS.items():
+            # Without any host name, Go refuses the certificate for its empty list of them.
+            pki._keep(user, authority.issue_cert(user, common_name=name, organization_name=group))
             pki._write_kubeconfig(user, server)
-        pki._make_service_account_key()
         return pki
 
     def certificate(self, name: str) -> Path:
@@ -56,48 +53,15 @@ class Pki:
     def kubeconfig(self, user: str) -> Path:
         return self.folder / f"{user}.kubeconfig"
 
-    @property
-    def service_account_public_key(self) -> Path:
-        return self.folder / "service-account.pub"
-
-    def _make_authority(self) -> None:
-        self._make_key("ca")
-        extensions = ("basicConstraints=critical,CA:TRUE", "keyUsage=critical,keyCertSign,cRLSign,digitalSignature")
-        words = ["-x509", "-key", "ca.key", "-subj", "/CN=megatron-tests", "-days", DAYS, "-out", "ca.crt"]
-        self._openssl("req", *words, *(word for extension in extensions for word in ("-addext", extension)))
-
-    def _make_certificate(self, name: str, subject: str, usage: str, names: tuple[str, ...] = ()) -> None:
-        extensions = [
-            "basicConstraints=CA:FALSE",
-            "keyUsage=digitalSignature,keyEncipherment",
-            f"extendedKeyUsage={usage}",
-        ]
-        if names:
-            extensions.append(f"subjectAltName={','.join(names)}")
-        (self.folder / f"{name}.ext").write_text("\n".join(extensions) + "\n")
-        self._make_key(name)
-        self._openssl("req", "-new", "-key", f"{name}.key", "-subj", subject, "-out", f"{name}.csr")
-        authority = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", DAYS]
-        files = ["-in", f"{name}.csr", "-extfile", f"{name}.ext", "-out", f"{name}.crt"]
-        self._openssl("x509", "-req", *authority, *files)
-
-    def _make_key(self, name: str) -> None:
-        self._openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", f"{name}.key")
-
-    def _make_service_account_key(self) -> None:
-        self._openssl("genrsa", "-out", "service-account.key", "2048")
-        self._openssl("rsa", "-in", "service-account.key", "-pubout", "-out", "service-account.pub")
+    def _keep(self, name: str, issued: trustme.LeafCert) -> None:
+        issued.cert_chain_pems[0].write_to_path(self.certificate(name))
+        self.key(name).touch(mode=0o600)
+        issued.private_key_pem.write_to_path(self.key(name))
 
     def _write_kubeconfig(self, user: str, server: str) -> None:
         cluster = {"server": server, "certificate-authority": str(self.certificate("ca"))}
         credentials = {"client-certificate": str(self.certificate(user)), "client-key": str(self.key(user))}
         write_kubeconfig(self.kubeconfig(user), user, cluster, credentials)
-
-    def _openssl(self, *words: str) -> None:
-        command = ["openssl", *words]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise CommandFailedError(f"exit status {done.returncode} from: {' '.join(command)}\n{done.stderr}")
 
 
 def write_kubeconfig(path: Path, user: str, cluster: dict[str, Any], credentials: dict[str, Any]) -> None:
