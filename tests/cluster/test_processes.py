@@ -16,7 +16,8 @@ from cluster_support.processes import GuardedProcess, run_guarded
 # Two processes that ignore SIGTERM: what the guard starts, and a child of that.
 STUBBORN = "trap '' TERM; sh -c 'echo $$ > child; while :; do sleep 1; done' & echo $$ > parent; wait; wait"
 STARTER = """
-    import pathlib, sys, time
+    import pathlib, signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore interrupts
     sys.path.append(sys.argv[1])
     from cluster_support.processes import GuardedProcess
     process = GuardedProcess(["sh", "-c", sys.argv[2]], pathlib.Path("log"))
