@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.config import KNOWN_ARCHITECTURES, ModelConfig, RopeScaling, refuse_architecture
+from megatron_runtime.model.config import ModelConfig, RopeScaling, refuse_architecture
 from megatron_runtime.model.gguf_file import GgufFile, GgufTensor
 from megatron_runtime.model.weights import StoredTensor, row_pieces
+
+KNOWN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+"""What ``general.architecture`` may be."""
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -43,7 +46,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     """The decoder that ``file`` holds; CheckpointError when its architecture or a value can't be served."""
     architecture = file.metadata.get("general.architecture")
     if architecture not in KNOWN_ARCHITECTURES:
-        raise refuse_architecture(str(file.path), architecture)
+        raise refuse_architecture(str(file.path), architecture, KNOWN_ARCHITECTURES)
     values = _Metadata(file, architecture)
     if (parts := file.metadata.get("split.count", 0)) > 1:
         raise CheckpointError(
@@ -76,7 +79,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         qkv_bias="blk.0.attn_q.bias" in names,
         attention_output_bias="blk.0.attn_output.bias" in names,
         mlp_bias="blk.0.ffn_down.bias" in names,
-        query_key_norm="blk.0.attn_q_norm.weight" in names,
+        query_key_norm="head" if "blk.0.attn_q_norm.weight" in names else "none",
     )
     config.check(str(file.path))
     return config
