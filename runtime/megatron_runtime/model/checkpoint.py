@@ -11,7 +11,8 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.checkpoint_path import checkpoint_path
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.gguf_checkpoint import GgufWeights, gguf_config
+from megatron_runtime.model.gguf_checkpoint import GgufWeights
+from megatron_runtime.model.gguf_config import gguf_config
 from megatron_runtime.model.gguf_file import GgufFile
 from megatron_runtime.model.hugging_face_config import hugging_face_config
 from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights

@@ -162,6 +162,11 @@ class ModelConfig:
                 )
 
 
+def alternating_windows(window: int, pattern: int, layers: int) -> tuple[int | None, ...]:
+    """``window`` in all layers but every ``pattern``-th."""
+    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+
+
 def check_num_layers(source: str, count: int) -> int:
     """``count`` when a model can have so many layers, before anything is made for each; else CheckpointError."""
     if not 1 <= count <= _MOST_LAYERS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.config import ModelConfig, alternating_windows
 from megatron_runtime.model.config_fields import ConfigFields
 from megatron_runtime.model.families.llama import activation, listed_windows, llama
 from megatron_runtime.model.rope_fields import rope_scaling
@@ -43,11 +43,6 @@ def gemma3(fields: ConfigFields) -> ModelConfig:
         rope_scaling=rope_scaling(whole, fields) if whole.get("rope_type", None, str) else config.rope_scaling,
         local_rope_theta=local.positive("rope_theta", fields.positive("rope_local_base_freq", 1e4)),
     )
-
-
-def alternating_windows(window: int, pattern: int, layers: int) -> tuple[int | None, ...]:
-    """``window`` in all layers but every ``pattern``-th."""
-    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
 
 
 def _windows_and_caps(config: ModelConfig, fields: ConfigFields, pattern: int) -> ModelConfig:
