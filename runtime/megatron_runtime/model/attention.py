@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megatron_runtime.model.capped_attention import capped_attention
 from megatron_runtime.model.forward_batch import ForwardBatch
 
 LayerCache = tuple[Tensor, Tensor]
@@ -35,17 +36,26 @@ class AttentionPlan:
         for width, requests in decoding.items():
             self._parts.append(DecodeGroup(batch, tables, requests, width))
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, cache: LayerCache, window: int | None) -> Tensor:
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cache: LayerCache,
+        window: int | None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
         """Write the new keys and values into ``cache`` and return what every query sees.
 
         ``queries`` is [T, heads, head_dim], ``keys`` and ``values`` are [T, kv heads, head_dim], queries and keys
-        rotated; the result has the shape of ``queries``. A query looks back over at most ``window`` tokens.
+        rotated; the result has the shape of ``queries``. A query looks back over at most ``window`` tokens; scores are
+        squeezed smoothly into plus or minus ``soft_cap``.
         """
         for stored, new in zip(cache, (keys, values), strict=True):
             stored.view(-1, *stored.shape[2:])[self._slots] = new
         seen = torch.empty_like(queries)
         for part in self._parts:
-            seen[part.rows] = part.attend(queries, keys, values, cache, window)
+            seen[part.rows] = part.attend(queries, keys, values, cache, window, soft_cap)
         return seen
 
 
@@ -60,7 +70,9 @@ class DecodeGroup:
         self._lengths = batch.context_lengths.long()[members]
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, queries: Tensor, _: Tensor, __: Tensor, cache: LayerCache, window: int | None) -> Tensor:
+    def attend(
+        self, queries: Tensor, _: Tensor, __: Tensor, cache: LayerCache, window: int | None, soft_cap: float | None
+    ) -> Tensor:
         """What this group's rows of ``queries`` see: [group, heads, head_dim]."""
         mine = queries[self.rows]
         keys, values = (_gather(stored, self._blocks, len(mine)) for stored in cache)
@@ -68,6 +80,8 @@ class DecodeGroup:
         grouped = mine.view(len(mine), keys.shape[1], -1, mine.shape[-1])
         if window not in self._masks:
             self._masks[window] = self._mask(keys.shape[2], window, queries.dtype)
+        if soft_cap is not None:
+            return capped_attention(grouped, keys, values, self._masks[window], soft_cap).reshape(mine.shape)
         return scaled_dot_product_attention(grouped, keys, values, attn_mask=self._masks[window]).view(mine.shape)
 
     def _mask(self, padded_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -88,17 +102,27 @@ class PrefillRequest:
         self._blocks = blocks
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, cache: LayerCache, window: int | None) -> Tensor:
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cache: LayerCache,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
         """What this request's rows of ``queries`` see: [rows, heads, head_dim]."""
         mine = queries[self.rows].transpose(0, 1)[None]
         num_queries, length = mine.shape[2], self._context_length
-        whole = num_queries == length and (window is None or length <= window)
+        whole = num_queries == length and (window is None or length <= window) and soft_cap is None
         if whole:
             own_keys, own_values = (new[self.rows].transpose(0, 1)[None] for new in (keys, values))
         else:
             own_keys, own_values = (_gather(stored, self._blocks, 1)[:, :, :length] for stored in cache)
             if window not in self._masks:
                 self._masks[window] = self._mask(num_queries, window, queries)
+        if soft_cap is not None:
+            return capped_attention(mine, own_keys, own_values, self._masks[window], soft_cap)[0].transpose(0, 1)
         mask = None if whole else self._masks[window]
         seen = scaled_dot_product_attention(
             mine, own_keys, own_values, attn_mask=mask, is_causal=whole, enable_gqa=True

@@ -11,7 +11,8 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.checkpoint_path import checkpoint_path
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.gguf_checkpoint import GgufWeights, gguf_config
+from megatron_runtime.model.gguf_checkpoint import GgufWeights
+from megatron_runtime.model.gguf_config import gguf_config
 from megatron_runtime.model.gguf_file import GgufFile
 from megatron_runtime.model.hugging_face_config import hugging_face_config
 from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
@@ -81,21 +82,23 @@ def load_model(
     dtype: str = "auto",
     device: torch.device | str = "cpu",
     max_sequence_length: int | None = None,
+    check_finite: bool = False,
     on_progress: ProgressCallback | None = None,
 ) -> Decoder:
     """The decoder in a GGUF file or a Hugging Face folder, its weights as ``dtype`` on ``device``.
 
     ``max_sequence_length`` becomes the configuration's ``max_position_embeddings``; more than the model was made for is
-    a ConfigurationError. Needs little memory beyond the weights. CheckpointError as in `inspect_checkpoint`.
+    a ConfigurationError. With ``check_finite`` a tensor that holds NaN or infinity is a CheckpointError that names it.
+    Needs little memory beyond the weights. CheckpointError as in `inspect_checkpoint`.
     """
     config, source, rotary_factors = _open(checkpoint_path(path))
     _without_memory(config, source)
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
     decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device)
-    load_weights(source, decoder.destinations(), on_progress)
+    load_weights(source, decoder.destinations(), on_progress, check_finite=check_finite)
     if rotary_factors is not None:
-        decoder.rotary_frequencies /= rotary_factors.to(decoder.device)
+        decoder.positions.frequencies /= rotary_factors.to(decoder.device)
     return decoder.eval()
 
 
@@ -111,11 +114,13 @@ def _open(path: Path) -> tuple[ModelConfig, WeightSource, torch.Tensor | None]:
 
 def _without_memory(config: ModelConfig, source: WeightSource) -> Decoder:
     """A decoder that has shapes but no weights, checked against ``source`` before any memory is taken for it."""
-    if config.num_layers > len(source.tensors):
-        raise CheckpointError(
-            f"{source.location}: {config.num_layers:,} layers expected by the configuration, "
-            f"but only {len(source.tensors):,} tensors found. The configuration belongs to another checkpoint"
-        )
+    experts = config.experts.count if config.experts is not None else 0
+    for count, noun in ((config.num_layers, "layers"), (experts, "experts")):
+        if count > len(source.tensors):
+            raise CheckpointError(
+                f"{source.location}: {count:,} {noun} expected by the configuration, "
+                f"but only {len(source.tensors):,} tensors found. The configuration belongs to another checkpoint"
+            )
     decoder = Decoder(config, dtype=torch.float32, device="meta")
     check_weights(source, decoder.destinations())
     return decoder

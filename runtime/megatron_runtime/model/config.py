@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_runtime.errors import CheckpointError
 
-KNOWN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-"""The names that both Hugging Face (``model_type``) and GGUF (``general.architecture``) use for what we build."""
+NormKind = Literal["rms", "rms_plus_one", "layer"]
+"""By the root mean square; the same where the file holds the weights less one; by mean and variance, with a bias."""
+NormPlacement = Literal["before", "after", "around"]
+"""Where attention and feed-forward are normalized: what goes in, what comes out, or both."""
+QueryKeyNorm = Literal["none", "head", "projection"]
+"""Whether queries and keys are normalized before the rotation: each head by itself, or all heads together."""
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 _LARGEST_SIZE = 2**27
 """Beyond any model; what is larger is damage, and would overflow the size of a tensor."""
+_MOST_LAYERS = 2**20
 
 
 @dataclass(frozen=True)
@@ -18,16 +26,36 @@ class RopeScaling:
     """How the rotary frequencies are stretched beyond the lengths that the model was first trained on."""
 
     kind: str = "default"
-    """``default`` (none), ``linear`` (all frequencies divided by factor) or ``llama3`` (only the slow ones)."""
+    """``default`` (none), ``linear`` (all divided by factor), ``llama3`` (only the slow ones) or ``longrope`` (each by
+    a factor of its own)."""
     factor: float = 1.0
     low_frequency_factor: float = 1.0
     high_frequency_factor: float = 1.0
     original_max_position_embeddings: int = 0
+    short_factors: tuple[float, ...] = ()
+    """longrope: what divides each frequency in a model served at its original length or less."""
+    long_factors: tuple[float, ...] = ()
+    """longrope: the same in a model that is served beyond it."""
+    magnitude: float = 1.0
+    """By which the rotated queries and keys are multiplied."""
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A feed-forward layer made of many, of which each token visits a few."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalize_weights: bool
+    """Whether the weights of the chosen experts are scaled to sum to one."""
+    dense_layers: frozenset[int] = frozenset()
+    """The layers that have one ordinary feed-forward network instead."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder of the Llama family. Sizes count elements, lengths count tokens."""
+    """One decoder. Sizes count elements, lengths count tokens; what is left out is as in Llama."""
 
     architecture: str
     vocab_size: int
@@ -39,16 +67,38 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
+    """What keeps a norm, of either kind, from dividing by zero."""
     rope_theta: float
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
-    query_key_norm: bool = False
-    """RMS norm over each head of the queries and keys before the rotation (Qwen3)."""
+    query_key_norm: QueryKeyNorm = "none"
     layer_windows: tuple[int | None, ...] = ()
     """Per layer, how many of the latest tokens it attends to; None means all. Empty: no layer has a window."""
+    norm: NormKind = "rms"
+    norm_placement: NormPlacement = "before"
+    activation: Activation = "silu"
+    gated_feed_forward: bool = True
+    experts: ExpertsConfig | None = None
+    rotary_dim: int | None = None
+    """How many leading channels of each head are rotated; None means all."""
+    local_rope_theta: float | None = None
+    """The rotary base, without scaling, of the layers that have a window; None: the same as everywhere."""
+    unrotated_layers: frozenset[int] = frozenset()
+    """Layers whose queries and keys aren't rotated."""
+    learned_positions: int = 0
+    """Rows of the table of learned positions that is added to the embedding; 0: there is none."""
+    attention_scale: float | None = None
+    """By which queries times keys are multiplied; None: one over the square root of the head dimension."""
+    attention_soft_cap: float | None = None
+    """Attention scores are squeezed smoothly into plus or minus this."""
+    logit_soft_cap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """By which the results of attention and feed-forward are multiplied before they join the residual path."""
+    logit_divisor: float = 1.0
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -58,6 +108,10 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """How many of the latest tokens ``layer`` attends to, itself included; None means all."""
         return self.layer_windows[layer] if self.layer_windows else None
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of ``layer``; None where it has an ordinary feed-forward network."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def check(self, source: str) -> None:
         """Raise CheckpointError naming ``source`` when the numbers don't fit together."""
@@ -72,6 +126,9 @@ class ModelConfig:
             "number of attention heads times head dimension": self.num_attention_heads * self.head_dim,
             "maximum sequence length": self.max_position_embeddings,
         }
+        if self.experts is not None:
+            sizes["number of experts"] = self.experts.count
+            sizes["intermediate size of an expert"] = self.experts.intermediate_size
         for name, value in sizes.items():
             if not 1 <= value <= _LARGEST_SIZE:
                 raise CheckpointError(f"{source}: {name} is {value:,}, expected 1 to {_LARGEST_SIZE:,}")
@@ -82,12 +139,44 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"{source}: head dimension is {self.head_dim}, expected an even number")
+        if self.layer_windows and len(self.layer_windows) != self.num_layers:
+            raise CheckpointError(
+                f"{source}: the windows of {len(self.layer_windows)} layers are given, expected {self.num_layers}"
+            )
+        if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
+            raise CheckpointError(
+                f"{source}: number of experts per token is {self.experts.per_token}, expected 1 to {self.experts.count}"
+            )
+        self._check_rotation(source)
+
+    def _check_rotation(self, source: str) -> None:
+        turned = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        if turned % 2 or not 2 <= turned <= self.head_dim:
+            raise CheckpointError(
+                f"{source}: {turned} channels of a head are rotated, expected an even number up to {self.head_dim}"
+            )
+        for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
+            if self.rope_scaling.kind == "longrope" and len(factors) != turned // 2:
+                raise CheckpointError(
+                    f"{source}: longrope has {len(factors)} factors for {turned // 2} rotary frequencies"
+                )
 
 
-def refuse_architecture(source: str, found: object) -> CheckpointError:
+def alternating_windows(window: int, pattern: int, layers: int) -> tuple[int | None, ...]:
+    """``window`` in all layers but every ``pattern``-th."""
+    return tuple(window if (layer + 1) % pattern else None for layer in range(layers))
+
+
+def check_num_layers(source: str, count: int) -> int:
+    """``count`` when a model can have so many layers, before anything is made for each; else CheckpointError."""
+    if not 1 <= count <= _MOST_LAYERS:
+        raise CheckpointError(f"{source}: number of layers is {count:,}, expected 1 to {_MOST_LAYERS:,}")
+    return count
+
+
+def refuse_architecture(source: str, found: object, known: Iterable[str]) -> CheckpointError:
     """The error for a checkpoint of a model family that isn't built here."""
-    known = ", ".join(KNOWN_ARCHITECTURES)
     return CheckpointError(
-        f"{source}: architecture {found!r} is not known; the known ones are {known}. "
+        f"{source}: architecture {found!r} is not known; the known ones are {', '.join(known)}. "
         "Choose a checkpoint of one of these families"
     )

@@ -1,8 +1,6 @@
-"""One decoder for the whole family, configured by the checkpoint."""
+"""One decoder for all families, configured by the checkpoint."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +8,13 @@ from torch.nn import functional
 
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder_layer import DecoderLayer
+from megatron_runtime.model.destinations import layer_destinations, norm_destinations
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.layers import DecoderLayer, Linear, RMSNorm
-from megatron_runtime.model.rotary import inverse_frequencies, rotation
+from megatron_runtime.model.norms import make_norm
+from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.tensor_names import tensor_names
 
 
 class Decoder(nn.Module):
@@ -22,23 +23,19 @@ class Decoder(nn.Module):
     The weights are uninitialized; `load_model` fills them through `destinations`.
     """
 
-    rotary_frequencies: Tensor
-    """float32 [head_dim / 2]; kept apart from the weights' type, since positions need the precision."""
-
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
+        # Rounded to the weights' type, as in the training of the models that have one.
+        self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
         with torch.device(device):
-            shape = (config.vocab_size, config.hidden_size)
-            self.embedding = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            self.embedding = self._table(config.vocab_size)
+            self.learned_positions = self._table(config.learned_positions) if config.learned_positions else None
             self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype) for layer in range(config.num_layers))
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-            self.head = self.embedding
-            if not config.tie_word_embeddings:
-                self.head = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-        # Worked out on the CPU: the same on every device, and the meta device would import a compiler for it.
-        self.register_buffer("rotary_frequencies", inverse_frequencies(config).to(device), persistent=False)
+            self.norm = make_norm(config, config.hidden_size, dtype)
+            self.head = self.embedding if config.tie_word_embeddings else self._table(config.vocab_size)
+        self.positions = Positions(config, dtype, device)
 
     @property
     def device(self) -> torch.device:
@@ -49,41 +46,42 @@ class Decoder(nn.Module):
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Logits of the wanted rows, float32 [L, vocab]; the new tokens' keys and values are written to the cache."""
         plan = AttentionPlan(batch, kv_cache.block_size_tokens)
-        rotary = rotation(batch.positions, self.rotary_frequencies, self.dtype)
-        hidden = functional.embedding(batch.tokens, self.embedding)
+        rotations = self.positions(batch.positions)
+        hidden = self._embed(batch)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotary, plan, kv_cache.layer(index))
+            hidden = layer(hidden, rotations[index], plan, kv_cache.layer(index))
         wanted = self.norm(hidden[batch.logit_rows])
-        return functional.linear(wanted, self.head).float()
+        return self._finish(functional.linear(wanted, self.head).float())
 
     def destinations(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: Hugging Face's name to a view into this decoder's weights."""
-        named: dict[str, Tensor] = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+        names = tensor_names(self.config.architecture)
+        named: dict[str, Tensor] = {f"{names.embedding}.weight": self.embedding}
+        if self.learned_positions is not None:
+            named[f"{names.learned_positions}.weight"] = self.learned_positions
+        named |= norm_destinations(self.norm, names.final_norm)
         if not self.config.tie_word_embeddings:
-            named["lm_head.weight"] = self.head
+            named[f"{names.head}.weight"] = self.head
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            named |= {f"model.layers.{index}.{name}": view for name, view in _layer_destinations(layer)}
+            prefix = names.layer.format(index)
+            named |= {prefix + name: view for name, view in layer_destinations(layer, names)}
         return named
 
+    def _table(self, rows: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty((rows, self.config.hidden_size), dtype=self.dtype), requires_grad=False)
 
-def _layer_destinations(layer: DecoderLayer) -> Iterator[tuple[str, Tensor]]:
-    attention, feed_forward = layer.attention, layer.feed_forward
-    yield "input_layernorm.weight", layer.attention_norm.weight
-    yield "post_attention_layernorm.weight", layer.feed_forward_norm.weight
-    if attention.query_norm is not None and attention.key_norm is not None:
-        yield "self_attn.q_norm.weight", attention.query_norm.weight
-        yield "self_attn.k_norm.weight", attention.key_norm.weight
-    head_rows = [heads * attention.head_dim for heads in attention.heads]
-    yield from _parts(attention.qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), head_rows)
-    yield from _parts(attention.output, ("self_attn.o_proj",))
-    yield from _parts(feed_forward.gate_up, ("mlp.gate_proj", "mlp.up_proj"))
-    yield from _parts(feed_forward.down, ("mlp.down_proj",))
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        hidden = functional.embedding(batch.tokens, self.embedding)
+        if self._embedding_multiplier != 1.0:
+            hidden = hidden * self._embedding_multiplier
+        if self.learned_positions is not None:
+            hidden = hidden + functional.embedding(batch.positions, self.learned_positions)
+        return hidden
 
-
-def _parts(linear: Linear, names: tuple[str, ...], rows: list[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The named pieces of a fused matrix, of ``rows`` each or of equal size, and of its bias if it has one."""
-    for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
-        if tensor is not None:
-            pieces = torch.split(tensor, rows or [len(tensor) // len(names)] * len(names))
-            yield from ((f"{name}.{kind}", piece) for name, piece in zip(names, pieces, strict=True))
+    def _finish(self, logits: Tensor) -> Tensor:
+        if self.config.logit_divisor != 1.0:
+            logits = logits / self.config.logit_divisor
+        if (cap := self.config.logit_soft_cap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.hugging_face_config import read_json
+from megatron_runtime.model.config_fields import read_json
 from megatron_runtime.model.tokenizer import Tokenizer
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

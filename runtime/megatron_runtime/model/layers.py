@@ -1,6 +1,10 @@
-"""The layers of a decoder. Weights are uninitialized until a checkpoint fills them."""
+"""Attention and feed-forward of a decoder. Weights are uninitialized until a checkpoint fills them."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +12,14 @@ from torch.nn import functional
 
 from megatron_runtime.model.attention import AttentionPlan, LayerCache
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.rotary import rotate
+from megatron_runtime.model.norms import Norm, make_norm
+from megatron_runtime.model.rotary import Rotation, rotate
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
 
 class Linear(nn.Module):
@@ -24,21 +35,6 @@ class Linear(nn.Module):
         return functional.linear(inputs, self.weight, self.bias)
 
 
-class RMSNorm(nn.Module):
-    """Root mean square normalization (Zhang and Sennrich) in float32, whatever the weights' type."""
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = _parameter((size,), dtype)
-        self.eps = eps
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Normalize over the last dimension."""
-        wide = inputs.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(inputs.dtype)
-
-
 class SelfAttention(nn.Module):
     """Grouped-query attention; the projections of queries, keys and values are one matrix."""
 
@@ -47,56 +43,61 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
         self.window = config.window(layer)
+        self.soft_cap = config.attention_soft_cap
+        # The kernels divide by the square root of the head dimension; what a model wants instead goes into the queries.
+        scale = config.attention_scale
+        self.query_multiplier = None if scale is None else scale * math.sqrt(config.head_dim)
         attention_size = config.num_attention_heads * config.head_dim
         self.qkv = Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias, dtype=dtype)
         self.output = Linear(attention_size, config.hidden_size, bias=config.attention_output_bias, dtype=dtype)
-        self.query_norm: RMSNorm | None = None
-        self.key_norm: RMSNorm | None = None
-        if config.query_key_norm:
-            self.query_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
-            self.key_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype)
+        self.norms_whole_projection = config.query_key_norm == "projection"
+        self.query_norm: Norm | None = None
+        self.key_norm: Norm | None = None
+        if config.query_key_norm != "none":
+            query_heads, key_heads = self.heads[:2] if self.norms_whole_projection else (1, 1)
+            self.query_norm = make_norm(config, query_heads * config.head_dim, dtype)
+            self.key_norm = make_norm(config, key_heads * config.head_dim, dtype)
 
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], plan: AttentionPlan, cache: LayerCache) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
+    def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys aren't turned."""
         heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
         queries, keys, values = heads.split(self.heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = self.query_norm(queries), self.key_norm(keys)
-        seen = plan.attend(rotate(queries, *rotary), rotate(keys, *rotary), values, cache, self.window)
+            queries, keys = self._normalize(self.query_norm, queries), self._normalize(self.key_norm, keys)
+        if rotary is not None:
+            queries, keys = rotate(queries, *rotary), rotate(keys, *rotary)
+        if self.query_multiplier is not None:
+            queries = queries * self.query_multiplier
+        seen = plan.attend(queries, keys, values, cache, self.window, self.soft_cap)
         projected: Tensor = self.output(seen.flatten(1))
         return projected
 
+    def _normalize(self, norm: Norm, heads: Tensor) -> Tensor:
+        normalized: Tensor = norm(heads.flatten(1) if self.norms_whole_projection else heads)
+        return normalized.view(heads.shape)
+
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer): ``down(silu(gate(x)) * up(x))``; gate and up are one matrix."""
+    """``down(act(gate(x)) * up(x))`` (Shazeer), gate and up one matrix; or, not gated, ``down(act(up(x)))``."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, intermediate_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias, dtype=dtype)
-        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias, dtype=dtype)
+        self.gated = config.gated_feed_forward
+        self.activate = _ACTIVATIONS[config.activation]
+        widened = 2 * intermediate_size if self.gated else intermediate_size
+        self.gate_up = Linear(config.hidden_size, widened, bias=config.mlp_bias, dtype=dtype)
+        self.down = Linear(intermediate_size, config.hidden_size, bias=config.mlp_bias, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        projected: Tensor = self.down(functional.silu(gate) * up)
+        widened = self.gate_up(hidden)
+        if self.gated:
+            gate, up = widened.chunk(2, dim=-1)
+            widened = self.activate(gate) * up
+        else:
+            widened = self.activate(widened)
+        projected: Tensor = self.down(widened)
         return projected
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual path."""
-
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.attention = SelfAttention(config, layer, dtype)
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.feed_forward = FeedForward(config, dtype)
-
-    def forward(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], plan: AttentionPlan, cache: LayerCache) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        attended: Tensor = hidden + self.attention(self.attention_norm(hidden), rotary, plan, cache)
-        fed: Tensor = self.feed_forward(self.feed_forward_norm(attended))
-        return attended + fed
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -9,17 +9,35 @@ from torch import Tensor
 
 from megatron_runtime.model.config import ModelConfig, RopeScaling
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines of a batch's tokens, each [T, 1, rotated channels]."""
+
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """float32 [head_dim / 2]: how fast each pair of channels turns, in radians per token."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
+    """float32 [rotated channels / 2]: how fast each pair of channels turns, in radians per token."""
+    frequencies = _plain_frequencies(config, config.rope_theta)
     scaling = config.rope_scaling
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
         return _stretch_slow_frequencies(frequencies, scaling)
+    if scaling.kind == "longrope":
+        # One choice per served length: with one per request, the cached keys of a growing request would be turned
+        # by other frequencies than its new ones.
+        beyond = config.max_position_embeddings > scaling.original_max_position_embeddings
+        return frequencies / torch.tensor(scaling.long_factors if beyond else scaling.short_factors)
     return frequencies
+
+
+def local_inverse_frequencies(config: ModelConfig) -> Tensor | None:
+    """The same for the layers with a window; None where they turn like all others."""
+    return None if config.local_rope_theta is None else _plain_frequencies(config, config.local_rope_theta)
+
+
+def _plain_frequencies(config: ModelConfig, theta: float) -> Tensor:
+    channels = config.rotary_dim or config.head_dim
+    exponents = torch.arange(0, channels, 2, dtype=torch.int64).float() / channels
+    return 1.0 / (theta**exponents)
 
 
 def _stretch_slow_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -30,14 +48,17 @@ def _stretch_slow_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tens
     return frequencies * (share_kept + (1.0 - share_kept) / scaling.factor)
 
 
-def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for tokens at ``positions`` [T]; each [T, 1, head_dim] in ``dtype``, ready to broadcast."""
+def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> Rotation:
+    """Cosines and sines, times ``magnitude``, for tokens at ``positions`` [T]; in ``dtype``, ready to broadcast."""
     angles = positions[:, None].float() * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn ``heads`` [T, heads, head_dim]; channel i is paired with channel i + head_dim / 2."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cosines + torch.cat((-second, first), dim=-1) * sines
+    """Turn ``heads`` [T, heads, head_dim]: of the n rotated channels, i is paired with i + n / 2; the others stay."""
+    channels = cosines.shape[-1]
+    turned, still = heads[..., :channels], heads[..., channels:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cosines + torch.cat((-second, first), dim=-1) * sines
+    return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned

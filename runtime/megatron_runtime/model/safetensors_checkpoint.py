@@ -12,14 +12,15 @@ from torch import Tensor
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.hugging_face_config import read_json
+from megatron_runtime.model.config_fields import read_json
+from megatron_runtime.model.tensor_names import tensor_names
 from megatron_runtime.model.weights import StoredTensor, row_pieces
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_COMPUTED_ELSEWHERE = (".rotary_emb.inv_freq",)
-"""Buffers that old checkpoints carry though they follow from the configuration."""
+_COMPUTED_ELSEWHERE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Buffers that old checkpoints carry though they follow from the configuration: rotary frequencies, causal masks."""
 
 
 class SafetensorsWeights:
@@ -37,21 +38,29 @@ class SafetensorsWeights:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """What the files hold, but for buffers that follow from the configuration and the copy of a tied head."""
+        names = tensor_names(self._config.architecture)
+        tied_head = f"{names.head}.weight" if self._config.tie_word_embeddings else None
         found: dict[str, StoredTensor] = {}
         for name, file in self._files.items():
-            if name.endswith(_COMPUTED_ELSEWHERE) or (self._config.tie_word_embeddings and name == "lm_head.weight"):
-                continue
-            found[name] = self._describe(name, file)
+            if not name.endswith(_COMPUTED_ELSEWHERE) and name != tied_head:
+                found[self._missing_prefix + name] = self._describe(name, file)
         return found
 
     def read(self, name: str, into: Tensor) -> Iterator[int]:
         """Copy into ``into`` piece by piece; yields the stored bytes of each."""
         stored = self.tensors[name]
         rows_bytes = stored.num_bytes // max(stored.shape[0], 1)
-        view = self._files[name].get_slice(name)
+        in_file = name.removeprefix(self._missing_prefix)
+        view = self._files[in_file].get_slice(in_file)
         for part in row_pieces(stored.shape):
             into[part] = view[part].to(device=into.device, dtype=into.dtype)
             yield rows_bytes * (part.stop - part.start)
+
+    @cached_property
+    def _missing_prefix(self) -> str:
+        """What the names lack in a checkpoint that was saved without a head, as that of GPT-2 was."""
+        prefix, _, embedding = tensor_names(self._config.architecture).embedding.partition(".")
+        return f"{prefix}." if f"{embedding}.weight" in self._files else ""
 
     @cached_property
     def _files(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_runtime.errors import CheckpointError
@@ -74,9 +75,16 @@ def check_weights(source: WeightSource, destinations: Mapping[str, Tensor]) -> N
 
 
 def load_weights(
-    source: WeightSource, destinations: Mapping[str, Tensor], on_progress: ProgressCallback | None = None
+    source: WeightSource,
+    destinations: Mapping[str, Tensor],
+    on_progress: ProgressCallback | None = None,
+    *,
+    check_finite: bool = False,
 ) -> None:
-    """Fill every destination, reporting after each piece. The source was checked with `check_weights`."""
+    """Fill every destination, reporting after each piece. The source was checked with `check_weights`.
+
+    With ``check_finite``, CheckpointError names the first tensor that is not all numbers once it has its final type.
+    """
     total = sum(source.tensors[name].num_bytes for name in destinations)
     loaded = 0
     for name, destination in destinations.items():
@@ -84,6 +92,12 @@ def load_weights(
             loaded += num_bytes
             if on_progress is not None:
                 on_progress(LoadProgress(loaded, total))
+        if check_finite and (wrong := _count_not_finite(destination)):
+            raise CheckpointError(
+                f"{source.location}: {wrong:,} of the {destination.numel():,} numbers in tensor {name} are NaN or "
+                f"infinite as {str(destination.dtype).removeprefix('torch.')}. Fetch the checkpoint again, or choose "
+                "another dtype"
+            )
 
 
 def row_pieces(shape: tuple[int, ...]) -> list[slice]:
@@ -93,6 +107,11 @@ def row_pieces(shape: tuple[int, ...]) -> list[slice]:
         row_elements *= size
     step = max(1, CHUNK_ELEMENTS // row_elements)
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+def _count_not_finite(tensor: Tensor) -> int:
+    """By pieces, since the answer for each element takes memory too."""
+    return sum(int((~torch.isfinite(tensor[part])).sum()) for part in row_pieces(tuple(tensor.shape)))
 
 
 def _some(names: list[str]) -> str:

@@ -97,7 +97,7 @@ def _write_gguf(
     leave_out: Sequence[str] = (),
 ) -> Path:
     config = model.config
-    architecture = config.model_type
+    architecture = config.model_type.removesuffix("_text")
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -107,7 +107,16 @@ def _write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if architecture in ("gemma2", "gemma3"):
+        writer.add_sliding_window(config.sliding_window)
+        for cap, add in (
+            (config.attn_logit_softcapping, writer.add_attn_logit_softcapping),
+            (config.final_logit_softcapping, writer.add_final_logit_softcapping),
+        ):
+            if cap is not None:
+                add(cap)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     metadata(writer)
     names = get_tensor_name_map(MODEL_ARCH_BY_NAME[architecture], config.num_hidden_layers)
@@ -120,6 +129,8 @@ def _write_gguf(
             values = np.ascontiguousarray(
                 values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
             )
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None
         this = kind if values.ndim > 1 else GGMLQuantizationType.F32

@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 LLAMA_3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -30,6 +31,21 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 2.0, 4.0, 7.0],
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+GEMMA = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA_3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with a tied head": ("Llama", {"tie_word_embeddings": True}),
@@ -49,7 +65,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3 with a head of its own": ("SmolLM3", {"no_rope_layers": [0, 1, 1], "tie_word_embeddings": False}),
+    "smollm3 with a window": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 6},
+    ),
+    "phi3": ("Phi3", {}),
+    "phi3 with a window": ("Phi3", {"sliding_window": 7}),
+    "phi3 that rotates a part of each head": ("Phi3", {"head_dim": 8, "rope_parameters": PARTIAL}),
+    "phi3 with longrope within its original length": (
+        "Phi3",
+        {"rope_parameters": LONG_ROPE | {"original_max_position_embeddings": 128}, "max_position_embeddings": 128},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2 with one key head per query head": ("Olmo2", {"num_key_value_heads": 6}),
+    "granite": ("Granite", {"attention_multiplier": 0.3} | GRANITE),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma2 without caps": ("Gemma2", GEMMA | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3": ("Gemma3", GEMMA | {"sliding_window_pattern": 2}),
+    "gemma3 with rotary scaling": ("Gemma3", GEMMA | {"layer_types": LAYER_TYPES, "rope_parameters": GEMMA_3_ROPE}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3 with experts": ("Qwen3Moe", EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
+    "qwen3 with experts in some layers": ("Qwen3Moe", EXPERTS | {"mlp_only_layers": [2], "decoder_sparse_step": 1}),
+    "qwen3 with experts in every other layer": ("Qwen3Moe", EXPERTS | {"decoder_sparse_step": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe with weights that sum to one": (
+        "Olmoe",
+        {"num_experts": 6, "norm_topk_prob": True, "num_experts_per_tok": 2},
+    ),
+    "gpt2": ("GPT2", {}),
+    "gpt2 with a head of its own and another width": ("GPT2", {"tie_word_embeddings": False, "n_inner": 56}),
+    "gpt2 without scaled scores": ("GPT2", {"scale_attn_weights": False}),
 }
+CLASSES = {"Gemma3Config": "Gemma3TextConfig", "GPT2ForCausalLM": "GPT2LMHeadModel"}
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 
 
@@ -59,10 +109,11 @@ def write_checkpoint(folder: Path, family: str, settings: dict[str, Any], **save
     Norms and biases are random too, since ones and zeros would hide mistakes.
     """
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | settings))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    settings = SIZES | NO_SPECIAL_TOKENS | settings
+    config_class, model_class = (CLASSES.get(family + end, family + end) for end in ("Config", "ForCausalLM"))
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**settings)).eval()
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
+        if "norm" in name or "bias" in name or ".ln_" in name:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
         else:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -90,11 +141,25 @@ def assert_same_logits(folder: Path, model: Any, paged_requests: Any) -> None:
     torch.testing.assert_close(torch.cat(parts), expected, **CLOSE)
 
 
+@torch.inference_mode()
+def assert_same_greedy_tokens(folder: Path, model: Any, paged_requests: Any) -> None:
+    """Over 64 steps, for two requests of different length that are served together.
+
+    One pass of the reference over the outcome tells: the first token that it would not have chosen stands out.
+    """
+    prompts = {"long": list(range(1, 31)), "short": [7, 5, 3]}
+    ours = paged_requests(load_model(folder, dtype="float32")).continue_greedily(prompts, 64)
+    for name, prompt in prompts.items():
+        logits = reference_logits(model, prompt + ours[name])
+        assert ours[name] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path, paged_requests: Any) -> None:
     family, settings = FAMILIES[name]
     model = write_checkpoint(tmp_path, family, settings)
     assert_same_logits(tmp_path, model, paged_requests)
+    assert_same_greedy_tokens(tmp_path, model, paged_requests)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model, load_tokenizer
+from megatron_runtime.model.gguf_config import gguf_config
 from megatron_runtime.model.gguf_file import GgufFile
 from megatron_runtime.model.weights import LoadProgress
 
@@ -38,13 +39,15 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 16}
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 WriteGguf = Callable[..., Path]
 
 
 def random_model(family: str = "Llama", **changes: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
+    kind = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, kind)(**(SIZES | changes))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
@@ -67,6 +70,9 @@ def assert_same_logits(path: Path, model: Any, paged_requests: Any) -> None:
         ("Llama", {"attention_bias": True, "mlp_bias": True}),
         ("Qwen2", {}),
         ("Qwen3", {"head_dim": 32}),
+        ("Gemma", {}),
+        ("Gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+        ("Gemma3", GEMMA | {"num_hidden_layers": 7}),
     ],
 )
 def test_a_converted_model_has_the_logits_of_the_original(
@@ -74,6 +80,45 @@ def test_a_converted_model_has_the_logits_of_the_original(
 ) -> None:
     model = random_model(family, **changes)
     assert_same_logits(write_gguf(tmp_path / "model.gguf", model), model, paged_requests)
+
+
+def test_gemma_3_scales_the_rotary_frequencies_of_its_global_layers_alone(
+    tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any
+) -> None:
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    model = random_model("Gemma3", num_hidden_layers=6, rope_parameters=rope, **GEMMA)
+
+    def scaling(writer: GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+
+    assert_same_logits(write_gguf(tmp_path / "model.gguf", model, metadata=scaling), model, paged_requests)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "per_head"), [("gemma2", 26, 16), ("gemma2", 46, 8), ("gemma3", 34, 16), ("gemma3", 62, 8)]
+)
+def test_the_scale_of_gemma_s_scores_is_told_by_its_number_of_layers(
+    family: str, layers: int, per_head: int, tmp_path: Path
+) -> None:
+    writer = GGUFWriter(tmp_path / "model.gguf", family)
+    writer.add_block_count(layers)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    writer.add_vocab_size(10)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    config = gguf_config(GgufFile(tmp_path / "model.gguf"))
+    assert config.attention_scale == pytest.approx(per_head**-0.5)
+    assert config.layer_windows == ()
 
 
 def test_the_rotary_factors_of_llama_3_are_applied(tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any) -> None:

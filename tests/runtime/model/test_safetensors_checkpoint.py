@@ -120,7 +120,7 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones(folder: Path) -
         ({"hidden_size": "wide"}, "hidden_size is 'wide', expected an integer"),
         ({"num_hidden_layers": 0}, "number of layers is 0, expected 1 to"),
         ({"num_key_value_heads": 3}, "4 attention heads can't share 3 key/value heads evenly"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu' is supported"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish', the known ones are silu, swish, gelu"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not known; the known ones are default"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing, expected a number"),
     ],

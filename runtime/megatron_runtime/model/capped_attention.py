@@ -1,0 +1,22 @@
+"""Attention whose scores are squeezed before the softmax (Gemma 2), which no fused kernel of PyTorch does."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def capped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, soft_cap: float) -> Tensor:
+    """``softmax(cap * tanh(q k / sqrt(head_dim) / cap) + mask) v``: [batch, heads, rows, head_dim].
+
+    ``keys`` and ``values`` are [batch, kv heads, tokens, head_dim], ``mask`` is additive and broadcasts to
+    [batch, kv heads, rows, tokens]. Query heads that share a key head are neighbours.
+    """
+    batch, heads, rows, head_dim = queries.shape
+    grouped = queries.reshape(batch, keys.shape[1], -1, rows, head_dim)
+    scores = grouped @ keys.transpose(-1, -2)[:, :, None] / math.sqrt(head_dim)
+    scores = torch.tanh(scores / soft_cap) * soft_cap + mask[..., None, :, :]
+    shares = torch.softmax(scores.float(), dim=-1).to(values.dtype)
+    return (shares @ values[:, :, None]).view(batch, heads, rows, head_dim)

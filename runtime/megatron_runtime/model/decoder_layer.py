@@ -1,0 +1,42 @@
+"""One layer of a decoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_runtime.model.attention import AttentionPlan, LayerCache
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.experts import Experts
+from megatron_runtime.model.layers import FeedForward, SelfAttention
+from megatron_runtime.model.norms import Norm, make_norm
+from megatron_runtime.model.rotary import Rotation
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward beside a residual path, normalized on the way in, on the way out, or both."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+
+        def norm(*placements: str) -> Norm | nn.Identity:
+            wanted = config.norm_placement in placements
+            return make_norm(config, config.hidden_size, dtype) if wanted else nn.Identity()
+
+        self.residual_multiplier = config.residual_multiplier
+        self.attention_norm = norm("before", "around")
+        self.attention = SelfAttention(config, layer, dtype)
+        self.attention_output_norm = norm("after", "around")
+        self.feed_forward_norm = norm("before", "around")
+        experts = config.experts_of(layer)
+        self.feed_forward: FeedForward | Experts = (
+            FeedForward(config, config.intermediate_size, dtype) if experts is None else Experts(config, experts, dtype)
+        )
+        self.feed_forward_output_norm = norm("after", "around")
+
+    def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        attended = self.attention(self.attention_norm(hidden), rotary, plan, cache)
+        hidden = hidden.add(self.attention_output_norm(attended), alpha=self.residual_multiplier)
+        fed = self.feed_forward(self.feed_forward_norm(hidden))
+        return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)

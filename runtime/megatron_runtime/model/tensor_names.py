@@ -1,0 +1,69 @@
+"""What Hugging Face calls the tensors of each family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Without ``.weight`` and ``.bias``, and of a layer's tensors what follows its prefix; the defaults are Llama's."""
+
+    embedding: str = "model.embed_tokens"
+    learned_positions: str = ""
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layer: str = "model.layers.{}."
+    attention_norm: str = "input_layernorm"
+    attention_output_norm: str = "post_attention_layernorm"
+    feed_forward_norm: str = "post_attention_layernorm"
+    feed_forward_output_norm: str = "post_feedforward_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three matrices, or one that holds all three."""
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    attention_output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Two matrices, or one that holds both."""
+    down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert: str = "mlp.experts.{}."
+    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    transposed: bool = False
+    """Whether matrices are stored as [in, out]."""
+
+
+_LLAMA = TensorNames()
+_GEMMA = replace(_LLAMA, feed_forward_norm="pre_feedforward_layernorm")
+_OTHERS = {
+    "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    "gemma2": _GEMMA,
+    "gemma3": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "mixtral": replace(
+        _LLAMA,
+        router="block_sparse_moe.gate",
+        expert="block_sparse_moe.experts.{}.",
+        expert_gate_up=("w1", "w3"),
+        expert_down="w2",
+    ),
+    "gpt2": TensorNames(
+        embedding="transformer.wte",
+        learned_positions="transformer.wpe",
+        final_norm="transformer.ln_f",
+        layer="transformer.h.{}.",
+        attention_norm="ln_1",
+        feed_forward_norm="ln_2",
+        qkv=("attn.c_attn",),
+        attention_output="attn.c_proj",
+        gate_up=("mlp.c_fc",),
+        down="mlp.c_proj",
+        transposed=True,
+    ),
+}
+
+
+def tensor_names(architecture: str) -> TensorNames:
+    """The names in a checkpoint of ``architecture``."""
+    return _OTHERS.get(architecture, _LLAMA)

@@ -1,0 +1,240 @@
+"""What the families' configurations may say, in newer and older spelling, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.hugging_face_config import hugging_face_config
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 2.0, 4.0, 7.0],
+    "original_max_position_embeddings": 16,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+CLOSE = {"atol": 1e-4, "rtol": 0.0}
+
+
+def save(folder: Path, family: str, *, kind: str = "ForCausalLM", **settings: Any) -> Any:
+    """A random model of ``family``, saved in ``folder``."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | settings))
+    kind = "LMHeadModel" if family == "GPT2" and kind == "ForCausalLM" else kind
+    model = getattr(transformers, family + kind)(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def read_config(folder: Path, fields: dict[str, Any]) -> ModelConfig:
+    """What is made of a ``config.json`` with nothing but ``fields``."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(fields))
+    return hugging_face_config(path)
+
+
+def plain(model_type: str, **fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in SIZES.items() if value is not None} | {"model_type": model_type} | fields
+
+
+@torch.inference_mode()
+def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def test_longrope_beyond_the_original_length_uses_the_long_factors(tmp_path: Path, paged_requests: Any) -> None:
+    model = save(tmp_path, "Phi3", rope_parameters=LONG_ROPE)
+    tokens = list(range(1, 41))
+    ours = paged_requests(load_model(tmp_path)).forward({"it": tokens})["it"]
+    torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
+
+
+def test_longrope_served_at_the_original_length_uses_the_short_factors(tmp_path: Path, paged_requests: Any) -> None:
+    model = save(tmp_path, "Phi3", rope_parameters=LONG_ROPE)
+    tokens = list(range(1, 17))
+    ours = paged_requests(load_model(tmp_path, max_sequence_length=16)).forward({"it": tokens})["it"]
+    torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
+
+
+def test_a_table_of_learned_positions_is_read_whole_whatever_length_is_served(tmp_path: Path) -> None:
+    save(tmp_path, "GPT2")
+    decoder = load_model(tmp_path, max_sequence_length=16)
+    assert decoder.config.max_position_embeddings == 16
+    assert decoder.learned_positions is not None
+    assert len(decoder.learned_positions) == 64
+
+
+def test_a_checkpoint_saved_without_its_head_is_read_under_the_names_it_has(
+    tmp_path: Path, paged_requests: Any
+) -> None:
+    body = save(tmp_path, "GPT2", kind="Model")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    assert "wte.weight" in tensors
+    save_file(tensors | {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64) for layer in range(3)}, path)
+    model = transformers.GPT2LMHeadModel(body.config).eval()
+    model.transformer.load_state_dict(body.state_dict())
+    model.tie_weights()
+    tokens = list(range(1, 30))
+    ours = paged_requests(load_model(tmp_path)).forward({"it": tokens})["it"]
+    torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
+
+
+def test_gemma_3_in_its_older_spelling_is_the_same_configuration(tmp_path: Path) -> None:
+    older = plain(
+        "gemma3_text",
+        hidden_activation="gelu_pytorch_tanh",
+        rope_theta=1e6,
+        rope_local_base_freq=20000.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        sliding_window=7,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=64,
+    )
+    config = read_config(tmp_path, older)
+    assert config.layer_windows == (7, None, 7)
+    assert (config.rope_theta, config.local_rope_theta) == (1e6, 20000.0)
+    assert (config.rope_scaling.kind, config.rope_scaling.factor) == ("linear", 8.0)
+    assert config.attention_scale == 0.125
+    assert config.tie_word_embeddings
+
+
+def test_smollm3_without_a_list_leaves_every_fourth_layer_unrotated(tmp_path: Path) -> None:
+    config = read_config(tmp_path, plain("smollm3", num_hidden_layers=8))
+    assert config.unrotated_layers == {3, 7}
+    assert config.rope_theta == 2e6
+
+
+def test_phi_3_spells_longrope_in_three_ways(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    for named in ({"type": "su"}, {"type": "longrope"}, {"rope_type": "longrope"}):
+        fields = plain("phi3", rope_scaling=named | factors, original_max_position_embeddings=16)
+        scaling = read_config(tmp_path, fields).rope_scaling
+        assert (scaling.kind, scaling.factor, scaling.original_max_position_embeddings) == ("longrope", 4.0, 16)
+        assert scaling.magnitude == pytest.approx(1.5**0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (plain("gemma2", query_pre_attn_scalar=0), "query_pre_attn_scalar is 0.0, expected a number above 0"),
+        (plain("gemma3_text", use_bidirectional_attention=True), "use_bidirectional_attention is True, only False is"),
+        (
+            plain("gemma3_text", rope_parameters={"sliding_attention": {"rope_type": "linear"}}),
+            "rope_type is 'linear', only 'default' is supported",
+        ),
+        (plain("gemma3_text", layer_types=["full_attention"] * 2), "the windows of 2 layers are given, expected 3"),
+        (plain("gemma2", layer_types=["chunked"]), "layer_types holds 'chunked', expected sliding_attention or full"),
+        (plain("smollm3", no_rope_layers=[1, 0]), "no_rope_layers has 2 entries, expected 3"),
+        (plain("smollm3", no_rope_layers=[1, "no", 1]), "no_rope_layers is 'no', expected an integer"),
+        (plain("olmoe", num_experts=4, clip_qkv=8.0), "clip_qkv is 8.0, only null is supported"),
+        (plain("mixtral"), "num_local_experts is missing, expected an integer"),
+        (plain("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 5}), "experts per token is 5, expected 1 to 4"),
+        (plain("qwen3_moe", **EXPERTS | {"moe_intermediate_size": 0}), "intermediate size of an expert is 0, expected"),
+        (plain("phi3", partial_rotary_factor=0.7), "5 channels of a head are rotated, expected an even number up to 8"),
+        (
+            plain("phi3", rope_scaling=LONG_ROPE | {"long_factor": [1.0]}),
+            "longrope has 1 factors for 4 rotary frequencies",
+        ),
+        (plain("llama", num_hidden_layers=10**12), "number of layers is 1,000,000,000,000, expected 1 to 1,048,576"),
+        (plain("mamba"), "architecture 'mamba' is not known; the known ones are llama, mistral, qwen2, qwen3, smollm3"),
+        (
+            {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5, "n_positions": 0},
+            "maximum sequence length is 0",
+        ),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_what_can_not_be_served_is_refused_by_its_field(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        read_config(tmp_path, fields)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "Qwen3Moe", **EXPERTS)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"tensor model.layers.1.mlp.experts.3.up_proj.weight missing"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_a_configuration_with_more_experts_than_tensors_takes_no_memory(tmp_path: Path) -> None:
+    save(tmp_path, "Mixtral", num_local_experts=4)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_local_experts": 10**7}))
+    with pytest.raises(CheckpointError, match="10,000,000 experts expected by the configuration, but only"):
+        inspect_checkpoint(tmp_path)
+
+
+def test_experts_are_counted_as_transformers_counts_them(tmp_path: Path) -> None:
+    model = save(tmp_path, "Qwen3Moe", **EXPERTS)
+    assert inspect_checkpoint(tmp_path).num_parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "GPT2", "Granite"])
+def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(
+    family: str, tmp_path: Path, paged_requests: Any
+) -> None:
+    extra = {"num_local_experts": 4} if family == "Mixtral" else {}
+    model = save(tmp_path, family, **extra).bfloat16()
+    model.save_pretrained(tmp_path)
+    tokens = list(range(1, 30))
+    exact = logits_of(model.float(), tokens)
+    allowed = (logits_of(model.bfloat16(), tokens) - exact).abs()
+    ours = paged_requests(load_model(tmp_path, dtype="bfloat16")).forward({"it": tokens})["it"]
+    assert (ours - exact).abs().mean() <= 2 * allowed.mean()
+
+
+def test_numbers_that_are_none_are_found_when_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, "Llama")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.2.mlp.down_proj.weight"
+    tensors[name][5, :3] = float("nan")
+    save_file(tensors, path)
+    load_model(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=rf"3 of the 1,536 numbers in tensor {name} are NaN or infinite as float32"
+    ):
+        load_model(tmp_path, check_finite=True)
+
+
+def test_numbers_that_the_chosen_type_can_not_hold_are_found_when_asked_for(tmp_path: Path) -> None:
+    save(tmp_path, "Llama")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] = 1e6
+    save_file(tensors, path)
+    load_model(tmp_path, check_finite=True)
+    with pytest.raises(CheckpointError, match=r"1 of the 32 numbers in tensor model.norm.weight are .* as float16"):
+        load_model(tmp_path, check_finite=True, dtype="float16")
