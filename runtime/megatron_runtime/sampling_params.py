@@ -38,6 +38,8 @@ class SamplingParams:
     """Lowers a token's logit by this if the answer has the token."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens, before any penalty; 100 all but forces a token, -100 all but forbids it."""
+    n: int = 1
+    """Answers per prompt that ``generate`` gives, one request each, as ``samples`` says."""
     seed: int | None = None
     """Fixes the noise; None lets the engine choose one when the request is submitted."""
     num_tokens_to_generate: int | None = None
@@ -98,6 +100,16 @@ class SamplingParams:
         """True if no noise is involved: the likeliest token is always taken."""
         return self.temperature == 0 or self.top_k == 1
 
+    def samples(self) -> list[SamplingParams]:
+        """The parameters of each of the n answers: the i-th has the seed plus i, so that it can be had alone again."""
+        if self.n == 1:
+            return [self]
+        alone = [copy.deepcopy(self) for _ in range(self.n)]
+        for index, params in enumerate(alone):
+            params.n = 1
+            params.seed = None if self.seed is None else (self.seed + index) % _SEED_LIMIT
+        return alone
+
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Set several fields at once; all or none are set.
 
@@ -148,6 +160,7 @@ class SamplingParams:
         self._check_integer("top_k", minimum=0)
         self._check_integer("top_n_logprobs", minimum=0)
         self._check_integer("min_tokens", minimum=0)
+        self._check_integer("n", minimum=1)
         self._check_integer("streaming_interval", minimum=1)
         self._check_integer("num_tokens_to_generate", minimum=0, optional=True)
         self._check_integer("num_tokens_total", minimum=1, optional=True)

@@ -28,6 +28,7 @@ from megatron_runtime.sampling_params import SamplingParams
         ("presence_penalty", 3),
         ("presence_penalty", None),
         ("min_tokens", -1),
+        ("n", 0),
         ("min_tokens", None),
         ("top_k", -1),
         ("top_k", 1.5),

@@ -52,6 +52,10 @@ class Admission:
         """
         params = request.sampling_params
         assert params is not None
+        if params.n != 1:
+            raise InvalidRequestError(
+                f"n={params.n}: a request has one answer; submit one for each of SamplingParams.samples()", field="n"
+            )
         self._require_known(params.logit_bias or ())
         tokens = self._prompt_tokens(prompt, params)
         request.prompt_tokens = request.remaining_prompt_tokens = torch.tensor(tokens, dtype=torch.int64)

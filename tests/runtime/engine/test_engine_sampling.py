@@ -214,3 +214,24 @@ def test_what_can_not_be_drawn_is_not_among_the_likeliest(make_engine: MakeEngin
     processed = serve(make_engine(logprobs_mode="processed_logprobs"), params)
     assert [len(top) for top in processed.generated_top_n_logprobs or []] == [2] * 5
     assert [len(top) for top in serve(make_engine(), params).generated_top_n_logprobs or []] == [4] * 5
+
+
+def test_several_samples_of_a_prompt_stand_side_by_side_and_can_be_had_alone(make_engine: MakeEngine) -> None:
+    params = SamplingParams(seed=2**64 - 1, n=3, num_tokens_to_generate=8)
+    records = make_engine().generate([PROMPT, [1, 2]], params)
+    answers = [record.merge().generated_tokens for record in records]
+    assert len({tuple(answer) for answer in answers}) == 6
+    for index, seed in enumerate([2**64 - 1, 0, 1]):
+        assert (
+            serve(make_engine(), SamplingParams(seed=seed, num_tokens_to_generate=8)).generated_tokens
+            == (answers[index])
+        )
+    unseeded = make_engine().generate([PROMPT], SamplingParams(n=3, num_tokens_to_generate=8))
+    assert len({tuple(record.merge().generated_tokens) for record in unseeded}) == 3
+
+
+def test_a_single_request_has_a_single_answer(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    record = engine.add_request(0, PROMPT, SamplingParams(n=2)).result(timeout=0)
+    assert isinstance(record[-1].error, InvalidRequestError)
+    assert (record[-1].error.field, record[-1].finish_reason) == ("n", "error")
