@@ -7,6 +7,8 @@ from enum import StrEnum
 
 from megatron_runtime.errors import ConfigurationError
 
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+
 
 class KVCacheManagementMode(StrEnum):
     """What becomes of the KV cache while the engine is suspended."""
@@ -58,9 +60,17 @@ class InferenceConfig:
     """Records an event per generated token in every request."""
     request_timeout: float | None = None
     """Seconds after its submission at which an unfinished request fails; None means never."""
+    logprobs_mode: str = "raw_logprobs"
+    """"raw_logprobs" reports the model's own log probabilities; "processed_logprobs" those that generated tokens were
+    drawn with, after penalties, biases, temperature and filters. The prompt's tokens were not drawn: theirs are raw."""
 
     def __post_init__(self) -> None:
         self._accept_mode_by_name()
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise ConfigurationError(
+                f"logprobs_mode={self.logprobs_mode!r} is unknown; choose one of {', '.join(LOGPROBS_MODES)}",
+                field="logprobs_mode",
+            )
         self._require_whole("block_size_tokens")
         for name in ("kv_cache_memory_bytes", "max_requests", "max_tokens", "max_sequence_length"):
             if getattr(self, name) is not None:

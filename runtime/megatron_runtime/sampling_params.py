@@ -11,6 +11,7 @@ from typing import Any
 from megatron_runtime.errors import InvalidRequestError
 
 _SEED_LIMIT = 2**64
+_LARGEST_BIAS = 100.0
 
 
 @dataclass
@@ -29,12 +30,24 @@ class SamplingParams:
     """Sample among the fewest likeliest tokens that together have this probability; 0 and 1 mean all."""
     min_p: float = 0.0
     """Sample among tokens at least this times as likely as the likeliest; 0 means all."""
+    repetition_penalty: float = 1.0
+    """Divides a token's logit where it is positive, and multiplies it where not, if prompt or answer have the token."""
+    frequency_penalty: float = 0.0
+    """Lowers a token's logit by this for every time that the answer has the token."""
+    presence_penalty: float = 0.0
+    """Lowers a token's logit by this if the answer has the token."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens, before any penalty; 100 all but forces a token, -100 all but forbids it."""
+    n: int = 1
+    """Answers per prompt that ``generate`` gives, one request each, as ``samples`` says."""
     seed: int | None = None
     """Fixes the noise; None lets the engine choose one when the request is submitted."""
     num_tokens_to_generate: int | None = None
     """Most tokens to generate; None means as many as the engine's sequence length leaves. 0 only scores the prompt."""
     num_tokens_total: int | None = None
     """Most tokens of prompt and answer together; excludes ``num_tokens_to_generate``."""
+    min_tokens: int = 0
+    """Tokens that the answer has before anything but its length may end it; stop texts complete by then don't count."""
     termination_id: int | None = None
     """A token that ends the answer, instead of the tokenizer's own; -1 means none."""
     ignore_eos: bool = False
@@ -67,6 +80,17 @@ class SamplingParams:
         self._validate()
 
     @property
+    def edits_logits(self) -> bool:
+        """True if single tokens are made likelier or less likely before anything else."""
+        return (
+            self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+            or bool(self.logit_bias)
+            or self.min_tokens > 0
+        )
+
+    @property
     def return_prompt_top_n_logprobs(self) -> bool:
         """True if the likeliest tokens are reported for the prompt's positions too."""
         return self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
@@ -75,6 +99,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """True if no noise is involved: the likeliest token is always taken."""
         return self.temperature == 0 or self.top_k == 1
+
+    def samples(self) -> list[SamplingParams]:
+        """The parameters of each of the n answers: the i-th has the seed plus i, so that it can be had alone again."""
+        if self.n == 1:
+            return [self]
+        alone = [copy.deepcopy(self) for _ in range(self.n)]
+        for index, params in enumerate(alone):
+            params.n = 1
+            params.seed = None if self.seed is None else (self.seed + index) % _SEED_LIMIT
+        return alone
 
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Set several fields at once; all or none are set.
@@ -94,8 +128,11 @@ class SamplingParams:
         self.__dict__.update(changed.__dict__)
 
     def serialize(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stop"}
+        """All fields as plain values; the keys of ``logit_bias`` are text, as JSON and msgpack want them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stop"}
+        if self.logit_bias is not None:
+            values["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return values
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> SamplingParams:
@@ -115,10 +152,15 @@ class SamplingParams:
 
     def _validate(self) -> None:
         self._check_number("temperature", minimum=0.0)
+        self._check_number("repetition_penalty", minimum=0.01, maximum=100.0)
+        self._check_number("frequency_penalty", minimum=-2.0, maximum=2.0)
+        self._check_number("presence_penalty", minimum=-2.0, maximum=2.0)
         self._check_number("top_p", minimum=0.0, maximum=1.0)
         self._check_number("min_p", minimum=0.0, maximum=1.0)
         self._check_integer("top_k", minimum=0)
         self._check_integer("top_n_logprobs", minimum=0)
+        self._check_integer("min_tokens", minimum=0)
+        self._check_integer("n", minimum=1)
         self._check_integer("streaming_interval", minimum=1)
         self._check_integer("num_tokens_to_generate", minimum=0, optional=True)
         self._check_integer("num_tokens_total", minimum=1, optional=True)
@@ -126,6 +168,7 @@ class SamplingParams:
         self._check_integer("seed", minimum=0, maximum=_SEED_LIMIT - 1, optional=True)
         self._check_flags()
         self._check_stops()
+        self.logit_bias = _biases(self.logit_bias)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -134,6 +177,11 @@ class SamplingParams:
                 f"num_tokens_to_generate={self.num_tokens_to_generate} and num_tokens_total={self.num_tokens_total} "
                 "exclude each other; give one",
                 field="num_tokens_total",
+            )
+        if self.num_tokens_to_generate is not None and self.min_tokens > self.num_tokens_to_generate:
+            raise InvalidRequestError(
+                f"min_tokens={self.min_tokens} is more than num_tokens_to_generate={self.num_tokens_to_generate}",
+                field="min_tokens",
             )
         if self.top_n_logprobs > 0 and not self.return_log_probs:
             raise InvalidRequestError(
@@ -173,6 +221,27 @@ class SamplingParams:
             return
         if not _is_integer(value) or not minimum <= value <= maximum:
             raise InvalidRequestError(f"{name}={value!r} must be an integer {_range(minimum, maximum)}", field=name)
+
+
+def _biases(value: Any) -> dict[int, float] | None:
+    """Token ids to biases; ids may come as text, since JSON has no other keys."""
+    if not value and (value is None or isinstance(value, Mapping)):
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"logit_bias={value!r} must map token ids to numbers", field="logit_bias")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        is_id = _is_integer(token) or (isinstance(token, str) and token.isascii() and token.isdigit())
+        if not is_id or int(token) < 0:
+            raise InvalidRequestError(f"logit_bias: {token!r} is no token id", field="logit_bias")
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not is_number or not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias: {bias!r} for token {token} must be a number {_range(-_LARGEST_BIAS, _LARGEST_BIAS)}",
+                field="logit_bias",
+            )
+        biases[int(token)] = float(bias)
+    return biases
 
 
 def _is_integer(value: Any) -> bool:

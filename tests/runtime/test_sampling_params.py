@@ -21,6 +21,15 @@ from megatron_runtime.sampling_params import SamplingParams
         ("top_p", 1.1),
         ("top_p", -0.1),
         ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 101),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.nan),
+        ("presence_penalty", 3),
+        ("presence_penalty", None),
+        ("min_tokens", -1),
+        ("n", 0),
+        ("min_tokens", None),
         ("top_k", -1),
         ("top_k", 1.5),
         ("top_n_logprobs", -1),
@@ -46,9 +55,35 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> N
     assert refusal.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("bias", "words"),
+    [
+        ([1], "must map"),
+        (7, "must map"),
+        ({-1: 1.0}, "-1 is no token id"),
+        ({"x": 1.0}, "'x' is no token id"),
+        ({True: 1.0}, "True is no token id"),
+        ({3: 101}, "101 for token 3"),
+        ({3: math.nan}, "nan for token 3"),
+        ({3: "1"}, "'1' for token 3"),
+    ],
+)
+def test_a_bias_that_makes_no_sense_is_refused(bias: object, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=rf"^logit_bias.*{words}") as refusal:
+        SamplingParams(logit_bias=bias)  # type: ignore[arg-type]
+    assert refusal.value.field == "logit_bias"
+
+
+def test_biases_may_name_their_tokens_in_text_as_json_does() -> None:
+    assert SamplingParams(logit_bias={"3": 1, 4: -2.5}).logit_bias == {3: 1.0, 4: -2.5}  # type: ignore[dict-item]
+    assert SamplingParams(logit_bias={}).logit_bias is None
+
+
 def test_what_excludes_or_needs_each_other_is_checked() -> None:
     with pytest.raises(InvalidRequestError, match="exclude each other"):
         SamplingParams(num_tokens_to_generate=1, num_tokens_total=2)
+    with pytest.raises(InvalidRequestError, match="min_tokens=3 is more than num_tokens_to_generate=2"):
+        SamplingParams(num_tokens_to_generate=2, min_tokens=3)
     with pytest.raises(InvalidRequestError, match="needs return_log_probs"):
         SamplingParams(top_n_logprobs=2)
 
@@ -81,7 +116,15 @@ def test_attributes_are_set_together_or_not_at_all() -> None:
 
 def test_parameters_survive_a_journey_as_msgpack() -> None:
     params = SamplingParams(
-        temperature=0.5, seed=2**64 - 1, stop=["x", "é"], stop_token_ids=[1, 2], return_log_probs=True, top_n_logprobs=4
+        temperature=0.5,
+        seed=2**64 - 1,
+        stop=["x", "é"],
+        stop_token_ids=[1, 2],
+        return_log_probs=True,
+        top_n_logprobs=4,
+        logit_bias={7: 1.5},
+        min_tokens=2,
+        presence_penalty=1,
     )
     assert SamplingParams.deserialize(msgpack.unpackb(msgpack.packb(params.serialize()))) == params
 

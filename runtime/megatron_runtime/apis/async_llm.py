@@ -43,8 +43,9 @@ class MegatronAsyncLLM(_MegatronLLMBase):
             sampling_params: For all prompts, or one for each.
 
         Returns:
-            The merged request for a single prompt, a list of them for a batch, in its order. A request that could not
-            be served has status FAILED and an error event.
+            The merged request for a single prompt with a single sample, else a list of them in the order of the
+            prompts, the ``n`` samples of a prompt side by side. A request that could not be served has status FAILED
+            and an error event.
 
         Raises:
             RuntimeError: On a rank that is not the primary one.
@@ -58,7 +59,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
             return []
         runtime, thread = self._require_runtime("generate")
         requests = await _on(thread, runtime.generate(several, params))
-        return requests[0] if is_single else requests
+        return requests[0] if is_single and len(requests) == 1 else requests
 
     async def pause(self) -> None:
         """RUNNING -> PAUSED: requests freeze where they are. Every rank calls it, as all of these.

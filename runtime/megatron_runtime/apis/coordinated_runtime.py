@@ -86,9 +86,10 @@ class CoordinatedRuntime:
     async def generate(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[DynamicInferenceRequest]:
-        """The merged requests, in the order of the prompts."""
+        """The merged requests, in the order of the prompts, the samples of a prompt side by side."""
         client = self._healthy_client()
-        futures = [client.add_request(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+        pairs = zip(prompts, params, strict=True)
+        futures = [client.add_request(prompt, sample) for prompt, param in pairs for sample in param.samples()]
         try:
             results = await asyncio.gather(*futures)
         finally:

@@ -31,8 +31,8 @@ class MegatronLLM(_MegatronLLMBase):
             sampling_params: For all prompts, or one for each.
 
         Returns:
-            A merged request for each prompt, in their order; a list also for a single prompt. A request that could not
-            be served has status FAILED and an error event.
+            A merged request for each prompt, in their order; a list also for a single prompt. The ``n`` samples of a
+            prompt stand side by side. A request that could not be served has status FAILED and an error event.
 
         Raises:
             RuntimeError: On a rank that is not the primary one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from typing import Any
 
@@ -51,6 +52,11 @@ class Admission:
         """
         params = request.sampling_params
         assert params is not None
+        if params.n != 1:
+            raise InvalidRequestError(
+                f"n={params.n}: a request has one answer; submit one for each of SamplingParams.samples()", field="n"
+            )
+        self._require_known(params.logit_bias or ())
         tokens = self._prompt_tokens(prompt, params)
         request.prompt_tokens = request.remaining_prompt_tokens = torch.tensor(tokens, dtype=torch.int64)
         continued = self._checked("generated", generated)
@@ -59,6 +65,7 @@ class Admission:
         limit = self._tokens_to_generate(request.request_id, len(tokens), params)
         if params.num_tokens_total is None:
             params.num_tokens_to_generate = limit
+            params.min_tokens = min(params.min_tokens, limit)
         if len(continued) > limit:
             raise InvalidRequestError(
                 f"generated has {len(continued)} tokens, more than the {limit} to generate", field="generated"
@@ -71,6 +78,14 @@ class Admission:
             max_length=len(tokens) + limit,
             next_log_prob=_first_log_prob(params, len(tokens), limit),
         )
+
+    def _require_known(self, biased: Iterable[int]) -> None:
+        for token in biased:
+            if token >= self._vocab_size:
+                raise InvalidRequestError(
+                    f"logit_bias: {token} is no token id; the model knows 0 to {self._vocab_size - 1}",
+                    field="logit_bias",
+                )
 
     def _prompt_tokens(self, prompt: Any, params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Slices
 from dataclasses import dataclass
 
@@ -13,8 +14,8 @@ from torch import Tensor
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.block_allocator import BlockAllocator
 from megatron_runtime.engine.context_limits import ContextLimits
-from megatron_runtime.engine.noise import noise_keys
-from megatron_runtime.engine.sampler import SamplingRules
+from megatron_runtime.engine.sampling_rules import SamplingRules
+from megatron_runtime.engine.sampling_table import SamplingTable
 from megatron_runtime.engine.sequence import Sequence, SequenceSlice
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
@@ -34,6 +35,10 @@ class LogProbRows:
     """int64 [P], the sampled token (0 .. S-1) whose log probability is wanted, or -1."""
     top_n: int
     """How many of the likeliest tokens are wanted at most."""
+    drawn: Tensor | None = None
+    """int64 [D], which of the P are wanted as they were drawn with; None if all are the model's own."""
+    rules: SamplingRules | None = None
+    """How the D are drawn."""
 
 
 class DynamicInferenceContext:
@@ -66,7 +71,7 @@ class DynamicInferenceContext:
         self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
         self._block_tables = np.zeros((self.limits.max_requests, self.limits.max_blocks_per_sequence), np.int32)
         self._num_blocks_known = [0] * self.limits.max_requests
-        self._sampling = _SamplingTable(self.limits.max_requests)
+        self._sampling = SamplingTable(self.limits.max_requests, model_config.vocab_size)
 
     @property
     def max_requests(self) -> int:
@@ -83,12 +88,12 @@ class DynamicInferenceContext:
         """Most tokens of a prompt and its answer together."""
         return self.limits.max_sequence_length
 
-    def occupy(self, sequence: Sequence, params: SamplingParams) -> None:
-        """Give a sequence that begins to run a row."""
+    def occupy(self, sequence: Sequence, params: SamplingParams, stop_ids: Collection[int] = ()) -> None:
+        """Give a sequence that begins to run a row; the stop ids are the tokens that end its answer."""
         assert sequence.row is None, f"request {sequence.request_id} has a row already"
         sequence.row = row = self._free_rows.pop()
         self._num_blocks_known[row] = 0
-        self._sampling.write(row, params)
+        self._sampling.write(row, params, sequence.prompt_length, stop_ids)
 
     def vacate(self, sequence: Sequence) -> None:
         """Take the row of a sequence that stopped running, if it has one."""
@@ -130,9 +135,7 @@ class DynamicInferenceContext:
 
     def sampling_rules(self, slices: Slices[SequenceSlice]) -> SamplingRules:
         """How the slices that sample do so."""
-        rows = np.array([part.sequence.row for part in slices if part.samples], np.intp)
-        positions = np.array([part.end for part in slices if part.samples], np.int64)
-        return self._sampling.rules(rows, positions)
+        return self._sampling.rules([(part.sequence, part.end) for part in slices if part.samples])
 
     def sampled_logit_rows(self, slices: Slices[SequenceSlice]) -> Tensor | None:
         """int64 [S], the rows of the logits that are sampled; None if that is all of them."""
@@ -161,12 +164,32 @@ class DynamicInferenceContext:
             num_sampled += part.samples
         if not rows:
             return None
+        drawn, rules = self._drawn(slices)
         return LogProbRows(
             rows=self._tensor(np.array(rows, np.int64)),
             targets=self._tensor(np.array(targets, np.int64)),
             sampled=self._tensor(np.array(sampled, np.int64)),
             top_n=top_n,
+            drawn=drawn,
+            rules=rules,
         )
+
+    def _drawn(self, slices: Slices[SequenceSlice]) -> tuple[Tensor | None, SamplingRules | None]:
+        """Which of the wanted log probabilities belong to generated tokens, and how these are drawn."""
+        if self.config.logprobs_mode == "raw_logprobs":
+            return None, None
+        drawn: list[int] = []
+        draws: list[tuple[Sequence, int]] = []
+        start = 0
+        for part in slices:
+            for place, length in enumerate(range(part.end - part.num_log_probs + 1, part.end + 1), start):
+                if length >= part.sequence.prompt_length:
+                    drawn.append(place)
+                    draws.append((part.sequence, length))
+            start += part.num_log_probs
+        if not drawn:
+            return None, None
+        return self._tensor(np.array(drawn, np.int64)), self._sampling.rules(draws)
 
     def check_integrity(self, running: Slices[Sequence]) -> None:
         """Assert that exactly the running sequences have rows."""
@@ -192,34 +215,6 @@ class DynamicInferenceContext:
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
-
-
-class _SamplingTable:
-    """The sampling parameters of every row, so that a batch's are one indexing away."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._temperature = np.zeros(num_rows, np.float32)
-        self._top_k = np.zeros(num_rows, np.int32)
-        self._top_p = np.zeros(num_rows, np.float32)
-        self._min_p = np.zeros(num_rows, np.float32)
-        self._seed = np.zeros(num_rows, np.uint64)
-
-    def write(self, row: int, params: SamplingParams) -> None:
-        assert params.seed is not None, "the engine gives every request a seed"
-        self._temperature[row] = params.temperature
-        self._top_k[row] = min(params.top_k, np.iinfo(np.int32).max)
-        self._top_p[row] = params.top_p
-        self._min_p[row] = params.min_p
-        self._seed[row] = params.seed
-
-    def rules(self, rows: NDArray[np.intp], positions: NDArray[np.int64]) -> SamplingRules:
-        return SamplingRules(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            keys=noise_keys(self._seed[rows], positions),
-        )
 
 
 def _logit_rows(slices: Slices[SequenceSlice], query_starts: NDArray[np.int64]) -> NDArray[np.int64]:

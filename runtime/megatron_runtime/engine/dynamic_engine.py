@@ -176,7 +176,7 @@ class DynamicInferenceEngine:
     ) -> list[DynamicInferenceRequestRecord]:
         """Serve prompts to their end, in this thread; one set of parameters for all, or one each.
 
-        Records come in the order of the prompts.
+        Records come in the order of the prompts, the ``n`` samples of a prompt side by side.
 
         Raises:
             TypeError: One text was given instead of a list.
@@ -185,9 +185,11 @@ class DynamicInferenceEngine:
             raise TypeError("prompts must be a list; put the text into one")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        ids = [self._unused_id() for _ in prompts]
-        for request_id, prompt, params in zip(ids, prompts, sampling_params, strict=True):
-            self.add_request(request_id, prompt, params)
+        pairs = zip(prompts, sampling_params, strict=True)
+        samples = [(self._unused_id(), prompt, sample) for prompt, params in pairs for sample in params.samples()]
+        for request in samples:
+            self.add_request(*request)
+        ids = [request_id for request_id, _, _ in samples]
         done: dict[int, DynamicInferenceRequestRecord] = {}
         while any(request_id not in done for request_id in ids):
             done |= {record.request_id: record for record in self.step_modern()["finished_request_records"]}

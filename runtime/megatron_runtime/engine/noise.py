@@ -26,8 +26,13 @@ def noise_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArr
 
 def delays(keys: NDArray[np.uint64], vocabulary: int, device: torch.device) -> Tensor:
     """Exponentially distributed with mean 1, for each key and each token: float32 [len(keys), vocabulary], above 0."""
-    low, high = (half.to(device)[:, None] for half in _halves(keys))
-    tokens = torch.arange(vocabulary, dtype=torch.int32, device=device)
+    return delays_of(keys, torch.arange(vocabulary, device=device))
+
+
+def delays_of(keys: NDArray[np.uint64], tokens: Tensor) -> Tensor:
+    """The same for some tokens only: integers [n], or [len(keys), n] of each key's own."""
+    low, high = (half.to(tokens.device)[:, None] for half in _halves(keys))
+    tokens = tokens.to(torch.int32)
     mixed = _mix32(_mix32(tokens ^ low).bitwise_xor_(high))
     uniform = mixed.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_BELOW_ONE)
     # The winners' delays are small: log1p of a small number keeps all of its digits.

@@ -64,7 +64,7 @@ class PassRunner:
             tracked = self._requests[sequence.request_id]
             if not tracked.was_scheduled:
                 self.prompt_tokens_total += sequence.prompt_length
-            self._context.occupy(sequence, tracked.params)
+            self._context.occupy(sequence, tracked.params, tracked.stop_ids)
             tracked.enter_context()
 
     def _evict(self, evicted: list[Sequence]) -> None:

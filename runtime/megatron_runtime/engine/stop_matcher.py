@@ -21,13 +21,16 @@ class StopMatcher:
         self.match: tuple[int, int] | None = None
         """Start and end of the first stop text in ``text``, once there is one."""
 
-    def push(self, new_text: str) -> bool:
-        """Add the text that one more token completed, which may be empty; True if a stop text is there."""
-        searched_from = max(0, len(self.text) - self._longest + 1)
+    def push(self, new_text: str, *, may_match: bool = True) -> bool:
+        """Add the text that one more token completed, which may be empty; True if a stop text is there.
+
+        A stop text that ends in text that may not match is passed over, now and later.
+        """
+        known = len(self.text)
         self.text += new_text
         self._ends.append(len(self.text))
-        if self.match is None and new_text:
-            self.match = self._first_match(searched_from)
+        if may_match and self.match is None and new_text:
+            self.match = self._first_match(known)
         return self.match is not None
 
     def tokens_before(self, end: int) -> int:
@@ -48,9 +51,10 @@ class StopMatcher:
             return self.tokens_before(self.match[0])
         return self.tokens_before(len(self.text) - self._possible_start())
 
-    def _first_match(self, start: int) -> tuple[int, int] | None:
-        found = [(place, place + len(stop)) for stop in self._stops if (place := self.text.find(stop, start)) >= 0]
-        return min(found, default=None)
+    def _first_match(self, known: int) -> tuple[int, int] | None:
+        """The leftmost stop text that ends after so many characters."""
+        starts = ((self.text.find(stop, max(0, known - len(stop) + 1)), len(stop)) for stop in self._stops)
+        return min(((start, start + length) for start, length in starts if start >= 0), default=None)
 
     def _possible_start(self) -> int:
         """Length of the longest end of the text that begins a stop text."""

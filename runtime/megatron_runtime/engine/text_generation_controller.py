@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_runtime.engine.context import LogProbRows
 from megatron_runtime.engine.log_probs import LogProbs, log_probs
-from megatron_runtime.engine.sampler import SamplingRules, sample
+from megatron_runtime.engine.sampler import processed_log_probs, sample
+from megatron_runtime.engine.sampling_rules import SamplingRules
 from megatron_runtime.engine.tracked_request import Scores
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
@@ -55,7 +56,12 @@ class TextGenerationController:
             wanted: Log probabilities to report.
         """
         logits: Tensor = self.model(batch, kv_cache)
-        tokens = sample(logits if sampled_rows is None else logits[sampled_rows], rules)
+        sampled = logits if sampled_rows is None else logits[sampled_rows]
+        if rules.edits is not None:
+            # Log probabilities are the model's own, so their logits have to stay as they are.
+            sampled = sampled.clone() if wanted is not None and sampled_rows is None else sampled
+            rules.edits.apply_(sampled)
+        tokens = sample(sampled, rules)
         return StepOutput(tokens.tolist(), None if wanted is None else _log_probs(logits, tokens, wanted))
 
     def scores(self, log_probs: LogProbs | None, start: int, count: int, top_n: int) -> Scores:
@@ -86,4 +92,10 @@ def _log_probs(logits: Tensor, tokens: Tensor, wanted: LogProbRows) -> LogProbs:
     targets = wanted.targets
     if tokens.numel():
         targets = torch.where(wanted.sampled >= 0, tokens[wanted.sampled.clamp(min=0)], targets)
-    return log_probs(logits[wanted.rows], targets.clamp(min=0), wanted.top_n)
+    normalized = logits[wanted.rows].log_softmax(dim=-1)
+    if wanted.drawn is not None and wanted.rules is not None:
+        drawn = logits[wanted.rows[wanted.drawn]]
+        if wanted.rules.edits is not None:
+            wanted.rules.edits.apply_(drawn)
+        normalized[wanted.drawn] = processed_log_probs(drawn, wanted.rules)
+    return log_probs(normalized, targets.clamp(min=0), wanted.top_n)

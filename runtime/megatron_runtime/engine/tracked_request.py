@@ -47,7 +47,7 @@ class TrackedRequest:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.incremental()
         self._matcher = StopMatcher(params.stop_words) if params.stop_words else None
-        self._stop_ids = _stop_ids(params, tokenizer)
+        self.stop_ids = _stop_ids(params, tokenizer)
         self._generated: list[int] = []
         self._log_probs: list[float] = []
         self._top_n: list[dict[str, float]] = []
@@ -190,12 +190,14 @@ class TrackedRequest:
     def _take(self, token: int) -> FinishReason | None:
         self._generated.append(token)
         self.current.generated_tokens.append(token)
-        if token in self._stop_ids:
+        may_end = len(self._generated) > self.params.min_tokens
+        if may_end and token in self.stop_ids:
             self._terminated = True
             return "stop"
-        if self._matcher is not None and self._matcher.push(self._detokenizer.push([token])):
-            return "stop"
-        return None
+        if self._matcher is None:
+            return None
+        text = self._detokenizer.push([token])
+        return "stop" if self._matcher.push(text, may_match=may_end) else None
 
     def _num_visible(self, final: bool) -> int:
         if self._matcher is not None and not final:

@@ -149,11 +149,13 @@ class DynamicInferenceRequestRecord:
 
 
 def _params_for_the_rest(request: DynamicInferenceRequest) -> Any:
-    """The same parameters, with as many fewer tokens to generate as there are already.
+    """The same parameters, with as many fewer tokens to generate, and to wait for an end, as there are already.
 
     A limit on the total needs no change: the tokens so far have moved to the prompt.
     """
     params = copy.deepcopy(request.sampling_params)
-    if params is not None and params.num_tokens_to_generate is not None:
-        params.num_tokens_to_generate -= len(request.generated_tokens)
+    if params is not None:
+        params.min_tokens = max(0, params.min_tokens - len(request.generated_tokens))
+        if params.num_tokens_to_generate is not None:
+            params.num_tokens_to_generate -= len(request.generated_tokens)
     return params

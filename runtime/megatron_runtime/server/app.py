@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.answer import Answer
 from megatron_runtime.server.api_keys import ApiKeys
@@ -64,14 +65,18 @@ class Frontend:
             message = f"n: {len(prompts)} prompts times {body.n} are more than {MAX_CHOICES} answers"
             raise ApiError(400, message, param="n")
         tasks = [
-            ChoiceTask(
-                index * body.n + sample, prompt, sampling_params(body, sample=sample, limit=self._limit(body, prompt))
-            )
+            ChoiceTask(index * body.n + sample, prompt, self._sampling_params(body, prompt, sample))
             for index, prompt in enumerate(prompts)
             for sample in range(body.n)
         ]
         runner = ChoiceRunner(self.client, self.tokenizer, self.metrics)
         return Generation(runner, tasks, timeout=self.options.request_timeout, admission=self.admission)
+
+    def _sampling_params(
+        self, body: ChatCompletionBody | CompletionBody, prompt: list[int], sample: int
+    ) -> SamplingParams:
+        limit = self._limit(body, prompt)
+        return sampling_params(body, sample=sample, limit=limit, vocab_size=self.tokenizer.vocab_size)
 
     def _limit(self, body: ChatCompletionBody | CompletionBody, prompt: list[int]) -> int:
         longest = self.options.max_sequence_length

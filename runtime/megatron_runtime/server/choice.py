@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
@@ -123,6 +124,8 @@ def _raise_if_failed(request: DynamicInferenceRequest) -> None:
     payloads = [event.payload for event in request.events if event.payload is not None]
     error = payloads[-1] if payloads else None
     message = str(getattr(error, "message", None) or error or "the engine gave no reason")
+    if isinstance(error, InvalidRequestError):
+        raise ApiError(400, message, param=error.field)
     if error is not None and not getattr(error, "is_transient", True):
         raise ApiError(400, message, code="context_length_exceeded")
     raise ApiError(500, f"the engine failed on this request: {message}", kind="server_error", code="engine_error")

@@ -48,6 +48,11 @@ class GenerationBody(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    min_tokens: int = Field(0, ge=0)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = None
     stop: StopString | list[StopString] = Field(default_factory=list)
@@ -63,10 +68,6 @@ class GenerationBody(BaseModel):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-    presence_penalty: Annotated[float, _only(0)] = 0
-    frequency_penalty: Annotated[float, _only(0)] = 0
-    logit_bias: Annotated[dict[str, float] | None, _only(None, {})] = None
 
     @model_validator(mode="before")
     @classmethod

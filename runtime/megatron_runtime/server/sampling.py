@@ -10,21 +10,34 @@ from megatron_runtime.server.protocol import ChatCompletionBody, CompletionBody
 _SEEDS = 2**64
 
 
-def sampling_params(body: ChatCompletionBody | CompletionBody, *, sample: int, limit: int) -> SamplingParams:
+def sampling_params(
+    body: ChatCompletionBody | CompletionBody, *, sample: int, limit: int, vocab_size: int
+) -> SamplingParams:
     """The parameters of the ``sample``-th of ``n`` answers, which may have ``limit`` tokens.
 
     With a seed each sample gets its own, so that they differ from each other and repeat with the request.
+
+    Raises:
+        ApiError: 400, naming the field that the engine would refuse.
     """
+    if body.min_tokens > limit:
+        message = f"min_tokens: {body.min_tokens} tokens are more than the {limit} that the answer may have"
+        raise ApiError(400, message, param="min_tokens")
     if isinstance(body, ChatCompletionBody):
         with_log_probs, top = body.logprobs, body.top_logprobs
     else:
         with_log_probs, top = body.logprobs is not None, body.logprobs or 0
     try:
-        return SamplingParams(
+        params = SamplingParams(
             temperature=body.temperature,
             top_k=max(body.top_k, 0),
             top_p=body.top_p,
             min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            logit_bias=body.logit_bias,  # type: ignore[arg-type]
+            min_tokens=body.min_tokens,
             seed=None if body.seed is None else (body.seed + sample) % _SEEDS,
             num_tokens_to_generate=limit,
             stop=body.stop_strings,
@@ -37,6 +50,11 @@ def sampling_params(body: ChatCompletionBody | CompletionBody, *, sample: int, l
         )
     except InvalidRequestError as error:
         raise ApiError(400, str(error), param=error.field) from error
+    for token in params.logit_bias or ():
+        if token >= vocab_size:
+            message = f"logit_bias: token {token} is outside the vocabulary of {vocab_size} tokens"
+            raise ApiError(400, message, param="logit_bias")
+    return params
 
 
 def token_limit(prompt_tokens: int, wanted: int | None, longest: int, *, param: str, prompt_param: str) -> int:

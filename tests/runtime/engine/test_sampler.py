@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_runtime.engine.log_probs import log_probs
 from megatron_runtime.engine.noise import delays, noise_keys
-from megatron_runtime.engine.sampler import NO_TOKEN, SamplingRules, sample
+from megatron_runtime.engine.sampler import NO_TOKEN, sample
+from megatron_runtime.engine.sampling_rules import SamplingRules
 
 
 def rules_of(
@@ -165,7 +166,7 @@ def test_delays_depend_on_seed_and_position_alone_up_to_the_largest_seed() -> No
 
 def test_log_probs_are_those_of_the_plain_logits() -> None:
     logits = torch.stack([LOGITS, LOGITS.flip(0)])
-    found = log_probs(logits, torch.tensor([3, 0]), top_n=2)
+    found = log_probs(logits.log_softmax(-1), torch.tensor([3, 0]), top_n=2)
     expected = logits.log_softmax(-1)
     assert found.chosen == pytest.approx([expected[0, 3].item(), expected[1, 0].item()])
     assert found.top_ids == [[1, 5], [5, 1]]

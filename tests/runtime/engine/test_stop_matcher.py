@@ -65,3 +65,11 @@ def test_bytes_of_an_unfinished_character_are_held_back_too() -> None:
     assert matcher.safe_tokens() == 1
     assert matcher.push("é")
     assert matcher.safe_tokens() == 1
+
+
+def test_a_stop_text_that_may_not_match_yet_is_passed_over_for_good() -> None:
+    matcher = StopMatcher(["ab", "b"])
+    assert not matcher.push("xab", may_match=False)
+    assert not matcher.push("a")
+    assert matcher.push("b")
+    assert matcher.match == (3, 5)

@@ -106,6 +106,19 @@ def test_each_prompt_may_have_its_own_parameters(llm: MegatronLLM) -> None:
         llm.generate(PROMPTS, lengths[:2])
 
 
+def test_several_samples_with_penalties_are_the_same_in_both_modes(parts: dict[str, Any], llm: MegatronLLM) -> None:
+    params = SamplingParams(
+        n=3, seed=7, num_tokens_to_generate=8, frequency_penalty=0.5, logit_bias={19556: 1.0}, min_tokens=8
+    )
+    direct, served = (
+        [request.generated_tokens for request in one.generate(PROMPTS[:2], params)]
+        for one in (MegatronLLM(**parts), llm)
+    )
+    assert direct == served
+    assert [len(tokens) for tokens in direct] == [8] * 6
+    assert len({tuple(tokens) for tokens in direct}) == 6
+
+
 def test_log_probs_are_the_same_in_both_modes(parts: dict[str, Any], llm: MegatronLLM) -> None:
     wanted = SamplingParams(
         temperature=0, num_tokens_to_generate=5, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2
@@ -206,6 +219,9 @@ async def test_the_async_class_returns_one_request_for_one_prompt_and_a_list_for
         batch = await llm.generate(PROMPTS, GREEDY)
         assert isinstance(batch, list)
         assert [request.generated_tokens for request in batch] == expected
+        several = await llm.generate(PROMPTS[0], SamplingParams(n=2, num_tokens_to_generate=1))
+        assert isinstance(several, list)
+        assert len(several) == 2
         assert await llm.generate([]) == []
         endless = asyncio.create_task(llm.generate("Once upon a time", SamplingParams(ignore_eos=True)))
         await asyncio.sleep(0)

@@ -83,6 +83,21 @@ def test_a_stop_string_ends_the_answer_before_it(shared_pod: Any) -> None:
     assert "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices) == whole.message.content
 
 
+def test_biases_penalties_and_a_minimum_length_change_the_answer(shared_pod: Any) -> None:
+    def ask(messages: list[Any], **fields: Any) -> Any:
+        asked: dict[str, Any] = {"model": "chat", "messages": messages, "temperature": 0, "max_tokens": 30}
+        return shared_pod.openai.chat.completions.create(**asked, extra_body=fields)
+
+    hello = "19556"
+    assert ask(FRANCE, logit_bias={hello: 100}).choices[0].message.content == "Hello" * 30
+    plain = ask(STORY).choices[0].message.content
+    for penalty in ({"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 1.5}):
+        assert ask(STORY, **penalty).choices[0].message.content != plain
+    short, longer = ask(FRANCE), ask(FRANCE, min_tokens=25)
+    assert short.usage.completion_tokens < 25 <= longer.usage.completion_tokens
+    assert longer.choices[0].message.content.startswith(short.choices[0].message.content)
+
+
 def test_the_models_are_listed(shared_pod: Any) -> None:
     assert [model.id for model in shared_pod.openai.models.list()] == ["chat"]
     assert shared_pod.openai.models.retrieve("chat").id == "chat"
@@ -104,6 +119,13 @@ def test_an_unknown_model_is_not_found(shared_pod: Any) -> None:
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": FRANCE, "tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"messages": FRANCE, "max_tokens": 100000}, "max_tokens", "100000 tokens after a prompt of"),
+        ({"messages": FRANCE, "frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
+        ({"messages": FRANCE, "presence_penalty": "much"}, "presence_penalty", "number"),
+        ({"messages": FRANCE, "repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.01"),
+        ({"messages": FRANCE, "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        ({"messages": FRANCE, "logit_bias": {"5": 101}}, "logit_bias", "101.0 for token 5"),
+        ({"messages": FRANCE, "logit_bias": {"49152": 1}}, "logit_bias", "outside the vocabulary of 49152"),
+        ({"messages": FRANCE, "min_tokens": 9, "max_tokens": 8}, "min_tokens", "more than the 8"),
         ({}, "messages", "required"),
     ],
 )
