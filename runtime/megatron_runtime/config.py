@@ -8,6 +8,9 @@ from typing import TypeVar
 
 from megatron_runtime.errors import ConfigurationError
 
+DEFAULT_MAX_REQUESTS = 256
+"""Most requests in one forward pass, if nothing else is asked for and the pool has as many blocks."""
+
 _Enum = TypeVar("_Enum", bound=StrEnum)
 
 

@@ -17,7 +17,7 @@ from megatron_runtime.errors import (
     MaxSequenceLengthOverflowError,
     TokenOverflowError,
 )
-from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes_batched
+from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -88,7 +88,7 @@ class Admission:
     def _block_hashes(self, tokens: list[int]) -> list[int]:
         if not self._prefix_caching:
             return []
-        return compute_block_hashes_batched(torch.tensor(tokens, dtype=torch.int64), self._limits.block_size_tokens)
+        return compute_block_hashes(tokens, self._limits.block_size_tokens)
 
     def _prompt_tokens(self, prompt: Any, params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):
