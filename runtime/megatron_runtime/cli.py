@@ -48,13 +48,15 @@ def serve(
     block_size_tokens: Annotated[int, typer.Option(help="Tokens per block of the KV cache.")] = 16,
     kv_cache_memory: Annotated[str | None, typer.Option(help="Size of the KV cache per rank, like 20Gi.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Most requests that compute at a time.")] = None,
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse the cache of equal prompt beginnings.")] = False,
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the cache of equal prompt beginnings.")] = True,
     chunked_prefill: Annotated[bool, typer.Option(help="Split long prompts over several steps.")] = True,
     kv_cache_management: Annotated[
         str, typer.Option(help="What suspend does with the KV cache: persist, offload or recompute.")
     ] = "offload",
     offload_weights: Annotated[bool, typer.Option(help="Suspend moves the weights to host memory.")] = False,
-    routing_policy: Annotated[str, typer.Option(help="round-robin or load-balanced.")] = "round-robin",
+    routing_policy: Annotated[
+        str, typer.Option(help="round-robin, load-balanced, first-prefix-block or longest-prefix.")
+    ] = "round-robin",
     routing_alpha: Annotated[float, typer.Option(help="Weight of the prefix against the load, 0 to 1.")] = 0.5,
     frontend_replicas: Annotated[int, typer.Option(help="Processes that answer HTTP.")] = 2,
     request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
@@ -79,6 +81,7 @@ def serve(
                 block_size_tokens=block_size_tokens,
                 kv_cache_bytes=None if kv_cache_memory is None else parse_bytes(kv_cache_memory, "--kv-cache-memory"),
                 max_requests=max_requests,
+                prefix_caching=prefix_caching,
                 chunked_prefill=chunked_prefill,
                 kv_cache_management=kv_cache_management,
                 offload_weights=offload_weights,
@@ -92,7 +95,6 @@ def serve(
             threads_per_rank=threads_per_rank,
             routing_policy=routing_policy,
             routing_alpha=routing_alpha,
-            prefix_caching=prefix_caching,
             frontend_replicas=frontend_replicas,
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 from megatron_runtime.errors import ConfigurationError
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+DEFAULT_MAX_REQUESTS = 256
+"""Most requests in one forward pass, if nothing else is asked for and the pool has as many blocks."""
+
+_Enum = TypeVar("_Enum", bound=StrEnum)
 
 
 class KVCacheManagementMode(StrEnum):
@@ -28,6 +33,15 @@ class PrefixCachingCoordinatorPolicy(StrEnum):
     LOAD_BALANCED = "load_balanced"
     FIRST_PREFIX_BLOCK = "first_prefix_block"
     LONGEST_PREFIX = "longest_prefix"
+
+
+class PrefixCachingEvictionPolicy(StrEnum):
+    """How long the prefix cache keeps a block that no running request uses."""
+
+    REF_ZERO = "ref_zero"
+    """Not at all: requests share only what they use at the same time."""
+    LRU = "lru"
+    """Until its room is needed; what was unused for longest goes first, and no block before those that build on it."""
 
 
 @dataclass
@@ -52,6 +66,11 @@ class InferenceConfig:
     """Most tokens of a prompt and its answer together; None, and anything longer, means what the model was made for."""
     enable_chunked_prefill: bool = True
     """Lets a prompt longer than what is left of ``max_tokens`` be computed over several forward passes."""
+    enable_prefix_caching: bool = False
+    """Lets a request skip the beginning of its prompt if an earlier request's keys and values of it are still there.
+    Off unless asked for, because whoever changes the model's weights then has to call ``invalidate_prefix_cache``."""
+    prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
+    """How long the prefix cache keeps a block that no running request uses."""
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     """What becomes of the KV cache on suspend."""
     offload_weights: bool = False
@@ -65,7 +84,10 @@ class InferenceConfig:
     drawn with, after penalties, biases, temperature and filters. The prompt's tokens were not drawn: theirs are raw."""
 
     def __post_init__(self) -> None:
-        self._accept_mode_by_name()
+        self.kv_cache_management_mode = _member(KVCacheManagementMode, self, "kv_cache_management_mode")
+        self.prefix_caching_eviction_policy = _member(
+            PrefixCachingEvictionPolicy, self, "prefix_caching_eviction_policy"
+        )
         if self.logprobs_mode not in LOGPROBS_MODES:
             raise ConfigurationError(
                 f"logprobs_mode={self.logprobs_mode!r} is unknown; choose one of {', '.join(LOGPROBS_MODES)}",
@@ -93,16 +115,6 @@ class InferenceConfig:
             return int(self.buffer_size_gb * 2**30)
         return (2 if device_type == "cpu" else 20) * 2**30
 
-    def _accept_mode_by_name(self) -> None:
-        try:
-            self.kv_cache_management_mode = KVCacheManagementMode(self.kv_cache_management_mode)
-        except ValueError:
-            known = ", ".join(mode.value for mode in KVCacheManagementMode)
-            raise ConfigurationError(
-                f"kv_cache_management_mode={self.kv_cache_management_mode!r} is unknown; choose one of {known}",
-                field="kv_cache_management_mode",
-            ) from None
-
     def _require_whole(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -112,3 +124,13 @@ class InferenceConfig:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise ConfigurationError(f"{name}={value!r} must be a number greater than 0", field=name)
+
+
+def _member(kind: type[_Enum], config: InferenceConfig, name: str) -> _Enum:
+    """A field's value, or its name, as a member of the enumeration."""
+    value = getattr(config, name)
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(member.value for member in kind)
+        raise ConfigurationError(f"{name}={value!r} is unknown; choose one of {known}", field=name) from None

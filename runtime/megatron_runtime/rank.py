@@ -73,6 +73,7 @@ def _inference_config(options: dict[str, Any]) -> Any:
         kv_cache_memory_bytes=options["kv_cache_bytes"] or _free_device_memory(),
         max_requests=options["max_requests"],
         max_sequence_length=options["max_sequence_length"],
+        enable_prefix_caching=options["prefix_caching"],
         enable_chunked_prefill=options["chunked_prefill"],
         kv_cache_management_mode=options["kv_cache_management"],
         offload_weights=options["offload_weights"],

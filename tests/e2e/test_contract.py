@@ -82,6 +82,7 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
         "device": "cpu",
         "kv_cache_memory": "256Mi",
         "kv_cache_management": "offload",
+        "prefix_caching": True,
         "chunked_prefill": True,
         "offload_weights": False,
         "routing_policy": "round-robin",
@@ -104,12 +105,16 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
             {"model": Path("/models/x")},
         ),
         (
-            {"engine": {"chunkedPrefill": False, "offloadWeights": True}},
-            {"chunked_prefill": False, "offload_weights": True},
+            {"engine": {"prefixCaching": False, "chunkedPrefill": False, "offloadWeights": True}},
+            {"prefix_caching": False, "chunked_prefill": False, "offload_weights": True},
         ),
         (
             {"engine": {"kvCacheMemory": "1.5Gi", "blockSizeTokens": 32}},
             {"kv_cache_memory": "1.5Gi", "block_size_tokens": 32},
+        ),
+        (
+            {"routing": {"policy": "LongestPrefix", "alpha": 0.25}},
+            {"routing_policy": "longest-prefix", "routing_alpha": 0.25},
         ),
         ({"engine": {"extraArgs": ["--threads-per-rank=2"]}}, {"threads_per_rank": 2}),
         ({"rollout": {"drainTimeout": "1500ms"}}, {"drain_timeout": 1.5}),

@@ -53,6 +53,12 @@ def test_what_is_left_out_gets_its_default() -> None:
         ({"model": {}}, "spec.model.source", "is missing"),
         ({"parallelism": {"tensor": 4}}, "spec.parallelism.tensor", "set it to 1"),
         ({"pods": {"ranksPerPod": 2}}, "spec.pods.ranksPerPod", "set it to 1 or less"),
+        (
+            {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},
+            "spec.routing.policy",
+            "set that to true, or choose RoundRobin",
+        ),
+        ({"routing": {"alpha": 2}}, "spec.routing.alpha", "at most 1.0"),
         ({"image": ""}, "spec.image", "must not be empty"),
         ({"podTemplate": {"spec": []}}, "spec.podTemplate.spec", "dictionary"),
         ({"podTemplate": {"metadata": {"labels": {"a": 1}}}}, "spec.podTemplate.metadata.labels.a", "string"),

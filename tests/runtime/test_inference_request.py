@@ -18,6 +18,7 @@ from megatron_runtime.inference_request import (
     DynamicInferenceRequestRecord,
     InferenceRequest,
     Status,
+    compute_block_hashes,
     compute_block_hashes_batched,
     deserialize_tensor,
     serialize_tensor,
@@ -60,6 +61,17 @@ def test_block_hashes_follow_their_closed_form(tokens: list[int], block_size: in
         parent = (parent * HASH_BASE + signed(total % 2**64) % HASH_PRIME) % HASH_PRIME + 1
         expected.append(parent)
     assert compute_block_hashes_batched(torch.tensor(tokens), block_size) == expected
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=60), st.integers(1, 70))
+def test_hashes_wrap_where_64_bit_integers_do(tokens: list[int], block_size: int) -> None:
+    blocks = torch.tensor(tokens, dtype=torch.int64)[: len(tokens) // block_size * block_size].view(-1, block_size)
+    weights = [31**place % 2**64 for place in range(block_size)]
+    signed = torch.tensor([(each - 2**64 if each >= 2**63 else each) % HASH_PRIME for each in weights])
+    expected: list[int] = []
+    for total in ((blocks * signed).sum(dim=1) % HASH_PRIME).tolist():
+        expected.append(((expected[-1] if expected else 0) * 31 + total) % HASH_PRIME + 1)
+    assert compute_block_hashes(tokens, block_size) == expected
 
 
 def test_hashes_are_computed_only_for_prefix_caching() -> None:

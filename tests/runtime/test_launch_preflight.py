@@ -40,9 +40,11 @@ def with_engine(options: LaunchOptions, **changes: Any) -> LaunchOptions:
     [
         ({"replicas": 0}, "--replicas 0: must be at least 1"),
         ({"routing_alpha": 1.5}, "--routing-alpha 1.5: must be between 0 and 1"),
-        ({"routing_policy": "longest-prefix"}, "--routing-policy longest-prefix: routes by cached prefixes"),
+        (
+            {"routing_policy": "longest-prefix", "engine": EngineOptions(prefix_caching=False)},
+            "--routing-policy longest-prefix: routes by cached prefixes, but --no-prefix-caching",
+        ),
         ({"routing_policy": "random"}, "--routing-policy random: use one of round-robin, load-balanced"),
-        ({"prefix_caching": True}, "--prefix-caching: this version's engine has no prefix cache"),
         ({"port": 70000}, "--port 70000: must be between 0"),
         ({"engine": EngineOptions(dtype="int8")}, "--dtype int8: use one of auto, float32"),
         ({"engine": EngineOptions(device="tpu")}, "--device tpu: use one of cpu, cuda"),

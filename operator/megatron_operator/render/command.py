@@ -40,6 +40,7 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         "--max-requests": engine.max_requests,
         "--kv-cache-management": engine.kv_cache_management.value.lower(),
         "--routing-policy": _kebab(spec.routing.policy.value),
+        "--routing-alpha": f"{spec.routing.alpha:g}",
         "--frontend-replicas": spec.frontend.replicas,
         "--drain-timeout": f"{spec.rollout.drain_timeout:g}",
         "--max-restarts": max_restarts,
@@ -47,6 +48,7 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
     if spec.model.max_sequence_length is not None:
         flags["--max-sequence-length"] = spec.model.max_sequence_length
     words = [f"{flag}={value}" for flag, value in flags.items()]
+    words.append("--prefix-caching" if engine.prefix_caching else "--no-prefix-caching")
     words.append("--chunked-prefill" if engine.chunked_prefill else "--no-chunked-prefill")
     if engine.offload_weights:
         words.append("--offload-weights")

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from megatron_runtime.config import PrefixCachingCoordinatorPolicy
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator import states
 from megatron_runtime.data_parallel_inference_coordinator.core import CoordinatorSettings, Core
 from megatron_runtime.data_parallel_inference_coordinator.handlers import handlers
 from megatron_runtime.data_parallel_inference_coordinator.socket_loop import RouterSocket
-from megatron_runtime.errors import CoordinatorError
+from megatron_runtime.errors import ConfigurationError, CoordinatorError
+from megatron_runtime.inference_request import compute_block_hashes
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +54,11 @@ class DataParallelInferenceCoordinator:
             to be given the state that its service was in.
         request_timeout: Seconds that a request waits while there is no engine.
         engine_timeout: Seconds of silence after which an engine is taken for dead.
+        prefix_caching_routing_alpha: Weight, 0 to 1, of a known prefix against the load.
+        max_requests: Requests with which an engine counts as full in that weighing.
 
     Raises:
-        ConfigurationError: host needs a key, or can't be bound.
+        ConfigurationError: host needs a key, or can't be bound, or prefix_caching_routing_alpha is out of range.
     """
 
     CoordinatorState = states.CoordinatorState
@@ -79,9 +82,16 @@ class DataParallelInferenceCoordinator:
         initial_state: states.CoordinatorState | str = states.CoordinatorState.RUNNING,
         request_timeout: float = 120.0,
         engine_timeout: float = 5.0,
+        prefix_caching_routing_alpha: float = 0.5,
+        max_requests: int = DEFAULT_MAX_REQUESTS,
     ) -> None:
         if isinstance(initial_state, str):
             initial_state = states.CoordinatorState[initial_state.upper()]
+        if not 0 <= prefix_caching_routing_alpha <= 1:
+            raise ConfigurationError(
+                f"prefix_caching_routing_alpha={prefix_caching_routing_alpha} must be between 0 and 1",
+                field="prefix_caching_routing_alpha",
+            )
         self.data_parallel_size = data_parallel_size
         self.tokenizer = tokenizer
         settings = CoordinatorSettings(
@@ -90,6 +100,8 @@ class DataParallelInferenceCoordinator:
             block_size_tokens=block_size_tokens,
             enable_prefix_caching=enable_prefix_caching,
             policy=PrefixCachingCoordinatorPolicy(prefix_caching_coordinator_policy),
+            routing_alpha=prefix_caching_routing_alpha,
+            max_requests=max_requests,
             schedule_output_path=schedule_output_path,
             initial_state=initial_state,
             request_timeout=request_timeout,
@@ -150,13 +162,8 @@ class DataParallelInferenceCoordinator:
         block_size = self._core.settings.hash_block_size
         if not block_size or (isinstance(prompt, str) and self.tokenizer is None):
             return []
-        # Only here: the coordinator runs without torch unless prompts arrive unhashed.
-        import torch
-
-        from megatron_runtime.inference_request import compute_block_hashes_batched
-
-        tokens = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return compute_block_hashes_batched(torch.tensor(tokens, dtype=torch.int64), block_size)
+        tokens: list[int] = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return compute_block_hashes(tokens, block_size)
 
     def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
         """The socket identity of the engine that the policy picks for a prompt with these hashes.

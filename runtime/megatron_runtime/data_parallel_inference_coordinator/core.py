@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_runtime.config import PrefixCachingCoordinatorPolicy
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator.complaints import Complaints
 from megatron_runtime.data_parallel_inference_coordinator.dispatcher import Dispatcher
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
@@ -36,6 +36,10 @@ class CoordinatorSettings:
     block_size_tokens: int | None = None
     enable_prefix_caching: bool = False
     policy: PrefixCachingCoordinatorPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+    routing_alpha: float = 0.5
+    """Weight of a known prefix against the load in prefix routing, 0 to 1."""
+    max_requests: int = DEFAULT_MAX_REQUESTS
+    """Requests with which an engine counts as full in prefix routing."""
     schedule_output_path: str | None = None
     initial_state: CoordinatorState = CoordinatorState.RUNNING
     request_timeout: float = 120.0
@@ -81,7 +85,7 @@ class Core:
         self.complaints = Complaints(clock)
         self.clients: dict[bytes, ClientEntry] = {}
         self.engines = EngineRegistry(sort_by_group=settings.deterministic_mode)
-        self.router = Router(settings.policy)
+        self.router = Router(settings.policy, alpha=settings.routing_alpha, max_requests=settings.max_requests)
         self.schedule = Schedule(settings.schedule_output_path, settings.policy.value, settings.data_parallel_size)
         self.dispatcher = Dispatcher(
             engines=self.engines,

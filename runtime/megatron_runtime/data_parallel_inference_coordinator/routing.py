@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from megatron_runtime.config import PrefixCachingCoordinatorPolicy
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry
 
 Policy = PrefixCachingCoordinatorPolicy
@@ -32,17 +32,18 @@ class PrefixTable:
         while len(self._owners) > self._size:
             self._owners.popitem(last=False)
 
-    def best(self, hashes: Sequence[int], candidates: Sequence[EngineEntry]) -> EngineEntry | None:
-        """The candidate with the longest known prefix, the most recent one among equals; None if nobody knows any.
+    def holders(self, hashes: Sequence[int], candidates: Sequence[EngineEntry]) -> tuple[int, dict[bytes, int]]:
+        """How many leading hashes are known at most, and which candidates were given those, with a number that is
+        higher the later it was.
 
         The hashes are chained, so an engine that has one has all before it: the last known one decides.
         """
-        for block_hash in reversed(hashes):
-            owners = self._owners.get(block_hash)
-            knowing = [entry for entry in candidates if owners and entry.identity in owners]
-            if owners and knowing:
-                return max(knowing, key=lambda entry: owners[entry.identity])
-        return None
+        for index in range(len(hashes) - 1, -1, -1):
+            owners = self._owners.get(hashes[index], {})
+            knowing = {entry.identity: owners[entry.identity] for entry in candidates if entry.identity in owners}
+            if knowing:
+                return index + 1, knowing
+        return 0, {}
 
     def forget(self, identity: bytes) -> None:
         """This engine is gone, and its cache with it."""
@@ -56,10 +57,22 @@ class Router:
     Args:
         policy: ROUND_ROBIN and LOAD_BALANCED ignore prompts; the other two fall back to round robin.
         prefix_size: Most block hashes that are remembered.
+        alpha: Weight, 0 to 1, of the part of a prompt that an engine knows; the rest is that of the engine's free
+            places, so that a popular prefix does not pile up at one engine.
+        max_requests: Requests with which an engine has no free places.
     """
 
-    def __init__(self, policy: Policy, *, prefix_size: int = PREFIX_TABLE_SIZE) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        prefix_size: int = PREFIX_TABLE_SIZE,
+        alpha: float = 0.5,
+        max_requests: int = DEFAULT_MAX_REQUESTS,
+    ) -> None:
         self.policy = policy
+        self._alpha = alpha
+        self._max_requests = max_requests
         self._prefixes = PrefixTable(prefix_size)
         self._turn = 0
 
@@ -75,8 +88,17 @@ class Router:
         """The engine for a request with these block hashes, or None if there is no candidate."""
         if self.policy is Policy.LOAD_BALANCED:
             return min(candidates, key=lambda entry: len(entry.owned), default=None)
-        chosen = self._prefixes.best(self.relevant(hashes), candidates) if hashes else None
-        return chosen or self.next_in_turn(candidates)
+        relevant = self.relevant(hashes)
+        depth, holders = self._prefixes.holders(relevant, candidates)
+        if not holders:
+            return self.next_in_turn(candidates)
+
+        def score(entry: EngineEntry) -> tuple[float, int]:
+            match = depth / len(relevant) if entry.identity in holders else 0.0
+            free = max(0, self._max_requests - len(entry.owned)) / self._max_requests
+            return self._alpha * match + (1 - self._alpha) * free, holders.get(entry.identity, 0)
+
+        return max(candidates, key=score)
 
     def record(self, identity: bytes, hashes: Sequence[int]) -> None:
         """The engine was handed a request with these block hashes."""

@@ -18,7 +18,7 @@ from megatron_runtime.errors import (
     MaxSequenceLengthOverflowError,
     TokenOverflowError,
 )
-from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -35,13 +35,23 @@ class Admission:
         limits: What the context can hold.
         vocab_size: Token ids from 0 to below this are known to the model.
         chunked_prefill: Whether a prompt may be longer than one pass.
+        prefix_caching: Whether requests get block hashes, by which they find and leave computed prefixes.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: ContextLimits, *, vocab_size: int, chunked_prefill: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: ContextLimits,
+        *,
+        vocab_size: int,
+        chunked_prefill: bool,
+        prefix_caching: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._vocab_size = vocab_size
         self._chunked_prefill = chunked_prefill
+        self._prefix_caching = prefix_caching
 
     def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
         """Fill in the request's tokens and limits, and make its sequence.
@@ -71,12 +81,15 @@ class Admission:
                 f"generated has {len(continued)} tokens, more than the {limit} to generate", field="generated"
             )
         self._require_room(request.request_id, len(tokens), limit)
+        hashes = self._block_hashes(tokens + continued)
+        request.precomputed_block_hashes = hashes[: len(tokens) // self._limits.block_size_tokens]
         return Sequence(
             request_id=request.request_id,
             tokens=tokens + continued,
             prompt_length=len(tokens),
             max_length=len(tokens) + limit,
             next_log_prob=_first_log_prob(params, len(tokens), limit),
+            block_hashes=hashes,
         )
 
     def _require_known(self, biased: Iterable[int]) -> None:
@@ -86,6 +99,11 @@ class Admission:
                     f"logit_bias: {token} is no token id; the model knows 0 to {self._vocab_size - 1}",
                     field="logit_bias",
                 )
+
+    def _block_hashes(self, tokens: list[int]) -> list[int]:
+        if not self._prefix_caching:
+            return []
+        return compute_block_hashes(tokens, self._limits.block_size_tokens)
 
     def _prompt_tokens(self, prompt: Any, params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.block_allocator import BlockAllocator
 from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.prefix_cache import PrefixCache
 from megatron_runtime.engine.sampling_rules import SamplingRules
 from megatron_runtime.engine.sampling_table import SamplingTable
 from megatron_runtime.engine.sequence import Sequence, SequenceSlice
@@ -66,7 +67,10 @@ class DynamicInferenceContext:
         self.device = torch.device(device)
         self.limits = ContextLimits.derive(model_config, inference_config, dtype=dtype, device_type=self.device.type)
         self.block_size_tokens = inference_config.block_size_tokens
-        self.allocator = BlockAllocator(self.limits.num_blocks)
+        prefixes = None
+        if inference_config.enable_prefix_caching:
+            prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens)
+        self.allocator = BlockAllocator(self.limits.num_blocks, prefixes)
         self.kv_cache: KVCache = self.limits.allocate(model_config, dtype, self.device)
         self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
         self._block_tables = np.zeros((self.limits.max_requests, self.limits.max_blocks_per_sequence), np.int32)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.kv_cache import KVCache
 
 _logger = logging.getLogger(__name__)
 
-_DEFAULT_MAX_REQUESTS = 256
 _DEFAULT_MAX_TOKENS = 16384
 _DEFAULT_MAX_TOKENS_ON_CPU = 1024
 """A pass of more would keep everyone else waiting for seconds."""
@@ -46,7 +45,7 @@ class ContextLimits:
         """
         max_sequence_length = _sequence_length(model_config, config)
         blocks_each = -(-max_sequence_length // config.block_size_tokens)
-        max_requests = config.max_requests or min(_DEFAULT_MAX_REQUESTS, config.max_tokens or _DEFAULT_MAX_REQUESTS)
+        max_requests = config.max_requests or min(DEFAULT_MAX_REQUESTS, config.max_tokens or DEFAULT_MAX_REQUESTS)
         num_blocks = min(_affordable_blocks(model_config, config, dtype, device_type), max_requests * blocks_each)
         return cls(
             num_blocks=num_blocks,

@@ -62,9 +62,13 @@ class DynamicInferenceEngine:
             context.limits,
             vocab_size=controller.model.config.vocab_size,
             chunked_prefill=self.config.enable_chunked_prefill,
+            prefix_caching=self.config.enable_prefix_caching,
         )
         self._requests = RequestBook(
-            self.tokenizer, block_size_tokens=context.block_size_tokens, timeout=self.config.request_timeout
+            self.tokenizer,
+            block_size_tokens=context.block_size_tokens,
+            timeout=self.config.request_timeout,
+            prefix_caching=self.config.enable_prefix_caching,
         )
         self._passes = PassRunner(controller, context, self.scheduler, self._requests)
         self._ids = itertools.count()
@@ -204,6 +208,7 @@ class DynamicInferenceEngine:
             self.context.kv_cache.offload()
         elif mode is KVCacheManagementMode.RECOMPUTE:
             self._passes.evict_all()
+            self.invalidate_prefix_cache()
             self.context.kv_cache.release()
         if self.config.offload_weights:
             self.controller.model.to("cpu")
@@ -220,6 +225,14 @@ class DynamicInferenceEngine:
         self.context.kv_cache.restore()
         self.is_suspended = False
 
+    def invalidate_prefix_cache(self) -> None:
+        """Forget every cached prefix; to be called when the model's weights were changed.
+
+        Unfinished requests go on with the keys and values that they have, old ones among them, and share them with
+        nobody who comes later.
+        """
+        self.scheduler.forget_prefixes()
+
     def stats(self) -> EngineStats:
         """How busy the engine is."""
         return EngineStats(
@@ -230,6 +243,9 @@ class DynamicInferenceEngine:
             prompt_tokens_total=self._passes.prompt_tokens_total,
             generated_tokens_total=self._passes.generated_tokens_total,
             evictions_total=self._passes.evictions_total,
+            kv_blocks_evictable=self.context.allocator.num_resting,
+            cached_tokens_total=self._passes.cached_tokens_total,
+            prefix_hits_total=self._passes.prefix_hits_total,
         )
 
     def check_integrity(self) -> None:

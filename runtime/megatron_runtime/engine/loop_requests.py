@@ -153,10 +153,11 @@ class LoopRequests:
 
 
 def _for_the_wire(content: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
-    """Without what the client has itself, and without staleness counters that never counted."""
+    """Without what the client has itself or never needs, and without staleness counters that never counted."""
     if not params.return_prompt_tokens:
         content["prompt_tokens"] = None
     content["remaining_prompt_tokens"] = None
+    content["precomputed_block_hashes"] = []
     for name in ("policy_staleness", "kv_cache_staleness"):
         counters = content[name]
         if counters is not None and not any(counters[1]):

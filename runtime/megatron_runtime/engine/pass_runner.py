@@ -36,6 +36,8 @@ class PassRunner:
         self.prompt_tokens_total = 0
         self.generated_tokens_total = 0
         self.evictions_total = 0
+        self.cached_tokens_total = 0
+        self.prefix_hits_total = 0
 
     def run_pass(self) -> None:
         """Advance every running request; a pass that the model fails can be repeated."""
@@ -62,10 +64,13 @@ class PassRunner:
         self._evict(schedule.evicted)
         for sequence in schedule.admitted:
             tracked = self._requests[sequence.request_id]
-            if not tracked.was_scheduled:
-                self.prompt_tokens_total += sequence.prompt_length
             self._context.occupy(sequence, tracked.params, tracked.stop_ids)
+            is_new = not tracked.was_scheduled
             tracked.enter_context()
+            if is_new:
+                self.prompt_tokens_total += sequence.prompt_length
+                self.cached_tokens_total += tracked.record[0].num_cached_tokens
+                self.prefix_hits_total += tracked.record[0].num_cached_tokens > 0
 
     def _evict(self, evicted: list[Sequence]) -> None:
         for sequence in evicted:
@@ -95,6 +100,8 @@ class PassRunner:
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
         if token == NO_TOKEN:
+            # Whatever made them so may lie in a block that others would share.
+            self._scheduler.forget_prefixes()
             self.finish(tracked, "error", InvalidLogitsError("the model answered with values that are not finite"))
             return
         known = tracked.num_generated
@@ -102,8 +109,18 @@ class PassRunner:
         if token is not None and tracked.num_generated > known:
             self.generated_tokens_total += 1
             if self._context.config.track_generated_token_events:
-                tracked.current.add_event_generated_token(token, blocks_total=self._context.allocator.num_blocks)
+                self._note_token_event(tracked, token)
         if reason is not None:
             self.finish(tracked, reason)
         else:
             self._requests.note_partial(tracked)
+
+    def _note_token_event(self, tracked: TrackedRequest, token: int) -> None:
+        allocator = self._context.allocator
+        known = None if allocator.prefixes is None else allocator.prefixes.num_registered
+        tracked.current.add_event_generated_token(
+            token,
+            blocks_total=allocator.num_blocks,
+            blocks_hashed_total=known,
+            blocks_hashed_active=None if known is None else known - allocator.num_resting,
+        )

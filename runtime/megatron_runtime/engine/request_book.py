@@ -25,12 +25,16 @@ class RequestBook:
         tokenizer: Makes text of tokens.
         block_size_tokens: Noted in every request.
         timeout: Seconds that a request may take, or None.
+        prefix_caching: Noted in every request: its segments know the hashes of their prompts' blocks.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, block_size_tokens: int, timeout: float | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, block_size_tokens: int, timeout: float | None, prefix_caching: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._block_size_tokens = block_size_tokens
         self._timeout = timeout
+        self._prefix_caching = prefix_caching
         self._open: dict[int, TrackedRequest] = {}
         self._finished: list[DynamicInferenceRequestRecord] = []
         self._partials: dict[int, PartialOutput] = {}
@@ -67,6 +71,7 @@ class RequestBook:
             arrival_time=time.time(),
             status=Status.WAITING_IN_QUEUE,
             block_size_tokens=self._block_size_tokens,
+            enable_prefix_caching=self._prefix_caching,
             generated_log_probs=[] if params.return_log_probs else None,
             generated_top_n_logprobs=[] if params.top_n_logprobs else None,
             prompt_log_probs=[] if params.return_log_probs and not params.skip_prompt_log_probs else None,

@@ -34,17 +34,26 @@ class Schedule:
     """Sequences that gave their blocks back and went to the front of the queue; newest first."""
 
 
+_Upcoming = dict[int, tuple[int, ...]]
+"""Hashes and tokens of the blocks that the prefix cache will know after a pass."""
+
+
 class Scheduler:
     """First come, first served, over a fixed pool of blocks; pure bookkeeping.
 
     Every running sequence gets at least one token in every pass. When the pool is exhausted, the newest running
     sequence gives way, so that the oldest always proceeds: as long as each sequence alone fits the pool (which the
     engine checks on submission), all of them end.
+
+    If the allocator has a prefix cache, a sequence begins after what is known of its tokens. Only whole blocks are
+    skipped, and never the last token, so nobody writes into a block that others own. A sequence whose next block is
+    being computed for another one waits for it.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator) -> None:
         self.limits = limits
         self.allocator = allocator
+        self._prefixes = allocator.prefixes
         self._running: dict[int, Sequence] = {}
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
 
@@ -105,6 +114,15 @@ class Scheduler:
         """Note that the pass was computed."""
         for part in schedule.slices:
             part.sequence.num_computed = part.end
+            if self._prefixes is not None:
+                self._prefixes.register(part.sequence)
+
+    def forget_prefixes(self) -> None:
+        """Let nobody use what was computed until now, except who uses it already."""
+        self.allocator.forget_prefixes()
+        for sequence in self._running.values():
+            # What they compute from now on rests on what is forgotten.
+            sequence.num_registered = sequence.num_registrable = 0
 
     def evict_all(self) -> list[Sequence]:
         """Put every running sequence back to the front of the queue, in its order; newest first in the result."""
@@ -121,9 +139,11 @@ class Scheduler:
         for sequence in self._running.values():
             room = len(sequence.blocks) * self.limits.block_size_tokens
             assert sequence.num_computed <= min(room, len(sequence.tokens)), "computed tokens have no room"
+            assert sequence.num_cached <= sequence.num_computed, "skipped tokens are not computed"
         for sequence in self._waiting.values():
             assert not sequence.blocks, "a waiting sequence owns blocks"
             assert sequence.num_computed == 0, "a waiting sequence has computed tokens"
+        self._check_sharing()
 
     def _slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
         return SequenceSlice(sequence, sequence.num_computed, min(sequence.num_uncomputed, budget))
@@ -147,26 +167,63 @@ class Scheduler:
 
     def _admit(self, slices: list[SequenceSlice], budget: int) -> list[Sequence]:
         admitted: list[Sequence] = []
-        while self._waiting and budget > 0 and self._can_admit(sequence := next(iter(self._waiting.values())), budget):
-            del self._waiting[sequence.request_id]
-            self._running[sequence.request_id] = sequence
-            sequence.blocks = self.allocator.allocate(self.blocks_for(len(sequence.tokens)))
+        upcoming: _Upcoming = {}
+        if self._waiting and self._prefixes is not None:
+            for part in slices:
+                upcoming |= self._prefixes.upcoming(part)
+        while self._waiting and budget > 0 and len(self._running) < self.limits.max_requests:
+            sequence = next(iter(self._waiting.values()))
+            matched = self._prefixes.match(sequence) if self._prefixes is not None else []
+            if not self._can_admit(sequence, budget, matched) or self._should_wait(sequence, matched, upcoming):
+                break
+            self._begin(sequence, matched)
             slices.append(self._slice(sequence, budget))
             budget -= slices[-1].length
             admitted.append(sequence)
+            if self._prefixes is not None:
+                upcoming |= self._prefixes.upcoming(slices[-1])
         return admitted
 
-    def _can_admit(self, sequence: Sequence, budget: int) -> bool:
-        if len(self._running) >= self.limits.max_requests:
-            return False
+    def _can_admit(self, sequence: Sequence, budget: int, matched: list[int]) -> bool:
+        uncomputed = len(sequence.tokens) - len(matched) * self.limits.block_size_tokens
         # Only an evicted sequence can be longer than a whole pass without chunking: new ones are refused then.
-        may_split = self.limits.chunked_prefill or sequence.num_uncomputed > self.limits.max_tokens
-        if sequence.num_uncomputed > budget and not may_split:
+        may_split = self.limits.chunked_prefill or uncomputed > self.limits.max_tokens
+        if uncomputed > budget and not may_split:
             return False
         # One more block for each that runs, or the newcomer would soon be evicted again.
-        return self.allocator.can_allocate(self.blocks_for(len(sequence.tokens)) + len(self._running))
+        wanted = self.blocks_for(len(sequence.tokens)) - len(matched) + len(self._running)
+        return self.allocator.can_allocate(wanted, besides=matched)
+
+    def _should_wait(self, sequence: Sequence, matched: list[int], upcoming: _Upcoming) -> bool:
+        """True if this pass computes the next block that the sequence would have to compute itself."""
+        return self._prefixes is not None and self._prefixes.is_next(sequence, len(matched), upcoming)
+
+    def _begin(self, sequence: Sequence, matched: list[int]) -> None:
+        del self._waiting[sequence.request_id]
+        self._running[sequence.request_id] = sequence
+        if self._prefixes is not None:
+            # First of all, or a matched block could be evicted to make room for the others.
+            self.allocator.share(matched)
+            self._prefixes.begin(sequence, len(matched))
+        sequence.blocks = matched + self.allocator.allocate(self.blocks_for(len(sequence.tokens)) - len(matched))
+        sequence.num_cached = sequence.num_computed = len(matched) * self.limits.block_size_tokens
 
     def _release(self, sequence: Sequence) -> None:
-        self.allocator.free(sequence.blocks)
+        self.allocator.free(reversed(sequence.blocks))
         sequence.blocks = []
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_cached = 0
+        sequence.num_registered = sequence.num_registrable = 0
+
+    def _check_sharing(self) -> None:
+        """Assert that who owns a block together agrees on all tokens up to its end, which are computed."""
+        size = self.limits.block_size_tokens
+        users: dict[int, tuple[Sequence, int]] = {}
+        for sequence in self._running.values():
+            for index, block in enumerate(sequence.blocks):
+                other, place = users.setdefault(block, (sequence, index))
+                if other is sequence:
+                    continue
+                end = (index + 1) * size
+                assert place == index, f"block {block} stands at two places"
+                assert sequence.tokens[:end] == other.tokens[:end], f"block {block} is shared by different prompts"
+                assert min(sequence.num_computed, other.num_computed) >= end, f"block {block} is shared unfinished"

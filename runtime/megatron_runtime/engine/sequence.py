@@ -20,10 +20,18 @@ class Sequence:
     """Tokens at which the sequence ends at the latest."""
     next_log_prob: int | None = None
     """Index of the first token whose log probability is still wanted; None if none are wanted."""
+    block_hashes: list[int] = field(default_factory=list)
+    """One for each complete block of the tokens that may be found in the prefix cache; empty if none may."""
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
+    num_cached: int = 0
+    """Leading tokens that were computed already, by others or before an eviction, when it last began to run."""
+    num_registered: int = 0
+    """Leading blocks that the prefix cache knows."""
+    num_registrable: int = 0
+    """Leading blocks that the prefix cache may know once they are computed."""
     blocks: list[int] = field(default_factory=list)
-    """The KV blocks it owns, in the order of its tokens."""
+    """The KV blocks it owns, alone or with others, in the order of its tokens."""
     row: int | None = None
     """Its row in the context's tables while it runs."""
 

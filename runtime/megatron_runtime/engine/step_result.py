@@ -40,6 +40,12 @@ class EngineStats:
     """Tokens that were ever sampled and kept."""
     evictions_total: int
     """How often a request had to give its blocks back."""
+    kv_blocks_evictable: int = 0
+    """Of the blocks that are not used, those that the prefix cache keeps until their room is needed."""
+    cached_tokens_total: int = 0
+    """Of the prompt tokens, those that the prefix cache had; without what requests found again after an eviction."""
+    prefix_hits_total: int = 0
+    """Requests that found the beginning of their prompt in the prefix cache."""
 
 
 class StepResult(TypedDict):

@@ -105,7 +105,10 @@ class TrackedRequest:
         return reason
 
     def enter_context(self) -> None:
-        """The request begins to run."""
+        """The request begins to run, perhaps not for the first time."""
+        assert self.sequence is not None
+        if not self.was_scheduled:
+            self.record[0].num_cached_tokens = min(self.sequence.num_cached, self.sequence.prompt_length)
         self.was_scheduled = True
         self.current.add_event_add_context()
 
@@ -118,6 +121,8 @@ class TrackedRequest:
         request.remaining_prompt_tokens = request.prompt_tokens
         if request.generated_tokens:
             self.record.checkpoint()
+            assert self.sequence is not None
+            self.sequence.block_hashes = list(self.current.precomputed_block_hashes)
 
     def take_partial(self, *, final: bool = False) -> PartialOutput | None:
         """New tokens for a streaming request, if there are enough of them."""

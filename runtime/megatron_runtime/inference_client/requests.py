@@ -21,7 +21,7 @@ from megatron_runtime.errors import (
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.outstanding import Outstanding, RequestFuture, RequestStream
 from megatron_runtime.inference_client.result import InferenceResult, StreamUpdate
-from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes_batched
+from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.bodies import RequestBody, Stretch
 from megatron_runtime.wire.codec import MAX_BATCH, Message, unpack_body
@@ -205,9 +205,7 @@ class ClientRequests:
     def _hashes(self, prompt: Prompt) -> list[int]:
         if not self.hash_block_size or isinstance(prompt, str):
             return []
-        import torch  # not above: only prefix routing needs it
-
-        return compute_block_hashes_batched(torch.tensor(prompt, dtype=torch.int64), self.hash_block_size)
+        return compute_block_hashes(prompt, self.hash_block_size)
 
 
 def _end(entry: Outstanding, error: Exception) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_runtime.inference_request.block_hashes import HASH_BASE, HASH_PRIME, compute_block_hashes_batched
+from megatron_runtime.inference_request.block_hashes import (
+    HASH_BASE,
+    HASH_PRIME,
+    compute_block_hashes,
+    compute_block_hashes_batched,
+)
 from megatron_runtime.inference_request.dynamic_request import DynamicInferenceRequest
 from megatron_runtime.inference_request.event import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron_runtime.inference_request.record import DynamicInferenceRequestRecord
@@ -18,6 +23,7 @@ __all__ = [
     "DynamicInferenceRequestRecord",
     "InferenceRequest",
     "Status",
+    "compute_block_hashes",
     "compute_block_hashes_batched",
     "deserialize_tensor",
     "serialize_tensor",

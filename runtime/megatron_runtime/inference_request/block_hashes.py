@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from operator import mul
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,41 +18,45 @@ HASH_BASE = 31
 def compute_block_hashes_batched(prompt_tokens: Tensor, block_size: int) -> list[int]:
     """Hash every complete block of a prompt, each together with all blocks before it.
 
-    Token sums are taken in wrapping 64-bit arithmetic, chains in unbounded integers. Different blocks can have the
-    same hash (it is easy to construct such blocks), so a user of these hashes has to compare tokens too.
-
     Args:
         prompt_tokens: int64 [prompt length].
         block_size: Tokens per block.
 
     Returns:
-        One hash from 1 to HASH_PRIME for each of the ``prompt length // block_size`` complete blocks.
+        As compute_block_hashes does.
     """
-    import torch  # not above: clients and frontends handle requests without it
+    return compute_block_hashes(prompt_tokens.tolist(), block_size)
 
-    num_blocks = prompt_tokens.numel() // block_size
-    if num_blocks == 0:
-        return []
-    blocks = prompt_tokens[: num_blocks * block_size].to(torch.int64).view(num_blocks, block_size)
-    weights = _block_weights(block_size).to(blocks.device)
-    token_hashes = ((blocks * weights).sum(dim=1) % HASH_PRIME).tolist()
+
+def compute_block_hashes(tokens: Sequence[int], block_size: int) -> list[int]:
+    """The same of a list of tokens, for processes that do without torch.
+
+    Token sums are taken in wrapping 64-bit arithmetic, chains in unbounded integers. Different blocks can have the
+    same hash (it is easy to construct such blocks), so a user of these hashes has to compare tokens too.
+
+    Args:
+        tokens: 64-bit integers.
+        block_size: Tokens per block.
+
+    Returns:
+        One hash from 1 to HASH_PRIME for each of the ``len(tokens) // block_size`` complete blocks.
+    """
+    weights = _block_weights(block_size)
     chain: list[int] = []
     parent = 0
-    for token_hash in token_hashes:
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        token_hash = _signed(sum(map(mul, tokens[start : start + block_size], weights))) % HASH_PRIME
         parent = (parent * HASH_BASE + token_hash) % HASH_PRIME + 1
         chain.append(parent)
     return chain
 
 
 @lru_cache(maxsize=16)
-def _block_weights(block_size: int) -> Tensor:
-    """int64 [block_size]: powers of the base, wrapped to signed 64 bits, then reduced modulo the prime."""
-    import torch
+def _block_weights(block_size: int) -> list[int]:
+    """Powers of the base, wrapped to signed 64 bits, then reduced modulo the prime."""
+    return [_signed(HASH_BASE**place) % HASH_PRIME for place in range(block_size)]
 
-    weights = []
-    power = 1
-    for _ in range(block_size):
-        signed = power - 2**64 if power >= 2**63 else power
-        weights.append(signed % HASH_PRIME)
-        power = power * HASH_BASE % 2**64
-    return torch.tensor(weights, dtype=torch.int64)
+
+def _signed(value: int) -> int:
+    """What is left of an integer in 64 bits, two's complement."""
+    return (value + 2**63) % 2**64 - 2**63

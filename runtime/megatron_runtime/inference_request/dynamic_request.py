@@ -48,6 +48,8 @@ class DynamicInferenceRequest(InferenceRequest):
     enable_prefix_caching: bool = False
     precomputed_block_hashes: list[int] = field(default_factory=list)
     """One hash for each complete block of the prompt."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed, because the prefix cache had their keys and values."""
     ttft: float | None = None
     """Seconds from submission to the first token."""
     events: list[DynamicInferenceEvent] = field(default_factory=list)

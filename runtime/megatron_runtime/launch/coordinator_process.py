@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from megatron_runtime.config import PrefixCachingCoordinatorPolicy
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.keeper import error_report
@@ -23,7 +23,11 @@ def main() -> None:
             None,
             options["data_parallel_size"],
             inference_coordinator_port=options["port"],
+            block_size_tokens=options["block_size_tokens"],
+            enable_prefix_caching=options["prefix_caching"],
             prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy(options["policy"]),
+            prefix_caching_routing_alpha=options["routing_alpha"],
+            max_requests=options["max_requests"] or DEFAULT_MAX_REQUESTS,
             host=options["host"],
             key=os.environ.get(KEY_VARIABLE),
             initial_state=options["initial_state"],

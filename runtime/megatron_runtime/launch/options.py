@@ -11,8 +11,8 @@ from megatron_runtime.launch.identity import Identity, is_loopback
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
-ROUTING_POLICIES = ("round-robin", "load-balanced")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
+ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES)
 HTTP_PORT = 8000
 CONTROL_PORT = 9000
 COORDINATOR_PORT = 5557
@@ -51,6 +51,7 @@ class EngineOptions:
     block_size_tokens: int = 16
     kv_cache_bytes: int | None = None
     max_requests: int | None = None
+    prefix_caching: bool = True
     chunked_prefill: bool = True
     kv_cache_management: str = "offload"
     offload_weights: bool = False
@@ -77,7 +78,6 @@ class LaunchOptions:
     threads_per_rank: int | None = None
     routing_policy: str = "round-robin"
     routing_alpha: float = 0.5
-    prefix_caching: bool = False
     frontend_replicas: int = 2
     request_timeout: float = 600.0
     drain_timeout: float = 60.0
@@ -135,14 +135,12 @@ class LaunchOptions:
         _one_of("--dtype", self.engine.dtype, DTYPES)
         _one_of("--device", self.engine.device, DEVICES)
         _one_of("--kv-cache-management", self.engine.kv_cache_management, KV_CACHE_MANAGEMENTS)
-        if self.prefix_caching:
-            raise ConfigurationError("--prefix-caching: this version's engine has no prefix cache; leave the flag out")
-        if self.routing_policy in PREFIX_POLICIES:
-            raise ConfigurationError(
-                f"--routing-policy {self.routing_policy}: routes by cached prefixes, and this version's engine has no "
-                f"prefix cache; use one of {', '.join(ROUTING_POLICIES)}"
-            )
         _one_of("--routing-policy", self.routing_policy, ROUTING_POLICIES)
+        if self.routing_policy in PREFIX_POLICIES and not self.engine.prefix_caching:
+            raise ConfigurationError(
+                f"--routing-policy {self.routing_policy}: routes by cached prefixes, but --no-prefix-caching lets the "
+                "engines cache none; leave that flag out, or route by round-robin or load-balanced"
+            )
 
     def _check_numbers(self) -> None:
         engine = self.engine

@@ -7,6 +7,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_runtime.server.choice import Delta
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -14,13 +16,16 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
+    """Of the prompts' tokens, those that no engine had to compute for this answer."""
 
-    def body(self) -> dict[str, int]:
+    def body(self) -> dict[str, Any]:
         """As OpenAI's API writes it."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -31,6 +36,7 @@ class Answer:
     model: str
     prompt_tokens: int
     id_prefix: str
+    choices_per_prompt: int = 1
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -42,3 +48,24 @@ class Answer:
             "created": self.created,
             "model": self.model,
         }
+
+
+class UsageMeter:
+    """Adds up the usage of an answer from its deltas."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._generated = 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, delta: Delta) -> None:
+        """Count a delta, of which each choice has one last."""
+        self._generated += delta.generated_tokens
+        if delta.finish_reason is not None:
+            # A prompt counts once, however many choices it has, and what one of them computed was not cached.
+            prompt = delta.choice // self._answer.choices_per_prompt
+            self._cached[prompt] = min(self._cached.get(prompt, delta.cached_tokens), delta.cached_tokens)
+
+    def body(self) -> dict[str, Any]:
+        """The usage of all deltas so far, as OpenAI's API writes it."""
+        return Usage(self._answer.prompt_tokens, self._generated, sum(self._cached.values())).body()

@@ -136,7 +136,7 @@ async def _answer(
     chunks: Chunks,
 ) -> Response:
     generation = frontend.generation(body, prompts)
-    answer = Answer(body.model, sum(map(len, prompts)), id_prefix)
+    answer = Answer(body.model, sum(map(len, prompts)), id_prefix, choices_per_prompt=body.n)
     try:
         await unless_client_leaves(request, frontend.admission.admit())
         if body.stream:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
-from megatron_runtime.server.answer import Answer, Usage
+from megatron_runtime.server.answer import Answer, UsageMeter
 from megatron_runtime.server.choice import Delta, TokenLogProb
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.protocol import ChatCompletionBody
@@ -34,7 +34,9 @@ def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenize
         }
         for delta in sorted(deltas, key=lambda delta: delta.choice)
     ]
-    usage = Usage(answer.prompt_tokens, sum(delta.generated_tokens for delta in deltas))
+    usage = UsageMeter(answer)
+    for delta in deltas:
+        usage.add(delta)
     return {**answer.head("chat.completion"), "choices": choices, "usage": usage.body()}
 
 
@@ -43,19 +45,19 @@ async def chat_chunks(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a stream: the role of every choice, its text, its finish reason, at last the usage."""
     head = answer.head("chat.completion.chunk") | ({"usage": None} if include_usage else {})
-    generated = 0
+    usage = UsageMeter(answer)
     async with aclosing(deltas):
         for choice in range(choices):
             yield {**head, "choices": [_chunk_choice(choice, {"role": "assistant", "content": ""})]}
         async for delta in deltas:
-            generated += delta.generated_tokens
+            usage.add(delta)
             if delta.text or delta.log_probs:
                 logprobs = _logprobs(delta.log_probs, tokenizer)
                 yield {**head, "choices": [_chunk_choice(delta.choice, {"content": delta.text}, logprobs)]}
             if delta.finish_reason is not None:
                 yield {**head, "choices": [_chunk_choice(delta.choice, {}, finish_reason=delta.finish_reason)]}
     if include_usage:
-        yield {**head, "choices": [], "usage": Usage(answer.prompt_tokens, generated).body()}
+        yield {**head, "choices": [], "usage": usage.body()}
 
 
 def _chunk_choice(

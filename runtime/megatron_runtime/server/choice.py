@@ -31,13 +31,15 @@ class TokenLogProb:
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of one choice. The last one of a choice has a finish reason and the number of generated tokens."""
+    """New text of one choice. The last one of a choice has a finish reason and the numbers of tokens."""
 
     choice: int
     text: str
     log_probs: tuple[TokenLogProb, ...] = ()
     finish_reason: str | None = None
     generated_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt, those that were not computed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ChoiceRunner:
     async def _at_once(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
         record = await self._client.add_request(list(task.prompt), task.params)
         request: DynamicInferenceRequest = record[-1]
-        timer.finish(len(request.generated_tokens))
+        timer.finish(len(request.generated_tokens), request.num_cached_tokens)
         yield self._last(task, request, sent_text="", sent_tokens=0)
 
     async def _stream(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
@@ -80,7 +82,7 @@ class ChoiceRunner:
                 if update.new_tokens:
                     timer.first_token()
                 if update.finished is not None:
-                    timer.finish(len(update.finished.generated_tokens))
+                    timer.finish(len(update.finished.generated_tokens), update.finished.num_cached_tokens)
                     yield self._last(task, update.finished, sent_text, sent_tokens)
                     return
                 text = detokenizer.push(update.new_tokens)
@@ -104,6 +106,7 @@ class ChoiceRunner:
             log_probs[sent_tokens:],
             finish_reason="length" if request.finish_reason == "length" else "stop",
             generated_tokens=len(tokens),
+            cached_tokens=request.num_cached_tokens,
         )
 
 

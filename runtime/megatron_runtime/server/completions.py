@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
-from megatron_runtime.server.answer import Answer, Usage
+from megatron_runtime.server.answer import Answer, UsageMeter
 from megatron_runtime.server.choice import Delta, TokenLogProb
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.protocol import CompletionBody
@@ -32,7 +32,9 @@ def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) ->
         }
         for delta in sorted(deltas, key=lambda delta: delta.choice)
     ]
-    usage = Usage(answer.prompt_tokens, sum(delta.generated_tokens for delta in deltas))
+    usage = UsageMeter(answer)
+    for delta in deltas:
+        usage.add(delta)
     return {**answer.head("text_completion"), "choices": choices, "usage": usage.body()}
 
 
@@ -42,10 +44,10 @@ async def completion_chunks(
     """The chunks of a stream: text as it comes, at last the usage."""
     head = answer.head("text_completion") | ({"usage": None} if include_usage else {})
     logprobs = [Logprobs(tokenizer) for _ in range(choices)]
-    generated = 0
+    usage = UsageMeter(answer)
     async with aclosing(deltas):
         async for delta in deltas:
-            generated += delta.generated_tokens
+            usage.add(delta)
             choice = {
                 "index": delta.choice,
                 "text": delta.text,
@@ -54,7 +56,7 @@ async def completion_chunks(
             }
             yield {**head, "choices": [choice]}
     if include_usage:
-        yield {**head, "choices": [], "usage": Usage(answer.prompt_tokens, generated).body()}
+        yield {**head, "choices": [], "usage": usage.body()}
 
 
 class Logprobs:

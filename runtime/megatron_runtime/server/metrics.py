@@ -18,6 +18,9 @@ class FrontendMetrics:
         registry = CollectorRegistry()
         self.requests = Counter("megatron_requests", "Answered requests", ["endpoint", "status"], registry=registry)
         self.prompt_tokens = Counter("megatron_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.cached_prompt_tokens = Counter(
+            "megatron_cached_prompt_tokens", "Tokens of prompts that the prefix cache had", registry=registry
+        )
         self.generation_tokens = Counter("megatron_generation_tokens", "Generated tokens", registry=registry)
         self.time_to_first_token = Histogram(
             "megatron_time_to_first_token_seconds", "From request to first token", buckets=_SECONDS, registry=registry
@@ -52,9 +55,10 @@ class ChoiceTimer:
             self._first_token = time.perf_counter()
             self._metrics.time_to_first_token.observe(self._first_token - self._started)
 
-    def finish(self, tokens: int) -> None:
-        """To be called once with the number of generated tokens."""
+    def finish(self, tokens: int, cached_tokens: int) -> None:
+        """To be called once with the number of generated tokens, and of those of the prompt that were cached."""
         self._tokens = tokens
+        self._metrics.cached_prompt_tokens.inc(cached_tokens)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

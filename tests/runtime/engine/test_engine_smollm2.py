@@ -97,6 +97,22 @@ def test_a_suspension_in_the_middle_changes_no_token(
     assert tokens_of([future.result(timeout=0) for future in futures]) == expected
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_conversations_that_begin_alike_get_the_same_tokens_from_a_shared_cache(
+    smollm2: Decoder, tokenizer: Tokenizer, temperature: float
+) -> None:
+    system = {"role": "system", "content": "You are a patient teacher who answers in one short sentence."}
+    questions = ["What is a prime number?", "What is a verb?", "Why is the sky blue?", "What is a prime?"]
+    prompts = [tokenizer.apply_chat_template([system, {"role": "user", "content": each}]) for each in questions]
+    params = [SamplingParams(seed=i, temperature=temperature, num_tokens_to_generate=COUNT) for i in range(4)]
+    expected = tokens_of(engine_of(smollm2, tokenizer).generate(prompts, params))
+    engine = engine_of(smollm2, tokenizer, enable_prefix_caching=True)
+    for _ in range(2):
+        assert tokens_of(engine.generate(prompts, params)) == expected
+    assert engine.stats().prefix_hits_total == 7
+    engine.check_integrity()
+
+
 def test_a_chat_answer_ends_by_itself_and_says_paris(smollm2: Decoder, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     request = engine_of(smollm2, tokenizer).generate([prompt], SamplingParams(temperature=0))[0].merge()

@@ -72,6 +72,27 @@ def test_the_first_block_policy_looks_at_the_first_block_only() -> None:
     assert router.pick(two, [2]) is two[0]
 
 
+@pytest.mark.parametrize(
+    ("alpha", "owned", "chosen"),
+    [(0.5, 7, 1), (0.5, 10, 1), (0.1, 10, 0), (0.1, 0, 1), (1.0, 10, 1), (0.0, 1, 0)],
+)
+def test_a_known_prefix_is_weighed_against_the_load(alpha: float, owned: int, chosen: int) -> None:
+    router = Router(Policy.LONGEST_PREFIX, alpha=alpha, max_requests=10)
+    two = entries(2)
+    router.record(two[1].identity, [1])
+    two[1].owned = {bytes([number]) for number in range(owned)}
+    assert router.pick(two, [1]) is two[chosen]
+
+
+def test_a_prefix_known_in_part_weighs_as_much_as_its_part() -> None:
+    router = Router(Policy.LONGEST_PREFIX, max_requests=10)
+    two = entries(2)
+    router.record(two[1].identity, [1])
+    two[1].owned = {bytes([number]) for number in range(6)}
+    assert router.pick(two, [1, 2]) is two[0]
+    assert router.pick(two, [1]) is two[1]
+
+
 def test_the_prefix_table_forgets_what_was_not_used_for_longest() -> None:
     table = PrefixTable(size=3)
     one = entries(1)
@@ -79,8 +100,8 @@ def test_the_prefix_table_forgets_what_was_not_used_for_longest() -> None:
     table.record(one[0].identity, [1])
     table.record(one[0].identity, [4])
     assert len(table) == 3
-    assert table.best([2], one) is None
-    assert table.best([1], one) is one[0]
+    assert table.holders([2], one) == (0, {})
+    assert table.holders([1], one)[0] == 1
 
 
 async def test_the_schedule_is_written_at_the_end(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_operator.api.v1alpha1.operations import (
     Rollout,
     Scheduling,
 )
-from megatron_operator.api.v1alpha1.serving import Engine, Expose, Frontend, Parallelism, Pods, Routing
+from megatron_operator.api.v1alpha1.serving import Engine, Expose, Frontend, Parallelism, Pods, Routing, RoutingPolicy
 from megatron_operator.api.v1alpha1.status import Status
 
 GROUP = "inference.megatron.dev"
@@ -42,6 +42,12 @@ class Spec(Part):
                     " && self.parallelism.expert == 1",
                     "message": "spec.parallelism: this version serves one rank per copy of the model;"
                     " set tensor, pipeline and expert to 1",
+                },
+                {
+                    "rule": "self.engine.prefixCaching"
+                    " || !(self.routing.policy in ['LongestPrefix', 'FirstPrefixBlock'])",
+                    "message": "spec.routing.policy: routes by cached prefixes, but engine.prefixCaching is false;"
+                    " set it to true, or choose RoundRobin or LoadBalanced",
                 },
                 {
                     "rule": "self.pods.ranksPerPod <= self.parallelism.tensor * self.parallelism.pipeline",
@@ -91,6 +97,20 @@ class Spec(Part):
         if per_pod > ranks:
             message = f"is more than the {ranks} rank(s) of a group (tensor * pipeline); set it to {ranks} or less"
             raise misplaced("pods.ranksPerPod", per_pod, message)
+        return self
+
+    @model_validator(mode="after")
+    def _prefixes_that_decide_the_route_are_cached(self) -> Self:
+        policy = self.routing.policy
+        if (
+            policy in (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX)
+            and not self.engine.prefix_caching
+        ):
+            message = (
+                "routes by cached prefixes, but engine.prefixCaching is false; set that to true, or choose RoundRobin "
+                "or LoadBalanced"
+            )
+            raise misplaced("routing.policy", policy.value, message)
         return self
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field, Strict, field_validator
 
 from megatron_operator.api.quantity import Quantity
 from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, Part, Text
@@ -32,6 +32,9 @@ class RoutingPolicy(StrEnum):
     """How the coordinator picks the replica group of a request."""
 
     ROUND_ROBIN = "RoundRobin"
+    LOAD_BALANCED = "LoadBalanced"
+    FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
+    LONGEST_PREFIX = "LongestPrefix"
 
 
 class ServiceType(StrEnum):
@@ -85,6 +88,8 @@ class Engine(Part):
     """Memory of each rank for the KV cache, like 256Mi or 20Gi."""
     max_requests: Annotated[Integer, Field(ge=1, le=65536)] = 256
     """Most requests that are computed at the same time; more wait in a queue."""
+    prefix_caching: Boolean = True
+    """Compute the common beginning of several prompts once, and keep it until its room is needed."""
     chunked_prefill: Boolean = True
     """Read long prompts in chunks between the steps of other requests."""
     kv_cache_management: KVCacheManagement = KVCacheManagement.OFFLOAD
@@ -100,7 +105,11 @@ class Routing(Part):
     """How requests are spread over the replica groups."""
 
     policy: RoutingPolicy = RoutingPolicy.ROUND_ROBIN
-    """RoundRobin: one group after the other."""
+    """RoundRobin: one group after the other. LoadBalanced: the one with the fewest requests. LongestPrefix: the one
+    that knows most of the prompt's beginning, unless it is much busier; FirstPrefixBlock looks at the first block of
+    the prompt only. Both need engine.prefixCaching."""
+    alpha: Annotated[float, Strict(), Field(ge=0, le=1)] = 0.5
+    """Weight of a known prefix against free places when prefixes decide: 0 looks at places only, 1 at prefixes only."""
 
 
 class ApiKeysSecret(Part):

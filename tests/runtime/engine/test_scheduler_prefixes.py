@@ -1,0 +1,340 @@
+"""Shared prefixes over random lives of requests, with hashes that collide; no tensors, no model."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from megatron_runtime.config import PrefixCachingEvictionPolicy
+from megatron_runtime.engine.block_allocator import BlockAllocator
+from megatron_runtime.engine.prefix_cache import PrefixCache
+from megatron_runtime.engine.scheduler import Schedule, Scheduler, SchedulerLimits
+from megatron_runtime.engine.sequence import Sequence
+
+LRU = PrefixCachingEvictionPolicy.LRU
+BLOCK = 4
+
+
+def scheduler_of(
+    blocks: int,
+    policy: PrefixCachingEvictionPolicy = LRU,
+    *,
+    block_size: int = BLOCK,
+    max_requests: int = 8,
+    max_tokens: int = 64,
+    chunked: bool = True,
+) -> Scheduler:
+    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked)
+    return Scheduler(limits, BlockAllocator(blocks, PrefixCache(policy, block_size)))
+
+
+def sequence_of(
+    request_id: int, prompt: list[int], answer: int = 1, *, block_size: int = BLOCK, num_hashes: int | None = None
+) -> Sequence:
+    """With hashes that are as good as perfect, or that take only a few values."""
+    hashes = []
+    for end in range(block_size, len(prompt) + 1, block_size):
+        perfect = hash(tuple(prompt[:end]))
+        hashes.append(perfect if num_hashes is None else perfect % num_hashes)
+    return Sequence(request_id, list(prompt), len(prompt), len(prompt) + answer, block_hashes=hashes)
+
+
+class Memory:
+    """What the KV blocks hold: for every slot the tokens that its keys and values were computed from, and when."""
+
+    def __init__(self, block_size: int) -> None:
+        self.weights = 0
+        self._block_size = block_size
+        self._slots: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+        self._weights_at_begin: dict[int, int] = {}
+
+    def compute(self, schedule: Schedule) -> None:
+        """Read what every slice attends to, then write what it computes, as the forward pass does."""
+        self._weights_at_begin |= {sequence.request_id: self.weights for sequence in schedule.admitted}
+        for part in schedule.slices:
+            for position in range(part.start):
+                tokens, weights = self._slots[self._slot(part.sequence, position)]
+                assert tokens == tuple(part.sequence.tokens[: position + 1]), "a request attends to another's tokens"
+                assert weights >= self._weights_at_begin[part.sequence.request_id], "a request begins on old weights"
+        written: set[tuple[int, int]] = set()
+        for part in schedule.slices:
+            for position in range(part.start, part.end):
+                slot = self._slot(part.sequence, position)
+                assert slot not in written, "two requests write to the same slot"
+                written.add(slot)
+                self._slots[slot] = tuple(part.sequence.tokens[: position + 1]), self.weights
+
+    def clear(self) -> None:
+        """The contents are lost."""
+        self._slots.clear()
+
+    def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        return sequence.blocks[position // self._block_size], position % self._block_size
+
+
+def run_pass(scheduler: Scheduler, memory: Memory | None = None) -> tuple[Schedule, list[Sequence]]:
+    """One pass as the engine makes it: compute, append a token where one is sampled, forget what is done."""
+    schedule = scheduler.schedule()
+    scheduler.check_integrity()
+    if memory is not None:
+        memory.compute(schedule)
+    scheduler.settle(schedule)
+    scheduler.check_integrity()
+    done = []
+    for part in schedule.slices:
+        if part.samples:
+            part.sequence.tokens.append(7)
+            if len(part.sequence.tokens) >= part.sequence.max_length:
+                done.append(part.sequence)
+                scheduler.remove(part.sequence)
+    scheduler.check_integrity()
+    return schedule, done
+
+
+def starts_of(schedule: Schedule) -> dict[int, int]:
+    return {part.sequence.request_id: part.start for part in schedule.slices}
+
+
+class RandomSharing(RuleBasedStateMachine):
+    """Adds, passes, aborts, suspensions and changes of weights in any order, over prompts that begin alike."""
+
+    @initialize(
+        blocks=st.integers(4, 30),
+        block_size=st.integers(1, 4),
+        max_requests=st.integers(1, 6),
+        spare_tokens=st.integers(0, 30),
+        chunked=st.booleans(),
+        policy=st.sampled_from(PrefixCachingEvictionPolicy),
+        num_hashes=st.sampled_from([None, 3]),
+    )
+    def begin(
+        self,
+        blocks: int,
+        block_size: int,
+        max_requests: int,
+        spare_tokens: int,
+        chunked: bool,
+        policy: PrefixCachingEvictionPolicy,
+        num_hashes: int | None,
+    ) -> None:
+        self.scheduler = scheduler_of(
+            blocks,
+            policy,
+            block_size=block_size,
+            max_requests=max_requests,
+            max_tokens=max_requests + spare_tokens,
+            chunked=chunked,
+        )
+        self.memory = Memory(block_size)
+        self.num_hashes = num_hashes
+        self.alive: dict[int, Sequence] = {}
+        self.ids = itertools.count()
+
+    @rule(
+        stem=st.integers(0, 20),
+        own=st.lists(st.integers(0, 1), max_size=8),
+        answer=st.integers(1, 20),
+        scores=st.booleans(),
+    )
+    def add(self, stem: int, own: list[int], answer: int, scores: bool) -> None:
+        limits = self.scheduler.limits
+        prompt = [5] * stem + own
+        if not prompt or (not limits.chunked_prefill and len(prompt) > limits.max_tokens):
+            return
+        size = limits.block_size_tokens
+        sequence = sequence_of(next(self.ids), prompt, answer, block_size=size, num_hashes=self.num_hashes)
+        sequence.next_log_prob = 1 if scores else None
+        if self.scheduler.can_ever_fit(sequence):
+            self.alive[sequence.request_id] = sequence
+            self.scheduler.add(sequence)
+
+    @rule()
+    def make_a_pass(self) -> None:
+        schedule, done = run_pass(self.scheduler, self.memory)
+        assert sum(part.length for part in schedule.slices) <= self.scheduler.limits.max_tokens
+        assert all(part.length > 0 for part in schedule.slices)
+        assert bool(schedule.slices) == bool(self.alive)
+        for part in schedule.slices:
+            if part.sequence.next_log_prob is not None:
+                assert part.sequence.num_cached == 0
+        for sequence in done:
+            del self.alive[sequence.request_id]
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.scheduler.remove(self.alive.pop(data.draw(st.sampled_from(sorted(self.alive)))))
+
+    @rule()
+    def suspend_and_recompute(self) -> None:
+        self.scheduler.evict_all()
+        self.scheduler.forget_prefixes()
+        self.memory.clear()
+        assert self.scheduler.allocator.num_used == self.scheduler.allocator.num_resting == 0
+
+    @rule()
+    def change_the_weights(self) -> None:
+        self.memory.weights += 1
+        self.scheduler.forget_prefixes()
+        assert self.scheduler.allocator.num_resting == 0
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
+
+    def teardown(self) -> None:
+        """Nobody starves, and nothing stays owned."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(sum(3 * sequence.max_length for sequence in self.alive.values())):
+            for sequence in run_pass(self.scheduler, self.memory)[1]:
+                del self.alive[sequence.request_id]
+        assert not self.alive
+        assert self.scheduler.allocator.num_used == 0
+
+
+TestRandomSharing = RandomSharing.TestCase
+TestRandomSharing.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_a_second_request_begins_after_the_blocks_that_it_shares_with_the_first() -> None:
+    scheduler = scheduler_of(20)
+    scheduler.add(sequence_of(0, [1] * 10, 9))
+    run_pass(scheduler)
+    scheduler.add(sequence_of(1, [1] * 9 + [2, 3], 9))
+    schedule, _ = run_pass(scheduler)
+    assert starts_of(schedule) == {0: 10, 1: 8}
+    first, second = (part.sequence for part in schedule.slices)
+    assert first.blocks[:2] == second.blocks[:2]
+    assert not set(first.blocks[2:]) & set(second.blocks[2:])
+
+
+def test_at_least_the_last_prompt_token_is_computed_again() -> None:
+    scheduler = scheduler_of(20)
+    for request_id in range(2):
+        scheduler.add(sequence_of(request_id, [1] * 12))
+        schedule, _ = run_pass(scheduler)
+    assert starts_of(schedule) == {1: 8}
+
+
+def test_a_request_waits_one_pass_for_a_prefix_that_another_one_computes() -> None:
+    scheduler = scheduler_of(40)
+    for request_id in range(3):
+        scheduler.add(sequence_of(request_id, [1] * 8 + [request_id], 5))
+    scheduler.add(sequence_of(3, [2] * 6, 5))
+    assert starts_of(run_pass(scheduler)[0]) == {0: 0}
+    assert starts_of(run_pass(scheduler)[0]) == {0: 9, 1: 8, 2: 8, 3: 0}
+
+
+def test_a_request_waits_for_a_prefix_that_is_computed_in_chunks_and_for_no_longer() -> None:
+    scheduler = scheduler_of(40, max_tokens=10)
+    scheduler.add(sequence_of(0, [1] * 18, 5))
+    scheduler.add(sequence_of(1, [1] * 12 + [2], 5))
+    assert starts_of(run_pass(scheduler)[0]) == {0: 0}
+    assert starts_of(run_pass(scheduler)[0]) == {0: 10}
+    assert starts_of(run_pass(scheduler)[0]) == {0: 18, 1: 12}
+
+
+def test_a_request_that_wants_log_probabilities_of_its_prompt_skips_none_of_it() -> None:
+    scheduler = scheduler_of(40)
+    scheduler.add(sequence_of(0, [1] * 12, 5))
+    run_pass(scheduler)
+    for request_id, first_wanted in ((1, 1), (2, 9), (3, 12)):
+        sequence = sequence_of(request_id, [1] * 12, 5)
+        sequence.next_log_prob = first_wanted
+        scheduler.add(sequence)
+    assert starts_of(run_pass(scheduler)[0]) == {0: 12, 1: 0, 2: 8, 3: 8}
+
+
+def test_different_prompts_of_equal_hashes_share_nothing() -> None:
+    scheduler = scheduler_of(20)
+    scheduler.add(sequence_of(0, [1] * 9, 5, num_hashes=1))
+    run_pass(scheduler)
+    scheduler.add(sequence_of(1, [2] * 9, 5, num_hashes=1))
+    schedule, _ = run_pass(scheduler)
+    assert starts_of(schedule) == {0: 9, 1: 0}
+
+
+def test_equal_blocks_after_different_beginnings_are_not_the_same_block() -> None:
+    scheduler = scheduler_of(20)
+    for request_id, beginning in enumerate((1, 2)):
+        sequence = sequence_of(request_id, [beginning] * 4 + [3] * 5, 5)
+        sequence.block_hashes = [beginning, 77]
+        scheduler.add(sequence)
+        assert starts_of(run_pass(scheduler)[0])[request_id] == 0
+
+
+@pytest.mark.parametrize(("policy", "start"), [(LRU, 8), (PrefixCachingEvictionPolicy.REF_ZERO, 0)])
+def test_the_policy_decides_whether_a_prefix_outlives_its_last_owner(
+    policy: PrefixCachingEvictionPolicy, start: int
+) -> None:
+    scheduler = scheduler_of(20, policy)
+    scheduler.add(sequence_of(0, [1] * 9))
+    run_pass(scheduler)
+    assert scheduler.allocator.num_used == 0
+    assert scheduler.allocator.num_resting == start // BLOCK
+    scheduler.add(sequence_of(1, [1] * 9))
+    assert starts_of(run_pass(scheduler)[0]) == {1: start}
+
+
+def test_what_was_unused_for_longest_goes_first_and_leaves_before_their_parents() -> None:
+    scheduler = scheduler_of(6)
+    for request_id, prompt in enumerate(([1] * 13, [2] * 8)):
+        scheduler.add(sequence_of(request_id, prompt))
+        run_pass(scheduler)
+    assert scheduler.allocator.num_resting == 5
+    scheduler.add(sequence_of(2, [3] * 12))  # needs three blocks, and one was free
+    run_pass(scheduler)
+    prefixes = scheduler.allocator.prefixes
+    assert prefixes is not None
+    assert [len(prefixes.match(sequence_of(3, [token] * 13))) for token in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_prefix_in_use_is_never_evicted_for_the_one_who_uses_it() -> None:
+    scheduler = scheduler_of(4)
+    scheduler.add(sequence_of(0, [1] * 12))
+    run_pass(scheduler)
+    scheduler.add(sequence_of(1, [1] * 13, 3))
+    assert starts_of(run_pass(scheduler)[0]) == {1: 12}
+    assert scheduler.allocator.num_free == 0
+
+
+def test_an_evicted_request_finds_what_is_left_of_its_own_blocks() -> None:
+    scheduler = scheduler_of(20)
+    scheduler.add(sequence_of(0, [1] * 9, 5))
+    run_pass(scheduler)
+    scheduler.evict_all()
+    assert starts_of(run_pass(scheduler)[0]) == {0: 8}
+
+
+def test_what_runs_while_the_weights_change_is_shared_with_nobody() -> None:
+    scheduler = scheduler_of(20, max_tokens=10)
+    scheduler.add(sequence_of(0, [1] * 16, 5))
+    run_pass(scheduler)
+    scheduler.forget_prefixes()
+    run_pass(scheduler)
+    scheduler.add(sequence_of(1, [1] * 9, 5))
+    assert starts_of(run_pass(scheduler)[0]) == {0: 16, 1: 0}
+
+
+def test_generated_tokens_are_shared_only_once_they_were_read_as_a_prompt() -> None:
+    scheduler = scheduler_of(20)
+    scheduler.add(sequence_of(0, [1] * 6, 6))
+    done: list[Sequence] = []
+    while not done:
+        done = run_pass(scheduler)[1]
+    answered = done[0].tokens
+    assert starts_of_next(scheduler, 1, answered) == 4
+    assert starts_of_next(scheduler, 2, [*answered, 1]) == 12
+
+
+def starts_of_next(scheduler: Scheduler, request_id: int, prompt: list[int]) -> int:
+    scheduler.add(sequence_of(request_id, prompt))
+    return starts_of(run_pass(scheduler)[0])[request_id]
