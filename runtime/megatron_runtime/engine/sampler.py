@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_runtime.engine.candidates import Candidates, candidates
+from megatron_runtime.engine.candidates import candidates
 from megatron_runtime.engine.likeliest import highest
-from megatron_runtime.engine.noise import delays, delays_of
+from megatron_runtime.engine.race import race, race_among
 from megatron_runtime.engine.sampling_rules import SamplingRules
 
 NO_TOKEN = -1
@@ -29,8 +28,16 @@ def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
     top, tokens = highest(logits)
     finite = top.isfinite()
     noisy = np.flatnonzero(rules.is_noisy & finite.cpu().numpy())
-    for found in candidates(logits, top, rules, noisy):
-        tokens[torch.from_numpy(found.rows).to(logits.device)] = _race(found, rules.keys[found.rows])
+    limited = rules.is_limited[noisy]
+    if not limited.all():
+        free = noisy[~limited]
+        rows = torch.from_numpy(free).to(logits.device)
+        temperature = torch.from_numpy(rules.temperature[free]).to(logits)
+        tokens[rows] = race(logits, rules.keys[free], rows=rows, top=top[rows], temperature=temperature)
+    for found in candidates(logits, top, rules, noisy[limited]):
+        keys = rules.keys[found.rows]
+        winners = race(found.scaled, keys) if found.columns is None else race_among(found.scaled, found.columns, keys)
+        tokens[torch.from_numpy(found.rows).to(logits.device)] = winners
     return tokens.masked_fill_(~finite, NO_TOKEN)
 
 
@@ -54,11 +61,3 @@ def processed_log_probs(logits: Tensor, rules: SamplingRules) -> Tensor:
             left = torch.full_like(logits[rows], -torch.inf).scatter_(1, found.columns, left)
         processed[rows] = left
     return processed.log_softmax(dim=-1)
-
-
-def _race(found: Candidates, keys: NDArray[np.uint64]) -> Tensor:
-    """The token of each row whose delay is the smallest in proportion to its probability: int64 [R]."""
-    if found.columns is None:
-        return (found.scaled - delays(keys, found.scaled.shape[1], found.scaled.device).log_()).argmax(dim=-1)
-    winners = (found.scaled - delays_of(keys, found.columns).log_()).argmax(dim=-1, keepdim=True)
-    return found.columns.gather(1, winners).squeeze(1)
