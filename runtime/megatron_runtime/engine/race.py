@@ -38,6 +38,7 @@ def race(
     rows: Tensor | None = None,
     top: Tensor | None = None,
     temperature: Tensor | None = None,
+    least: Tensor | None = None,
 ) -> Tensor:
     """The winners among the whole vocabulary: int64 [R].
 
@@ -47,13 +48,16 @@ def race(
         rows: int64 [R], those of the logits that race; None means all of them.
         top: [R], subtracted from the logits; None means 0.
         temperature: [R], divides them then; None means 1.
+        least: [R], what falls short of this then may not win; None means that all may.
     """
     count, vocabulary = len(keys), logits.shape[1]
     index = torch.arange(count, device=logits.device) if rows is None else rows
     top = logits.new_zeros(count) if top is None else top
     temperature = logits.new_ones(count) if temperature is None else temperature
+    least = logits.new_full((count,), -torch.inf) if least is None else least
     blocks = -(-vocabulary // BLOCK)
     promise = (_maxima(logits, blocks)[index] - top[:, None]) / temperature[:, None]
+    promise = torch.where(promise < least[:, None], -torch.inf, promise)
     promise -= first_delays(keys, blocks, logits.device).log_()
     winners = torch.empty(count, dtype=torch.int64, device=logits.device)
     running = torch.arange(count, device=logits.device)
@@ -65,7 +69,7 @@ def race(
         columns = (best.indices[:, :width, None] * BLOCK + inside).flatten(1)
         values = logits[index[running, None], columns.clamp(max=vocabulary - 1)]
         scaled = (values - top[running, None]) / temperature[running, None]
-        scaled.masked_fill_(columns >= vocabulary, -torch.inf)
+        scaled.masked_fill_((columns >= vocabulary) | (scaled < least[running, None]), -torch.inf)
         score, places = _scores(scaled, columns, keys[running.cpu().numpy()]).max(dim=-1)
         winners[running] = columns.gather(1, places[:, None]).squeeze(1)
         if width == blocks:

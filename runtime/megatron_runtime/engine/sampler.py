@@ -28,13 +28,14 @@ def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
     top, tokens = highest(logits)
     finite = top.isfinite()
     noisy = np.flatnonzero(rules.is_noisy & finite.cpu().numpy())
-    limited = rules.is_limited[noisy]
-    if not limited.all():
-        free = noisy[~limited]
+    narrow = rules.needs_candidates[noisy]
+    free = noisy[~narrow]
+    if free.size:
         rows = torch.from_numpy(free).to(logits.device)
-        temperature = torch.from_numpy(rules.temperature[free]).to(logits)
-        tokens[rows] = race(logits, rules.keys[free], rows=rows, top=top[rows], temperature=temperature)
-    for found in candidates(logits, top, rules, noisy[limited]):
+        heat, least = (torch.from_numpy(values[free]).to(logits) for values in (rules.temperature, rules.min_p))
+        winners = race(logits, rules.keys[free], rows=rows, top=top[rows], temperature=heat, least=least.log())
+        tokens[rows] = winners
+    for found in candidates(logits, top, rules, noisy[narrow]):
         keys = rules.keys[found.rows]
         winners = race(found.scaled, keys) if found.columns is None else race_among(found.scaled, found.columns, keys)
         tokens[torch.from_numpy(found.rows).to(logits.device)] = winners

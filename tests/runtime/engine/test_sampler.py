@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_runtime.engine.log_probs import log_probs
 from megatron_runtime.engine.noise import BLOCK, delays_of, first_delays, noise_keys
-from megatron_runtime.engine.sampler import NO_TOKEN, sample
+from megatron_runtime.engine.sampler import NO_TOKEN, processed_log_probs, sample
 from megatron_runtime.engine.sampling_rules import SamplingRules
 
 
@@ -174,6 +174,19 @@ def test_the_race_of_promising_blocks_has_the_winner_of_a_race_of_all(vocabulary
     scaled = (logits - logits.amax(-1, keepdim=True)) / np.float32(1.3)
     winners = (scaled - delays(rules.keys, vocabulary).log()).argmax(-1)
     assert torch.equal(sample(logits, rules), winners)
+
+
+@pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
+def test_every_token_is_the_winner_of_a_race_of_all_with_the_probabilities_that_are_reported(spread: float) -> None:
+    logits = torch.randn(40, 9000, generator=torch.Generator().manual_seed(9)).round(decimals=2) * spread
+    rules = rules_of(
+        range(40),
+        top_k=np.tile([0, 0, 3, 300, 4000], 8),
+        top_p=np.repeat([0.0, 0.2, 0.9, 0.999], 10),
+        min_p=np.tile([0.0, 0.0, 0.001, 0.3], 10),
+    )
+    scores = processed_log_probs(logits, rules).double() - delays(rules.keys, 9000).double().log()
+    assert torch.equal(sample(logits, rules), scores.argmax(-1))
 
 
 def test_delays_of_neighbouring_seeds_positions_and_tokens_are_unrelated() -> None:
