@@ -54,8 +54,8 @@ def candidates(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[
     unsettled = rows[limited]
     normalizer = _normalizers(logits, top, rules, unsettled)
     for width in _WIDTHS:
-        # A threshold that is known, as min-p's, is not worth a second look.
-        worthwhile = (rules.top_k < width) & (rules.has_nucleus | (rules.top_k > 0) | (width == _WIDTHS[0]))
+        # Where 64 tokens don't reach top-p, nobody knows how many do; top-k says how many it needs.
+        worthwhile = (rules.top_k < width) & ((rules.top_k > 0) | (rules.has_nucleus & (width == _WIDTHS[0])))
         group = unsettled[worthwhile[unsettled]]
         if group.size and width < logits.shape[1]:
             found = _among_likeliest(logits, top, normalizer, rules, group, width)

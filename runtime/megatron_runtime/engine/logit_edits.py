@@ -70,9 +70,9 @@ class RequestEdits:
         self._tokens = np.empty(_FIRST_CAPACITY, np.int64)
         self._values = np.empty((3, _FIRST_CAPACITY), np.float32)
         for token, bias in self._biases.items():
-            self._values[_BIAS, self._slot(token)] = bias
+            self._set(_BIAS, token, bias)
         for token in self._forbidden:
-            self._values[_LESS, self._slot(token)] = np.inf
+            self._set(_LESS, token, np.inf)
 
     def after(self, tokens: Sequence[int], length: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """What to change before the token after the sequence's first so many is drawn.
@@ -91,10 +91,10 @@ class RequestEdits:
         if self._has_penalties:
             if known < self._prompt_length and self._repetition != 1:
                 for token in set(tokens[known : min(length, self._prompt_length)]):
-                    self._values[_REPETITION, self._slot(token)] = self._repetition
+                    self._set(_REPETITION, token, self._repetition)
             for token in tokens[max(known, self._prompt_length) : length]:
                 self._counts[token] = self._counts.get(token, 0) + 1
-                self._values[_REPETITION, self._slot(token)] = self._repetition
+                self._set(_REPETITION, token, self._repetition)
                 self._lower(token)
         if self._forbidden and length >= self._free_from:
             freed, self._forbidden = self._forbidden, []
@@ -105,7 +105,11 @@ class RequestEdits:
         """Note what the token's logit loses by now."""
         count = self._counts.get(token, 0)
         less = self._presence * (count > 0) + self._frequency * count
-        self._values[_LESS, self._slot(token)] = np.inf if token in self._forbidden else less
+        self._set(_LESS, token, np.inf if token in self._forbidden else less)
+
+    def _set(self, kind: int, token: int, value: float) -> None:
+        slot = self._slot(token)  # may move the values
+        self._values[kind, slot] = value
 
     def _slot(self, token: int) -> int:
         """Where the token's values are; a new place changes nothing yet."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_runtime.engine.candidates import Candidates, candidates
+from megatron_runtime.engine.candidates import candidates
 from megatron_runtime.engine.likeliest import highest
-from megatron_runtime.engine.noise import delays, delays_of
+from megatron_runtime.engine.race import race, race_among
 from megatron_runtime.engine.sampling_rules import SamplingRules
 
 NO_TOKEN = -1
@@ -29,8 +28,17 @@ def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
     top, tokens = highest(logits)
     finite = top.isfinite()
     noisy = np.flatnonzero(rules.is_noisy & finite.cpu().numpy())
-    for found in candidates(logits, top, rules, noisy):
-        tokens[torch.from_numpy(found.rows).to(logits.device)] = _race(found, rules.keys[found.rows])
+    narrow = rules.needs_candidates[noisy]
+    free = noisy[~narrow]
+    if free.size:
+        rows = torch.from_numpy(free).to(logits.device)
+        heat, least = (torch.from_numpy(values[free]).to(logits) for values in (rules.temperature, rules.min_p))
+        winners = race(logits, rules.keys[free], rows=rows, top=top[rows], temperature=heat, least=least.log())
+        tokens[rows] = winners
+    for found in candidates(logits, top, rules, noisy[narrow]):
+        keys = rules.keys[found.rows]
+        winners = race(found.scaled, keys) if found.columns is None else race_among(found.scaled, found.columns, keys)
+        tokens[torch.from_numpy(found.rows).to(logits.device)] = winners
     return tokens.masked_fill_(~finite, NO_TOKEN)
 
 
@@ -54,11 +62,3 @@ def processed_log_probs(logits: Tensor, rules: SamplingRules) -> Tensor:
             left = torch.full_like(logits[rows], -torch.inf).scatter_(1, found.columns, left)
         processed[rows] = left
     return processed.log_softmax(dim=-1)
-
-
-def _race(found: Candidates, keys: NDArray[np.uint64]) -> Tensor:
-    """The token of each row whose delay is the smallest in proportion to its probability: int64 [R]."""
-    if found.columns is None:
-        return (found.scaled - delays(keys, found.scaled.shape[1], found.scaled.device).log_()).argmax(dim=-1)
-    winners = (found.scaled - delays_of(keys, found.columns).log_()).argmax(dim=-1, keepdim=True)
-    return found.columns.gather(1, winners).squeeze(1)

@@ -45,6 +45,12 @@ class SamplingRules:
         limited: NDArray[np.bool_] = (self.top_k > 0) | self.has_nucleus | (self.min_p > 0)
         return limited
 
+    @property
+    def needs_candidates(self) -> NDArray[np.bool_]:
+        """[S], where it takes several logits to say which of them are ruled out; min-p is known beforehand."""
+        needed: NDArray[np.bool_] = (self.top_k > 0) | self.has_nucleus
+        return needed
+
     def take(self, rows: NDArray[np.intp]) -> SamplingRules:
         """The rules of some rows, without their edits."""
         return SamplingRules(

@@ -133,6 +133,33 @@ def test_a_stop_text_that_is_complete_too_early_is_passed_over(make_engine: Make
     assert seen == (request.generated_tokens if streaming else [])
 
 
+def test_streams_with_penalties_and_stop_texts_say_under_pressure_what_they_say_alone(make_engine: MakeEngine) -> None:
+    params = SamplingParams(
+        seed=3,
+        temperature=1.2,
+        num_tokens_to_generate=30,
+        stop=["aba", "b"],
+        streaming=True,
+        logit_bias={97: 12.0, 98: 9},
+    )
+    params.add_attributes({"frequency_penalty": 0.2, "repetition_penalty": 1.2, "min_tokens": 7})
+    alone = serve(make_engine(), params)
+    engine = make_engine(14, max_tokens=4, max_requests=4)
+    for request_id in range(4):
+        engine.add_request(request_id, PROMPT, params)
+    seen: dict[int, list[int]] = {request_id: [] for request_id in range(4)}
+    answers = []
+    while engine.has_unfinished_requests():
+        result = engine.step_modern()
+        for request_id, partial in result["partial_outputs"].items():
+            seen[request_id] += partial.new_tokens
+        answers += [record.merge() for record in result["finished_request_records"]]
+    assert engine.stats().evictions_total > 0
+    for answer in answers:
+        assert (answer.generated_text, answer.finish_reason) == (alone.generated_text, alone.finish_reason)
+        assert seen[answer.request_id] == answer.generated_tokens == alone.generated_tokens
+
+
 def test_a_minimum_beyond_what_fits_only_lasts_to_the_end(make_engine: MakeEngine) -> None:
     request = serve(make_engine(max_sequence_length=9), SamplingParams(min_tokens=50))
     assert (len(request.generated_tokens), request.finish_reason) == (4, "length")

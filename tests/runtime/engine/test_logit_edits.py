@@ -92,6 +92,16 @@ def test_edits_that_grew_with_the_answer_are_those_made_at_once(
         }
 
 
+def test_edits_of_thousands_of_tokens_are_all_there() -> None:
+    params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, logit_bias=dict.fromkeys(range(100), 1.0))
+    tokens = [*range(3000), *range(3000, 4000)]
+    found, values = RequestEdits(params, 3000, (), 5000).after(tokens, 4000)
+    assert sorted(found) == tokens
+    assert (values[1] == 2).all()
+    assert sorted(found[values[0] == 1]) == list(range(100))
+    assert sorted(found[values[2] == 1]) == list(range(3000, 4000))
+
+
 def test_edits_stay_in_their_rows() -> None:
     first = RequestEdits(SamplingParams(logit_bias={1: 1.0, 2: 2.0}), 1, (), VOCABULARY).after([0], 1)
     last = RequestEdits(SamplingParams(logit_bias={2: 3.0}), 1, (), VOCABULARY).after([0], 1)

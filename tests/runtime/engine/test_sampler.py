@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_runtime.engine.log_probs import log_probs
-from megatron_runtime.engine.noise import delays, noise_keys
-from megatron_runtime.engine.sampler import NO_TOKEN, sample
+from megatron_runtime.engine.noise import BLOCK, delays_of, first_delays, noise_keys
+from megatron_runtime.engine.sampler import NO_TOKEN, processed_log_probs, sample
 from megatron_runtime.engine.sampling_rules import SamplingRules
 
 
@@ -34,6 +34,10 @@ def draw_often(logits: Tensor, count: int = 100_000, **filters: Any) -> Tensor:
     """How often each token comes, over as many seeds; a frequency strays by 0.002 in one of several hundred draws."""
     tokens = sample(logits.expand(count, -1), rules_of(np.arange(count), **filters))
     return torch.bincount(tokens, minlength=logits.shape[-1]) / count
+
+
+def delays(keys: Any, vocabulary: int) -> Tensor:
+    return delays_of(keys, torch.arange(vocabulary))
 
 
 CPU = torch.device("cpu")
@@ -140,7 +144,7 @@ def test_rounding_elsewhere_does_not_move_a_token() -> None:
 
 
 def test_delays_are_those_of_an_exponential_distribution() -> None:
-    drawn = delays(noise_keys(np.arange(50, dtype=np.uint64), np.arange(50, dtype=np.int64)), 20_000, CPU).double()
+    drawn = delays(noise_keys(np.arange(50, dtype=np.uint64), np.arange(50, dtype=np.int64)), 20_000).double()
     assert (drawn > 0).all()
     for limit in (1e-4, 0.01, 0.5, 1.0, 4.0):
         expected = 1 - np.exp(-limit)
@@ -148,10 +152,47 @@ def test_delays_are_those_of_an_exponential_distribution() -> None:
         assert found == pytest.approx(expected, abs=5 * np.sqrt(expected * (1 - expected) / drawn.numel()))
 
 
+def test_the_first_delay_of_a_block_is_what_its_tokens_say() -> None:
+    keys = noise_keys(np.arange(200, dtype=np.uint64), np.zeros(200, np.int64))
+    drawn = delays(keys, 40 * BLOCK).view(200, 40, BLOCK)
+    assert torch.equal(drawn.amin(dim=2), first_delays(keys, 40, CPU))
+    places = torch.bincount(drawn.argmin(dim=2).flatten(), minlength=BLOCK) / 8000
+    assert (places - 1 / BLOCK).abs().max() < 5 * np.sqrt(1 / BLOCK / 8000)
+
+
+def test_delays_of_tokens_do_not_depend_on_which_are_asked_for() -> None:
+    keys = noise_keys(np.arange(5, dtype=np.uint64), np.zeros(5, np.int64))
+    some = torch.tensor([999, 3, 64, 63, 500]).expand(5, -1)
+    assert torch.equal(delays_of(keys, some), delays(keys, 1000).gather(1, some))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 31, 2000, 70_001])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+def test_the_race_of_promising_blocks_has_the_winner_of_a_race_of_all(vocabulary: int, spread: float) -> None:
+    logits = torch.randn(20, vocabulary, generator=torch.Generator().manual_seed(7)) * spread
+    rules = rules_of(range(20), temperature=1.3)
+    scaled = (logits - logits.amax(-1, keepdim=True)) / np.float32(1.3)
+    winners = (scaled - delays(rules.keys, vocabulary).log()).argmax(-1)
+    assert torch.equal(sample(logits, rules), winners)
+
+
+@pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
+def test_every_token_is_the_winner_of_a_race_of_all_with_the_probabilities_that_are_reported(spread: float) -> None:
+    logits = torch.randn(40, 9000, generator=torch.Generator().manual_seed(9)).round(decimals=2) * spread
+    rules = rules_of(
+        range(40),
+        top_k=np.tile([0, 0, 3, 300, 4000], 8),
+        top_p=np.repeat([0.0, 0.2, 0.9, 0.999], 10),
+        min_p=np.tile([0.0, 0.0, 0.001, 0.3], 10),
+    )
+    scores = processed_log_probs(logits, rules).double() - delays(rules.keys, 9000).double().log()
+    assert torch.equal(sample(logits, rules), scores.argmax(-1))
+
+
 def test_delays_of_neighbouring_seeds_positions_and_tokens_are_unrelated() -> None:
     seeds = np.repeat(np.arange(30, dtype=np.uint64), 30)
     positions = np.tile(np.arange(30, dtype=np.int64), 30)
-    cube = delays(noise_keys(seeds, positions), 100, CPU).reshape(30, 30, 100).numpy()
+    cube = delays(noise_keys(seeds, positions), 100).reshape(30, 30, 100).numpy()
     for axis in range(3):
         first, second = np.delete(cube, -1, axis), np.delete(cube, 0, axis)
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
@@ -159,8 +200,8 @@ def test_delays_of_neighbouring_seeds_positions_and_tokens_are_unrelated() -> No
 
 def test_delays_depend_on_seed_and_position_alone_up_to_the_largest_seed() -> None:
     seeds, positions = np.array([3, 2**64 - 1], np.uint64), np.array([2**40, 7], np.int64)
-    together = delays(noise_keys(seeds, positions), 10, CPU)
-    alone = delays(noise_keys(seeds[1:], positions[1:]), 10, CPU)
+    together = delays(noise_keys(seeds, positions), 10)
+    alone = delays(noise_keys(seeds[1:], positions[1:]), 10)
     assert torch.equal(together[1:], alone)
 
 
