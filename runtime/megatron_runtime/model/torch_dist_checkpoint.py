@@ -17,6 +17,8 @@ from megatron_runtime.model.torch_dist_file import TorchDistFile
 from megatron_runtime.model.torch_dist_layout import Rows, layer_layout
 from megatron_runtime.model.weights import StoredTensor
 
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron rounds the vocabulary up to whole tiles per rank."""
 _OF_TRAINING = ("optimizer", "chained_", "opt_param_scheduler", "rng_state")
 
 
@@ -102,7 +104,7 @@ class TorchDistWeights:
     def _found(self, prefix: str, layer: int | None, name: str, rows: Rows, total: int) -> dict[str, _Part]:
         """Weight and bias, as far as there are any, of what Megatron calls ``prefix`` and Hugging Face ``name``.
 
-        ``rows`` are taken from ``total``, or from more where Megatron pads a vocabulary.
+        ``rows`` are taken from ``total``, or from more in a padded vocabulary.
         """
         parts = {}
         for kind in ("weight", "bias"):
@@ -111,7 +113,7 @@ class TorchDistWeights:
                 continue
             stored, entry = located
             shape = tuple(self._file.tensors[stored].size)[0 if entry is None else 1 :]
-            self._check_rows(stored, shape, total, padded=layer is None)
+            self._check_rows(stored, shape, total)
             transposed = tensor_names(self._config.architecture).transposed and layer is not None and len(shape) == 2
             parts[f"{name}.{kind}"] = _Part(stored, entry, rows, (sum(map(len, rows)), *shape[1:]), transposed)
         return parts
@@ -126,15 +128,15 @@ class TorchDistWeights:
         stacked = f"decoder.layers.{name}"
         if stacked not in stored:
             return None
-        if (count := stored[stacked].size[0]) != self._config.num_layers:
+        if (count := next(iter(stored[stacked].size), 0)) != self._config.num_layers:
             raise CheckpointError(
                 f"{self._folder}: tensor {stacked} has {count} layers, but the configuration expects "
                 f"{self._config.num_layers}. The configuration belongs to another checkpoint"
             )
         return stacked, layer
 
-    def _check_rows(self, stored: str, shape: tuple[int, ...], wanted: int, *, padded: bool) -> None:
-        if not shape or shape[0] < wanted or (shape[0] > wanted and not padded):
+    def _check_rows(self, stored: str, shape: tuple[int, ...], wanted: int) -> None:
+        if not shape or shape[0] < wanted or (shape[0] > wanted and stored not in _PADDED):
             raise CheckpointError(
                 f"{self._folder}: tensor {stored} has shape {list(shape)}, but the configuration expects {wanted} "
                 "rows. The configuration belongs to another checkpoint"

@@ -117,6 +117,42 @@ def test_a_megatron_checkpoint_has_the_logits_of_the_original(
     assert_same_logits(tmp_path, model, paged_requests)
 
 
+def test_gpt_2_in_megatron_s_arrangement_has_the_logits_of_the_original(tmp_path: Path, paged_requests: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES)).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(".ln_" in name and name.endswith("weight")), std=0.2)
+    body = model.transformer
+    state = {
+        "embedding.word_embeddings.weight": body.wte.weight.detach(),
+        "embedding.position_embeddings.weight": body.wpe.weight.detach(),
+        "decoder.final_layernorm.weight": body.ln_f.weight.detach(),
+        "decoder.final_layernorm.bias": body.ln_f.bias.detach(),
+    }
+    layers: list[dict[str, torch.Tensor]] = []
+    for block in body.h:
+        qkv = block.attn.c_attn
+        per_head = [part.view(4, 8, -1) for part in qkv.weight.detach().t().chunk(3)]
+        bias_per_head = [part.view(4, 8) for part in qkv.bias.detach().chunk(3)]
+        layer = {
+            "self_attention.linear_qkv.weight": torch.cat(per_head, 1).flatten(0, 1),
+            "self_attention.linear_qkv.bias": torch.cat(bias_per_head, 1).flatten(),
+        }
+        matrices = {
+            "self_attention.linear_proj.": block.attn.c_proj,
+            "mlp.linear_fc1.": block.mlp.c_fc,
+            "mlp.linear_fc2.": block.mlp.c_proj,
+        }
+        norms = {"self_attention.linear_qkv.layer_norm_": block.ln_1, "mlp.linear_fc1.layer_norm_": block.ln_2}
+        layer |= {f"{name}weight": part.weight.detach().t().contiguous() for name, part in matrices.items()}
+        layer |= {f"{name}weight": part.weight.detach() for name, part in norms.items()}
+        layer |= {f"{name}bias": part.bias.detach() for name, part in (matrices | norms).items()}
+        layers.append(layer)
+    stacked = {f"decoder.layers.{name}": torch.stack([one[name] for one in layers]) for name in layers[0]}
+    save(tmp_path, model, state | stacked)
+    assert_same_logits(tmp_path, model, paged_requests)
+
+
 def test_what_a_training_keeps_beside_the_model_is_passed_over(tmp_path: Path, paged_requests: Any) -> None:
     model = random_model("Llama")
     state = megatron_state(model)
@@ -191,6 +227,10 @@ def test_what_does_not_fit_the_configuration_is_named(tmp_path: Path) -> None:
         "missing": (dict(state), "tensor model.norm.weight missing"),
         "extra": (state | {"decoder.surprise": torch.ones(2)}, "tensor decoder.surprise found that the configuration"),
         "short": (state | {"output_layer.weight": torch.ones(50, 32)}, r"output_layer.weight has shape \[50, 32\]"),
+        "long": (
+            state | {"decoder.final_layernorm.weight": torch.ones(33)},
+            r"decoder.final_layernorm.weight has shape \[33\], but the configuration expects 32",
+        ),
         "layers": (
             state | {"decoder.layers.mlp.linear_fc2.weight": torch.ones(2, 32, 48)},
             "decoder.layers.mlp.linear_fc2.weight has 2 layers, but the configuration expects 3",
