@@ -6,9 +6,12 @@ from pathlib import Path
 
 from megatron_runtime.errors import CheckpointError
 
+TORCH_DIST_METADATA = ".metadata"
+"""The file that a folder of ``torch.distributed.checkpoint`` has beside its data."""
+
 
 def checkpoint_path(path: Path | str) -> Path:
-    """The GGUF file or the Hugging Face folder that ``path`` means: a folder with one GGUF file means that file."""
+    """The GGUF file, or the folder with a config.json, that ``path`` means: with one GGUF file in it, that file."""
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist. Name a GGUF file, or the folder of a Hugging Face checkpoint")
@@ -16,6 +19,11 @@ def checkpoint_path(path: Path | str) -> Path:
         return path
     if (path / "config.json").exists():
         return path
+    if (path / TORCH_DIST_METADATA).exists():
+        raise CheckpointError(
+            f"{path}: holds a Megatron checkpoint, but no config.json. Put the model's Hugging Face configuration "
+            "and tokenizer beside it"
+        )
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
         listed = ", ".join(file.name for file in files)

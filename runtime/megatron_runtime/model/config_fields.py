@@ -66,6 +66,10 @@ class ConfigFields:
         listed = self.get(name, [], list)
         return tuple(ConfigFields(self.path, {name: value}).get(name, MISSING, kind) for value in listed)
 
+    def or_else(self, defaults: dict[str, Any]) -> ConfigFields:
+        """The same fields, and ``defaults`` where they are absent or null."""
+        return ConfigFields(self.path, defaults | {name: v for name, v in self._fields.items() if v is not None})
+
     def within(self, *names: str) -> ConfigFields:
         """The fields of the first object among ``names`` that has any; none when all are absent, null or empty."""
         found = (self.get(name, {}, dict) for name in names)

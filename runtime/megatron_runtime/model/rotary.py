@@ -57,8 +57,7 @@ def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, magnitu
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Turn ``heads`` [T, heads, head_dim]: of the n rotated channels, i is paired with i + n / 2; the others stay."""
-    channels = cosines.shape[-1]
-    turned, still = heads[..., :channels], heads[..., channels:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cosines + torch.cat((-second, first), dim=-1) * sines
-    return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
+    if (channels := cosines.shape[-1]) < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :channels], cosines, sines), heads[..., channels:]), dim=-1)
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cosines + torch.cat((-second, first), dim=-1) * sines

@@ -37,12 +37,13 @@ class SafetensorsWeights:
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What the files hold, but for buffers that follow from the configuration and the copy of a tied head."""
+        """What the files hold, but for other parts of the model, the copy of a tied head, and implied buffers."""
         names = tensor_names(self._config.architecture)
         tied_head = f"{names.head}.weight" if self._config.tie_word_embeddings else None
         found: dict[str, StoredTensor] = {}
         for name, file in self._files.items():
-            if not name.endswith(_COMPUTED_ELSEWHERE) and name != tied_head:
+            of_no_use = name.endswith(_COMPUTED_ELSEWHERE) or name.startswith(names.passed_over) or name == tied_head
+            if not of_no_use:
                 found[self._missing_prefix + name] = self._describe(name, file)
         return found
 

@@ -32,6 +32,8 @@ class TensorNames:
     expert_down: str = "down_proj"
     transposed: bool = False
     """Whether matrices are stored as [in, out]."""
+    passed_over: tuple[str, ...] = ()
+    """How the names of tensors begin that belong to other parts of the model than its decoder."""
 
 
 _LLAMA = TensorNames()
@@ -39,7 +41,14 @@ _GEMMA = replace(_LLAMA, feed_forward_norm="pre_feedforward_layernorm")
 _OTHERS = {
     "phi3": replace(_LLAMA, qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
     "gemma2": _GEMMA,
-    "gemma3": _GEMMA,
+    "gemma3": replace(
+        _GEMMA,
+        embedding="language_model.model.embed_tokens",
+        final_norm="language_model.model.norm",
+        head="language_model.lm_head",
+        layer="language_model.model.layers.{}.",
+        passed_over=("vision_tower.", "multi_modal_projector."),
+    ),
     "gemma3_text": _GEMMA,
     "mixtral": replace(
         _LLAMA,

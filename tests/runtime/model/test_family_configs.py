@@ -126,6 +126,31 @@ def test_gemma_3_in_its_older_spelling_is_the_same_configuration(tmp_path: Path)
     assert config.tie_word_embeddings
 
 
+def test_the_text_model_of_a_gemma_3_that_sees_is_read_alone(tmp_path: Path, paged_requests: Any) -> None:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=SIZES | {"sliding_window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=60,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+    model.save_pretrained(tmp_path)
+    tokens = list(range(1, 40))
+    ours = paged_requests(load_model(tmp_path)).forward({"it": tokens})["it"]
+    torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
+
+
+def test_what_the_files_of_large_gemma_3_models_leave_out_is_known(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    config = read_config(tmp_path, {"model_type": "gemma3", "text_config": text | {"sliding_window": 1024}})
+    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert config.vocab_size == 262208
+    assert config.layer_windows[:6] == (1024, 1024, 1024, 1024, 1024, None)
+
+
 def test_smollm3_without_a_list_leaves_every_fourth_layer_unrotated(tmp_path: Path) -> None:
     config = read_config(tmp_path, plain("smollm3", num_hidden_layers=8))
     assert config.unrotated_layers == {3, 7}

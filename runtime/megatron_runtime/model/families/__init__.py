@@ -20,6 +20,7 @@ FAMILIES: Mapping[str, Callable[[ConfigFields], ModelConfig]] = {
     "gemma": gemma.gemma,
     "gemma2": gemma.gemma2,
     "gemma3_text": gemma.gemma3,
+    "gemma3": gemma.gemma3_with_vision,
     "mixtral": mixture.mixtral,
     "qwen3_moe": mixture.qwen3_moe,
     "olmoe": mixture.olmoe,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from megatron_runtime.model.config import ModelConfig, alternating_windows
 from megatron_runtime.model.config_fields import ConfigFields
@@ -29,8 +30,27 @@ def gemma2(fields: ConfigFields) -> ModelConfig:
     return _windows_and_caps(gemma(fields), fields, 2)
 
 
+_GEMMA_3_UNSAID: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
+"""What the files of the larger models leave out."""
+
+
+def gemma3_with_vision(fields: ConfigFields) -> ModelConfig:
+    """The text model of a Gemma 3 that also sees; what it sees with is passed over."""
+    return replace(gemma3(fields.within("text_config").or_else({"model_type": "gemma3"})), architecture="gemma3")
+
+
 def gemma3(fields: ConfigFields) -> ModelConfig:
     """Queries and keys normalized per head; five layers with a window and another rotary base, then one without."""
+    fields = fields.or_else(_GEMMA_3_UNSAID)
     config = gemma(fields, rope_theta=1e6)
     pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6, int), int)
     rope = fields.within("rope_parameters")

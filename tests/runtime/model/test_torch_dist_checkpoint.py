@@ -1,0 +1,282 @@
+"""Megatron's ``torch_dist`` folders, written by torch.distributed.checkpoint: the same model, and nothing executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as distributed_checkpoint
+import transformers
+
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+CLOSE = {"atol": 1e-4, "rtol": 0.0}
+NORM = {
+    "input_layernorm": "self_attention.linear_qkv.layer_norm_",
+    "post_attention_layernorm": "mlp.linear_fc1.layer_norm_",
+}
+
+
+def random_model(family: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+    return model
+
+
+def megatron_layer(model: Any, layer: int, *, fused_norms: bool = True) -> dict[str, torch.Tensor]:
+    """One layer's tensors as Megatron names and arranges them."""
+    state = {
+        name.removeprefix(f"model.layers.{layer}."): tensor
+        for name, tensor in model.state_dict().items()
+        if name.startswith(f"model.layers.{layer}.")
+    }
+    groups = model.config.num_key_value_heads
+    found: dict[str, torch.Tensor] = {}
+    for kind in ("weight", "bias"):
+        pieces = [state.get(f"self_attn.{name}_proj.{kind}") for name in "qkv"]
+        if pieces[0] is not None:
+            grouped = [piece.view(groups, -1, *piece.shape[1:]) for piece in pieces]
+            found[f"self_attention.linear_qkv.{kind}"] = torch.cat(grouped, 1).flatten(0, 1)
+    found["self_attention.linear_proj.weight"] = state["self_attn.o_proj.weight"]
+    found["mlp.linear_fc1.weight"] = torch.cat((state["mlp.gate_proj.weight"], state["mlp.up_proj.weight"]))
+    found["mlp.linear_fc2.weight"] = state["mlp.down_proj.weight"]
+    for name, fused in NORM.items():
+        apart = {"post_attention_layernorm": "pre_mlp_layernorm"}.get(name, name) + "."
+        found[(fused if fused_norms else apart) + "weight"] = state[f"{name}.weight"]
+    for name in "qk":
+        if f"self_attn.{name}_norm.weight" in state:
+            found[f"self_attention.{name}_layernorm.weight"] = state[f"self_attn.{name}_norm.weight"]
+    return found
+
+
+def megatron_state(model: Any, *, stacked: bool = True, padded_vocab: int = 64) -> dict[str, torch.Tensor]:
+    """The whole model; layers in one tensor each, or apart."""
+    layers = [megatron_layer(model, layer, fused_norms=stacked) for layer in range(model.config.num_hidden_layers)]
+    pad = torch.zeros(padded_vocab - model.config.vocab_size, model.config.hidden_size)
+    state = {
+        "embedding.word_embeddings.weight": torch.cat((model.model.embed_tokens.weight.detach(), pad)),
+        "decoder.final_layernorm.weight": model.model.norm.weight.detach(),
+    }
+    if not model.config.tie_word_embeddings:
+        state["output_layer.weight"] = torch.cat((model.lm_head.weight.detach(), pad))
+    if stacked:
+        return state | {f"decoder.layers.{name}": torch.stack([one[name] for one in layers]) for name in layers[0]}
+    return state | {f"decoder.layers.{i}.{name}": one[name] for i, one in enumerate(layers) for name in one}
+
+
+def save(folder: Path, model: Any, state: dict[str, Any]) -> None:
+    with warnings.catch_warnings():  # it warns of one process even when told so
+        warnings.simplefilter("ignore", UserWarning)
+        distributed_checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    model.config.save_pretrained(folder)
+
+
+@torch.inference_mode()
+def assert_same_logits(folder: Path, model: Any, paged_requests: Any) -> None:
+    tokens = list(range(1, 40))
+    ours = paged_requests(load_model(folder)).forward({"it": tokens})["it"]
+    torch.testing.assert_close(ours, model(torch.tensor([tokens])).logits[0], **CLOSE)
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "apart"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("Llama", {}), ("Llama", {"tie_word_embeddings": True}), ("Qwen2", {}), ("Qwen3", {})],
+    ids=["llama", "tied", "qwen2", "qwen3"],
+)
+def test_a_megatron_checkpoint_has_the_logits_of_the_original(
+    family: str, changes: dict[str, Any], stacked: bool, tmp_path: Path, paged_requests: Any
+) -> None:
+    model = random_model(family, **changes)
+    save(tmp_path, model, megatron_state(model, stacked=stacked))
+    assert_same_logits(tmp_path, model, paged_requests)
+
+
+def test_gpt_2_in_megatron_s_arrangement_has_the_logits_of_the_original(tmp_path: Path, paged_requests: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES)).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float(".ln_" in name and name.endswith("weight")), std=0.2)
+    body = model.transformer
+    state = {
+        "embedding.word_embeddings.weight": body.wte.weight.detach(),
+        "embedding.position_embeddings.weight": body.wpe.weight.detach(),
+        "decoder.final_layernorm.weight": body.ln_f.weight.detach(),
+        "decoder.final_layernorm.bias": body.ln_f.bias.detach(),
+    }
+    layers: list[dict[str, torch.Tensor]] = []
+    for block in body.h:
+        qkv = block.attn.c_attn
+        per_head = [part.view(4, 8, -1) for part in qkv.weight.detach().t().chunk(3)]
+        bias_per_head = [part.view(4, 8) for part in qkv.bias.detach().chunk(3)]
+        layer = {
+            "self_attention.linear_qkv.weight": torch.cat(per_head, 1).flatten(0, 1),
+            "self_attention.linear_qkv.bias": torch.cat(bias_per_head, 1).flatten(),
+        }
+        matrices = {
+            "self_attention.linear_proj.": block.attn.c_proj,
+            "mlp.linear_fc1.": block.mlp.c_fc,
+            "mlp.linear_fc2.": block.mlp.c_proj,
+        }
+        norms = {"self_attention.linear_qkv.layer_norm_": block.ln_1, "mlp.linear_fc1.layer_norm_": block.ln_2}
+        layer |= {f"{name}weight": part.weight.detach().t().contiguous() for name, part in matrices.items()}
+        layer |= {f"{name}weight": part.weight.detach() for name, part in norms.items()}
+        layer |= {f"{name}bias": part.bias.detach() for name, part in (matrices | norms).items()}
+        layers.append(layer)
+    stacked = {f"decoder.layers.{name}": torch.stack([one[name] for one in layers]) for name in layers[0]}
+    save(tmp_path, model, state | stacked)
+    assert_same_logits(tmp_path, model, paged_requests)
+
+
+def test_what_a_training_keeps_beside_the_model_is_passed_over(tmp_path: Path, paged_requests: Any) -> None:
+    model = random_model("Llama")
+    state = megatron_state(model)
+    training = {
+        "optimizer.state.exp_avg.output_layer.weight": torch.zeros(61, 32),
+        "decoder.layers.mlp.linear_fc1._extra_state": b"anything",
+        "rng_state": {"seed": 1},
+    }
+    save(tmp_path, model, state | training)
+    assert_same_logits(tmp_path, model, paged_requests)
+
+
+def test_a_checkpoint_of_two_ranks_is_put_together(tmp_path: Path, paged_requests: Any) -> None:
+    model = random_model("Llama")
+    torch.save(megatron_state(model), tmp_path / "state.pt")
+    script = """
+        import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+        folder, rank = sys.argv[1], int(sys.argv[2])
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        state = torch.load(f"{folder}/state.pt")
+        dim = {name: 1 if name.startswith("decoder.layers") else 0 for name in state}
+        shards = {name: distribute_tensor(tensor, mesh, [Shard(dim[name])]) for name, tensor in state.items()}
+        dcp.save(shards, checkpoint_id=f"{folder}/checkpoint")
+        dist.destroy_process_group()
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    folder = tmp_path / "checkpoint"
+    assert len(list(folder.glob("*.distcp"))) == 2
+    model.config.save_pretrained(folder)
+    assert_same_logits(folder, model, paged_requests)
+
+
+class Intruder:
+    """What a pickle would have the reader do."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_that_the_metadata_asks_for_is_executed(tmp_path: Path) -> None:
+    model = random_model("Llama")
+    save(tmp_path, model, megatron_state(model))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Intruder(tmp_path / "touched")))
+    with pytest.raises(CheckpointError, match=r"\.metadata: is no metadata .*it names .*, which no such file needs"):
+        load_model(tmp_path)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_nothing_that_a_tensor_asks_for_is_executed(tmp_path: Path) -> None:
+    model = random_model("Llama")
+    save(tmp_path, model, megatron_state(model))
+    (data,) = tmp_path.glob("*.distcp")
+    torch.save(Intruder(tmp_path / "touched"), data)
+    with pytest.raises(CheckpointError, match=r"\.distcp: tensor .* can't be read"):
+        load_model(tmp_path)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_what_does_not_fit_the_configuration_is_named(tmp_path: Path) -> None:
+    model = random_model("Llama")
+    state = megatron_state(model)
+    cases = {
+        "missing": (dict(state), "tensor model.norm.weight missing"),
+        "extra": (state | {"decoder.surprise": torch.ones(2)}, "tensor decoder.surprise found that the configuration"),
+        "short": (state | {"output_layer.weight": torch.ones(50, 32)}, r"output_layer.weight has shape \[50, 32\]"),
+        "long": (
+            state | {"decoder.final_layernorm.weight": torch.ones(33)},
+            r"decoder.final_layernorm.weight has shape \[33\], but the configuration expects 32",
+        ),
+        "layers": (
+            state | {"decoder.layers.mlp.linear_fc2.weight": torch.ones(2, 32, 48)},
+            "decoder.layers.mlp.linear_fc2.weight has 2 layers, but the configuration expects 3",
+        ),
+        "width": (
+            state | {"decoder.layers.mlp.linear_fc2.weight": torch.ones(3, 32, 47)},
+            r"model.layers.0.mlp.down_proj.weight has shape \[32, 47\], but the configuration expects \[32, 48\]",
+        ),
+    }
+    del cases["missing"][0]["decoder.final_layernorm.weight"]
+    for name, (changed, said) in cases.items():
+        save(tmp_path / name, model, changed)
+        with pytest.raises(CheckpointError, match=said):
+            inspect_checkpoint(tmp_path / name)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    model = random_model("Llama")
+    save(tmp_path, model, megatron_state(model))
+    (data,) = tmp_path.glob("*.distcp")
+    data.write_bytes(data.read_bytes()[:3000])
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: tensor .* can't be read .*Fetch the file again"):
+        load_model(tmp_path)
+
+
+def test_damaged_metadata_is_refused_with_words(tmp_path: Path) -> None:
+    model = random_model("Llama")
+    save(tmp_path, model, megatron_state(model))
+    path = tmp_path / ".metadata"
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 1, 211):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"\.metadata: is no metadata of torch.distributed.checkpoint"):
+            inspect_checkpoint(tmp_path)
+
+
+def test_a_folder_without_a_configuration_says_what_to_put_there(tmp_path: Path) -> None:
+    model = random_model("Llama")
+    save(tmp_path, model, megatron_state(model))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds a Megatron checkpoint, but no config.json. Put"):
+        load_model(tmp_path)
+
+
+def test_a_family_whose_megatron_names_are_not_known_is_refused(tmp_path: Path) -> None:
+    model = random_model("Mixtral", num_local_experts=2)
+    save(tmp_path, model, {"decoder.final_layernorm.weight": torch.ones(32)})
+    with pytest.raises(CheckpointError, match="a Megatron checkpoint of mixtral, which isn't read from this format"):
+        load_model(tmp_path)
