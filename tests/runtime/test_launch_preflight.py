@@ -195,3 +195,9 @@ def test_the_environment_says_who_the_pod_is() -> None:
 def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
     with pytest.raises(ConfigurationError, match=variable):
         Identity.from_environment({variable: value})
+
+
+def test_a_head_tied_to_the_embedding_counts_twice_on_a_cpu(options: LaunchOptions) -> None:
+    tied = replace(FACTS, tied_head_parameters=100)
+    assert plan_engine(options, tied, PLENTY).weight_bytes == 4 * 1100
+    assert plan_engine(with_engine(options, device="cuda"), tied, PLENTY).weight_bytes == 2 * 1000

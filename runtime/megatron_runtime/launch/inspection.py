@@ -25,6 +25,8 @@ class CheckpointFacts:
     attention_heads: int
     kv_heads: int
     head_dim: int
+    tied_head_parameters: int = 0
+    """Of the parameters, those of a head that is the embedding; a CPU holds them twice."""
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes that one token's keys and values take in all layers."""
@@ -89,6 +91,7 @@ def _inspect(options: dict[str, Any]) -> CheckpointFacts:
         attention_heads=config.num_attention_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        tied_head_parameters=config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0,
     )
 
 

@@ -44,7 +44,8 @@ def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: Avail
             f"--max-sequence-length {engine.max_sequence_length}: the model was made for {facts.longest} tokens; "
             f"use {facts.longest} or less"
         )
-    weights = facts.parameters * element_bytes(engine) // engine.ranks_per_group
+    held = facts.parameters + (facts.tied_head_parameters if engine.device == "cpu" else 0)
+    weights = held * element_bytes(engine) // engine.ranks_per_group
     wanted = engine.max_sequence_length or facts.longest
     if engine.device != "cpu":
         return EnginePlan(wanted, engine.kv_cache_bytes, weights)

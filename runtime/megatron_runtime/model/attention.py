@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megatron_runtime.model.capped_attention import capped_attention
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.paged_decode import PagedDecode
 
 LayerCache = tuple[Tensor, Tensor]
-"""Keys and values of one layer, each [num_blocks, block_size_tokens, kv heads, head_dim]."""
+"""Keys and values of one layer, each [num_blocks, kv heads, block_size_tokens, head_dim]."""
 
 
 class AttentionPlan:
     """How the rows of one batch attend; made once per forward pass and used by every layer.
 
-    Decoding requests are grouped by the power of two of blocks that holds their context: one call serves a group, at
-    most half of it is padding, and the padding that a request sees depends on its own length, not on its neighbours'.
+    Where no kernel reads the blocks in place, decoding requests are grouped by the power of two of blocks that holds
+    their context: one call serves a group, at most half of it is padding, and the padding that a request sees depends
+    on its own length, not on its neighbours'.
     """
 
     def __init__(self, batch: ForwardBatch, block_size_tokens: int) -> None:
-        self._slots = batch.slots
-        self._parts: list[DecodeGroup | PrefillRequest] = []
-        starts, lengths = batch.query_starts.tolist(), batch.context_lengths.tolist()
-        tables = batch.block_tables.long()
-        decoding: dict[int, list[int]] = {}
-        for request, length in enumerate(lengths):
-            num_blocks = -(-length // block_size_tokens)
+        self._batch = batch
+        self._block_size = block_size_tokens
+        self._blocks, self._offsets = batch.slots // block_size_tokens, batch.slots % block_size_tokens
+        self._prefills: list[PrefillRequest] = []
+        self._decoding: list[int] = []
+        starts, self._lengths = batch.query_starts.tolist(), batch.context_lengths.tolist()
+        self._tables = batch.block_tables.long()
+        for request, length in enumerate(self._lengths):
             rows = slice(starts[request], starts[request + 1])
             if rows.stop - rows.start == 1:
-                decoding.setdefault(1 << (num_blocks - 1).bit_length(), []).append(request)
+                self._decoding.append(request)
             elif rows.stop > rows.start:
-                self._parts.append(PrefillRequest(rows, length, tables[request, :num_blocks]))
-        for width, requests in decoding.items():
-            self._parts.append(DecodeGroup(batch, tables, requests, width))
+                table = self._tables[request, : self._num_blocks(request)]
+                self._prefills.append(PrefillRequest(rows, length, table))
 
     def attend(
         self,
@@ -52,11 +56,31 @@ class AttentionPlan:
         squeezed smoothly into plus or minus ``soft_cap``.
         """
         for stored, new in zip(cache, (keys, values), strict=True):
-            stored.view(-1, *stored.shape[2:])[self._slots] = new
+            stored[self._blocks, :, self._offsets] = new
         seen = torch.empty_like(queries)
-        for part in self._parts:
-            seen[part.rows] = part.attend(queries, keys, values, cache, window, soft_cap)
+        for prefill in self._prefills:
+            seen[prefill.rows] = prefill.attend(queries, keys, values, cache, window, soft_cap)
+        if queries.device.type == "cpu" and soft_cap is None:
+            if self._decoding:
+                seen[self._paged.rows] = self._paged.attend(queries, cache, window)
+        else:
+            for group in self._groups:
+                seen[group.rows] = group.attend(queries, cache, window, soft_cap)
         return seen
+
+    @cached_property
+    def _paged(self) -> PagedDecode:
+        return PagedDecode(self._batch, self._decoding, self._block_size)
+
+    @cached_property
+    def _groups(self) -> list[DecodeGroup]:
+        widths: dict[int, list[int]] = {}
+        for request in self._decoding:
+            widths.setdefault(1 << (self._num_blocks(request) - 1).bit_length(), []).append(request)
+        return [DecodeGroup(self._batch, self._tables, requests, width) for width, requests in widths.items()]
+
+    def _num_blocks(self, request: int) -> int:
+        return -(-int(self._lengths[request]) // self._block_size)
 
 
 class DecodeGroup:
@@ -70,9 +94,7 @@ class DecodeGroup:
         self._lengths = batch.context_lengths.long()[members]
         self._masks: dict[int | None, Tensor] = {}
 
-    def attend(
-        self, queries: Tensor, _: Tensor, __: Tensor, cache: LayerCache, window: int | None, soft_cap: float | None
-    ) -> Tensor:
+    def attend(self, queries: Tensor, cache: LayerCache, window: int | None, soft_cap: float | None) -> Tensor:
         """What this group's rows of ``queries`` see: [group, heads, head_dim]."""
         mine = queries[self.rows]
         keys, values = (_gather(stored, self._blocks, len(mine)) for stored in cache)
@@ -141,7 +163,8 @@ class PrefillRequest:
 def _gather(stored: Tensor, blocks: Tensor, requests: int) -> Tensor:
     """The keys or values in ``blocks`` (flattened tables of ``requests``): [requests, kv heads, tokens, head_dim]."""
     gathered = stored.index_select(0, blocks)
-    return gathered.view(requests, -1, *stored.shape[2:]).transpose(1, 2)
+    gathered = gathered.view(requests, -1, *gathered.shape[1:]).transpose(1, 2)
+    return gathered.flatten(2, 3)
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

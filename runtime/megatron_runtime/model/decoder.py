@@ -13,6 +13,7 @@ from megatron_runtime.model.destinations import layer_destinations, norm_destina
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.norms import make_norm
+from megatron_runtime.model.packed_linear import PackedLinear, can_pack, pack_linears
 from megatron_runtime.model.positions import Positions
 from megatron_runtime.model.tensor_names import tensor_names
 
@@ -35,6 +36,7 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype) for layer in range(config.num_layers))
             self.norm = make_norm(config, config.hidden_size, dtype)
             self.head = self.embedding if config.tie_word_embeddings else self._table(config.vocab_size)
+        self._packed_head: PackedLinear | None = None
         self.positions = Positions(config, dtype, device)
 
     @property
@@ -51,17 +53,34 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, rotations[index], plan, kv_cache.layer(index))
         wanted = self.norm(hidden[batch.logit_rows])
-        return self._finish(functional.linear(wanted, self.head).float())
+        logits = functional.linear(wanted, self.head) if self._packed_head is None else self._packed_head(wanted)
+        return self._finish(logits.float())
+
+    def pack(self) -> None:
+        """Put the weights into the matrix kernels' own order where the device has such kernels; once, after loading.
+
+        Every matrix is held in that order alone, but for a head that is tied to the embedding: the embedding is looked
+        up by rows, so that this one matrix is held twice.
+        """
+        if not can_pack(self.dtype, self.device):
+            return
+        pack_linears(self.layers)
+        self._packed_head = PackedLinear(self.head)
+        if not self.config.tie_word_embeddings:
+            del self.head
 
     def destinations(self) -> dict[str, Tensor]:
-        """Where each tensor of a checkpoint goes: Hugging Face's name to a view into this decoder's weights."""
+        """Where each tensor of a checkpoint goes: Hugging Face's name to a view into this decoder's weights.
+
+        After `pack` the matrices are copies, good for reading only.
+        """
         names = tensor_names(self.config.architecture)
         named: dict[str, Tensor] = {f"{names.embedding}.weight": self.embedding}
         if self.learned_positions is not None:
             named[f"{names.learned_positions}.weight"] = self.learned_positions
         named |= norm_destinations(self.norm, names.final_norm)
         if not self.config.tie_word_embeddings:
-            named[f"{names.head}.weight"] = self.head
+            named[f"{names.head}.weight"] = self.head if self._packed_head is None else self._packed_head.weight
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             prefix = names.layer.format(index)

@@ -26,7 +26,8 @@ class KVCache:
         self.block_size_tokens = block_size_tokens
         self.dtype = dtype
         self.device = torch.device(device)
-        self._shape = (config.num_layers, 2, num_blocks, block_size_tokens, config.num_kv_heads, config.head_dim)
+        # Heads before tokens: what one head sees of a block is one stretch of memory.
+        self._shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size_tokens, config.head_dim)
         self._storage: Tensor | None = None
         self._offloaded: Tensor | None = None
         self.restore()
@@ -50,7 +51,7 @@ class KVCache:
         return self._storage is not None
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [num_blocks, block_size_tokens, kv heads, head dim]; views."""
+        """Keys and values of one layer, each [num_blocks, kv heads, block_size_tokens, head_dim]; views."""
         assert self._storage is not None, "the cache was released or offloaded"
         return self._storage[index, 0], self._storage[index, 1]
 

@@ -230,6 +230,6 @@ def test_a_block_takes_the_bytes_that_the_pool_divides_into(tmp_path: Path, page
     write_checkpoint(tmp_path, "Llama", {})
     cache = paged_requests(load_model(tmp_path), num_blocks=8, block_size_tokens=16).cache
     keys, values = cache.layer(0)
-    assert keys.shape == values.shape == (8, 16, 2, 8)
+    assert keys.shape == values.shape == (8, 2, 16, 8)
     per_block = cache.block_bytes(load_model(tmp_path).config, 16, torch.float32)
     assert cache.num_bytes == 8 * per_block == 3 * (keys.nbytes + values.nbytes)

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.model
 
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
+CLOSE = {"atol": 3e-4, "rtol": 0.0}
+"""Logits reach 38 here. Beside the same decoder in float64, ours are off by up to 1.5e-4 and those of plain
+``torch.nn.functional.linear`` by up to 0.9e-4: kernels that add in another order."""
 CONTINUATION = 32
 
 

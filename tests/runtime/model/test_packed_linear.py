@@ -1,0 +1,74 @@
+"""Matrices in oneDNN's order: the same numbers, held once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_runtime.model.checkpoint import load_model
+from megatron_runtime.model.layers import Linear
+from megatron_runtime.model.packed_linear import PackedLinear, can_pack, pack_linears
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(not can_pack(torch.float32, CPU), reason="PyTorch was built without oneDNN")
+
+
+@pytest.fixture
+def linear() -> Linear:
+    torch.manual_seed(0)
+    made = Linear(48, 37, bias=True, dtype=torch.float32)
+    for parameter in made.parameters():
+        parameter.copy_(torch.randn(parameter.shape))
+    return made
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [0, 1, 2, 33])
+def test_products_are_those_of_the_plain_matrix(linear: Linear, rows: int) -> None:
+    inputs = torch.randn(rows, 48)
+    packed = PackedLinear(linear.weight, linear.bias)
+    torch.testing.assert_close(packed(inputs), linear(inputs))
+
+
+def test_the_plain_matrix_can_be_had_back_bit_for_bit(linear: Linear) -> None:
+    assert torch.equal(PackedLinear(linear.weight).weight, linear.weight)
+
+
+def test_every_linear_is_replaced_wherever_it_sits(linear: Linear) -> None:
+    tree = nn.ModuleList([linear, nn.ModuleList([Linear(4, 4, bias=False, dtype=torch.float32)]), nn.Identity()])
+    pack_linears(tree)
+    assert [type(module) for module in tree.modules() if not isinstance(module, nn.ModuleList)] == [
+        PackedLinear,
+        PackedLinear,
+        nn.Identity,
+    ]
+
+
+def test_other_devices_and_types_stay_as_they_are() -> None:
+    assert not can_pack(torch.float32, torch.device("meta"))
+    assert not can_pack(torch.float64, CPU)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_loaded_decoder_holds_no_plain_matrix_but_the_embedding(tied: bool, tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    decoder = load_model(tmp_path, dtype="float32")
+    matrices = {id(parameter) for parameter in decoder.parameters() if parameter.dim() > 1}
+    assert matrices == {id(decoder.embedding)}
+    for name, tensor in decoder.destinations().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
