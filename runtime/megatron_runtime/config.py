@@ -71,6 +71,13 @@ class InferenceConfig:
     Off unless asked for, because whoever changes the model's weights then has to call ``invalidate_prefix_cache``."""
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
     """How long the prefix cache keeps a block that no running request uses."""
+    prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
+        PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+    )
+    """How a coordinator that this engine launches picks a replica. Without prefix caching, or where no replica knows a
+    prompt's beginning, the policies that go by prefixes take one replica after the other."""
+    prefix_caching_routing_alpha: float = 0.5
+    """Weight, 0 to 1, of a known prefix against a replica's free places."""
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     """What becomes of the KV cache on suspend."""
     offload_weights: bool = False
@@ -92,6 +99,14 @@ class InferenceConfig:
             raise ConfigurationError(
                 f"logprobs_mode={self.logprobs_mode!r} is unknown; choose one of {', '.join(LOGPROBS_MODES)}",
                 field="logprobs_mode",
+            )
+        self.prefix_caching_coordinator_policy = _member(
+            PrefixCachingCoordinatorPolicy, self, "prefix_caching_coordinator_policy"
+        )
+        if not 0 <= self.prefix_caching_routing_alpha <= 1:
+            raise ConfigurationError(
+                f"prefix_caching_routing_alpha={self.prefix_caching_routing_alpha!r} must be between 0 and 1",
+                field="prefix_caching_routing_alpha",
             )
         self._require_whole("block_size_tokens")
         for name in ("kv_cache_memory_bytes", "max_requests", "max_tokens", "max_sequence_length"):

@@ -38,6 +38,9 @@ def test_a_mode_can_be_given_by_its_name() -> None:
         ("max_sequence_length", 0),
         ("request_timeout", 0.0),
         ("kv_cache_management_mode", "burn"),
+        ("prefix_caching_eviction_policy", "fifo"),
+        ("prefix_caching_coordinator_policy", "random"),
+        ("prefix_caching_routing_alpha", 1.5),
     ],
 )
 def test_a_value_that_can_not_work_is_refused_by_name(field: str, value: object) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed
 
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.data_parallel_inference_coordinator.child_process import CoordinatorChild
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
 from megatron_runtime.headers import EngineState
@@ -118,6 +118,11 @@ def _coordinator_options(
         "data_parallel_size": world.size,
         "inference_coordinator_port": port,
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
+        "block_size_tokens": config.block_size_tokens,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "prefix_caching_coordinator_policy": config.prefix_caching_coordinator_policy.value,
+        "prefix_caching_routing_alpha": config.prefix_caching_routing_alpha,
+        "max_requests": config.max_requests or DEFAULT_MAX_REQUESTS,
         "schedule_output_path": schedule_output_path,
         "host": host,
         "key": key,

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.config import InferenceConfig, PrefixCachingCoordinatorPolicy
 from megatron_runtime.errors import EngineError, InvalidStateError
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
@@ -167,6 +167,18 @@ def test_plain_calls_work_where_an_event_loop_runs(llm: MegatronLLM, expected: l
         return llm.generate(PROMPTS[0], GREEDY)
 
     assert asyncio.run(inside())[0].generated_tokens == expected[0]
+
+
+def test_what_was_cached_is_told_through_a_coordinator_too(parts: dict[str, Any]) -> None:
+    config = InferenceConfig(
+        kv_cache_memory_bytes=64 * 2**20,
+        enable_prefix_caching=True,
+        prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
+    )
+    with MegatronLLM(**{**parts, "inference_config": config}, use_coordinator=True) as llm:
+        prompt = list(range(1000, 1040))
+        counts = [llm.generate([prompt], GREEDY)[0].num_cached_tokens for _ in range(2)]
+    assert counts == [0, 32]
 
 
 def test_a_coordinator_that_is_killed_is_started_again_and_no_request_is_lost(
