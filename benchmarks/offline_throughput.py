@@ -1,11 +1,11 @@
 """Output tokens per second of a whole offline job: ours beside a peer, in turn, in one run.
 
-A random Llama of 110 million parameters in float32; 32 prompts of 128 tokens, 128 greedy tokens each. Every job is a
-process of its own, told to take the same number of threads, and the contenders alternate, so that a machine whose speed
-drifts slows both. What counts is the ratio of a pair; absolute figures hold for one machine only.
+A random Llama of 110 million parameters, in float32 unless asked otherwise; 32 prompts of 128 tokens, 128 greedy tokens
+each. Every job is a process of its own, told to take the same number of threads, and the contenders alternate, so that
+a machine whose speed drifts slows both. What counts is the ratio of a pair; absolute figures hold for one machine only.
 
     python benchmarks/offline_throughput.py                      # ours beside transformers' generate
-    python benchmarks/offline_throughput.py --pairs 5 --threads 2 --peer transformers
+    python benchmarks/offline_throughput.py --pairs 5 --threads 2 --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def prompts() -> list[list[int]]:
 def write_checkpoint(folder: Path) -> None:
     """A random Llama, as transformers writes it, with a tokenizer that nobody asks for text."""
     import torch
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, decoders, models
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -48,18 +48,20 @@ def write_checkpoint(folder: Path) -> None:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     words = models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0")
-    Tokenizer(words).save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(words)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "t2", "bos_token": "t1"}))
 
 
-def run_ours(folder: Path) -> tuple[float, int]:
+def run_ours(folder: Path, dtype: str) -> tuple[float, int]:
     """Seconds and output tokens of our engine, in direct mode."""
     from megatron_runtime.apis import MegatronLLM
     from megatron_runtime.config import InferenceConfig
-    from megatron_runtime.model import load_model, load_tokenizer
+    from megatron_runtime.model.checkpoint import load_model, load_tokenizer
     from megatron_runtime.sampling_params import SamplingParams
 
-    model = load_model(folder, dtype="float32")
+    model = load_model(folder, dtype=dtype)
     config = InferenceConfig(kv_cache_memory_bytes=1 << 30, max_requests=PROMPTS, max_sequence_length=512)
     params = SamplingParams(temperature=0, num_tokens_to_generate=NEW_TOKENS, ignore_eos=True)
     warm = SamplingParams(temperature=0, num_tokens_to_generate=2, ignore_eos=True)
@@ -70,12 +72,12 @@ def run_ours(folder: Path) -> tuple[float, int]:
         return time.perf_counter() - started, sum(len(answer.generated_tokens) for answer in answers)
 
 
-def run_transformers(folder: Path) -> tuple[float, int]:
+def run_transformers(folder: Path, dtype: str) -> tuple[float, int]:
     """Seconds and output tokens of transformers' generate over one static batch."""
     import torch
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     ids = torch.tensor(prompts())
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     with torch.inference_mode():
@@ -85,13 +87,13 @@ def run_transformers(folder: Path) -> tuple[float, int]:
     return time.perf_counter() - started, (answer.shape[1] - PROMPT_TOKENS) * PROMPTS
 
 
-CONTENDERS: dict[str, Callable[[Path], tuple[float, int]]] = {"ours": run_ours, "transformers": run_transformers}
+CONTENDERS: dict[str, Callable[[Path, str], tuple[float, int]]] = {"ours": run_ours, "transformers": run_transformers}
 
 
-def run_alone(name: str, folder: Path, threads: int) -> float:
+def run_alone(name: str, folder: Path, threads: int, dtype: str) -> float:
     """Tokens per second of one contender in a process of its own."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "--contender", name, "--folder", str(folder)]
+    command = [sys.executable, __file__, "--contender", name, "--folder", str(folder), "--dtype", dtype]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     seconds, tokens = json.loads(done.stdout.splitlines()[-1])
     return float(tokens / seconds)
@@ -103,20 +105,29 @@ def main() -> None:
     parser.add_argument("--peer", choices=[name for name in CONTENDERS if name != "ours"], default="transformers")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of every contender"
+    )
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.contender:
-        print(json.dumps(CONTENDERS[chosen.contender](chosen.folder)))
+        print(json.dumps(CONTENDERS[chosen.contender](chosen.folder, chosen.dtype)))
         return
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder))
         ratios = []
         for pair in range(1, chosen.pairs + 1):
-            ours, peer = (run_alone(name, Path(folder), chosen.threads) for name in ("ours", chosen.peer))
+            ours, peer = (run_alone(name, Path(folder), chosen.threads, chosen.dtype) for name in ("ours", chosen.peer))
             ratios.append(ours / peer)
-            print(f"pair {pair}: ours {ours:.0f} tokens/s, {chosen.peer} {peer:.0f} tokens/s, ratio {ours / peer:.2f}")
-        print(f"median ratio ours / {chosen.peer}: {statistics.median(ratios):.2f} ({chosen.threads} threads)")
+            print(
+                f"pair {pair}: ours {ours:.0f} tokens/s, {chosen.peer} {peer:.0f} tokens/s, ratio {ours / peer:.2f}",
+                flush=True,
+            )
+        print(
+            f"median ratio ours / {chosen.peer}: {statistics.median(ratios):.2f} "
+            f"({chosen.threads} threads, {chosen.dtype})"
+        )
 
 
 if __name__ == "__main__":

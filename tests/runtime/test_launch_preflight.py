@@ -137,7 +137,8 @@ def test_cores_follow_the_quota(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) == 1
 
 
-def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions) -> None:
+def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert threads_per_rank(replace(options, threads_per_rank=7)) == 7
     assert threads_per_rank(replace(options, identity=Identity(local_ranks=10_000))) == 1
     task = rank_task(
@@ -149,6 +150,7 @@ def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions) -> None:
         key="secret",
     )
     assert task.environment["OMP_NUM_THREADS"] == "3"
+    assert task.environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert task.options["group"] == 4
     assert "secret" not in str(task.options)
 
