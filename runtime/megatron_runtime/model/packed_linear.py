@@ -9,10 +9,7 @@ from megatron_runtime.model.layers import Linear
 
 
 class PackedLinear(nn.Module):
-    """``y = x W^T + b`` with the same numbers as `Linear`, on a CPU only. Holds no other copy of its matrix.
-
-    Measured with one thread on a Zen 5, float32, 32 rows: 2.4 times as fast as ``torch.nn.functional.linear``.
-    """
+    """``y = x W^T + b`` with the same numbers as `Linear`, on a CPU only. Holds no other copy of its matrix."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
