@@ -100,7 +100,7 @@ def load_model(
     load_weights(source, decoder.destinations(), on_progress, check_finite=check_finite)
     if rotary_factors is not None:
         decoder.positions.frequencies /= rotary_factors.to(decoder.device)
-    decoder.pack()
+    decoder.prepare()
     return decoder.eval()
 
 
