@@ -15,6 +15,8 @@ import numpy as np
 from numba import float32, int32, int64, njit, types, uint16, void
 from numba.extending import overload
 
+from megatron_runtime.model.prefetch import prefetch
+
 CHUNK = 64
 """Positions between two looks at the maximum."""
 
@@ -77,7 +79,9 @@ def attention_kernel(head_dim: int, narrow: bool) -> Kernel:
             request, first_row, first_position, rows = tiles[item // kv_heads]
             sums[:], totals[:], tops[:] = zero, zero, lowest
             start = max(0, first_position - window + 1) // CHUNK * CHUNK
-            for chunk in range(start, first_position + rows, CHUNK):
+            stop = first_position + rows
+            for chunk in range(start, stop, CHUNK):
+                _fetch(values, tables[request], kv_head, chunk, min(chunk + CHUNK, stop))
                 for query in range(rows * sharing):
                     row, head = first_row + query // sharing, kv_head * sharing + query % sharing
                     position = first_position + query // sharing
@@ -96,6 +100,8 @@ def attention_kernel(head_dim: int, narrow: bool) -> Kernel:
                         scores[index] = _exp(scores[index] - top)
                         total += scores[index]
                     tops[query], totals[query] = top, total
+                    if query == 0:
+                        _fetch_next(keys, tables[request], kv_head, chunk, start, stop)
                     _mix(sums[query], fade, values, tables[request], kv_head, begin, end, scores, head_dim)
             for query in range(rows * sharing):
                 result = seen[first_row + query // sharing, kv_head * sharing + query % sharing]
@@ -106,6 +112,27 @@ def attention_kernel(head_dim: int, narrow: bool) -> Kernel:
     pool = (uint16 if narrow else float32)[:, :, :, ::1]
     table = int32[:, ::1]
     return _compile(attend, void(rows, rows, pool, pool, table, table, int64, int64, int64, float32))
+
+
+@njit(inline="always")
+def _fetch_next(keys: Any, table: Any, kv_head: int, chunk: int, start: int, stop: int) -> None:
+    """Begin to bring the keys of the next stretch, or of the next head's first one."""
+    following = chunk + CHUNK
+    if following >= stop:
+        following, kv_head = start, (kv_head + 1) % keys.shape[1]
+    _fetch(keys, table, kv_head, following, min(following + CHUNK, stop))
+
+
+@njit(inline="always")
+def _fetch(pool: Any, table: Any, kv_head: int, begin: int, end: int) -> None:
+    """Begin to bring a stretch of keys or values: its pieces are too short for the processor to foresee them."""
+    size = pool.shape[2]
+    key = begin
+    while key < end:
+        offset = key % size
+        count = min(size - offset, end - key)
+        prefetch(pool[table[key // size], kv_head, offset : offset + count])
+        key += count
 
 
 @njit(inline="always")

@@ -19,6 +19,7 @@ from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
 from megatron_runtime.model.source import resolve_source
 from megatron_runtime.model.tokenizer_files import load_tokenizer
 from megatron_runtime.model.weights import ProgressCallback, WeightSource, check_weights, load_weights
+from megatron_runtime.processor import has_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What ``dtype`` may name, beside ``auto``."""
@@ -52,10 +53,10 @@ class CheckpointSummary:
 def choose_dtype(name: str, device: torch.device | str) -> torch.dtype:
     """The type of weights, activations and cache that ``name`` stands for on ``device``.
 
-    ``auto`` is float32 on a CPU and bfloat16 elsewhere. ConfigurationError names the known ones.
+    ``auto`` is bfloat16, or float32 on a CPU without instructions for it. ConfigurationError names the known ones.
     """
     if name == "auto":
-        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        return torch.bfloat16 if torch.device(device).type != "cpu" or has_bfloat16() else torch.float32
     if name not in DTYPES:
         raise ConfigurationError(f"dtype is {name!r}, expected one of auto, {', '.join(DTYPES)}", field="dtype")
     return DTYPES[name]
