@@ -39,7 +39,10 @@ class EngineState(StrEnum):
 
 
 class Signal(StrEnum):
-    """Control signals that the leader's control API takes, ``POST /v1/<signal>``."""
+    """Control signals that the leader's control API takes, ``POST /v1/<signal>``.
+
+    ``stop`` is never sent from here: pods that are to stop are deleted.
+    """
 
     PAUSE = "pause"
     UNPAUSE = "unpause"

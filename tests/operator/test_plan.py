@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from planning_support.resources import parsed, widened
-from planning_support.simulation import SimulatedCluster
+from planning_support.simulation import ALLOWED_FROM, SimulatedCluster
 
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference, Status
 from megatron_operator.groups import LOST_AFTER
-from megatron_operator.lifecycle import ALLOWED_FROM, next_signal
+from megatron_operator.lifecycle import next_signal
 from megatron_operator.plan import Plan, plan
 from megatron_operator.status import build_status
 from megatron_operator.world import (

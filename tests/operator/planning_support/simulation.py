@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle
-from megatron_operator.lifecycle import ALLOWED_FROM, SETTLED_STATE
+from megatron_operator.lifecycle import SETTLED_STATE
 from megatron_operator.world import (
     Action,
     ApplyChild,
@@ -28,6 +28,13 @@ from megatron_operator.world import (
     World,
 )
 
+ALLOWED_FROM = {
+    Signal.PAUSE: (EngineState.RUNNING,),
+    Signal.UNPAUSE: (EngineState.PAUSED,),
+    Signal.SUSPEND: (EngineState.PAUSED,),
+    Signal.RESUME: (EngineState.SUSPENDED,),
+}
+"""The states in which the engine takes a signal."""
 UNDER_WAY = {
     Signal.PAUSE: EngineState.PAUSING,
     Signal.UNPAUSE: EngineState.UNPAUSING,
