@@ -183,14 +183,6 @@ class CreateSecret:
 
 
 @dataclass(frozen=True)
-class DeleteChild:
-    """Remove a child that should not exist; gone already is success."""
-
-    kind: str
-    name: str
-
-
-@dataclass(frozen=True)
 class CreatePod:
     """Create a pod; one that exists already under this name is success."""
 
@@ -214,7 +206,7 @@ class SendSignal:
     address: str
 
 
-Action = ApplyChild | CreateSecret | DeleteChild | CreatePod | DeletePod | SendSignal
+Action = ApplyChild | CreateSecret | CreatePod | DeletePod | SendSignal
 
 
 class WorldError(Exception):

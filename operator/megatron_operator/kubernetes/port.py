@@ -21,7 +21,6 @@ from megatron_operator.world import (
     ApplyChild,
     CreatePod,
     CreateSecret,
-    DeleteChild,
     DeletePod,
     Manifest,
     PodPhase,
@@ -86,8 +85,6 @@ class KubernetesPort:
                 await self._apply_child(manifest)
             case CreateSecret(manifest, random_keys):
                 await self._create(_with_random_values(manifest, random_keys))
-            case DeleteChild(kind, child):
-                await self._delete_child(namespace, kind, child)
             case CreatePod(manifest):
                 await self._create(manifest)
             case DeletePod(pod, uid, grace_seconds):
@@ -150,11 +147,6 @@ class KubernetesPort:
                 f"{which} of an earlier resource of the same name is still there: waiting until it is gone"
             )
         raise ActionRefused(f"{which} exists and belongs to someone else: delete it, or give the resource another name")
-
-    async def _delete_child(self, namespace: str, kind: str, name: str) -> None:
-        found = await self._api.get(kind, namespace, name)
-        if found is not None and self._owns(found):
-            await self._api.delete(kind, namespace, name, uid=found["metadata"]["uid"])
 
 
 def _client(token: str | None) -> EngineClient:

@@ -25,7 +25,6 @@ from megatron_operator.world import (
     ApplyChild,
     CreatePod,
     CreateSecret,
-    DeleteChild,
     DeletePod,
     Manifest,
     ObservedPod,
@@ -95,10 +94,6 @@ class LocalWorld:
                 values = {key: secrets.token_urlsafe(32) for key in random_keys}
                 self._secrets.setdefault(manifest["metadata"]["name"], values)
                 self._remember(manifest)
-            case DeleteChild(kind, child):
-                if kind == "Service":
-                    await self.pods.network.delete_service(namespace, child)
-                self._children.pop(f"{kind}/{child}", None)
             case CreatePod(manifest):
                 self._create_pod(manifest)
             case DeletePod(pod, uid, grace_seconds):

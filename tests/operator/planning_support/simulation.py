@@ -12,7 +12,6 @@ from megatron_operator.world import (
     ApplyChild,
     CreatePod,
     CreateSecret,
-    DeleteChild,
     DeletePod,
     EngineState,
     Failure,
@@ -88,8 +87,6 @@ class SimulatedCluster:
                 self.children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
             case CreateSecret(manifest):
                 self.children.setdefault(names.child_key(manifest), "")
-            case DeleteChild(kind, name):
-                self.children.pop(f"{kind}/{name}", None)
             case CreatePod(manifest):
                 self._create(manifest)
             case DeletePod(name, uid, grace_seconds):
