@@ -19,6 +19,7 @@ from megatron_operator.local import leash
 from megatron_operator.local.pod_manifest import Launch, PodIdentity
 from megatron_operator.local.pod_status import PodStatus
 from megatron_operator.local.probe import Probe, follow_readiness, until_dead, until_started
+from megatron_operator.local.processes import group_is_alive
 from megatron_operator.world import PodPhase
 
 LONGEST_MESSAGE = 4096
@@ -165,7 +166,7 @@ class ProcessPod:
         assert self._process is not None
         deadline = time.monotonic() + SECONDS_TO_VANISH
         while time.monotonic() < deadline:
-            if not _group_lives(self._process.pid):
+            if not group_is_alive(self._process.pid):
                 return
             await asyncio.sleep(0.02)
 
@@ -186,16 +187,6 @@ class ProcessPod:
             if words := self._termination_log.read_bytes()[:LONGEST_MESSAGE].decode(errors="replace").strip():
                 return words
         return "" if good else log_tail(self._status.log)
-
-
-def _group_lives(leader: int) -> bool:
-    """True while a process of the group or session is more than a zombie (which holds nothing but its number)."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            state, _parent, group, session = stat.read_text().rsplit(")", 1)[1].split()[:4]
-            if state not in "ZX" and leader in (int(group), int(session)):
-                return True
-    return False
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
