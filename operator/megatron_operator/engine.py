@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ from megatron_operator.world import (
     EngineState,
     Loading,
     ObservedEngine,
-    ObservedPod,
     ObservedReplica,
     Signal,
     SignalRefused,
@@ -100,6 +99,10 @@ class PodReport:
         )
 
 
+Answer = PodReport | EngineUnreachable | None
+"""What came of asking a pod; None when there was nobody to ask yet."""
+
+
 class EngineClient:
     """Talks to the launchers of one resource's pods; ``token`` is the Secret's control-token."""
 
@@ -133,6 +136,13 @@ class EngineClient:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineUnreachable(f"control API at {address} sent a state that makes no sense: {error}") from error
 
+    async def answer(self, address: str) -> Answer:
+        """The pod's report, or why there is none."""
+        try:
+            return await self.state(address)
+        except EngineUnreachable as error:
+            return error
+
     async def signal(self, address: str, signal: Signal) -> None:
         """Asks for a transition and returns once it is accepted; its end shows in the state.
 
@@ -160,24 +170,6 @@ class EngineClient:
         except httpx.HTTPError as error:
             cause = str(error) or type(error).__name__
             raise EngineUnreachable(f"control API at {address}:{self._port} does not answer: {cause}") from error
-
-
-Answer = PodReport | EngineUnreachable | None
-"""What came of asking a pod; None when there was nobody to ask yet."""
-
-
-def leaders_word(answers: Iterable[tuple[ObservedPod, Answer]]) -> ObservedEngine | None:
-    """What the latest attempt of the leader said; None when no leader pod is there, or all have ended."""
-    leaders = [(pod, said) for pod, said in answers if pod.leader and not pod.finished and not pod.deleting]
-    if not leaders:
-        return None
-    match max(leaders, key=lambda each: each[0].attempt)[1]:
-        case PodReport() as report:
-            return report.engine
-        case EngineUnreachable() as error:
-            return ObservedEngine(reachable=False, message=str(error))
-        case None:
-            return ObservedEngine(reachable=False, message="the leader pod has not started yet")
 
 
 def _progress(phase: str) -> int:

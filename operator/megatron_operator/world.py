@@ -1,7 +1,7 @@
 """The port between decisions and the outside: what was observed, and what may be done about it.
 
 ``plan.py`` and ``status.py`` see only the frozen values below. Two adapters fill them in and carry the actions out:
-``kubernetes.py`` (an API server) and ``local.py`` (processes on this machine).
+``kubernetes`` (an API server) and ``local`` (processes on this machine).
 """
 
 from __future__ import annotations

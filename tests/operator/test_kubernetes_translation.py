@@ -11,6 +11,7 @@ from megatron_operator.events import Event, EventType
 from megatron_operator.kubernetes.api_server import ServerError, ServerRefusal, answer_of, path_of
 from megatron_operator.kubernetes.kubernetes_event import LONGEST_NOTE, kubernetes_event
 from megatron_operator.kubernetes.pod_status import observed_pod
+from megatron_operator.observation import with_report
 from megatron_operator.world import Failure, Loading, ObservedPod, PodPhase
 
 PREFIX = "inference.megatron.dev"
@@ -36,9 +37,9 @@ def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]
 
 
 def seen(status: dict[str, Any], report: PodReport | None = None, **metadata: Any) -> ObservedPod:
-    observed = observed_pod(pod(status, **metadata), report)
+    observed = observed_pod(pod(status, **metadata))
     assert observed is not None
-    return observed
+    return with_report(observed, report)
 
 
 def container(name: str = "megatron", **state: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A Pod object of the API server, and what its launcher said, as the planner's ``ObservedPod``."""
+"""A Pod object of the API server as the planner's ``ObservedPod``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_operator import names
-from megatron_operator.engine import PodReport
 from megatron_operator.failures import read_failure
 from megatron_operator.groups import UNSCHEDULABLE
 from megatron_operator.timestamps import seconds
@@ -27,7 +26,7 @@ NORMAL_REASONS = ("ContainerCreating", "PodInitializing")
 Object = Mapping[str, Any]
 
 
-def observed_pod(pod: Object, report: PodReport | None = None) -> ObservedPod | None:
+def observed_pod(pod: Object) -> ObservedPod | None:
     """None for a pod whose labels are not those of a group attempt (a user may have edited them)."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     identity = names.pod_identity(metadata)
@@ -56,9 +55,6 @@ def observed_pod(pod: Object, report: PodReport | None = None) -> ObservedPod | 
         deletion_deadline=_time(deletion),
         waiting=_waiting(status) if phase is PodPhase.PENDING else None,
         failure=_failure(status) if phase is PodPhase.FAILED else None,
-        rank_phase=report.rank_phase if report else None,
-        loading=report.loading if report else None,
-        launcher_restarts=report.restarts if report else 0,
     )
 
 
