@@ -32,28 +32,25 @@ class EngineUnreachable(WorldError):
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank process of a pod. ``phase`` is one of ``RANK_PHASES``."""
+    """One rank process of a pod. ``phase`` is one of ``RANK_PHASES``; the bytes are of its weights."""
 
     rank: int
     phase: str
     loaded_bytes: int = 0
     total_bytes: int = 0
-    message: str = ""
 
 
 @dataclass(frozen=True)
 class PodReport:
-    """The answer to ``GET /v1/state``; ``revision`` grows with every change."""
+    """What the operator reads of the answer to ``GET /v1/state``; ``revision`` grows with every change."""
 
     revision: int
-    role: str
     ready: bool
     engine_state: EngineState | None = None
     replicas: tuple[ObservedReplica, ...] = ()
     ranks: tuple[RankReport, ...] = ()
     running_requests: int = 0
     waiting_requests: int = 0
-    draining: bool = False
     restarts: int = 0
     error: str = ""
 
@@ -63,14 +60,12 @@ class PodReport:
         state, requests = body.get("engineState"), body.get("requests") or {}
         return cls(
             revision=int(body["revision"]),
-            role=str(body.get("role", "worker")),
             ready=bool(body.get("ready", False)),
             engine_state=EngineState(state) if state else None,
             replicas=tuple(_replica(replica) for replica in body.get("replicas") or ()),
             ranks=tuple(_rank(rank) for rank in body.get("ranks") or ()),
             running_requests=int(requests.get("running", 0)),
             waiting_requests=int(requests.get("waiting", 0)),
-            draining=bool(body.get("draining", False)),
             restarts=int(body.get("restarts", 0)),
             error=_error(body.get("error")),
         )
@@ -186,7 +181,6 @@ def _rank(body: Mapping[str, Any]) -> RankReport:
         phase=str(body["phase"]),
         loaded_bytes=int(body.get("loadedBytes") or 0),
         total_bytes=int(body.get("totalBytes") or 0),
-        message=str(body.get("message") or ""),
     )
 
 

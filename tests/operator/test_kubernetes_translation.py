@@ -71,7 +71,7 @@ def test_a_new_pod_without_any_status_is_pending() -> None:
 
 def test_what_the_launcher_says_is_added() -> None:
     ranks = (RankReport(0, "Serving"), RankReport(1, "Loading", 20, 100))
-    report = PodReport(revision=7, role="worker", ready=False, ranks=ranks, restarts=1)
+    report = PodReport(revision=7, ready=False, ranks=ranks, restarts=1)
     observed = seen({"phase": "Running"}, report)
     assert (observed.rank_phase, observed.loading, observed.launcher_restarts) == ("Loading", Loading(20, 100), 1)
 
