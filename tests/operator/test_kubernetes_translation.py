@@ -182,5 +182,7 @@ def test_an_event_is_about_the_resource_and_not_too_long() -> None:
     obj = {"apiVersion": f"{PREFIX}/v1alpha1", "kind": "MegatronInference", "metadata": metadata}
     event = kubernetes_event(obj, Event(EventType.WARNING, "GroupFailed", "x" * 5000))
     assert (event["type"], event["reason"], len(event["note"])) == ("Warning", "GroupFailed", LONGEST_NOTE)
+    foreign = kubernetes_event(obj, Event(EventType.WARNING, "GroupFailed", "é€" * 5000))
+    assert LONGEST_NOTE - 3 < len(foreign["note"].encode()) <= LONGEST_NOTE
     assert event["regarding"]["uid"] == "u1"
     assert event["metadata"]["name"].startswith("chat.")
