@@ -89,9 +89,8 @@ def _failure(status: Object) -> Failure:
     if status.get("reason"):
         return Failure(status["reason"], status.get("message") or "the cluster ended the pod")
     if disruption.get("status") == "True":
-        return Failure(
-            disruption.get("reason") or "Disrupted", disruption.get("message") or "the cluster ended the pod"
-        )
+        reason = disruption.get("reason") or "Disrupted"
+        return Failure(reason, disruption.get("message") or "the cluster ended the pod")
     if ended is None:
         return Failure("PodFailed", status.get("message") or "the pod failed without saying why")
     return read_failure(ended.get("exitCode"), ended.get("reason") or "", (ended.get("message") or "").strip())
@@ -99,25 +98,22 @@ def _failure(status: Object) -> Failure:
 
 def _first_to_end(status: Object) -> Object | None:
     """The ``terminated`` state that explains the failure: ours, else the first that did not end well."""
-    ended = [
-        (container.get("name"), state)
-        for container in _containers(status)
-        if (state := (container.get("state") or {}).get("terminated")) is not None
-    ]
-    failed = [(name, state) for name, state in ended if state.get("exitCode") != 0]
+    failed = [(name, state) for name, state in _terminated(status) if state.get("exitCode") != 0]
     ours = [state for name, state in failed if name == names.CONTAINER]
     return next(iter([*ours, *(state for _, state in failed)]), None)
 
 
 def _finished_at(status: Object) -> float | None:
     """When its last container ended; where no kubelet said so, when it last stopped being ready."""
-    ends = [
-        _time(state.get("finishedAt"))
-        for container in _containers(status)
-        if (state := (container.get("state") or {}).get("terminated")) is not None
-    ]
-    known = [end for end in ends if end is not None]
-    return max(known) if known else _time(_condition(status, "Ready").get("lastTransitionTime"))
+    ends = [end for _, state in _terminated(status) if (end := _time(state.get("finishedAt"))) is not None]
+    return max(ends) if ends else _time(_condition(status, "Ready").get("lastTransitionTime"))
+
+
+def _terminated(status: Object) -> Iterator[tuple[str | None, Object]]:
+    """Name and ``terminated`` state of every container that has ended."""
+    for container in _containers(status):
+        if (state := (container.get("state") or {}).get("terminated")) is not None:
+            yield container.get("name"), state
 
 
 def _containers(status: Object) -> Iterator[Object]:
