@@ -52,7 +52,7 @@ def run(
     """Run the operator against the cluster of KUBECONFIG, or the one around this pod."""
     from megatron_operator import handlers
 
-    handlers.run(namespace or (), metrics_host=metrics_host, metrics_port=metrics_port, verbose=verbose)
+    handlers.run(handlers.Options(tuple(namespace or ()), metrics_host, metrics_port), verbose=verbose)
 
 
 @app.command()
