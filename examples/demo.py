@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -20,11 +19,10 @@ from rich.console import Console
 
 from megatron_operator.api.v1alpha1 import Phase
 from megatron_operator.cli import path_map
-from megatron_operator.local.plain_lines import PlainLines
 from megatron_operator.local.processes import descendants, is_alive
 from megatron_operator.local.session import LocalSession, SessionEnded
 from megatron_operator.local.snapshot import Snapshot, View
-from megatron_operator.local.table import LiveTable
+from megatron_operator.local.terminal import session_on
 
 START_SECONDS = 300
 CHANGE_SECONDS = 120
@@ -139,15 +137,8 @@ def _serves(snapshot: Snapshot) -> bool:
 
 async def run(file: Path, map_paths: list[str], console: Console) -> int:
     """The exit code. ``file`` is edited."""
-    view = LiveTable(console) if console.is_terminal else PlainLines(console)
-    session = LocalSession(file, paths=path_map(map_paths), view=view)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, session.stop)
-    try:
+    with session_on(console, file, path_map(map_paths)) as (session, view):
         return await _tell(session, view, Demo(session, view, file))
-    finally:
-        view.close()
 
 
 async def _tell(session: LocalSession, view: View, demo: Demo) -> int:
