@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
 from torch import Tensor
@@ -20,6 +21,22 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 
 MODEL_ARCH_BY_NAME: dict[str, MODEL_ARCH] = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+CLASSES = {"Gemma3Config": "Gemma3TextConfig", "GPT2ForCausalLM": "GPT2LMHeadModel"}
 
 
 class PagedRequests:
@@ -79,6 +96,33 @@ class PagedRequests:
 def paged_requests() -> type[PagedRequests]:
     """``paged_requests(decoder)``: an empty cache for it, and a way to run requests through both."""
     return PagedRequests
+
+
+@pytest.fixture(scope="session")
+def random_model() -> Callable[..., Any]:
+    """``random_model(family, ...)``: a small model of transformers with random weights, of the sizes given or SIZES."""
+    return _random_model
+
+
+@pytest.fixture(scope="session")
+def save_model() -> Callable[..., Any]:
+    """``save_model(folder, family, ...)``: the same, saved in ``folder``."""
+
+    def save(folder: Path, family: str, **settings: Any) -> Any:
+        model = _random_model(family, **settings)
+        model.save_pretrained(folder)
+        return model
+
+    return save
+
+
+def _random_model(family: str = "Llama", *, kind: str = "ForCausalLM", std: float = 0.2, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    config_class, model_class = (CLASSES.get(family + end, family + end) for end in ("Config", kind))
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**(SIZES | settings))).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=std)
+    return model
 
 
 @pytest.fixture(scope="session")

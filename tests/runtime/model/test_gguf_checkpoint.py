@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,14 +44,10 @@ CLOSE = {"atol": 1e-4, "rtol": 0.0}
 WriteGguf = Callable[..., Path]
 
 
-def random_model(family: str = "Llama", **changes: Any) -> Any:
-    torch.manual_seed(0)
-    kind = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-    config = getattr(transformers, kind)(**(SIZES | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.1)
-    return model
+@pytest.fixture(scope="session")
+def random_model(random_model: Callable[..., Any]) -> Callable[..., Any]:
+    """Of sizes that the blocks of 32 divide."""
+    return partial(random_model, std=0.1, **SIZES)
 
 
 @torch.inference_mode()
@@ -76,14 +72,14 @@ def assert_same_logits(path: Path, model: Any, paged_requests: Any) -> None:
     ],
 )
 def test_a_converted_model_has_the_logits_of_the_original(
-    family: str, changes: dict[str, Any], tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any
+    family: str, changes: dict[str, Any], tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any, random_model: Any
 ) -> None:
     model = random_model(family, **changes)
     assert_same_logits(write_gguf(tmp_path / "model.gguf", model), model, paged_requests)
 
 
 def test_gemma_3_scales_the_rotary_frequencies_of_its_global_layers_alone(
-    tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any
+    tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any, random_model: Any
 ) -> None:
     rope = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
@@ -121,14 +117,18 @@ def test_the_scale_of_gemma_s_scores_is_told_by_its_number_of_layers(
     assert config.layer_windows == ()
 
 
-def test_the_rotary_factors_of_llama_3_are_applied(tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any) -> None:
+def test_the_rotary_factors_of_llama_3_are_applied(
+    tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any, random_model: Any
+) -> None:
     model = random_model(rope_parameters=LLAMA_3)
     plain = 500.0 ** (-torch.arange(0, 16, 2).float() / 16)
     factors = plain / model.model.rotary_emb.inv_freq
     assert_same_logits(write_gguf(tmp_path / "model.gguf", model, rope_factors=factors), model, paged_requests)
 
 
-def test_linear_rotary_scaling_is_applied(tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any) -> None:
+def test_linear_rotary_scaling_is_applied(
+    tmp_path: Path, write_gguf: WriteGguf, paged_requests: Any, random_model: Any
+) -> None:
     model = random_model(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0})
 
     def scaling(writer: GGUFWriter) -> None:
@@ -159,7 +159,9 @@ def test_every_type_is_dequantized_piece_by_piece_as_the_package_does_at_once(
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
-def test_quantized_weights_are_loaded_in_row_order(kind: str, tmp_path: Path, write_gguf: WriteGguf) -> None:
+def test_quantized_weights_are_loaded_in_row_order(
+    kind: str, tmp_path: Path, write_gguf: WriteGguf, random_model: Any
+) -> None:
     model = random_model()
     path = write_gguf(tmp_path / "model.gguf", model, kind=GGMLQuantizationType[kind])
     weights = load_model(path).destinations()
@@ -191,7 +193,7 @@ def test_the_configuration_of_smollm2_has_its_rotary_base_and_tied_head(smollm2_
     assert config.max_position_embeddings == 8192
 
 
-def test_progress_grows_to_the_bytes_that_are_stored(tmp_path: Path, write_gguf: WriteGguf) -> None:
+def test_progress_grows_to_the_bytes_that_are_stored(tmp_path: Path, write_gguf: WriteGguf, random_model: Any) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_model(), kind=GGMLQuantizationType.Q8_0)
     seen: list[LoadProgress] = []
     load_model(path, on_progress=seen.append)
@@ -220,7 +222,7 @@ def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_lost_its_end_says_how_much_is_there_and_how_much_should_be(
-    tmp_path: Path, write_gguf: WriteGguf
+    tmp_path: Path, write_gguf: WriteGguf, random_model: Any
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_model())
     whole = path.read_bytes()
@@ -229,7 +231,7 @@ def test_a_file_that_lost_its_end_says_how_much_is_there_and_how_much_should_be(
     assert "Fetch the file again" in complaint(path)
 
 
-def test_a_file_cut_anywhere_is_refused_with_words(tmp_path: Path, write_gguf: WriteGguf) -> None:
+def test_a_file_cut_anywhere_is_refused_with_words(tmp_path: Path, write_gguf: WriteGguf, random_model: Any) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_model())
     whole = path.read_bytes()
     for length in [*range(300), *range(300, len(whole) - 100, 997)]:
@@ -240,7 +242,7 @@ def test_a_file_cut_anywhere_is_refused_with_words(tmp_path: Path, write_gguf: W
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(st.integers(4, 2500), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_header_is_refused_with_words_or_does_no_harm(
-    edits: list[tuple[int, int]], tmp_path: Path, write_gguf: WriteGguf
+    edits: list[tuple[int, int]], tmp_path: Path, write_gguf: WriteGguf, random_model: Any
 ) -> None:
     original = tmp_path / "original.gguf"
     if not original.exists():
@@ -274,7 +276,7 @@ def add_tokenizer(writer: GGUFWriter) -> None:
     ],
 )
 def test_a_missing_tensor_is_named_as_in_the_original(
-    leave_out: str, said: str, tmp_path: Path, write_gguf: WriteGguf
+    leave_out: str, said: str, tmp_path: Path, write_gguf: WriteGguf, random_model: Any
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_model(), leave_out=[leave_out])
     assert said in complaint(path)
@@ -289,7 +291,7 @@ def test_a_missing_tensor_is_named_as_in_the_original(
     ],
 )
 def test_a_kind_of_model_that_is_not_built_is_refused(
-    key: str, value: int, said: str, tmp_path: Path, write_gguf: WriteGguf
+    key: str, value: int, said: str, tmp_path: Path, write_gguf: WriteGguf, random_model: Any
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_model(), metadata=lambda writer: writer.add_uint32(key, value))
     assert said in complaint(path)
@@ -304,7 +306,7 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones(tmp_path: Path)
     assert "architecture 'mamba' is not known; the known ones are llama, mistral, qwen2, qwen3" in said
 
 
-def test_a_type_that_can_not_be_dequantized_is_named(tmp_path: Path, write_gguf: WriteGguf) -> None:
+def test_a_type_that_can_not_be_dequantized_is_named(tmp_path: Path, write_gguf: WriteGguf, random_model: Any) -> None:
     def wide_norm(writer: GGUFWriter) -> None:
         writer.add_tensor("output_norm.weight", np.ones(SIZES["hidden_size"], dtype=np.float64))
 
@@ -312,7 +314,9 @@ def test_a_type_that_can_not_be_dequantized_is_named(tmp_path: Path, write_gguf:
     assert "tensor output_norm.weight has type F64, which can't be dequantized. Choose another" in complaint(path)
 
 
-def test_a_configuration_with_more_layers_than_tensors_takes_no_memory(tmp_path: Path, write_gguf: WriteGguf) -> None:
+def test_a_configuration_with_more_layers_than_tensors_takes_no_memory(
+    tmp_path: Path, write_gguf: WriteGguf, random_model: Any
+) -> None:
     path = write_gguf(tmp_path / "model.gguf", random_model())
     data = path.read_bytes()
     key = b"llama.block_count" + gguf.GGUFValueType.UINT32.to_bytes(4, "little")

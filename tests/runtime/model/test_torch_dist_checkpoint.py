@@ -14,38 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
-import transformers
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
 NORM = {
     "input_layernorm": "self_attention.linear_qkv.layer_norm_",
     "post_attention_layernorm": "mlp.linear_fc1.layer_norm_",
 }
-
-
-def random_model(family: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
-    return model
 
 
 def megatron_layer(model: Any, layer: int, *, fused_norms: bool = True) -> dict[str, torch.Tensor]:
@@ -110,18 +87,17 @@ def assert_same_logits(folder: Path, model: Any, paged_requests: Any) -> None:
     ids=["llama", "tied", "qwen2", "qwen3"],
 )
 def test_a_megatron_checkpoint_has_the_logits_of_the_original(
-    family: str, changes: dict[str, Any], stacked: bool, tmp_path: Path, paged_requests: Any
+    family: str, changes: dict[str, Any], stacked: bool, tmp_path: Path, paged_requests: Any, random_model: Any
 ) -> None:
     model = random_model(family, **changes)
     save(tmp_path, model, megatron_state(model, stacked=stacked))
     assert_same_logits(tmp_path, model, paged_requests)
 
 
-def test_gpt_2_in_megatron_s_arrangement_has_the_logits_of_the_original(tmp_path: Path, paged_requests: Any) -> None:
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES)).eval()
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=float(".ln_" in name and name.endswith("weight")), std=0.2)
+def test_gpt_2_in_megatron_s_arrangement_has_the_logits_of_the_original(
+    tmp_path: Path, paged_requests: Any, random_model: Any
+) -> None:
+    model = random_model("GPT2")
     body = model.transformer
     state = {
         "embedding.word_embeddings.weight": body.wte.weight.detach(),
@@ -153,7 +129,9 @@ def test_gpt_2_in_megatron_s_arrangement_has_the_logits_of_the_original(tmp_path
     assert_same_logits(tmp_path, model, paged_requests)
 
 
-def test_what_a_training_keeps_beside_the_model_is_passed_over(tmp_path: Path, paged_requests: Any) -> None:
+def test_what_a_training_keeps_beside_the_model_is_passed_over(
+    tmp_path: Path, paged_requests: Any, random_model: Any
+) -> None:
     model = random_model("Llama")
     state = megatron_state(model)
     training = {
@@ -165,7 +143,7 @@ def test_what_a_training_keeps_beside_the_model_is_passed_over(tmp_path: Path, p
     assert_same_logits(tmp_path, model, paged_requests)
 
 
-def test_a_checkpoint_of_two_ranks_is_put_together(tmp_path: Path, paged_requests: Any) -> None:
+def test_a_checkpoint_of_two_ranks_is_put_together(tmp_path: Path, paged_requests: Any, random_model: Any) -> None:
     model = random_model("Llama")
     torch.save(megatron_state(model), tmp_path / "state.pt")
     script = """
@@ -201,7 +179,7 @@ class Intruder:
         return Path.touch, (self.path,)
 
 
-def test_nothing_that_the_metadata_asks_for_is_executed(tmp_path: Path) -> None:
+def test_nothing_that_the_metadata_asks_for_is_executed(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Intruder(tmp_path / "touched")))
@@ -210,7 +188,7 @@ def test_nothing_that_the_metadata_asks_for_is_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
-def test_nothing_that_a_tensor_asks_for_is_executed(tmp_path: Path) -> None:
+def test_nothing_that_a_tensor_asks_for_is_executed(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     (data,) = tmp_path.glob("*.distcp")
@@ -220,7 +198,7 @@ def test_nothing_that_a_tensor_asks_for_is_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
-def test_what_does_not_fit_the_configuration_is_named(tmp_path: Path) -> None:
+def test_what_does_not_fit_the_configuration_is_named(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     state = megatron_state(model)
     cases = {
@@ -247,7 +225,7 @@ def test_what_does_not_fit_the_configuration_is_named(tmp_path: Path) -> None:
             inspect_checkpoint(tmp_path / name)
 
 
-def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     (data,) = tmp_path.glob("*.distcp")
@@ -256,7 +234,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_damaged_metadata_is_refused_with_words(tmp_path: Path) -> None:
+def test_damaged_metadata_is_refused_with_words(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     path = tmp_path / ".metadata"
@@ -267,7 +245,7 @@ def test_damaged_metadata_is_refused_with_words(tmp_path: Path) -> None:
             inspect_checkpoint(tmp_path)
 
 
-def test_a_folder_without_a_configuration_says_what_to_put_there(tmp_path: Path) -> None:
+def test_a_folder_without_a_configuration_says_what_to_put_there(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     (tmp_path / "config.json").unlink()
@@ -275,7 +253,7 @@ def test_a_folder_without_a_configuration_says_what_to_put_there(tmp_path: Path)
         load_model(tmp_path)
 
 
-def test_a_family_whose_megatron_names_are_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_family_whose_megatron_names_are_not_known_is_refused(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Mixtral", num_local_experts=2)
     save(tmp_path, model, {"decoder.final_layernorm.weight": torch.ones(32)})
     with pytest.raises(CheckpointError, match="a Megatron checkpoint of mixtral, which isn't read from this format"):
