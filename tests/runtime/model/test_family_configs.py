@@ -150,13 +150,22 @@ def test_smollm3_without_a_list_leaves_every_fourth_layer_unrotated(tmp_path: Pa
     assert config.rope_theta == 2e6
 
 
-def test_phi_3_spells_longrope_in_three_ways(tmp_path: Path) -> None:
+def test_phi_3_spells_longrope_in_four_ways(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    for named in ({"type": "su"}, {"type": "longrope"}, {"rope_type": "longrope"}):
+    for named in ({"type": "su"}, {"type": "yarn"}, {"type": "longrope"}, {"rope_type": "longrope"}):
         fields = plain("phi3", rope_scaling=named | factors, original_max_position_embeddings=16)
         scaling = read_config(tmp_path, fields).rope_scaling
         assert (scaling.kind, scaling.factor, scaling.original_max_position_embeddings) == ("longrope", 4.0, 16)
         assert scaling.magnitude == pytest.approx(1.5**0.5)
+
+
+def test_yarn_serves_the_length_that_it_stretches_the_model_to(tmp_path: Path) -> None:
+    older = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read_config(tmp_path, plain("qwen2", rope_scaling=older)).max_position_embeddings == 256
+    config = read_config(tmp_path, plain("qwen2", rope_scaling={"type": "yarn"}, max_position_embeddings=96))
+    assert (config.rope_scaling.original_max_position_embeddings, config.rope_scaling.factor) == (96, 1.0)
+    longer = plain("qwen3", rope_scaling=older, max_position_embeddings=512)
+    assert read_config(tmp_path, longer).max_position_embeddings == 512
 
 
 @pytest.mark.parametrize(
@@ -172,7 +181,7 @@ def test_phi_3_spells_longrope_in_three_ways(tmp_path: Path) -> None:
         (plain("gemma2", layer_types=["chunked"]), "layer_types holds 'chunked', expected sliding_attention or full"),
         (plain("smollm3", no_rope_layers=[1, 0]), "no_rope_layers has 2 entries, expected 3"),
         (plain("smollm3", no_rope_layers=[1, "no", 1]), "no_rope_layers is 'no', expected an integer"),
-        (plain("olmoe", num_experts=4, clip_qkv=8.0), "clip_qkv is 8.0, only null is supported"),
+        (plain("olmoe", num_experts=4, clip_qkv=-8.0), "clip_qkv is -8.0, expected a number above 0"),
         (plain("mixtral"), "num_local_experts is missing, expected an integer"),
         (plain("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 5}), "experts per token is 5, expected 1 to 4"),
         (plain("qwen3_moe", **EXPERTS | {"moe_intermediate_size": 0}), "intermediate size of an expert is 0, expected"),
