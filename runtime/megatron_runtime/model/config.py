@@ -161,8 +161,13 @@ class ModelConfig:
             raise CheckpointError(
                 f"{source}: {turned} channels of a head are rotated, expected an even number up to {self.head_dim}"
             )
-        if self.rope_scaling.kind == "yarn" and self.rope_theta <= 1.0:
-            raise CheckpointError(f"{source}: yarn with a rope theta of {self.rope_theta}, expected one above 1")
+        scaling = self.rope_scaling
+        if scaling.kind == "yarn":
+            if self.rope_theta <= 1.0:
+                raise CheckpointError(f"{source}: yarn with a rope theta of {self.rope_theta}, expected one above 1")
+            turns = (scaling.low_frequency_factor, scaling.high_frequency_factor)
+            if min(*turns, scaling.factor, scaling.original_max_position_embeddings) <= 0:
+                raise CheckpointError(f"{source}: the numbers of yarn are {scaling}, expected them to be above 0")
         for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
             if self.rope_scaling.kind == "longrope" and len(factors) != turned // 2:
                 raise CheckpointError(
