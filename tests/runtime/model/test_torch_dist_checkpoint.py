@@ -181,24 +181,31 @@ def test_what_a_training_keeps_beside_the_model_is_passed_over(
     assert_same_logits(tmp_path, model, paged_requests)
 
 
-def test_a_checkpoint_of_two_ranks_is_put_together(tmp_path: Path, paged_requests: Any, random_model: Any) -> None:
-    model = random_model("Llama")
+@pytest.mark.parametrize(
+    ("family", "changes", "axis"),
+    [("Llama", {}, 1), ("Llama", {}, 0), ("Qwen3Moe", EXPERTS, 1)],
+    ids=["tensor parallel", "pipeline parallel", "expert parallel"],
+)
+def test_a_checkpoint_of_two_ranks_is_put_together(
+    family: str, changes: dict[str, Any], axis: int, tmp_path: Path, paged_requests: Any, random_model: Any
+) -> None:
+    model = random_model(family, **changes)
     torch.save(megatron_state(model), tmp_path / "state.pt")
     script = """
         import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
-        folder, rank = sys.argv[1], int(sys.argv[2])
+        folder, axis, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
         mesh = init_device_mesh("cpu", (2,))
         state = torch.load(f"{folder}/state.pt")
-        dim = {name: 1 if name.startswith("decoder.layers") else 0 for name in state}
+        dim = {name: axis if name.startswith("decoder.layers") else 0 for name in state}
         shards = {name: distribute_tensor(tensor, mesh, [Shard(dim[name])]) for name, tensor in state.items()}
         dcp.save(shards, checkpoint_id=f"{folder}/checkpoint")
         dist.destroy_process_group()
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(axis)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     folder = tmp_path / "checkpoint"
