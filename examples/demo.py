@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import openai
@@ -21,10 +19,10 @@ from rich.console import Console
 
 from megatron_operator.api.v1alpha1 import Phase
 from megatron_operator.cli import path_map
-from megatron_operator.local.plain_lines import PlainLines
+from megatron_operator.local.processes import descendants, is_alive
 from megatron_operator.local.session import LocalSession, SessionEnded
 from megatron_operator.local.snapshot import Snapshot, View
-from megatron_operator.local.table import LiveTable
+from megatron_operator.local.terminal import session_on
 
 START_SECONDS = 300
 CHANGE_SECONDS = 120
@@ -137,43 +135,10 @@ def _serves(snapshot: Snapshot) -> bool:
     return status.phase is Phase.RUNNING and status.ready_replicas == snapshot.resource.spec.replicas
 
 
-def _descendants(ancestor: int) -> Iterator[tuple[int, str]]:
-    """Processes below this one, with their start time, since numbers are used again."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except OSError:  # it ended while we looked
-            continue
-        if fields[0] not in "ZX":
-            children.setdefault(int(fields[1]), []).append((int(stat.parent.name), fields[19]))
-    below = [ancestor]
-    while below:
-        for child in children.get(below.pop(), []):
-            yield child
-            below.append(child[0])
-
-
-def _alive(process: tuple[int, str]) -> bool:
-    pid, started = process
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return False
-    return fields[19] == started and fields[0] not in "ZX"
-
-
 async def run(file: Path, map_paths: list[str], console: Console) -> int:
     """The exit code. ``file`` is edited."""
-    view = LiveTable(console) if console.is_terminal else PlainLines(console)
-    session = LocalSession(file, paths=path_map(map_paths), view=view)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, session.stop)
-    try:
+    with session_on(console, file, path_map(map_paths)) as (session, view):
         return await _tell(session, view, Demo(session, view, file))
-    finally:
-        view.close()
 
 
 async def _tell(session: LocalSession, view: View, demo: Demo) -> int:
@@ -186,11 +151,11 @@ async def _tell(session: LocalSession, view: View, demo: Demo) -> int:
     for task in (interrupted, telling):
         task.cancel()
     outcome, _ = await asyncio.gather(telling, interrupted, return_exceptions=True)
-    started = list(_descendants(os.getpid()))
+    started = descendants(os.getpid())
     if not session.stopping:
         session.stop()
     code = await serving
-    left = [pid for pid, start in started if _alive((pid, start))]
+    left = [process.pid for process in started if is_alive(process)]
     trouble = trouble or _trouble(outcome) or (f"processes were left behind: {left}" if left else "")
     if trouble or code != 0:
         view.say(f"demo: FAILED: {trouble or 'the session ended by itself; its words are above'}")

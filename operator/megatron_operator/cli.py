@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -52,7 +51,7 @@ def run(
     """Run the operator against the cluster of KUBECONFIG, or the one around this pod."""
     from megatron_operator import handlers
 
-    handlers.run(namespace or (), metrics_host=metrics_host, metrics_port=metrics_port, verbose=verbose)
+    handlers.run(handlers.Options(tuple(namespace or ()), metrics_host, metrics_port), verbose=verbose)
 
 
 @app.command()
@@ -85,19 +84,10 @@ def refuse(words: str) -> None:
 
 async def serve_locally(file: Path, paths: PathMap, console: Console) -> int:
     """Run a session with the view that suits the console; the exit code."""
-    from megatron_operator.local.plain_lines import PlainLines
-    from megatron_operator.local.session import LocalSession
-    from megatron_operator.local.table import LiveTable
+    from megatron_operator.local.terminal import session_on
 
-    view = LiveTable(console) if console.is_terminal else PlainLines(console)
-    session = LocalSession(file, paths=paths, view=view)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, session.stop)
-    try:
+    with session_on(console, file, paths) as (session, _):
         return await session.run()
-    finally:
-        view.close()
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from megatron_operator.api.v1alpha1 import Condition, ConditionType, Status
 from megatron_operator.api.v1alpha1.status import ConditionStatus
 from megatron_operator.groups import Standing
 from megatron_operator.lifecycle import IN_BETWEEN, SETTLED_STATE, next_signal
-from megatron_operator.picture import ENGINE_UNREACHABLE, Picture
+from megatron_operator.picture import ENGINE_UNREACHABLE, GroupView, Picture
 from megatron_operator.story import why_not_ready
 from megatron_operator.timestamps import timestamp
 from megatron_operator.world import EngineState, Signal
@@ -20,7 +20,6 @@ UNDER_WAY = {
     Signal.UNPAUSE: "Unpausing",
     Signal.SUSPEND: "Suspending",
     Signal.RESUME: "Resuming",
-    Signal.STOP: "Stopping",
 }
 
 
@@ -31,6 +30,10 @@ class Finding:
     status: ConditionStatus
     reason: str
     message: str
+
+
+AS_EXPECTED = Finding("False", "AsExpected", "")
+"""What a condition that tells of trouble says while there is none."""
 
 
 def find_conditions(picture: Picture) -> dict[ConditionType, Finding]:
@@ -56,8 +59,7 @@ def ready(picture: Picture) -> Finding:
     if not picture.wants_pods:
         return _leaving(picture)
     if picture.leading_group.given_up is not None:
-        cause = why_not_ready(picture.leading_group, picture)
-        return Finding("False", cause.reason, cause.message)
+        return _why("False", picture.leading_group, picture)
     if picture.is_unreachable:
         return _unreachable(picture)
     if not picture.is_open:
@@ -69,8 +71,7 @@ def available(picture: Picture) -> Finding:
     """True while requests are answered, by however few groups."""
     found = ready(picture)
     if found.status == "True":
-        groups = f"{picture.ready_groups} of {len(picture.groups)} replica groups are ready"
-        return Finding("True", "EngineRunning", f"requests are answered; {groups}")
+        return Finding("True", "EngineRunning", f"requests are answered; {_ready_groups(picture)}")
     return found
 
 
@@ -81,8 +82,7 @@ def progressing(picture: Picture) -> Finding:
         return Finding("True" if picture.world.pods else "False", found.reason, found.message)
     moving = [view for view in picture.groups if view.standing is not Standing.READY and view.given_up is None]
     if moving:
-        cause = why_not_ready(moving[0], picture)
-        return Finding("True", cause.reason, cause.message)
+        return _why("True", moving[0], picture)
     if picture.surplus_groups:
         groups = _listed(picture.surplus_groups)
         return Finding("True", "ScalingDown", f"group {groups} finishes its requests and is removed")
@@ -94,8 +94,7 @@ def progressing(picture: Picture) -> Finding:
         found = _lifecycle_progress(picture)
         if found.status != "False" or not given_up:
             return found
-    cause = why_not_ready(given_up[0], picture)
-    return Finding("False", cause.reason, cause.message)
+    return _why("False", given_up[0], picture)
 
 
 def paused(picture: Picture) -> Finding:
@@ -111,7 +110,7 @@ def suspended(picture: Picture) -> Finding:
 def degraded(picture: Picture) -> Finding:
     """True while something does not work as it should, and the operator is on it or needs help."""
     if not picture.wants_pods:
-        return Finding("False", "AsExpected", "")
+        return AS_EXPECTED
     if picture.problems:
         return Finding("True", "ApplyFailed", "; ".join(picture.problems))
     if picture.troubled_groups:
@@ -122,15 +121,14 @@ def degraded(picture: Picture) -> Finding:
     if picture.engine_state in IN_BETWEEN and overdue > picture.policy.transition_timeout:
         since = f"since {timestamp(picture.state_since)}, longer than {picture.policy.transition_timeout.text}"
         return Finding("True", "TransitionTimeout", f"the engine is {picture.engine_state} {since}{_laggards(picture)}")
-    return Finding("False", "AsExpected", "")
+    return AS_EXPECTED
 
 
 def failed(picture: Picture) -> Finding:
     """True when nothing is served and the operator has given up."""
     if picture.wants_pods and picture.leading_group.given_up is not None:
-        cause = why_not_ready(picture.leading_group, picture)
-        return Finding("True", cause.reason, cause.message)
-    return Finding("False", "AsExpected", "")
+        return _why("True", picture.leading_group, picture)
+    return AS_EXPECTED
 
 
 def _leaving(picture: Picture) -> Finding:
@@ -158,8 +156,7 @@ def _not_up_yet(picture: Picture) -> Finding:
         assert picture.leader is not None
         words = f"{picture.leader.name} is up; waiting for its engine to register with the coordinator"
         return Finding("False", "Registering", words)
-    cause = why_not_ready(view, picture)
-    return Finding("False", cause.reason, cause.message)
+    return _why("False", view, picture)
 
 
 def _by_engine_state(picture: Picture) -> Finding:
@@ -184,11 +181,9 @@ def _by_engine_state(picture: Picture) -> Finding:
 def _lifecycle_progress(picture: Picture) -> Finding:
     state, wish = picture.engine_state, picture.wish
     if picture.is_unreachable:
-        found = _unreachable(picture)
-        return Finding("Unknown", found.reason, found.message)
+        return _unreachable(picture)
     if state is SETTLED_STATE[wish]:
-        groups = f"{picture.ready_groups} of {len(picture.groups)} replica groups are ready"
-        return Finding("False", "Settled", f"{groups} and the engine is {state}, as wished")
+        return Finding("False", "Settled", f"{_ready_groups(picture)} and the engine is {state}, as wished")
     if state in IN_BETWEEN:
         return Finding("True", IN_BETWEEN[state], f"the engine is {state} on its way to {wish}{_laggards(picture)}")
     signal = next_signal(wish, state)
@@ -199,13 +194,20 @@ def _lifecycle_progress(picture: Picture) -> Finding:
 
 def _engine_condition(picture: Picture, states: tuple[EngineState, ...], words: str) -> Finding:
     if picture.wants_pods and picture.is_unreachable:
-        found = _unreachable(picture)
-        return Finding("Unknown", found.reason, found.message)
+        return _unreachable(picture)
     state = picture.engine_state
-    if state in states:
-        return Finding("True", f"Engine{str(state).capitalize()}", words)
-    reason = "NoEngine" if state is None else f"Engine{str(state).capitalize()}"
-    return Finding("False", reason, "")
+    reason = "NoEngine" if state is None else f"Engine{state.capitalize()}"
+    return Finding("True", reason, words) if state in states else Finding("False", reason, "")
+
+
+def _why(status: ConditionStatus, view: GroupView, picture: Picture) -> Finding:
+    """What an unready group waits for, as the finding of a condition."""
+    cause = why_not_ready(view, picture)
+    return Finding(status, cause.reason, cause.message)
+
+
+def _ready_groups(picture: Picture) -> str:
+    return f"{picture.ready_groups} of {len(picture.groups)} replica groups are ready"
 
 
 def _laggards(picture: Picture) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -13,7 +13,6 @@ from megatron_operator.world import (
     EngineState,
     Loading,
     ObservedEngine,
-    ObservedPod,
     ObservedReplica,
     Signal,
     SignalRefused,
@@ -33,28 +32,25 @@ class EngineUnreachable(WorldError):
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank process of a pod. ``phase`` is one of ``RANK_PHASES``."""
+    """One rank process of a pod. ``phase`` is one of ``RANK_PHASES``; the bytes are of its weights."""
 
     rank: int
     phase: str
     loaded_bytes: int = 0
     total_bytes: int = 0
-    message: str = ""
 
 
 @dataclass(frozen=True)
 class PodReport:
-    """The answer to ``GET /v1/state``; ``revision`` grows with every change."""
+    """What the operator reads of the answer to ``GET /v1/state``; ``revision`` grows with every change."""
 
     revision: int
-    role: str
     ready: bool
     engine_state: EngineState | None = None
     replicas: tuple[ObservedReplica, ...] = ()
     ranks: tuple[RankReport, ...] = ()
     running_requests: int = 0
     waiting_requests: int = 0
-    draining: bool = False
     restarts: int = 0
     error: str = ""
 
@@ -64,14 +60,12 @@ class PodReport:
         state, requests = body.get("engineState"), body.get("requests") or {}
         return cls(
             revision=int(body["revision"]),
-            role=str(body.get("role", "worker")),
             ready=bool(body.get("ready", False)),
             engine_state=EngineState(state) if state else None,
             replicas=tuple(_replica(replica) for replica in body.get("replicas") or ()),
             ranks=tuple(_rank(rank) for rank in body.get("ranks") or ()),
             running_requests=int(requests.get("running", 0)),
             waiting_requests=int(requests.get("waiting", 0)),
-            draining=bool(body.get("draining", False)),
             restarts=int(body.get("restarts", 0)),
             error=_error(body.get("error")),
         )
@@ -98,6 +92,10 @@ class PodReport:
             waiting_requests=self.waiting_requests,
             message=self.error,
         )
+
+
+Answer = PodReport | EngineUnreachable | None
+"""What came of asking a pod; None when there was nobody to ask yet."""
 
 
 class EngineClient:
@@ -133,6 +131,13 @@ class EngineClient:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineUnreachable(f"control API at {address} sent a state that makes no sense: {error}") from error
 
+    async def answer(self, address: str) -> Answer:
+        """The pod's report, or why there is none."""
+        try:
+            return await self.state(address)
+        except EngineUnreachable as error:
+            return error
+
     async def signal(self, address: str, signal: Signal) -> None:
         """Asks for a transition and returns once it is accepted; its end shows in the state.
 
@@ -162,24 +167,6 @@ class EngineClient:
             raise EngineUnreachable(f"control API at {address}:{self._port} does not answer: {cause}") from error
 
 
-Answer = PodReport | EngineUnreachable | None
-"""What came of asking a pod; None when there was nobody to ask yet."""
-
-
-def leaders_word(answers: Iterable[tuple[ObservedPod, Answer]]) -> ObservedEngine | None:
-    """What the latest attempt of the leader said; None when no leader pod is there, or all have ended."""
-    leaders = [(pod, said) for pod, said in answers if pod.leader and not pod.finished and not pod.deleting]
-    if not leaders:
-        return None
-    match max(leaders, key=lambda each: each[0].attempt)[1]:
-        case PodReport() as report:
-            return report.engine
-        case EngineUnreachable() as error:
-            return ObservedEngine(reachable=False, message=str(error))
-        case None:
-            return ObservedEngine(reachable=False, message="the leader pod has not started yet")
-
-
 def _progress(phase: str) -> int:
     return RANK_PHASES.index(phase) if phase in RANK_PHASES else 0
 
@@ -194,7 +181,6 @@ def _rank(body: Mapping[str, Any]) -> RankReport:
         phase=str(body["phase"]),
         loaded_bytes=int(body.get("loadedBytes") or 0),
         total_bytes=int(body.get("totalBytes") or 0),
-        message=str(body.get("message") or ""),
     )
 
 

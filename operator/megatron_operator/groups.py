@@ -140,11 +140,9 @@ class Group:
 
 
 def observe_groups(resource: MegatronInference, world: World) -> tuple[Group, ...]:
-    """Every wished group and every other one that has pods, by index."""
+    """The wished groups, by index."""
     memories = {group.index: group for group in resource.status.groups}
-    seen = {pod.group for pod in world.pods}
-    indices = sorted(seen | set(range(resource.spec.replicas)))
-    return tuple(_observe_group(resource, world, index, memories.get(index)) for index in indices)
+    return tuple(_observe_group(resource, world, index, memories.get(index)) for index in range(resource.spec.replicas))
 
 
 def _observe_group(resource: MegatronInference, world: World, index: int, memory: GroupStatus | None) -> Group:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -32,7 +32,10 @@ OURS = {names.NAME_LABEL: kopf.PRESENT}
 
 @dataclass(frozen=True)
 class Options:
-    """How the operator runs. ``metrics_port`` None serves neither metrics nor ``/healthz``."""
+    """How the operator runs: for these namespaces, or for all where there are none.
+
+    ``metrics_port`` None serves neither metrics nor ``/healthz``.
+    """
 
     namespaces: tuple[str, ...] = ()
     metrics_host: str = "0.0.0.0"
@@ -55,16 +58,10 @@ class ForEver(Iterable[float]):
         return itertools.chain((1, 1, 2, 3, 5, 8, 13), itertools.repeat(20))
 
 
-def run(
-    namespaces: Sequence[str] = (),
-    *,
-    metrics_host: str = "0.0.0.0",
-    metrics_port: int | None = None,
-    verbose: bool = False,
-) -> None:
-    """Run the operator until SIGTERM or SIGINT, for these namespaces, or for all where there are none."""
+def run(options: Options, *, verbose: bool) -> None:
+    """Run the operator until SIGTERM or SIGINT."""
     kopf.configure(verbose=verbose)
-    options = Options(tuple(namespaces), metrics_host, metrics_port)
+    namespaces = options.namespaces
     kopf.run(clusterwide=not namespaces, namespaces=namespaces, standalone=True, memo=kopf.Memo(options=options))
 
 

@@ -30,15 +30,6 @@ IN_BETWEEN = {
 }
 """States that end by themselves, and their names as reasons."""
 
-ALLOWED_FROM = {
-    Signal.PAUSE: (EngineState.RUNNING,),
-    Signal.UNPAUSE: (EngineState.PAUSED,),
-    Signal.SUSPEND: (EngineState.PAUSED,),
-    Signal.RESUME: (EngineState.SUSPENDED,),
-    Signal.STOP: (EngineState.PAUSED, EngineState.SUSPENDED),
-}
-"""The states in which the engine takes a signal."""
-
 
 def next_signal(wish: Lifecycle, state: EngineState | None) -> Signal | None:
     """The one signal to send now; None when the wish is fulfilled, or the engine has to get somewhere first."""

@@ -65,8 +65,7 @@ class Picture:
     @cached_property
     def groups(self) -> tuple[GroupView, ...]:
         """The wished groups, by index."""
-        observed = observe_groups(self.resource, self.world)
-        return tuple(self._view(group) for group in observed if group.index < self.resource.spec.replicas)
+        return tuple(self._view(group) for group in observe_groups(self.resource, self.world))
 
     @property
     def leading_group(self) -> GroupView:
@@ -110,11 +109,6 @@ class Picture:
     def is_open(self) -> bool:
         """Whether the frontend takes requests and the engine's state is known."""
         return self.leader is not None and self.leader.ready and self.engine_state is not None
-
-    @property
-    def serves(self) -> bool:
-        """Whether requests are answered now."""
-        return self.is_open and self.engine_state is EngineState.RUNNING
 
     @property
     def is_unreachable(self) -> bool:

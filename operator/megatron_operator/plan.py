@@ -85,18 +85,14 @@ class _Planner:
 
     def _surplus(self) -> Iterator[Action]:
         surplus = [pod for pod in self.world.pods if pod.group >= self.resource.spec.replicas]
-        old = [pod for group in self._wished_groups for pod in group.old_pods]
+        old = [pod for group in self.groups for pod in group.old_pods]
         yield from self._delete_all([*surplus, *old])
 
     # --- groups that should be there
 
-    @property
-    def _wished_groups(self) -> tuple[Group, ...]:
-        return tuple(group for group in self.groups if group.index < self.resource.spec.replicas)
-
     def _wished(self) -> Iterator[Action]:
         rolling = self._next_to_roll()
-        for group in self._wished_groups:
+        for group in self.groups:
             match group.standing(self.policy, self.world.now):
                 case Standing.ABSENT:
                     yield from self._follow_absence(group)
@@ -149,10 +145,9 @@ class _Planner:
 
     def _next_to_roll(self) -> Group | None:
         """The one ready group that is replaced now: only while all the others are ready, and the leader's last."""
-        groups = self._wished_groups
-        if any(group.standing(self.policy, self.world.now) is not Standing.READY for group in groups):
+        if any(group.standing(self.policy, self.world.now) is not Standing.READY for group in self.groups):
             return None
-        outdated = [group for group in groups if group.template_hash != self.template_hash]
+        outdated = [group for group in self.groups if group.template_hash != self.template_hash]
         return max(outdated, key=lambda group: (group.index != names.LEADER_GROUP, group.index), default=None)
 
     # --- the engine
@@ -167,6 +162,6 @@ class _Planner:
 
     @property
     def _leader(self) -> ObservedPod | None:
-        pods = [pod for group in self._wished_groups for pod in group.pods]
+        pods = [pod for group in self.groups for pod in group.pods]
         running = (pod for pod in pods if pod.leader and pod.phase is PodPhase.RUNNING and not pod.deleting)
         return next(running, None)

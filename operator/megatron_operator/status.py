@@ -56,6 +56,7 @@ def build_status(
     generation = resource.metadata.generation
     groups = [_group_status(view, picture) for view in picture.groups]
     state = picture.engine_state
+    ready = picture.ready_groups if picture.wants_pods else 0
     return Status(
         observed_generation=generation,
         phase=_phase(picture),
@@ -64,8 +65,8 @@ def build_status(
         url=world.url or names.url(resource.name, resource.namespace),
         model_name=resource.served_name,
         replicas=len({pod.group for pod in world.pods}),
-        ready_replicas=picture.ready_groups if picture.wants_pods else 0,
-        ready=f"{picture.ready_groups if picture.wants_pods else 0}/{resource.spec.replicas}",
+        ready_replicas=ready,
+        ready=f"{ready}/{resource.spec.replicas}",
         restarts=sum(group.restarts for group in groups),
         selector=names.scale_selector(resource.name),
         groups=groups,

@@ -39,7 +39,7 @@ def why_not_ready(view: GroupView, picture: Picture) -> Cause:
             return _of_pod(waiting[0])
 
 
-def of_failure(failed: GroupFailure) -> str:
+def _of_failure(failed: GroupFailure) -> str:
     """A failure in words: which pod, rank and exit code, and the last words."""
     failure = failed.failure
     rank = "" if failure.rank is None else f" rank {failure.rank}"
@@ -50,7 +50,7 @@ def of_failure(failed: GroupFailure) -> str:
 def _after_failure(view: GroupView, picture: Picture) -> Cause:
     assert view.failed is not None
     index, limit = view.group.index, picture.policy.max_restarts
-    words = f"group {index} failed: {of_failure(view.failed)}"
+    words = f"group {index} failed: {_of_failure(view.failed)}"
     match view.outlook:
         case GiveUp(reason=reason) if reason == RESTART_BUDGET_EXCEEDED:
             mend = "mend the cause, then change restart.id or another part of the spec"

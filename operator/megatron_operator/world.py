@@ -1,7 +1,7 @@
 """The port between decisions and the outside: what was observed, and what may be done about it.
 
 ``plan.py`` and ``status.py`` see only the frozen values below. Two adapters fill them in and carry the actions out:
-``kubernetes.py`` (an API server) and ``local.py`` (processes on this machine).
+``kubernetes`` (an API server) and ``local`` (processes on this machine).
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class EngineState(StrEnum):
 
 
 class Signal(StrEnum):
-    """Control signals that the leader's control API takes, ``POST /v1/<signal>``."""
+    """Control signals that the leader's control API takes, ``POST /v1/<signal>``.
+
+    ``stop`` is never sent from here: pods that are to stop are deleted.
+    """
 
     PAUSE = "pause"
     UNPAUSE = "unpause"
@@ -180,14 +183,6 @@ class CreateSecret:
 
 
 @dataclass(frozen=True)
-class DeleteChild:
-    """Remove a child that should not exist; gone already is success."""
-
-    kind: str
-    name: str
-
-
-@dataclass(frozen=True)
 class CreatePod:
     """Create a pod; one that exists already under this name is success."""
 
@@ -211,7 +206,7 @@ class SendSignal:
     address: str
 
 
-Action = ApplyChild | CreateSecret | DeleteChild | CreatePod | DeletePod | SendSignal
+Action = ApplyChild | CreateSecret | CreatePod | DeletePod | SendSignal
 
 
 class WorldError(Exception):

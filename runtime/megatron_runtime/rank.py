@@ -135,6 +135,9 @@ class _Progress:
         if now < self._next and progress.loaded_bytes < progress.total_bytes:
             return
         self._next = now + PROGRESS_SECONDS
+        if progress.loaded_bytes == progress.total_bytes:
+            megabytes, rate = progress.total_bytes / 1e6, progress.bytes_per_second / 1e6
+            logger.info("Loaded %.1f MB of weights in %.1f s (%.1f MB/s)", megabytes, progress.seconds, rate)
         self._link.report(
             phase=RankPhase.LOADING.value, loadedBytes=progress.loaded_bytes, totalBytes=progress.total_bytes
         )

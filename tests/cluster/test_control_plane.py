@@ -88,6 +88,7 @@ def test_children_go_when_their_owner_of_a_defined_kind_is_deleted(control_plane
     control_plane.apply(namespace, config_map("child", owner))
     control_plane.kubectl("-n", namespace, "delete", DEFINITION, "owner")
     wait_until(lambda: not control_plane.exists("-n", namespace, "configmap", "child"), "the child to go", timeout=90)
+    assert not control_plane.exists("-n", namespace, "configmap", "child")
 
 
 def test_server_side_apply_leaves_the_fields_of_other_managers_alone(control_plane: Cluster, namespace: str) -> None:

@@ -81,10 +81,12 @@ async def test_a_service_that_a_user_deletes_is_restored(chat: Resource) -> None
 async def test_a_field_of_a_child_that_a_user_changes_is_set_right(chat: Resource) -> None:
     await chat.create()
     await chat.until_phase("Running")
-    wrong = [{"op": "replace", "path": "/spec/selector", "value": {"app": "another"}}]
-    await chat.kubectl("patch", "service", "chat", "--type=json", "-p", json.dumps(wrong))
+    wrong = {"app": "another"}
+    patch = [{"op": "replace", "path": "/spec/selector", "value": wrong}]
+    await chat.kubectl("patch", "service", "chat", "--type=json", "-p", json.dumps(patch))
     ours = {"inference.megatron.dev/name": "chat", "inference.megatron.dev/role": "leader"}
-    await chat.until_found("service", "chat", lambda service: ours.items() <= service["spec"]["selector"].items())
+    service = await chat.until_found("service", "chat", lambda service: service["spec"]["selector"] != wrong)
+    assert ours.items() <= service["spec"]["selector"].items()
 
 
 @pytest.mark.usefixtures("node")

@@ -53,6 +53,7 @@ async def test_a_resource_can_be_deleted_while_no_operator_runs(chat: Resource, 
     try:
         await chat.kubectl("delete", "mi", "chat", "--timeout=30s")
         await chat.until_gone("pods", "services", "secrets")
+        assert await chat.pods() == {}
     finally:
         await asyncio.to_thread(operator.start)
 

@@ -108,7 +108,8 @@ async def test_a_change_inside_the_engine_is_in_the_status_although_no_object_ch
     await chat.until_phase("Paused")
     node.launchers["chat-0-0-0"].enter("RUNNING")
     await chat.until(lambda _: "pause" in node.launchers["chat-0-0-0"].signals, "the operator to pause it again")
-    await chat.until_phase("Paused")
+    status = await chat.until_phase("Paused")
+    assert (status["engineState"], node.launchers["chat-0-0-0"].signals) == ("PAUSED", ["pause"])
 
 
 async def test_a_settled_resource_is_left_in_peace(chat: Resource, node: ScriptedNode) -> None:
@@ -142,6 +143,7 @@ async def test_deleting_the_resource_removes_everything(chat: Resource) -> None:
     await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
     await chat.kubectl("delete", "mi", "chat", "--timeout=60s")
     await chat.until_gone("pods", "services", "secrets")
+    assert await chat.pods() == {}
 
 
 @pytest.mark.usefixtures("controllers")

@@ -13,6 +13,8 @@ from cluster_support.cluster import wait_until
 from cluster_support.errors import CommandFailedError
 from cluster_support.processes import GuardedProcess, run_guarded
 
+from megatron_operator.local.processes import is_running
+
 # Two processes that ignore SIGTERM: what the guard starts, and a child of that.
 STUBBORN = "trap '' TERM; sh -c 'echo $$ > child; while :; do sleep 1; done' & echo $$ > parent; wait; wait"
 STARTER = """
@@ -23,15 +25,6 @@ STARTER = """
     process = GuardedProcess(["sh", "-c", sys.argv[2]], pathlib.Path("log"))
     time.sleep(600)
 """
-
-
-def is_running(pid: int) -> bool:
-    """Zombies do not count: who reaps an orphan is up to the machine."""
-    status = Path(f"/proc/{pid}/stat")
-    try:
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def pids_in(folder: Path) -> list[int]:

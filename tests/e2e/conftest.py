@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_operator.local.processes import Process, descendants, is_alive
+
 SAMPLE = Path(__file__).parents[2] / "manifests/samples/smollm2.yaml"
 DEADLINE_SECONDS = 120
-
-Process = tuple[int, str]
-"""A process's number and start time, since numbers are used again."""
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
@@ -30,35 +29,6 @@ def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SEC
         assert time.monotonic() < deadline, f"never happened: {what}"
         time.sleep(0.05)
     return value
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return []
-
-
-def is_alive(process: Process) -> bool:
-    """Zombies don't count: whoever started this machine may reap slowly."""
-    fields = _stat(process[0])
-    return bool(fields) and fields[19] == process[1] and fields[0] not in "ZX"
-
-
-def descendants(ancestor: int) -> set[Process]:
-    """All living processes below this one."""
-    children: dict[int, list[Process]] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        fields = _stat(int(folder.name))
-        if fields and fields[0] not in "ZX":
-            children.setdefault(int(fields[1]), []).append((int(folder.name), fields[19]))
-    found: set[Process] = set()
-    below = [ancestor]
-    while below:
-        for child in children.get(below.pop(), []):
-            found.add(child)
-            below.append(child[0])
-    return found
 
 
 class LocalCommand:

@@ -37,8 +37,9 @@ def test_nothing_outlives_a_killed_command(start_local, wait_until) -> None:
     command = start_local(replicas=1)
     command.wait_for("Loading at")
     command.signal(signal.SIGKILL)
-    command.exit_code()
+    assert command.exit_code() == -signal.SIGKILL
     wait_until(lambda: command.left_over() == set(), "the end of every process")
+    assert command.left_over() == set()
 
 
 @pytest.mark.parametrize(

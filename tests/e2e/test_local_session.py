@@ -81,7 +81,7 @@ def test_replicas_come_and_go_with_the_file(served) -> None:
 
 def test_a_replica_that_is_killed_is_replaced_while_the_other_answers(served) -> None:
     before = len(served.lines)
-    launchers = [pid for pid, _ in served.seen if _is_launcher_of(pid, group=1)]
+    launchers = [process.pid for process in served.seen if _is_launcher_of(process.pid, group=1)]
     assert len(launchers) == 1
     os.kill(launchers[0], signal.SIGKILL)
     served.wait_for("ready replicas: 1/2", after=before)

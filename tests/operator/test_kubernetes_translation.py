@@ -11,6 +11,7 @@ from megatron_operator.events import Event, EventType
 from megatron_operator.kubernetes.api_server import ServerError, ServerRefusal, answer_of, path_of
 from megatron_operator.kubernetes.kubernetes_event import LONGEST_NOTE, kubernetes_event
 from megatron_operator.kubernetes.pod_status import observed_pod
+from megatron_operator.observation import with_report
 from megatron_operator.world import Failure, Loading, ObservedPod, PodPhase
 
 PREFIX = "inference.megatron.dev"
@@ -36,9 +37,9 @@ def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]
 
 
 def seen(status: dict[str, Any], report: PodReport | None = None, **metadata: Any) -> ObservedPod:
-    observed = observed_pod(pod(status, **metadata), report)
+    observed = observed_pod(pod(status, **metadata))
     assert observed is not None
-    return observed
+    return with_report(observed, report)
 
 
 def container(name: str = "megatron", **state: Any) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def test_a_new_pod_without_any_status_is_pending() -> None:
 
 def test_what_the_launcher_says_is_added() -> None:
     ranks = (RankReport(0, "Serving"), RankReport(1, "Loading", 20, 100))
-    report = PodReport(revision=7, role="worker", ready=False, ranks=ranks, restarts=1)
+    report = PodReport(revision=7, ready=False, ranks=ranks, restarts=1)
     observed = seen({"phase": "Running"}, report)
     assert (observed.rank_phase, observed.loading, observed.launcher_restarts) == ("Loading", Loading(20, 100), 1)
 
@@ -181,5 +182,7 @@ def test_an_event_is_about_the_resource_and_not_too_long() -> None:
     obj = {"apiVersion": f"{PREFIX}/v1alpha1", "kind": "MegatronInference", "metadata": metadata}
     event = kubernetes_event(obj, Event(EventType.WARNING, "GroupFailed", "x" * 5000))
     assert (event["type"], event["reason"], len(event["note"])) == ("Warning", "GroupFailed", LONGEST_NOTE)
+    foreign = kubernetes_event(obj, Event(EventType.WARNING, "GroupFailed", "é€" * 5000))
+    assert LONGEST_NOTE - 3 < len(foreign["note"].encode()) <= LONGEST_NOTE
     assert event["regarding"]["uid"] == "u1"
     assert event["metadata"]["name"].startswith("chat.")

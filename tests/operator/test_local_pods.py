@@ -19,6 +19,7 @@ import pytest
 from megatron_operator.local import addresses
 from megatron_operator.local.pod_manifest import PathMap, PodError
 from megatron_operator.local.pods import ProcessPods
+from megatron_operator.local.processes import is_running
 from megatron_operator.world import PodPhase
 
 DEADLINE_SECONDS = 30
@@ -50,14 +51,6 @@ async def until(condition: Callable[[], Any], what: str) -> Any:
         assert time.monotonic() < deadline, f"never happened: {what}"
         await asyncio.sleep(0.02)
     return value
-
-
-def alive(pid: int) -> bool:
-    """Zombies don't count: whoever started this container may reap slowly."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def pod(code: str, name: str = "dummy", **container: Any) -> dict[str, Any]:
@@ -233,9 +226,9 @@ time.sleep(600)
 async def test_a_process_that_ignores_the_signal_is_killed_with_its_children(pods: ProcessPods) -> None:
     log = pods.start(pod(STUBBORN_PARENT)).log
     child = int(await until(lambda: log.exists() and log.read_text().strip(), "the child's pid"))
-    assert alive(child)
+    assert is_running(child)
     await pods.stop("dummy", grace_seconds=0.2)
-    assert not alive(child)
+    assert not is_running(child)
 
 
 async def test_a_second_stop_can_shorten_the_grace_of_the_first(pods: ProcessPods) -> None:
@@ -252,7 +245,7 @@ async def test_children_left_by_a_process_that_ended_are_gone_too(pods: ProcessP
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
     pods.start(pod(code))
     status = await until(lambda: (s := pods.status("dummy")).finished and s, "the end")
-    assert not alive(int(status.log.read_text()))
+    assert not is_running(int(status.log.read_text()))
 
 
 async def test_a_service_leads_to_the_ready_pod_and_keeps_its_address(pods: ProcessPods, tmp_path: Path) -> None:
@@ -315,6 +308,6 @@ asyncio.run(main())
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
-        assert alive(pid)
+        assert is_running(pid)
         owner.kill()
-    asyncio.run(until(lambda: not alive(pid), "the end of the pod's process"))
+    asyncio.run(until(lambda: not is_running(pid), "the end of the pod's process"))

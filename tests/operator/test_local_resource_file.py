@@ -53,6 +53,12 @@ def test_the_resource_is_read_with_the_secrets_beside_it(file: ResourceFile) -> 
             "spec.model.source.path: models/a.gguf: must be an absolute path",
         ),
         (f"{SECRET.replace('aGlkZGVu', 'a!')}---{RESOURCE}", "Secret.data.token"),
+        (f"{SECRET.replace('plain', '123')}---{RESOURCE}", "Secret.stringData.other: (hidden): must be text"),
+        (
+            f"{SECRET.replace('{other: plain}', '[other]')}---{RESOURCE}",
+            "Secret.stringData: (hidden): must be an object",
+        ),
+        (f"{SECRET.replace('{name: hf}', 'hf')}---{RESOURCE}", "Secret.metadata: (hidden): must be an object"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_words(file: ResourceFile, text: str, words: str) -> None:

@@ -24,7 +24,8 @@ def mistakes(obj: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
 def test_a_sample_is_valid(path: Path) -> None:
-    parse_resource(yaml.safe_load(path.read_text()))
+    obj = yaml.safe_load(path.read_text())
+    assert parse_resource(obj).name == obj["metadata"]["name"]
 
 
 def test_what_is_left_out_gets_its_default() -> None:

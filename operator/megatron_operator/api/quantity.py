@@ -7,6 +7,7 @@ that users read again what they wrote.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, Self
 
@@ -34,20 +35,30 @@ _SECONDS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60), "h": Deci
 _DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
 
 
-class Quantity(int):
-    """An amount of memory in bytes, written like ``256Mi``, ``20Gi`` or ``1.5G``; a bare number is bytes."""
+class _Written:
+    """A number that is made from a text and written as that text again."""
 
     text: str
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        make: Callable[[Any], Any] = cls
+
+        def validate(value: Any) -> Any:
+            return value if isinstance(value, cls) else make(value)
+
+        written = core_schema.plain_serializer_function_ser_schema(lambda value: value.text)
+        return core_schema.no_info_plain_validator_function(validate, serialization=written)
+
+
+class Quantity(int, _Written):
+    """An amount of memory in bytes, written like ``256Mi``, ``20Gi`` or ``1.5G``; a bare number is bytes."""
 
     def __new__(cls, value: str | int) -> Self:
         """Raises ValueError when ``value`` is no amount of memory."""
         made = super().__new__(cls, _bytes(value))
         made.text = str(value)
         return made
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return _text_schema(cls)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -58,10 +69,8 @@ class Quantity(int):
         }
 
 
-class Duration(float):
+class Duration(float, _Written):
     """A time span in seconds, written like ``90s``, ``2m`` or ``1h30m``."""
-
-    text: str
 
     def __new__(cls, value: str) -> Self:
         """Raises ValueError when ``value`` is no time span."""
@@ -70,20 +79,8 @@ class Duration(float):
         return made
 
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return _text_schema(cls)
-
-    @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"type": "string", "pattern": DURATION_PATTERN, "maxLength": 32}
-
-
-def _text_schema(cls: type[Quantity] | type[Duration]) -> CoreSchema:
-    def validate(value: Any) -> Any:
-        return value if isinstance(value, cls) else cls(value)
-
-    written = core_schema.plain_serializer_function_ser_schema(lambda value: value.text)
-    return core_schema.no_info_plain_validator_function(validate, serialization=written)
 
 
 def _bytes(value: str | int) -> int:

@@ -124,16 +124,15 @@ class ApiServer:
                 return None
             raise
 
-    async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None) -> None:
+    async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int) -> None:
         """Delete this very object; one that is gone, or whose name another has taken, is success."""
         options: Json = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
             "preconditions": {"uid": uid},
             "propagationPolicy": "Background",
+            "gracePeriodSeconds": grace_seconds,
         }
-        if grace_seconds is not None:
-            options["gracePeriodSeconds"] = grace_seconds
         try:
             await self._request("DELETE", path_of(kind, namespace, name), body=options)
         except ServerRefusal as refusal:

@@ -13,6 +13,7 @@ from megatron_operator.events import Event
 from megatron_operator.names import MANAGER
 
 LONGEST_NOTE = 1024
+"""In bytes, as the API server counts."""
 ACTION = "Reconcile"
 LONGEST_NAME = 200
 
@@ -30,7 +31,7 @@ def kubernetes_event(obj: Mapping[str, Any], event: Event) -> dict[str, Any]:
         "type": event.type.value,
         "reason": event.reason,
         "action": ACTION,
-        "note": event.message[:LONGEST_NOTE],
+        "note": event.message.encode()[:LONGEST_NOTE].decode(errors="ignore"),
         "eventTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
         "reportingController": MANAGER,
         "reportingInstance": os.environ.get("HOSTNAME") or socket.gethostname(),

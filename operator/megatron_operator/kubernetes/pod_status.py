@@ -1,4 +1,4 @@
-"""A Pod object of the API server, and what its launcher said, as the planner's ``ObservedPod``."""
+"""A Pod object of the API server as the planner's ``ObservedPod``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_operator import names
-from megatron_operator.engine import PodReport
 from megatron_operator.failures import read_failure
 from megatron_operator.groups import UNSCHEDULABLE
 from megatron_operator.timestamps import seconds
@@ -27,7 +26,7 @@ NORMAL_REASONS = ("ContainerCreating", "PodInitializing")
 Object = Mapping[str, Any]
 
 
-def observed_pod(pod: Object, report: PodReport | None = None) -> ObservedPod | None:
+def observed_pod(pod: Object) -> ObservedPod | None:
     """None for a pod whose labels are not those of a group attempt (a user may have edited them)."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     identity = names.pod_identity(metadata)
@@ -56,9 +55,6 @@ def observed_pod(pod: Object, report: PodReport | None = None) -> ObservedPod | 
         deletion_deadline=_time(deletion),
         waiting=_waiting(status) if phase is PodPhase.PENDING else None,
         failure=_failure(status) if phase is PodPhase.FAILED else None,
-        rank_phase=report.rank_phase if report else None,
-        loading=report.loading if report else None,
-        launcher_restarts=report.restarts if report else 0,
     )
 
 
@@ -93,9 +89,8 @@ def _failure(status: Object) -> Failure:
     if status.get("reason"):
         return Failure(status["reason"], status.get("message") or "the cluster ended the pod")
     if disruption.get("status") == "True":
-        return Failure(
-            disruption.get("reason") or "Disrupted", disruption.get("message") or "the cluster ended the pod"
-        )
+        reason = disruption.get("reason") or "Disrupted"
+        return Failure(reason, disruption.get("message") or "the cluster ended the pod")
     if ended is None:
         return Failure("PodFailed", status.get("message") or "the pod failed without saying why")
     return read_failure(ended.get("exitCode"), ended.get("reason") or "", (ended.get("message") or "").strip())
@@ -103,25 +98,22 @@ def _failure(status: Object) -> Failure:
 
 def _first_to_end(status: Object) -> Object | None:
     """The ``terminated`` state that explains the failure: ours, else the first that did not end well."""
-    ended = [
-        (container.get("name"), state)
-        for container in _containers(status)
-        if (state := (container.get("state") or {}).get("terminated")) is not None
-    ]
-    failed = [(name, state) for name, state in ended if state.get("exitCode") != 0]
+    failed = [(name, state) for name, state in _terminated(status) if state.get("exitCode") != 0]
     ours = [state for name, state in failed if name == names.CONTAINER]
     return next(iter([*ours, *(state for _, state in failed)]), None)
 
 
 def _finished_at(status: Object) -> float | None:
     """When its last container ended; where no kubelet said so, when it last stopped being ready."""
-    ends = [
-        _time(state.get("finishedAt"))
-        for container in _containers(status)
-        if (state := (container.get("state") or {}).get("terminated")) is not None
-    ]
-    known = [end for end in ends if end is not None]
-    return max(known) if known else _time(_condition(status, "Ready").get("lastTransitionTime"))
+    ends = [end for _, state in _terminated(status) if (end := _time(state.get("finishedAt"))) is not None]
+    return max(ends) if ends else _time(_condition(status, "Ready").get("lastTransitionTime"))
+
+
+def _terminated(status: Object) -> Iterator[tuple[str | None, Object]]:
+    """Name and ``terminated`` state of every container that has ended."""
+    for container in _containers(status):
+        if (state := (container.get("state") or {}).get("terminated")) is not None:
+            yield container.get("name"), state
 
 
 def _containers(status: Object) -> Iterator[Object]:

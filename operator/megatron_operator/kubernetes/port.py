@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from megatron_operator import names
-from megatron_operator.engine import Answer, EngineClient, EngineUnreachable, PodReport, leaders_word
+from megatron_operator.engine import Answer, EngineClient, PodReport
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
 from megatron_operator.kubernetes.pod_status import observed_pod
+from megatron_operator.observation import observed_world
 from megatron_operator.world import (
     Action,
     ActionRefused,
     ApplyChild,
     CreatePod,
     CreateSecret,
-    DeleteChild,
     DeletePod,
     Manifest,
     PodPhase,
@@ -77,7 +76,7 @@ class KubernetesPort:
             key: names.applied_hash(child["metadata"]) if self._is_as_applied(child) else ""
             for key, child in children.items()
         }
-        return _world(ours, answers, hashes)
+        return observed_world(zip(map(observed_pod, ours), answers, strict=True), hashes)
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the port's signature
         """Raises ActionRefused when the API server refuses, SignalRefused when the engine does, else WorldError."""
@@ -86,8 +85,6 @@ class KubernetesPort:
                 await self._apply_child(manifest)
             case CreateSecret(manifest, random_keys):
                 await self._create(_with_random_values(manifest, random_keys))
-            case DeleteChild(kind, child):
-                await self._delete_child(namespace, kind, child)
             case CreatePod(manifest):
                 await self._create(manifest)
             case DeletePod(pod, uid, grace_seconds):
@@ -120,10 +117,7 @@ class KubernetesPort:
         address = status.get("podIP")
         if status.get("phase") != PodPhase.RUNNING or not address or pod["metadata"].get("deletionTimestamp"):
             return None
-        try:
-            return await self.launchers.state(address)
-        except EngineUnreachable as error:
-            return error
+        return await self.launchers.answer(address)
 
     async def _apply_child(self, manifest: Manifest) -> None:
         await self._check_free(manifest)
@@ -151,11 +145,6 @@ class KubernetesPort:
             )
         raise ActionRefused(f"{which} exists and belongs to someone else: delete it, or give the resource another name")
 
-    async def _delete_child(self, namespace: str, kind: str, name: str) -> None:
-        found = await self._api.get(kind, namespace, name)
-        if found is not None and self._owns(found):
-            await self._api.delete(kind, namespace, name, uid=found["metadata"]["uid"])
-
 
 def _client(token: str | None) -> EngineClient:
     # One long poll for each pod may be open besides the questions, so the number of connections is not limited.
@@ -172,17 +161,3 @@ def _our_fields(child: Object) -> Any:
     entries: Sequence[Object] = child["metadata"].get("managedFields") or []
     applied = (each for each in entries if each.get("manager") == names.MANAGER and each.get("operation") == "Apply")
     return next((each.get("fieldsV1") for each in applied), {})
-
-
-def _world(pods: Sequence[Object], answers: Sequence[Answer], children: Mapping[str, str]) -> World:
-    seen = [
-        (observed, answer)
-        for pod, answer in zip(pods, answers, strict=True)
-        if (observed := observed_pod(pod, answer if isinstance(answer, PodReport) else None)) is not None
-    ]
-    return World(
-        now=time.time(),
-        pods=tuple(pod for pod, _ in seen),
-        engine=leaders_word(seen),
-        children=children,
-    )

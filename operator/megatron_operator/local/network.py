@@ -62,18 +62,13 @@ class LoopbackNetwork:
         self._services[namespace, name] = _Service(manifest, address, tuple(servers))
         return address
 
-    async def delete_service(self, namespace: str, name: str) -> None:
-        """Stop listening; gone already is fine."""
-        service = self._services.pop((namespace, name), None)
-        if service is not None:
+    async def close(self) -> None:
+        """End all Services and every connection through them."""
+        for service in self._services.values():
             self._addresses.give_back(service.address)
             for server in service.servers:
                 server.close()
-
-    async def close(self) -> None:
-        """End all Services and every connection through them."""
-        for namespace, name in list(self._services):
-            await self.delete_service(namespace, name)
+        self._services.clear()
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)

@@ -108,14 +108,19 @@ def container_ports(container: Json) -> list[int]:
     return [int(port["containerPort"]) for port in container.get("ports") or []]
 
 
+def named_ports(container: Json) -> dict[str, int]:
+    """Those of the container's ports that have a name, by it."""
+    return {port["name"]: int(port["containerPort"]) for port in container.get("ports") or [] if "name" in port}
+
+
 def numbered_port(container: Json, port: int | str) -> int:
     """A port by number or by name. Raises PodError for a name that the container does not have."""
     if isinstance(port, int) or port.isdigit():
         return int(port)
-    for known in container.get("ports") or []:
-        if known.get("name") == port:
-            return int(known["containerPort"])
-    raise PodError(f"port {port!r}: container {container.get('name')} has no port of that name")
+    named = named_ports(container)
+    if port not in named:
+        raise PodError(f"port {port!r}: container {container.get('name')} has no port of that name")
+    return named[port]
 
 
 def volume_paths(manifest: Json, folder: Path, read_secret: SecretReader, given: PathMap) -> PathMap:

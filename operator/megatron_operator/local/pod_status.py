@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_operator.timestamps import timestamp
 from megatron_operator.world import PodPhase
 
 
@@ -74,13 +74,13 @@ class PodStatus:
 
     def _container_state(self) -> dict[str, Any]:
         if self.finished:
-            ended = {"startedAt": _timestamp(self.started_at), "finishedAt": _timestamp(self.finished_at)}
+            ended = {"startedAt": _time(self.started_at), "finishedAt": _time(self.finished_at)}
             code = self.exit_code if self.exit_code is not None else 128
             return {"terminated": {"exitCode": code, "reason": self.reason, "message": self.message, **ended}}
         if self.started_at is None:
             return {"waiting": {"reason": "ContainerCreating"}}
-        return {"running": {"startedAt": _timestamp(self.started_at)}}
+        return {"running": {"startedAt": _time(self.started_at)}}
 
 
-def _timestamp(seconds: float | None) -> str | None:
-    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def _time(seconds: float | None) -> str | None:
+    return None if seconds is None else timestamp(seconds)

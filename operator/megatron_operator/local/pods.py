@@ -25,9 +25,10 @@ from megatron_operator.local.pod_manifest import (
     volume_paths,
 )
 from megatron_operator.local.pod_status import PodStatus
-from megatron_operator.local.process_pod import ProcessPod
+from megatron_operator.local.process_pod import TERMINATION_LOG, ProcessPod
 
-TERMINATION_LOG = "/dev/termination-log"
+USUAL_TERMINATION_PATH = "/dev/termination-log"
+"""Where a container writes its termination message when its manifest does not say."""
 
 
 def no_secrets(_namespace: str, name: str) -> Mapping[str, str]:
@@ -60,7 +61,6 @@ class ProcessPods:
         self._read_secret = read_secret
         self._on_change = on_change
         self._pods: dict[tuple[str, str], ProcessPod] = {}
-        self._ports: dict[tuple[str, str], Mapping[str, int]] = {}
         self._runs: dict[tuple[str, str], asyncio.Task[None]] = {}
         # No proxy of the environment may come between a probe and its pod.
         self._client = httpx.AsyncClient(trust_env=False)
@@ -84,9 +84,6 @@ class ProcessPods:
         except Exception:
             self.network.forget_pod(identity, address)
             raise
-        self._ports[key] = {
-            port["name"]: int(port["containerPort"]) for port in container.get("ports") or [] if "name" in port
-        }
         self._runs[key] = asyncio.create_task(self._pods[key].run(), name=f"pod {identity.name}")
         return self._pods[key].status()
 
@@ -101,7 +98,7 @@ class ProcessPods:
         await asyncio.wait([run])
         if self._pods.get(key) is pod:
             self.network.forget_pod(pod.identity, pod.status().address)
-            del self._pods[key], self._runs[key], self._ports[key]
+            del self._pods[key], self._runs[key]
             self._on_change()
         run.result()
 
@@ -135,15 +132,14 @@ class ProcessPods:
             identity,
             address,
             base_env=self._base_env,
-            paths=paths.plus(container.get("terminationMessagePath", TERMINATION_LOG), folder / "termination-log"),
+            paths=paths.plus(container.get("terminationMessagePath", USUAL_TERMINATION_PATH), folder / TERMINATION_LOG),
             read_secret=self._read_secret,
             resolve_hosts=self.network.resolve,
         )
         return ProcessPod(identity, container, launch, address, folder, self._client, self._on_change)
 
     def _endpoints(self) -> Iterator[Endpoint]:
-        for (namespace, name), pod in self._pods.items():
+        for pod in self._pods.values():
             status = pod.status()
             if status.pid is not None and not status.finished:
-                ports = self._ports[namespace, name]
-                yield Endpoint(namespace, status.labels, status.address, status.ready, ports)
+                yield Endpoint(status.namespace, status.labels, status.address, status.ready, pod.named_ports)

@@ -16,15 +16,18 @@ from typing import Any
 import httpx
 
 from megatron_operator.local import leash
-from megatron_operator.local.pod_manifest import Launch, PodIdentity
+from megatron_operator.local.pod_manifest import Launch, PodIdentity, named_ports
 from megatron_operator.local.pod_status import PodStatus
 from megatron_operator.local.probe import Probe, follow_readiness, until_dead, until_started
+from megatron_operator.local.processes import group_is_alive
 from megatron_operator.world import PodPhase
 
 LONGEST_MESSAGE = 4096
 """Bytes of a termination message that the kubelet keeps."""
 TAIL_LINES = 20
 SECONDS_TO_VANISH = 5.0
+TERMINATION_LOG = "termination-log"
+"""The file in a pod's folder that the container writes its termination message to."""
 
 
 class ProcessPod:
@@ -41,11 +44,12 @@ class ProcessPod:
         on_change: Callable[[], None],
     ) -> None:
         self.identity = identity
+        self.named_ports = named_ports(container)
         self._launch = launch
         self._client = client
         self._on_change = on_change
         self._probes = {kind: Probe.of(container, f"{kind}Probe") for kind in ("startup", "readiness", "liveness")}
-        self._termination_log = folder / "termination-log"
+        self._termination_log = folder / TERMINATION_LOG
         self._process: asyncio.subprocess.Process | None = None
         self._unhealthy = ""
         self._timers: list[asyncio.TimerHandle] = []
@@ -94,9 +98,7 @@ class ProcessPod:
             return
         deadline = time.time() + grace_seconds
         self._update(ready=False, deletion_deadline=min(deadline, self._status.deletion_deadline or deadline))
-        if self._process is not None and self._process.returncode is None:
-            self._process.terminate()
-        self._timers.append(asyncio.get_running_loop().call_later(grace_seconds, self.kill))
+        self._terminate(grace_seconds)
 
     def kill(self) -> None:
         """End the whole process group at once; gone already is fine."""
@@ -156,16 +158,19 @@ class ProcessPod:
             return
         self._unhealthy = why
         self._update(ready=False)
-        if self._process.returncode is None:
+        self._terminate(self.identity.grace_seconds)
+
+    def _terminate(self, grace_seconds: float) -> None:
+        if self._process is not None and self._process.returncode is None:
             self._process.terminate()
-        self._timers.append(asyncio.get_running_loop().call_later(self.identity.grace_seconds, self.kill))
+        self._timers.append(asyncio.get_running_loop().call_later(grace_seconds, self.kill))
 
     async def _group_gone(self) -> None:
         """Wait until the killed children have left too, so that their ports are free; bounded."""
         assert self._process is not None
         deadline = time.monotonic() + SECONDS_TO_VANISH
         while time.monotonic() < deadline:
-            if not _group_lives(self._process.pid):
+            if not group_is_alive(self._process.pid):
                 return
             await asyncio.sleep(0.02)
 
@@ -186,16 +191,6 @@ class ProcessPod:
             if words := self._termination_log.read_bytes()[:LONGEST_MESSAGE].decode(errors="replace").strip():
                 return words
         return "" if good else log_tail(self._status.log)
-
-
-def _group_lives(leader: int) -> bool:
-    """True while a process of the group or session is more than a zombie (which holds nothing but its number)."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            state, _parent, group, session = stat.read_text().rsplit(")", 1)[1].split()[:4]
-            if state not in "ZX" and leader in (int(group), int(session)):
-                return True
-    return False
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES) -> str:

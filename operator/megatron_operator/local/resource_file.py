@@ -81,17 +81,30 @@ def _document(path: Path, documents: list[Any]) -> ResourceDocument:
 
 
 def _secret(document: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
-    name = (document.get("metadata") or {}).get("name")
+    name = _object(document, "metadata").get("name")
     if not name:
         raise InvalidResource([FieldError("Secret.metadata.name", name, "is missing; set it")])
     values = {}
-    for key, value in (document.get("data") or {}).items():
+    for key, value in _object(document, "data").items():
         try:
             values[key] = base64.b64decode(value, validate=True).decode()
         except (binascii.Error, TypeError, ValueError):
             words = "is not base64; write it under stringData instead"
             raise InvalidResource([FieldError(f"Secret.data.{key}", "(hidden)", words)]) from None
-    return {str(name): {**values, **(document.get("stringData") or {})}}
+    for key, value in _object(document, "stringData").items():
+        if not isinstance(value, str):
+            raise InvalidResource(
+                [FieldError(f"Secret.stringData.{key}", "(hidden)", "must be text; put it in quotes")]
+            )
+        values[key] = value
+    return {str(name): values}
+
+
+def _object(secret: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    found = secret.get(field) or {}
+    if not isinstance(found, Mapping):
+        raise InvalidResource([FieldError(f"Secret.{field}", "(hidden)", "must be an object; correct it")])
+    return found
 
 
 def _yaml_words(error: yaml.YAMLError) -> str:

@@ -118,8 +118,8 @@ class LocalSession:
         return SERVED
 
     async def _step(self) -> None:
-        result = await reconcile(self._object(self._document), self._world, settings=self._settings)
-        self._status = Status.model_validate(result.status)
+        result = await reconcile(self._object(), self._world, settings=self._settings)
+        self._status = result.status
         failed = self._status.condition(ConditionType.FAILED)
         for event in result.events:
             if failed is None or event.message != failed.message:  # which is told as the last word
@@ -127,13 +127,16 @@ class LocalSession:
         if self._status.phase is Phase.RUNNING and not self._has_served:
             self._has_served = True
             self._view.say(self._curl_line())
-        metadata = self._document.resource.metadata
-        await self._show(result.world or self._world.glance(metadata.name, metadata.namespace))
+        await self._show(result.world or self._glance())
 
-    def _object(self, document: ResourceDocument) -> dict[str, Any]:
+    def _glance(self) -> World:
+        return self._world.glance(self._document.resource.name, self._document.resource.namespace)
+
+    def _object(self) -> dict[str, Any]:
         """The resource as an API server would hand it out."""
-        metadata = {**document.obj["metadata"], "uid": self._uid, "generation": self._generation}
-        return {**document.obj, "metadata": metadata, "status": as_json(self._status)}
+        obj = self._document.obj
+        metadata = {**obj["metadata"], "uid": self._uid, "generation": self._generation}
+        return {**obj, "metadata": metadata, "status": as_json(self._status)}
 
     async def _show(self, world: World, *, ending: bool = False) -> None:
         self.snapshot = Snapshot(self._document.resource, self._status, world, self._problems, ending)
@@ -226,8 +229,7 @@ class LocalSession:
         closing = asyncio.create_task(self._world.close())
         await asyncio.sleep(0)  # so that the first look sees them ending
         while self.snapshot is not None and not closing.done():
-            metadata = self.snapshot.resource.metadata
-            await self._show(self._world.glance(metadata.name, metadata.namespace), ending=True)
+            await self._show(self._glance(), ending=True)
             await asyncio.wait({closing}, timeout=ENDING_TICK_SECONDS)
         await closing
         if self.snapshot is not None:

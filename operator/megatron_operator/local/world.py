@@ -7,17 +7,17 @@ import contextlib
 import os
 import secrets
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_operator import names
-from megatron_operator.engine import Answer, EngineClient, EngineUnreachable, PodReport, leaders_word
+from megatron_operator.engine import Answer, EngineClient
 from megatron_operator.failures import read_failure
 from megatron_operator.local.addresses import NoAddressError
 from megatron_operator.local.pod_manifest import PathMap, PodError
 from megatron_operator.local.pod_status import PodStatus
 from megatron_operator.local.pods import ProcessPods
+from megatron_operator.observation import observed_world
 from megatron_operator.render.command import CACHE_MOUNT
 from megatron_operator.world import (
     Action,
@@ -25,7 +25,6 @@ from megatron_operator.world import (
     ApplyChild,
     CreatePod,
     CreateSecret,
-    DeleteChild,
     DeletePod,
     Manifest,
     ObservedPod,
@@ -95,10 +94,6 @@ class LocalWorld:
                 values = {key: secrets.token_urlsafe(32) for key in random_keys}
                 self._secrets.setdefault(manifest["metadata"]["name"], values)
                 self._remember(manifest)
-            case DeleteChild(kind, child):
-                if kind == "Service":
-                    await self.pods.network.delete_service(namespace, child)
-                self._children.pop(f"{kind}/{child}", None)
             case CreatePod(manifest):
                 self._create_pod(manifest)
             case DeletePod(pod, uid, grace_seconds):
@@ -121,18 +116,8 @@ class LocalWorld:
         ]
 
     def _seen(self, name: str, namespace: str, statuses: Sequence[PodStatus], answers: Sequence[Answer]) -> World:
-        seen = [
-            (pod, answer)
-            for status, answer in zip(statuses, answers, strict=True)
-            if (pod := _observed(status, answer)) is not None
-        ]
-        return World(
-            now=time.time(),
-            pods=tuple(pod for pod, _ in seen),
-            engine=leaders_word(seen),
-            children=dict(self._children),
-            url=self._url(name, namespace),
-        )
+        seen = zip(map(_observed, statuses), answers, strict=True)
+        return observed_world(seen, dict(self._children), self._url(name, namespace))
 
     def _read_secret(self, _namespace: str, name: str) -> Mapping[str, str]:
         return self._secrets[name]
@@ -146,10 +131,7 @@ class LocalWorld:
     async def _report(self, name: str, status: PodStatus) -> Answer:
         if status.phase is not PodPhase.RUNNING:
             return None
-        try:
-            return await self._client(name).state(status.address)
-        except EngineUnreachable as error:
-            return error
+        return await self._client(name).answer(status.address)
 
     async def _apply_child(self, manifest: Manifest) -> None:
         if manifest["kind"] == "Service":
@@ -215,11 +197,10 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
 
 
-def _observed(status: PodStatus, answer: Answer) -> ObservedPod | None:
+def _observed(status: PodStatus) -> ObservedPod | None:
     identity = names.pod_identity({"labels": status.labels, "annotations": status.annotations})
     if identity is None:
         return None
-    report = answer if isinstance(answer, PodReport) else None
     failed = status.finished and not status.deleting
     return ObservedPod(
         name=status.name,
@@ -239,7 +220,4 @@ def _observed(status: PodStatus, answer: Answer) -> ObservedPod | None:
         finished_at=status.finished_at,
         deletion_deadline=status.deletion_deadline,
         failure=read_failure(status.exit_code, status.reason, status.message) if failed else None,
-        rank_phase=report.rank_phase if report else None,
-        loading=report.loading if report else None,
-        launcher_restarts=report.restarts if report else 0,
     )

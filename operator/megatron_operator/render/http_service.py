@@ -6,18 +6,16 @@ from typing import Any
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import MegatronInference
-from megatron_operator.render.metadata import child_metadata
+from megatron_operator.render.service import service
 
 
 def http_service(resource: MegatronInference) -> dict[str, Any]:
     """A Service named like the resource."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": child_metadata(resource, names.http_service(resource.name)),
-        "spec": {
-            "type": resource.spec.expose.service.type.value,
-            "selector": names.leader_labels(resource.name),
-            "ports": [{"name": "http", "port": names.HTTP_PORT, "targetPort": "http", "protocol": "TCP"}],
-        },
-    }
+    return service(
+        resource,
+        names.http_service(resource.name),
+        {"type": resource.spec.expose.service.type.value},
+        selector=names.leader_labels(resource.name),
+        port_name="http",
+        port=names.HTTP_PORT,
+    )

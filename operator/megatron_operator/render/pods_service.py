@@ -6,26 +6,16 @@ from typing import Any
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import MegatronInference
-from megatron_operator.render.metadata import child_metadata
+from megatron_operator.render.service import HEADLESS, service
 
 
 def pods_service(resource: MegatronInference) -> dict[str, Any]:
     """Publishes addresses that are not ready too: ranks meet before any of them is."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": child_metadata(resource, names.pods_service(resource.name)),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {names.NAME_LABEL: resource.name},
-            "ports": [
-                {
-                    "name": "rendezvous",
-                    "port": names.RENDEZVOUS_PORT,
-                    "targetPort": "rendezvous",
-                    "protocol": "TCP",
-                },
-            ],
-        },
-    }
+    return service(
+        resource,
+        names.pods_service(resource.name),
+        HEADLESS,
+        selector={names.NAME_LABEL: resource.name},
+        port_name="rendezvous",
+        port=names.RENDEZVOUS_PORT,
+    )

@@ -26,12 +26,16 @@ class RopeScaling:
     """How the rotary frequencies are stretched beyond the lengths that the model was first trained on."""
 
     kind: str = "default"
-    """``default`` (none), ``linear`` (all divided by factor), ``llama3`` (only the slow ones) or ``longrope`` (each by
-    a factor of its own)."""
+    """``default`` (none), ``linear`` (all divided by factor), ``llama3`` and ``yarn`` (only the slow ones) or
+    ``longrope`` (each by a factor of its own)."""
     factor: float = 1.0
     low_frequency_factor: float = 1.0
+    """llama3 and yarn: what turns so often over the original length, or less, is slow."""
     high_frequency_factor: float = 1.0
+    """The same for what is fast, and stays."""
     original_max_position_embeddings: int = 0
+    whole_channels: bool = True
+    """yarn: whether slow and fast end at whole channels."""
     short_factors: tuple[float, ...] = ()
     """longrope: what divides each frequency in a model served at its original length or less."""
     long_factors: tuple[float, ...] = ()
@@ -92,6 +96,8 @@ class ModelConfig:
     """Rows of the table of learned positions that is added to the embedding; 0: there is none."""
     attention_scale: float | None = None
     """By which queries times keys are multiplied; None: one over the square root of the head dimension."""
+    query_key_value_clip: float | None = None
+    """Queries, keys and values are cut off at plus and minus this, before the rotation."""
     attention_soft_cap: float | None = None
     """Attention scores are squeezed smoothly into plus or minus this."""
     logit_soft_cap: float | None = None
@@ -155,6 +161,13 @@ class ModelConfig:
             raise CheckpointError(
                 f"{source}: {turned} channels of a head are rotated, expected an even number up to {self.head_dim}"
             )
+        scaling = self.rope_scaling
+        if scaling.kind == "yarn":
+            if self.rope_theta <= 1.0:
+                raise CheckpointError(f"{source}: yarn with a rope theta of {self.rope_theta}, expected one above 1")
+            turns = (scaling.low_frequency_factor, scaling.high_frequency_factor)
+            if min(*turns, scaling.factor, scaling.original_max_position_embeddings) <= 0:
+                raise CheckpointError(f"{source}: the numbers of yarn are {scaling}, expected them to be above 0")
         for factors in (self.rope_scaling.short_factors, self.rope_scaling.long_factors):
             if self.rope_scaling.kind == "longrope" and len(factors) != turned // 2:
                 raise CheckpointError(

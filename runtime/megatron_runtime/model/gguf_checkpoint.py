@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -17,6 +19,7 @@ from megatron_runtime.model.weights import StoredTensor, row_pieces
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 _INTERLEAVED_ROTARY = ("llama",)
 """Architectures whose converter permutes the rows of queries and keys for ggml's interleaved rotation."""
 
@@ -29,11 +32,12 @@ class GgufWeights:
         self._config = config
         names = tensor_names(config.architecture)
         layer_names = _layer_names(names)
-        self._by_name = {
-            _hugging_face_name(name, names, layer_names): tensor
-            for name, tensor in file.tensors.items()
-            if name != _ROPE_FACTORS
-        }
+        self._by_name: dict[str, _Rows] = {}
+        for name, tensor in file.tensors.items():
+            if (match := _EXPERT_TENSOR.fullmatch(name)) and len(tensor.shape) == 3:
+                self._by_name |= _expert_rows(tensor, names, int(match[1]), match[2])
+            elif name != _ROPE_FACTORS:
+                self._by_name[_hugging_face_name(name, names, layer_names)] = _Rows(tensor, tensor.shape, 0)
 
     @property
     def location(self) -> str:
@@ -43,11 +47,12 @@ class GgufWeights:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """What the file holds, but for the rotary factors."""
-        return {name: StoredTensor(t.shape, t.num_bytes, t.kind.name) for name, t in self._by_name.items()}
+        return {name: StoredTensor(rows.shape, rows.num_bytes, rows.kind) for name, rows in self._by_name.items()}
 
     def read(self, name: str, into: Tensor) -> Iterator[int]:
         """Dequantize into ``into`` piece by piece; yields the stored bytes of each."""
-        tensor = self._by_name[name]
+        rows = self._by_name[name]
+        tensor = rows.tensor
         order = self._row_order(name, tensor)
         if into.dim() == 1:
             values = torch.from_numpy(self._file.rows(tensor, slice(0, 1))[0])
@@ -56,8 +61,9 @@ class GgufWeights:
             into[slice(None) if order is None else order] = values.to(device=into.device, dtype=into.dtype)
             yield tensor.num_bytes
             return
-        for part in row_pieces(tensor.shape):
-            values = torch.from_numpy(self._file.rows(tensor, part))
+        for part in row_pieces(rows.shape):
+            stored = slice(rows.start + part.start, rows.start + part.stop)
+            values = torch.from_numpy(self._file.rows(tensor, stored))
             into[part if order is None else order[part]] = values.to(device=into.device, dtype=into.dtype)
             yield (part.stop - part.start) * tensor.row_bytes
 
@@ -82,6 +88,35 @@ class GgufWeights:
         return torch.arange(rows).view(-1, 2, self._config.head_dim // 2).transpose(1, 2).reshape(rows)
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """A GGUF tensor, or one expert's rows of it from ``start`` on; ``shape`` is that of these alone."""
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.num_bytes * math.prod(self.shape) // max(math.prod(self.tensor.shape), 1)
+
+    @property
+    def kind(self) -> str:
+        return str(self.tensor.kind.name)
+
+
+def _expert_rows(tensor: GgufTensor, names: TensorNames, layer: int, part: str) -> dict[str, _Rows]:
+    """The experts of a layer that ``tensor`` [experts, out, in] stacks, by Hugging Face's names."""
+    count, *shape = tensor.shape
+    gate, up = names.expert_gate_up
+    name = {"gate": gate, "up": up, "down": names.expert_down}[part]
+    prefix = names.layer.format(layer)
+    return {
+        f"{prefix}{names.expert.format(index)}{name}.weight": _Rows(tensor, tuple(shape), index * shape[0])
+        for index in range(count)
+    }
+
+
 def _layer_names(names: TensorNames) -> dict[str, str]:
     """Hugging Face's names of a layer's tensors by those of ggml."""
     queries, keys, values = names.qkv
@@ -97,6 +132,7 @@ def _layer_names(names: TensorNames) -> dict[str, str]:
         "attn_output": names.attention_output,
         "attn_q_norm": names.query_norm,
         "attn_k_norm": names.key_norm,
+        "ffn_gate_inp": names.router,
         "ffn_gate": gate,
         "ffn_up": up,
         "ffn_down": names.down,

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import (
+    ExpertsConfig,
     ModelConfig,
     RopeScaling,
     alternating_windows,
@@ -16,6 +17,7 @@ from megatron_runtime.model.config import (
     refuse_architecture,
 )
 from megatron_runtime.model.gguf_file import GgufFile
+from megatron_runtime.model.rope_fields import yarn_magnitude
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
@@ -28,15 +30,15 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         raise CheckpointError(
             f"{file.path}: is one of {parts} parts, expected a whole model. Merge it: llama-gguf-split --merge"
         )
-    if experts := values.get("expert_count", 0):
-        raise CheckpointError(
-            f"{file.path}: a mixture of {experts} experts, expected a dense model. Choose a dense model"
-        )
     heads, hidden = values.number("attention.head_count"), values.number("embedding_length")
     head_dim = int(values.get("attention.key_length", hidden // max(heads, 1)))
     values.require("attention.value_length", head_dim)
     values.require("rope.dimension_count", head_dim)
     names = file.tensors
+    scaling = _rope_scaling(file, values)
+    length = values.number("context_length")
+    if scaling.kind == "yarn":  # some converters write the length without it
+        length = max(length, int(scaling.factor * scaling.original_max_position_embeddings))
     embedding = names.get("token_embd.weight")
     config = ModelConfig(
         architecture=architecture,
@@ -47,19 +49,34 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         num_attention_heads=heads,
         num_kv_heads=int(values.get("attention.head_count_kv", heads)),
         head_dim=head_dim,
-        max_position_embeddings=values.number("context_length"),
+        max_position_embeddings=length,
         rms_norm_eps=float(values.get("attention.layer_norm_rms_epsilon", 1e-5)),
         rope_theta=float(values.get("rope.freq_base", 10000.0)),
-        rope_scaling=_rope_scaling(file, values),
+        rope_scaling=scaling,
         tie_word_embeddings="output.weight" not in names,
         qkv_bias="blk.0.attn_q.bias" in names,
         attention_output_bias="blk.0.attn_output.bias" in names,
         mlp_bias="blk.0.ffn_down.bias" in names,
         query_key_norm="head" if "blk.0.attn_q_norm.weight" in names else "none",
+        experts=_experts(values),
     )
     config = _FAMILIES[architecture](config, values)
     config.check(str(file.path))
     return config
+
+
+def _experts(values: _Metadata) -> ExpertsConfig | None:
+    """The same in all layers; None where there are none."""
+    count = int(values.get("expert_count", 0))
+    if count == 0:
+        return None
+    values.require("expert_shared_count", 0)
+    return ExpertsConfig(
+        count=count,
+        per_token=values.number("expert_used_count"),
+        intermediate_size=int(values.get("expert_feed_forward_length", values.number("feed_forward_length"))),
+        normalize_weights=bool(values.get("expert_weights_norm", True)),
+    )
 
 
 def _as_it_is(config: ModelConfig, _: _Metadata) -> ModelConfig:
@@ -109,6 +126,7 @@ _FAMILIES: dict[str, Callable[[ModelConfig, _Metadata], ModelConfig]] = {
     "mistral": _as_it_is,
     "qwen2": _as_it_is,
     "qwen3": _as_it_is,
+    "qwen3moe": _as_it_is,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -121,9 +139,27 @@ def _rope_scaling(file: GgufFile, values: _Metadata) -> RopeScaling:
     factor = float(values.get("rope.scaling.factor", values.get("rope.scale_linear", 0.0)) or 1.0)
     if kind == "linear" or (kind == "none" and factor != 1.0):
         return RopeScaling("linear", factor)
+    if kind == "yarn":
+        return _yarn(values, factor)
     if kind != "none":
-        raise CheckpointError(f"{file.path}: rope scaling {kind!r} is not known; the known ones are none and linear")
+        raise CheckpointError(
+            f"{file.path}: rope scaling {kind!r} is not known; the known ones are none, linear and yarn"
+        )
     return RopeScaling()
+
+
+def _yarn(values: _Metadata, factor: float) -> RopeScaling:
+    """Without the corrections that llama.cpp adds to it for other families."""
+    for key, neutral in (("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+        values.require(f"rope.scaling.{key}", neutral)
+    return RopeScaling(
+        "yarn",
+        factor,
+        low_frequency_factor=float(values.get("rope.scaling.yarn_beta_slow", 1.0)),
+        high_frequency_factor=float(values.get("rope.scaling.yarn_beta_fast", 32.0)),
+        original_max_position_embeddings=values.number("rope.scaling.original_context_length"),
+        magnitude=yarn_magnitude(factor),
+    )
 
 
 class _Metadata:
@@ -150,7 +186,7 @@ class _Metadata:
         cap = float(self.get(key, 0.0))
         return cap if cap > 0.0 else None
 
-    def require(self, key: str, expected: int) -> None:
+    def require(self, key: str, expected: float) -> None:
         if (value := self.get(key, expected)) != expected:
             raise CheckpointError(f"{self._file.path}: {self._prefix}.{key} is {value}, only {expected} is supported")
 

@@ -45,6 +45,7 @@ class SelfAttention(nn.Module):
         self.heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
         self.window = config.window(layer)
         self.soft_cap = config.attention_soft_cap
+        self.clip = config.query_key_value_clip
         # The kernels divide by the square root of the head dimension; what a model wants instead goes into the queries.
         scale = config.attention_scale
         self.query_multiplier = None if scale is None else scale * math.sqrt(config.head_dim)
@@ -65,6 +66,8 @@ class SelfAttention(nn.Module):
         queries, keys, values = heads.split(self.heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self._normalize(self.query_norm, queries), self._normalize(self.key_norm, keys)
+        if self.clip is not None:
+            queries, keys, values = (part.clamp(-self.clip, self.clip) for part in (queries, keys, values))
         if rotary is not None:
             queries, keys = rotate(queries, *rotary), rotate(keys, *rotary)
         if self.query_multiplier is not None:

@@ -21,6 +21,8 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
         return _stretch_slow_frequencies(frequencies, scaling)
+    if scaling.kind == "yarn":
+        return _blend_by_channel(frequencies, config.rope_theta, scaling)
     if scaling.kind == "longrope":
         # One choice per served length: with one per request, the cached keys of a growing request would be turned
         # by other frequencies than its new ones.
@@ -46,6 +48,24 @@ def _stretch_slow_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tens
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     share_kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (share_kept + (1.0 - share_kept) / scaling.factor)
+
+
+def _blend_by_channel(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """YaRN (Peng et al.): the same, but blended evenly from channel to channel, not from frequency to frequency."""
+    pairs = len(frequencies)
+
+    def channel(turns: float) -> float:
+        """The pair of channels, a fraction, that turns so often over the original length."""
+        length = scaling.original_max_position_embeddings
+        return pairs * math.log(length / (2 * math.pi * turns)) / math.log(theta)
+
+    first, last = channel(scaling.high_frequency_factor), channel(scaling.low_frequency_factor)
+    if scaling.whole_channels:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first or 0.001
+    share_divided = ((torch.arange(pairs, dtype=torch.float32) - first) / width).clamp(0.0, 1.0)
+    return frequencies * (1.0 - share_divided + share_divided / scaling.factor)
 
 
 def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, magnitude: float = 1.0) -> Rotation:

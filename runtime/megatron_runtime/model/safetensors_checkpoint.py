@@ -29,6 +29,7 @@ class SafetensorsWeights:
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._folder = folder
         self._config = config
+        self._last: tuple[Path, Any] | None = None
 
     @property
     def location(self) -> str:
@@ -41,10 +42,10 @@ class SafetensorsWeights:
         names = tensor_names(self._config.architecture)
         tied_head = f"{names.head}.weight" if self._config.tie_word_embeddings else None
         found: dict[str, StoredTensor] = {}
-        for name, file in self._files.items():
+        for name, path in self._files.items():
             of_no_use = name.endswith(_COMPUTED_ELSEWHERE) or name.startswith(names.passed_over) or name == tied_head
             if not of_no_use:
-                found[self._missing_prefix + name] = self._describe(name, file)
+                found[self._missing_prefix + name] = self._describe(name, self._open(path))
         return found
 
     def read(self, name: str, into: Tensor) -> Iterator[int]:
@@ -52,7 +53,7 @@ class SafetensorsWeights:
         stored = self.tensors[name]
         rows_bytes = stored.num_bytes // max(stored.shape[0], 1)
         in_file = name.removeprefix(self._missing_prefix)
-        view = self._files[in_file].get_slice(in_file)
+        view = self._open(self._files[in_file]).get_slice(in_file)
         for part in row_pieces(stored.shape):
             into[part] = view[part].to(device=into.device, dtype=into.dtype)
             yield rows_bytes * (part.stop - part.start)
@@ -64,16 +65,22 @@ class SafetensorsWeights:
         return f"{prefix}." if f"{embedding}.weight" in self._files else ""
 
     @cached_property
-    def _files(self) -> dict[str, Any]:
-        """The opened file that holds each tensor; they are mapped, not read."""
-        files: dict[str, Any] = {}
+    def _files(self) -> dict[str, Path]:
+        """The file that holds each tensor."""
+        files: dict[str, Path] = {}
         for path in self._paths():
+            files |= dict.fromkeys(_names(self._open(path)), path)
+        return files
+
+    def _open(self, path: Path) -> Any:
+        """The file, mapped rather than read. One at a time: what was read of a mapped file counts as memory in use."""
+        if self._last is None or self._last[0] != path:
+            self._last = None
             try:
-                file = safe_open(path, framework="pt")
+                self._last = (path, safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: can't be read as safetensors ({error}). Fetch the file again") from None
-            files |= dict.fromkeys(_names(file), file)
-        return files
+        return self._last[1]
 
     def _paths(self) -> list[Path]:
         if (index := self._folder / _INDEX).exists():

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.tensor_names import tensor_names
 from megatron_runtime.model.torch_dist_file import TorchDistFile
-from megatron_runtime.model.torch_dist_layout import Rows, layer_layout
+from megatron_runtime.model.torch_dist_layout import Entry, Piece, Rows, layer_layout, whole
 from megatron_runtime.model.weights import StoredTensor
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -23,32 +24,46 @@ _OF_TRAINING = ("optimizer", "chained_", "opt_param_scheduler", "rng_state")
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Some rows of a Megatron tensor."""
+class _Found:
+    """Some rows of a Megatron tensor, or of one entry of it."""
 
     name: str
-    layer: int | None
-    """Entry of the first dimension, in which Megatron stacks the layers; None: it isn't stacked."""
+    index: tuple[int, ...]
+    """Where in the leading dimensions, in which Megatron stacks layers and experts."""
     rows: Rows
-    shape: tuple[int, ...]
+    width: tuple[int, ...]
+    """Shape of a row."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What makes up one of Hugging Face's tensors, in order of its rows."""
+
+    found: tuple[_Found, ...]
     transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        stored = (sum(len(rows) for found in self.found for rows in found.rows), *self.found[0].width)
+        return tuple(reversed(stored)) if self.transposed else stored
 
 
 class TorchDistWeights:
     """The tensors of ``folder`` under Hugging Face's names. The configuration is that of a ``config.json`` beside them.
 
-    Megatron keeps queries, keys and values in one matrix, group by group, and gate and up in another. CheckpointError
-    for models with experts or norms behind their layers, whose names in Megatron aren't known here.
+    Megatron keeps queries, keys and values in one matrix, group by group. CheckpointError for models with norms behind
+    their layers or over whole projections, which Megatron has no names for.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
-        if config.experts is not None or config.norm_placement != "before":
+        if config.norm_placement != "before" or config.query_key_norm == "projection":
             raise CheckpointError(
                 f"{folder}: a Megatron checkpoint of {config.architecture}, which isn't read from this format. "
                 "Convert it to safetensors"
             )
         self._folder = folder
         self._config = config
+        self._names = tensor_names(config.architecture)
         self._file = TorchDistFile(folder)
 
     @property
@@ -59,32 +74,33 @@ class TorchDistWeights:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """What the files hold, but for the state of a training."""
-        found = {}
+        tensors = {}
         for name, part in self._parts.items():
-            dtype = self._file.tensors[part.name].properties.dtype
-            shape = tuple(reversed(part.shape)) if part.transposed else part.shape
-            found[name] = StoredTensor(shape, math.prod(shape) * dtype.itemsize, str(dtype).removeprefix("torch."))
-        used = {part.name for part in self._parts.values()}
+            dtype = self._file.tensors[part.found[0].name].properties.dtype
+            num_bytes = math.prod(part.shape) * dtype.itemsize
+            tensors[name] = StoredTensor(part.shape, num_bytes, str(dtype).removeprefix("torch."))
+        used = {found.name for part in self._parts.values() for found in part.found}
         for name, stored in self._file.tensors.items():
             if name not in used and not name.startswith(_OF_TRAINING):
-                found[name] = StoredTensor(tuple(stored.size), 0, str(stored.properties.dtype))
-        return found
+                tensors[name] = StoredTensor(tuple(stored.size), 0, str(stored.properties.dtype))
+        return tensors
 
     def read(self, name: str, into: Tensor) -> Iterator[int]:
         """Copy into ``into``; yields the stored bytes once."""
         part = self._parts[name]
-        whole = self._file.read(part.name, part.layer)
         to = into.t() if part.transposed else into
         done = 0
-        for rows in part.rows:
-            to[done : done + len(rows)] = whole[rows.start : rows.stop].to(device=into.device, dtype=into.dtype)
-            done += len(rows)
+        for found in part.found:
+            stored = self._file.read(found.name, found.index)
+            for rows in found.rows:
+                to[done : done + len(rows)] = stored[rows.start : rows.stop].to(device=into.device, dtype=into.dtype)
+                done += len(rows)
         yield self.tensors[name].num_bytes
 
     @cached_property
     def _parts(self) -> dict[str, _Part]:
         """By Hugging Face's name."""
-        config, names = self._config, tensor_names(self._config.architecture)
+        config, names = self._config, self._names
         outer = [
             ("embedding.word_embeddings.", names.embedding, config.vocab_size),
             ("embedding.position_embeddings.", names.learned_positions, config.learned_positions),
@@ -94,46 +110,53 @@ class TorchDistWeights:
         parts: dict[str, _Part] = {}
         for megatron, name, total in outer:
             if total:
-                parts |= self._found(megatron, None, name, (range(total),), total)
-        layout = layer_layout(config, names)
+                parts |= self._entry(whole(megatron, name, total), None)
         for layer in range(config.num_layers):
-            for megatron, name, rows, total in layout:
-                parts |= self._found(megatron, layer, names.layer.format(layer) + name, rows, total)
+            for entry in layer_layout(config, names, config.experts_of(layer)):
+                parts |= self._entry(entry, layer)
         return parts
 
-    def _found(self, prefix: str, layer: int | None, name: str, rows: Rows, total: int) -> dict[str, _Part]:
-        """Weight and bias, as far as there are any, of what Megatron calls ``prefix`` and Hugging Face ``name``.
-
-        ``rows`` are taken from ``total``, or from more in a padded vocabulary.
-        """
-        parts = {}
+    def _entry(self, entry: Entry, layer: int | None) -> Iterator[tuple[str, _Part]]:
+        """Weight and bias of ``entry``, as far as there are any, in the first way in which there are all pieces."""
+        prefix = "" if layer is None else self._names.layer.format(layer)
         for kind in ("weight", "bias"):
-            located = self._locate(f"{prefix}{kind}", layer)
-            if located is None:
-                continue
-            stored, entry = located
-            shape = tuple(self._file.tensors[stored].size)[0 if entry is None else 1 :]
-            self._check_rows(stored, shape, total)
-            transposed = tensor_names(self._config.architecture).transposed and layer is not None and len(shape) == 2
-            parts[f"{name}.{kind}"] = _Part(stored, entry, rows, (sum(map(len, rows)), *shape[1:]), transposed)
-        return parts
+            for way in entry.ways:
+                found = [self._locate(piece, kind, layer) for piece in way]
+                if None not in found:
+                    present = tuple(filter(None, found))
+                    matrix = layer is not None and bool(present[0].width)
+                    yield f"{prefix}{entry.name}.{kind}", _Part(present, self._names.transposed and matrix)
+                    break
 
-    def _locate(self, name: str, layer: int | None) -> tuple[str, int | None] | None:
-        """The stored name, and the entry in it where layers are stacked; None when there is no such tensor."""
-        stored = self._file.tensors
-        if layer is None:
-            return (name, None) if name in stored else None
-        if (own := f"decoder.layers.{layer}.{name}") in stored:
-            return own, None
-        stacked = f"decoder.layers.{name}"
-        if stacked not in stored:
-            return None
-        if (count := next(iter(stored[stacked].size), 0)) != self._config.num_layers:
-            raise CheckpointError(
-                f"{self._folder}: tensor {stacked} has {count} layers, but the configuration expects "
-                f"{self._config.num_layers}. The configuration belongs to another checkpoint"
-            )
-        return stacked, layer
+    def _locate(self, piece: Piece, kind: str, layer: int | None) -> _Found | None:
+        """Where ``piece`` is stored: in a tensor of its layer or expert, or in one of all; None: nowhere."""
+        for own_layer, own_expert in product((True, False), repeat=2):
+            if (layer is None and not own_layer) or (piece.expert is None and not own_expert):
+                continue
+            stem = piece.stem.format(f"{piece.expert}." if piece.expert is not None and own_expert else "")
+            within = "" if layer is None else f"decoder.layers.{layer}." if own_layer else "decoder.layers."
+            name = f"{within}{stem}{kind}{piece.ending}"
+            if name in self._file.tensors:
+                index = self._index(name, None if own_layer else layer, None if own_expert else piece.expert)
+                shape = tuple(self._file.tensors[name].size)[len(index) :]
+                self._check_rows(name, shape, piece.total)
+                return _Found(name, index, piece.rows, shape[1:])
+        return None
+
+    def _index(self, name: str, layer: int | None, expert: int | None) -> tuple[int, ...]:
+        """The place in the dimensions that a tensor of several layers or experts begins with, once they are checked."""
+        experts = 0 if self._config.experts is None else self._config.experts.count
+        stacks = [(layer, self._config.num_layers, "layers"), (expert, experts, "experts")]
+        asked = [(place, expected, noun) for place, expected, noun in stacks if place is not None]
+        sizes = tuple(self._file.tensors[name].size)
+        for dimension, (_, expected, noun) in enumerate(asked):
+            count = sizes[dimension] if dimension < len(sizes) else 0
+            if count != expected:
+                raise CheckpointError(
+                    f"{self._folder}: tensor {name} has {count} {noun}, but the configuration expects {expected}. "
+                    "The configuration belongs to another checkpoint"
+                )
+        return tuple(place for place, _, _ in asked)
 
     def _check_rows(self, stored: str, shape: tuple[int, ...], wanted: int) -> None:
         if not shape or shape[0] < wanted or (shape[0] > wanted and stored not in _PADDED):

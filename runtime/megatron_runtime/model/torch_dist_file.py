@@ -26,7 +26,7 @@ class _Chunk:
 
 
 class TorchDistFile:
-    """Reads whole tensors, or one layer of stacked ones. Keeps one chunk in memory, that of the last read."""
+    """Reads whole tensors, or one entry of stacked ones. Keeps one chunk in memory, that of the last read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,13 +39,11 @@ class TorchDistFile:
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: its metadata is damaged ({error}). Fetch the checkpoint again") from None
 
-    def read(self, name: str, layer: int | None = None) -> Tensor:
-        """The tensor, or entry ``layer`` of its first dimension; on the CPU and in the type of the file."""
+    def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
+        """The tensor, or what is at ``index`` of its first dimensions; on the CPU and in the type of the file."""
         stored = self.tensors[name]
-        start = [0] * len(stored.size)
-        shape = list(stored.size)
-        if layer is not None:
-            start[0], shape[0] = layer, 1
+        start = [*index, *(0 for _ in stored.size[len(index) :])]
+        shape = [*(1 for _ in index), *stored.size[len(index) :]]
         whole = torch.empty(shape, dtype=stored.properties.dtype)
         filled = 0
         for chunk in self._chunks[name]:
@@ -63,7 +61,7 @@ class TorchDistFile:
                 f"{self.folder}: {filled:,} of the {whole.numel():,} numbers in tensor {name} found. "
                 "Fetch the whole checkpoint again"
             )
-        return whole if layer is None else whole[0]
+        return whole[(0,) * len(index)]
 
     def _take(self, found: Metadata) -> None:
         for name, stored in found.state_dict_metadata.items():

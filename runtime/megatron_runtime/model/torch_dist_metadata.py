@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import metadata as sharded
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import _get_layout
@@ -33,11 +34,28 @@ _KNOWN: dict[tuple[str, str], Any] = {
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("torch", "Size"): torch.Size,
+    # Written with a torch before 2.3:
+    (sharded.__name__, "TensorProperties"): sharded.TensorProperties,
+    (sharded.__name__, "MEM_FORMAT_ENCODING"): sharded.MEM_FORMAT_ENCODING,
+    # Megatron's own subclass, which adds notes on the optimizer:
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "WindowsPath"): PurePosixPath,
 }
 """All that such a file names: plain records, and a look-up of a layout by its name. None does anything when made."""
+
+
+_PASSED_OVER = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+"""Modules whose other records aren't needed: Megatron adds the plan by which each rank saved its part."""
+
+
+class _Nothing:
+    """What stands in for such a record: it takes whatever it is made of, and keeps nothing."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, _: object) -> None: ...
 
 
 class _Unpickler(pickle.Unpickler):
@@ -46,6 +64,8 @@ class _Unpickler(pickle.Unpickler):
             return _KNOWN[module, name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
+        if module.startswith(_PASSED_OVER):
+            return _Nothing
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no such file needs")
 
 

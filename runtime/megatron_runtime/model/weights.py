@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,13 @@ class LoadProgress:
 
     loaded_bytes: int
     total_bytes: int
+    seconds: float
+    """Since the first byte was asked for."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The mean rate so far."""
+        return self.loaded_bytes / max(self.seconds, 1e-9)
 
 
 ProgressCallback = Callable[[LoadProgress], None]
@@ -86,12 +94,12 @@ def load_weights(
     With ``check_finite``, CheckpointError names the first tensor that is not all numbers once it has its final type.
     """
     total = sum(source.tensors[name].num_bytes for name in destinations)
-    loaded = 0
+    loaded, start = 0, time.monotonic()
     for name, destination in destinations.items():
         for num_bytes in source.read(name, destination):
             loaded += num_bytes
             if on_progress is not None:
-                on_progress(LoadProgress(loaded, total))
+                on_progress(LoadProgress(loaded, total, time.monotonic() - start))
         if check_finite and (wrong := _count_not_finite(destination)):
             raise CheckpointError(
                 f"{source.location}: {wrong:,} of the {destination.numel():,} numbers in tensor {name} are NaN or "

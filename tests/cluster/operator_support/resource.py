@@ -3,13 +3,14 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from cluster_support.cluster import Cluster
 from cluster_support.errors import NotReadyError
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 def manifest(name: str = "chat", **spec: Any) -> Json:
@@ -59,44 +60,54 @@ class Resource:
 
     async def until(self, is_so: Callable[[Json], bool], what: str, within: float = 60) -> Json:
         """The status as soon as it is so."""
-        deadline = time.monotonic() + within
-        while not is_so(status := await self.status()):
-            if time.monotonic() > deadline:
-                raise NotReadyError(f"waited {within:.0f} s in vain for {what}; status: {json.dumps(status, indent=1)}")
-            await asyncio.sleep(0.1)
-        return status
+        return await _poll(self.status, is_so, lambda status: f"{what}; status: {json.dumps(status, indent=1)}", within)
 
     async def until_phase(self, phase: str, within: float = 60) -> Json:
         return await self.until(lambda status: status.get("phase") == phase, f"phase {phase}", within)
 
     async def until_pods(self, *names: str, within: float = 60) -> dict[str, Json]:
         """All of these and no others."""
-        deadline = time.monotonic() + within
-        while set(pods := await self.pods()) != set(names):
-            if time.monotonic() > deadline:
-                raise NotReadyError(f"waited {within:.0f} s in vain for pods {names}; there are: {list(pods)}")
-            await asyncio.sleep(0.1)
-        return pods
+        return await _poll(
+            self.pods,
+            lambda pods: set(pods) == set(names),
+            lambda pods: f"pods {names}; there are: {list(pods)}",
+            within,
+        )
 
     async def until_found(self, kind: str, name: str, is_so: Callable[[Json], bool], within: float = 60) -> Json:
         """The object as soon as it exists and is so."""
-        deadline = time.monotonic() + within
-        while True:
-            text = await self.kubectl("get", kind, name, "-o", "json", "--ignore-not-found", "--show-managed-fields")
-            if text and is_so(found := json.loads(text)):
-                return dict(found)
-            if time.monotonic() > deadline:
-                raise NotReadyError(f"waited {within:.0f} s in vain for {kind} {name}; it is: {text or 'not there'}")
-            await asyncio.sleep(0.1)
+
+        async def look() -> Json:
+            flags = ("-o", "json", "--ignore-not-found", "--show-managed-fields")
+            return dict(json.loads(await self.kubectl("get", kind, name, *flags) or "{}"))
+
+        return await _poll(
+            look,
+            lambda found: bool(found) and is_so(found),
+            lambda found: f"{kind} {name}; it is: {json.dumps(found, indent=1) if found else 'not there'}",
+            within,
+        )
 
     async def until_gone(self, *kinds: str, within: float = 60) -> None:
         """Nothing of these kinds carries the resource's label any more."""
-        deadline = time.monotonic() + within
-        selector = f"inference.megatron.dev/name={self.name}"
-        while left := (await self.kubectl("get", ",".join(kinds), "-l", selector, "-o", "name")).split():
-            if time.monotonic() > deadline:
-                raise NotReadyError(f"waited {within:.0f} s in vain for these to go: {left}")
-            await asyncio.sleep(0.1)
+
+        async def look() -> list[str]:
+            selector = f"inference.megatron.dev/name={self.name}"
+            return (await self.kubectl("get", ",".join(kinds), "-l", selector, "-o", "name")).split()
+
+        await _poll(look, lambda left: not left, lambda left: f"these to go: {left}", within)
+
+
+async def _poll(
+    look: Callable[[], Awaitable[T]], is_so: Callable[[T], bool], complaint: Callable[[T], str], within: float
+) -> T:
+    """What ``look`` finds as soon as it is so. Raises NotReadyError, which complains of what it found last."""
+    deadline = time.monotonic() + within
+    while not is_so(found := await look()):
+        if time.monotonic() > deadline:
+            raise NotReadyError(f"waited {within:.0f} s in vain for {complaint(found)}")
+        await asyncio.sleep(0.1)
+    return found
 
 
 def condition(status: Mapping[str, Any], kind: str) -> Json:

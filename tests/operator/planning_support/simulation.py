@@ -6,13 +6,12 @@ from dataclasses import replace
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle
-from megatron_operator.lifecycle import ALLOWED_FROM, SETTLED_STATE
+from megatron_operator.lifecycle import SETTLED_STATE
 from megatron_operator.world import (
     Action,
     ApplyChild,
     CreatePod,
     CreateSecret,
-    DeleteChild,
     DeletePod,
     EngineState,
     Failure,
@@ -28,6 +27,13 @@ from megatron_operator.world import (
     World,
 )
 
+ALLOWED_FROM = {
+    Signal.PAUSE: (EngineState.RUNNING,),
+    Signal.UNPAUSE: (EngineState.PAUSED,),
+    Signal.SUSPEND: (EngineState.PAUSED,),
+    Signal.RESUME: (EngineState.SUSPENDED,),
+}
+"""The states in which the engine takes a signal."""
 UNDER_WAY = {
     Signal.PAUSE: EngineState.PAUSING,
     Signal.UNPAUSE: EngineState.UNPAUSING,
@@ -81,8 +87,6 @@ class SimulatedCluster:
                 self.children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
             case CreateSecret(manifest):
                 self.children.setdefault(names.child_key(manifest), "")
-            case DeleteChild(kind, name):
-                self.children.pop(f"{kind}/{name}", None)
             case CreatePod(manifest):
                 self._create(manifest)
             case DeletePod(name, uid, grace_seconds):
@@ -99,9 +103,9 @@ class SimulatedCluster:
         if pod.deleting:
             self.remove(name)
         elif pod.phase is PodPhase.PENDING:
-            self._change(name, phase=PodPhase.RUNNING, rank_phase="Loading", loading=Loading(1, 10))
+            self.change(name, phase=PodPhase.RUNNING, rank_phase="Loading", loading=Loading(1, 10))
         elif pod.phase is PodPhase.RUNNING and not pod.ready:
-            self._change(name, ready=True, rank_phase="Serving", ready_changed_at=self.now)
+            self.change(name, ready=True, rank_phase="Serving", ready_changed_at=self.now)
             if pod.leader:
                 self.engine_state = SETTLED_STATE[self._wishes[name]]
 
@@ -118,7 +122,7 @@ class SimulatedCluster:
     def fail(self, name: str, exit_code: int = 1, reason: str = "RankFailed") -> None:
         """The pod's processes end."""
         failure = Failure(reason, f"rank 0 ended with {exit_code}", rank=0, exit_code=exit_code)
-        self._change(name, phase=PodPhase.FAILED, ready=False, finished_at=self.now, failure=failure, rank_phase=None)
+        self.change(name, phase=PodPhase.FAILED, ready=False, finished_at=self.now, failure=failure, rank_phase=None)
 
     def delete(self, name: str, grace_seconds: int = 30) -> None:
         """The API server is asked to delete the pod; the kubelet has not done so yet."""
@@ -126,7 +130,7 @@ class SimulatedCluster:
         if pod.finished and grace_seconds == 0:
             self.remove(name)
         elif not pod.deleting:
-            self._change(name, deletion_deadline=self.now + grace_seconds, ready=False)
+            self.change(name, deletion_deadline=self.now + grace_seconds, ready=False)
 
     def remove(self, name: str) -> None:
         """The pod is gone."""
@@ -140,11 +144,11 @@ class SimulatedCluster:
 
     def unready(self, name: str, **changes: object) -> None:
         """The readiness probe fails."""
-        self._change(name, ready=False, ready_changed_at=self.now, **changes)
+        self.change(name, ready=False, ready_changed_at=self.now, **changes)
 
     def change(self, name: str, **changes: object) -> None:
-        """Anything else about a pod."""
-        self._change(name, **changes)
+        """Anything about a pod."""
+        self.pods[name] = replace(self.pods[name], **changes)  # type: ignore[arg-type]
 
     # ---
 
@@ -175,9 +179,6 @@ class SimulatedCluster:
             created_at=self.now,
             address=f"10.0.{identity.group}.{identity.attempt}",
         )
-
-    def _change(self, name: str, **changes: object) -> None:
-        self.pods[name] = replace(self.pods[name], **changes)  # type: ignore[arg-type]
 
     def _leaders(self) -> list[ObservedPod]:
         return [pod for pod in self.live() if pod.leader and pod.phase is PodPhase.RUNNING]

@@ -5,21 +5,49 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 from torch import Tensor
 
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 
+ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "qwen3_moe": "qwen3moe"}
+"""Of GGUF by those of transformers, where they differ."""
 MODEL_ARCH_BY_NAME: dict[str, MODEL_ARCH] = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+BLOCK_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+}
+CLASSES = {"Gemma3Config": "Gemma3TextConfig", "GPT2ForCausalLM": "GPT2LMHeadModel"}
 
 
 class PagedRequests:
@@ -82,23 +110,58 @@ def paged_requests() -> type[PagedRequests]:
 
 
 @pytest.fixture(scope="session")
+def random_model() -> Callable[..., Any]:
+    """``random_model(family, ...)``: a small model of transformers with random weights, of the sizes given or SIZES."""
+    return _random_model
+
+
+@pytest.fixture(scope="session")
+def model_of_blocks() -> Callable[..., Any]:
+    """The same, of sizes that GGUF's blocks of 32 divide."""
+    return partial(_random_model, std=0.1, **BLOCK_SIZES)
+
+
+@pytest.fixture(scope="session")
+def save_model() -> Callable[..., Any]:
+    """``save_model(folder, family, ...)``: the same, saved in ``folder``."""
+
+    def save(folder: Path, family: str, **settings: Any) -> Any:
+        model = _random_model(family, **settings)
+        model.save_pretrained(folder)
+        return model
+
+    return save
+
+
+def _random_model(family: str = "Llama", *, kind: str = "ForCausalLM", std: float = 0.2, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    config_class, model_class = (CLASSES.get(family + end, family + end) for end in ("Config", kind))
+    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**(SIZES | settings))).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=std)
+    return model
+
+
+@pytest.fixture(scope="session")
 def write_gguf() -> Callable[..., Path]:
     """``write_gguf(path, model, ...)``: a transformers model as llama.cpp's converter would write it."""
     return _write_gguf
 
 
-def _write_gguf(
-    path: Path,
-    model: Any,
-    *,
-    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
-    rope_factors: Tensor | None = None,
-    metadata: Callable[[GGUFWriter], None] = lambda _: None,
-    leave_out: Sequence[str] = (),
-) -> Path:
-    config = model.config
-    architecture = config.model_type.removesuffix("_text")
-    writer = GGUFWriter(path, architecture)
+def _gguf_parts(name: str, raw: np.ndarray, names: Any) -> list[tuple[str, np.ndarray]]:
+    """A tensor under its name in GGUF; of experts gate and up apart, which transformers keeps together."""
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", name):
+        parts = [raw] if match[2] == "down" else np.split(raw, 2, axis=1)
+        return [
+            (f"blk.{match[1]}.ffn_{kind}_exps.weight", np.ascontiguousarray(part))
+            for kind, part in zip(match[2].split("_"), parts, strict=True)
+        ]
+    stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert stored is not None
+    return [(stored, raw)]
+
+
+def _add_settings(writer: GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -118,23 +181,48 @@ def _write_gguf(
             if cap is not None:
                 add(cap)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if (experts := getattr(config, "num_local_experts", None)) is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if architecture == "qwen3moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def _write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    draw: Callable[[tuple[int, ...]], np.ndarray] | None = None,
+    rope_factors: Tensor | None = None,
+    metadata: Callable[[GGUFWriter], None] = lambda _: None,
+    leave_out: Sequence[str] = (),
+) -> Path:
+    """Matrices become ``kind``; with ``draw``, which gives the bytes for a shape, the model takes on their values."""
+    config = model.config
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type.removesuffix("_text"))
+    writer = GGUFWriter(path, architecture)
+    _add_settings(writer, config, architecture)
     metadata(writer)
     names = get_tensor_name_map(MODEL_ARCH_BY_NAME[architecture], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name in leave_out or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
-        values = tensor.numpy()
+        order = np.arange(len(tensor))
         if architecture == "llama" and (match := re.search(r"\.([qk])_proj\.", name)):
             heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
-            values = np.ascontiguousarray(
-                values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-            )
+            order = order.reshape(heads, 2, -1).swapaxes(1, 2).flatten()
+        quantized = tensor.ndim > 1 and ".mlp.gate." not in name
+        if draw is not None and quantized:
+            raw = draw(tuple(tensor.shape))
+            tensor[order] = torch.from_numpy(dequantize(raw, kind))
+        values = tensor.numpy()[order]
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             values = values + 1
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored is not None
-        this = kind if values.ndim > 1 else GGMLQuantizationType.F32
-        writer.add_tensor(stored, quantize(values, this), raw_dtype=this)
+        if draw is None or not quantized:
+            raw = quantize(values, kind if quantized else GGMLQuantizationType.F32)
+        for stored, part in _gguf_parts(name, raw, names):
+            writer.add_tensor(stored, part, raw_dtype=kind if quantized else GGMLQuantizationType.F32)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
     writer.write_header_to_file()

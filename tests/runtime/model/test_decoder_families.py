@@ -37,6 +37,7 @@ LONG_ROPE = {
     "short_factor": [1.0, 1.1, 1.3, 1.7],
     "long_factor": [1.0, 2.0, 4.0, 7.0],
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
 GEMMA = {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
@@ -57,12 +58,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
     ),
+    "llama with dynamic rotary scaling, within its length": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
     "mistral with a sliding window": ("Mistral", {"sliding_window": 7, "head_dim": 8}),
     "mistral without a window": ("Mistral", {"sliding_window": None, "head_dim": 8}),
     "qwen2": ("Qwen2", {}),
     "qwen2 with a window in its upper layers": (
         "Qwen2",
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen2 with yarn": ("Qwen2", {"rope_parameters": YARN}),
+    "qwen2 with yarn between fractions of channels": (
+        "Qwen2",
+        {"rope_parameters": YARN | {"truncate": False, "beta_fast": 4, "beta_slow": 0.5}, "head_dim": 16},
+    ),
+    "qwen3 with yarn of a magnitude of its own": (
+        "Qwen3",
+        {"head_dim": 16, "rope_parameters": YARN | {"attention_factor": 0.8, "rope_theta": 1e6}},
+    ),
+    "qwen3 with yarn and two scales of magnitude": (
+        "Qwen3",
+        {"head_dim": 16, "rope_parameters": YARN | {"mscale": 1.5, "mscale_all_dim": 0.5}},
     ),
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
@@ -94,6 +112,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe with weights that sum to one": (
         "Olmoe",
         {"num_experts": 6, "norm_topk_prob": True, "num_experts_per_tok": 2},
+    ),
+    "olmoe with clipped queries, keys and values": (
+        "Olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.4},
     ),
     "gpt2": ("GPT2", {}),
     "gpt2 with a head of its own and another width": ("GPT2", {"tie_word_embeddings": False, "n_inner": 56}),

@@ -17,15 +17,25 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.model
 
-CLOSE = {"atol": 3e-4, "rtol": 0.0}
-"""Logits reach 38 here. Beside the same decoder in float64, ours are off by up to 1.5e-4 and those of plain
-``torch.nn.functional.linear`` by up to 0.9e-4: kernels that add in another order."""
+CLOSE = {"atol": 1e-4, "rtol": 0.0}
+CLOSE_PACKED = {"atol": 3e-4, "rtol": 0.0}
+"""oneDNN's kernels add in another order, as do those for a single row. Logits reach 38 here: beside the same decoder in
+float64, ours are off by up to 2.0e-4, and those of plain matrices, here as in transformers, by up to 0.9e-4; what is
+beyond 1e-4 is mostly at the first token. So this is 1e-5 of the largest logit."""
 CONTINUATION = 32
 
 
 @pytest.fixture(scope="module")
 def decoder(smollm2_path: Path) -> Decoder:
     return load_model(smollm2_path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def plain_decoder(smollm2_path: Path) -> Decoder:
+    """The same with its matrices as they were read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "pack", lambda _: None)
+        return load_model(smollm2_path, dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +66,14 @@ def test_prefill_logits_are_those_of_transformers(
 ) -> None:
     for prompt, tokens in prompt_ids.items():
         logits = paged_requests(decoder).forward({prompt: tokens})[prompt]
+        torch.testing.assert_close(logits, reference_logits(reference_model, tokens), **CLOSE_PACKED)
+
+
+def test_prefill_logits_of_plain_matrices_are_those_of_transformers_to_four_places(
+    plain_decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
+) -> None:
+    for prompt, tokens in prompt_ids.items():
+        logits = paged_requests(plain_decoder).forward({prompt: tokens})[prompt]
         torch.testing.assert_close(logits, reference_logits(reference_model, tokens), **CLOSE)
 
 
@@ -63,7 +81,7 @@ def test_prompts_prefilled_together_have_the_logits_they_have_alone(
     decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
 ) -> None:
     for prompt, logits in paged_requests(decoder).forward(prompt_ids).items():
-        torch.testing.assert_close(logits, reference_logits(reference_model, prompt_ids[prompt]), **CLOSE)
+        torch.testing.assert_close(logits, reference_logits(reference_model, prompt_ids[prompt]), **CLOSE_PACKED)
 
 
 def test_tokens_fed_one_by_one_have_the_logits_they_have_at_once(
@@ -72,7 +90,7 @@ def test_tokens_fed_one_by_one_have_the_logits_they_have_at_once(
     tokens = tokenizer.tokenize("The three primary colours are red, yellow and blue; mixed in pairs they give others.")
     requests = paged_requests(decoder, block_size_tokens=4)
     stepped = torch.cat([requests.forward({"it": [token]})["it"] for token in tokens])
-    torch.testing.assert_close(stepped, reference_logits(reference_model, tokens), **CLOSE)
+    torch.testing.assert_close(stepped, reference_logits(reference_model, tokens), **CLOSE_PACKED)
 
 
 def test_prefill_in_chunks_beside_decoding_requests_changes_no_logits(
@@ -88,7 +106,7 @@ def test_prefill_in_chunks_beside_decoding_requests_changes_no_logits(
         for name, logits in requests.forward({"long": chunk, "short": piece}).items():
             seen[name].append(logits)
     for name, tokens in (("long", long), ("short", short)):
-        torch.testing.assert_close(torch.cat(seen[name]), reference_logits(reference_model, tokens), **CLOSE)
+        torch.testing.assert_close(torch.cat(seen[name]), reference_logits(reference_model, tokens), **CLOSE_PACKED)
 
 
 def assert_most_likely(model: LlamaForCausalLM, prompt: list[int], made: list[int]) -> None:
@@ -124,4 +142,4 @@ def test_contexts_of_very_different_length_decode_together(
     after = requests.forward({name: [text[int(name)]] for name in contexts})
     for name, logits in after.items():
         expected = reference_logits(reference_model, text[: int(name) + 1])[-1:]
-        torch.testing.assert_close(logits, expected, **CLOSE)
+        torch.testing.assert_close(logits, expected, **CLOSE_PACKED)

@@ -121,7 +121,15 @@ def test_an_unknown_architecture_is_answered_with_the_known_ones(folder: Path) -
         ({"num_hidden_layers": 0}, "number of layers is 0, expected 1 to"),
         ({"num_key_value_heads": 3}, "4 attention heads can't share 3 key/value heads evenly"),
         ({"hidden_act": "mish"}, "hidden_act is 'mish', the known ones are silu, swish, gelu"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not known; the known ones are default"),
+        ({"rope_parameters": {"rope_type": "twisted"}}, "rope type 'twisted' is not known; the known ones are default"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0, expected 1 or more",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
+            "yarn with a rope theta of 1.0, expected one above 1",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing, expected a number"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

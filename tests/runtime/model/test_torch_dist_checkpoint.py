@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -14,38 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
-import transformers
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 NORM = {
     "input_layernorm": "self_attention.linear_qkv.layer_norm_",
     "post_attention_layernorm": "mlp.linear_fc1.layer_norm_",
 }
-
-
-def random_model(family: str, **changes: Any) -> Any:
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | changes))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
-    return model
 
 
 def megatron_layer(model: Any, layer: int, *, fused_norms: bool = True) -> dict[str, torch.Tensor]:
@@ -59,24 +36,54 @@ def megatron_layer(model: Any, layer: int, *, fused_norms: bool = True) -> dict[
     found: dict[str, torch.Tensor] = {}
     for kind in ("weight", "bias"):
         pieces = [state.get(f"self_attn.{name}_proj.{kind}") for name in "qkv"]
+        if (fused := state.get(f"self_attn.qkv_proj.{kind}")) is not None:
+            size = model.config.hidden_size // model.config.num_attention_heads
+            pieces = list(fused.split([size * model.config.num_attention_heads, size * groups, size * groups]))
         if pieces[0] is not None:
             grouped = [piece.view(groups, -1, *piece.shape[1:]) for piece in pieces]
             found[f"self_attention.linear_qkv.{kind}"] = torch.cat(grouped, 1).flatten(0, 1)
     found["self_attention.linear_proj.weight"] = state["self_attn.o_proj.weight"]
-    found["mlp.linear_fc1.weight"] = torch.cat((state["mlp.gate_proj.weight"], state["mlp.up_proj.weight"]))
-    found["mlp.linear_fc2.weight"] = state["mlp.down_proj.weight"]
+    mixture = "mlp.gate.weight" in state
+    if mixture:
+        found["mlp.router.weight"] = state["mlp.gate.weight"]
+        found["mlp.experts.experts.linear_fc1.weight"] = state["mlp.experts.gate_up_proj"]
+        found["mlp.experts.experts.linear_fc2.weight"] = state["mlp.experts.down_proj"]
+    elif "mlp.gate_up_proj.weight" in state:
+        found["mlp.linear_fc1.weight"] = state["mlp.gate_up_proj.weight"]
+    else:
+        found["mlp.linear_fc1.weight"] = torch.cat((state["mlp.gate_proj.weight"], state["mlp.up_proj.weight"]))
+    if not mixture:
+        found["mlp.linear_fc2.weight"] = state["mlp.down_proj.weight"]
     for name, fused in NORM.items():
         apart = {"post_attention_layernorm": "pre_mlp_layernorm"}.get(name, name) + "."
-        found[(fused if fused_norms else apart) + "weight"] = state[f"{name}.weight"]
+        with_matrix = fused_norms and not (mixture and fused.startswith("mlp."))
+        found[(fused if with_matrix else apart) + "weight"] = state[f"{name}.weight"]
     for name in "qk":
         if f"self_attn.{name}_norm.weight" in state:
             found[f"self_attention.{name}_layernorm.weight"] = state[f"self_attn.{name}_norm.weight"]
     return found
 
 
-def megatron_state(model: Any, *, stacked: bool = True, padded_vocab: int = 64) -> dict[str, torch.Tensor]:
-    """The whole model; layers in one tensor each, or apart."""
+def experts_and_halves_apart(layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same layer as newer versions write it: a tensor for each expert, and for gate and up."""
+    apart: dict[str, torch.Tensor] = {}
+    for name, tensor in layer.items():
+        if name.startswith("mlp.experts.experts."):
+            stem = name.removeprefix("mlp.experts.experts.")
+            apart |= {f"mlp.experts.experts.{index}.{stem}": one for index, one in enumerate(tensor)}
+        else:
+            apart[name] = tensor
+    for name in [name for name in apart if name.endswith("linear_fc1.weight")]:
+        apart[f"{name}_w"], apart[f"{name}_v"] = (half.contiguous() for half in apart.pop(name).chunk(2))
+    return apart
+
+
+def megatron_state(model: Any, layout: str = "stacked", *, padded_vocab: int = 64) -> dict[str, torch.Tensor]:
+    """The whole model; all layers in one tensor of each kind, layers apart, or all that can be apart."""
+    stacked = layout == "stacked"
     layers = [megatron_layer(model, layer, fused_norms=stacked) for layer in range(model.config.num_hidden_layers)]
+    if layout == "all apart":
+        layers = [experts_and_halves_apart(layer) for layer in layers]
     pad = torch.zeros(padded_vocab - model.config.vocab_size, model.config.hidden_size)
     state = {
         "embedding.word_embeddings.weight": torch.cat((model.model.embed_tokens.weight.detach(), pad)),
@@ -103,25 +110,32 @@ def assert_same_logits(folder: Path, model: Any, paged_requests: Any) -> None:
     torch.testing.assert_close(ours, model(torch.tensor([tokens])).logits[0], **CLOSE)
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "apart"])
+@pytest.mark.parametrize("layout", ["stacked", "layers apart", "all apart"])
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("Llama", {}), ("Llama", {"tie_word_embeddings": True}), ("Qwen2", {}), ("Qwen3", {})],
-    ids=["llama", "tied", "qwen2", "qwen3"],
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True}),
+        ("Qwen2", {}),
+        ("Qwen3", {}),
+        ("Phi3", {}),
+        ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+        ("Qwen3Moe", EXPERTS),
+    ],
+    ids=["llama", "tied", "qwen2", "qwen3", "phi3", "mixtral", "qwen3 moe"],
 )
 def test_a_megatron_checkpoint_has_the_logits_of_the_original(
-    family: str, changes: dict[str, Any], stacked: bool, tmp_path: Path, paged_requests: Any
+    family: str, changes: dict[str, Any], layout: str, tmp_path: Path, paged_requests: Any, random_model: Any
 ) -> None:
     model = random_model(family, **changes)
-    save(tmp_path, model, megatron_state(model, stacked=stacked))
+    save(tmp_path, model, megatron_state(model, layout))
     assert_same_logits(tmp_path, model, paged_requests)
 
 
-def test_gpt_2_in_megatron_s_arrangement_has_the_logits_of_the_original(tmp_path: Path, paged_requests: Any) -> None:
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES)).eval()
-    for name, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, mean=float(".ln_" in name and name.endswith("weight")), std=0.2)
+def test_gpt_2_in_megatron_s_arrangement_has_the_logits_of_the_original(
+    tmp_path: Path, paged_requests: Any, random_model: Any
+) -> None:
+    model = random_model("GPT2")
     body = model.transformer
     state = {
         "embedding.word_embeddings.weight": body.wte.weight.detach(),
@@ -153,7 +167,9 @@ def test_gpt_2_in_megatron_s_arrangement_has_the_logits_of_the_original(tmp_path
     assert_same_logits(tmp_path, model, paged_requests)
 
 
-def test_what_a_training_keeps_beside_the_model_is_passed_over(tmp_path: Path, paged_requests: Any) -> None:
+def test_what_a_training_keeps_beside_the_model_is_passed_over(
+    tmp_path: Path, paged_requests: Any, random_model: Any
+) -> None:
     model = random_model("Llama")
     state = megatron_state(model)
     training = {
@@ -165,24 +181,31 @@ def test_what_a_training_keeps_beside_the_model_is_passed_over(tmp_path: Path, p
     assert_same_logits(tmp_path, model, paged_requests)
 
 
-def test_a_checkpoint_of_two_ranks_is_put_together(tmp_path: Path, paged_requests: Any) -> None:
-    model = random_model("Llama")
+@pytest.mark.parametrize(
+    ("family", "changes", "axis"),
+    [("Llama", {}, 1), ("Llama", {}, 0), ("Qwen3Moe", EXPERTS, 1)],
+    ids=["tensor parallel", "pipeline parallel", "expert parallel"],
+)
+def test_a_checkpoint_of_two_ranks_is_put_together(
+    family: str, changes: dict[str, Any], axis: int, tmp_path: Path, paged_requests: Any, random_model: Any
+) -> None:
+    model = random_model(family, **changes)
     torch.save(megatron_state(model), tmp_path / "state.pt")
     script = """
         import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
-        folder, rank = sys.argv[1], int(sys.argv[2])
+        folder, axis, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
         mesh = init_device_mesh("cpu", (2,))
         state = torch.load(f"{folder}/state.pt")
-        dim = {name: 1 if name.startswith("decoder.layers") else 0 for name in state}
+        dim = {name: axis if name.startswith("decoder.layers") else 0 for name in state}
         shards = {name: distribute_tensor(tensor, mesh, [Shard(dim[name])]) for name, tensor in state.items()}
         dcp.save(shards, checkpoint_id=f"{folder}/checkpoint")
         dist.destroy_process_group()
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(axis)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     folder = tmp_path / "checkpoint"
@@ -201,16 +224,7 @@ class Intruder:
         return Path.touch, (self.path,)
 
 
-def test_nothing_that_the_metadata_asks_for_is_executed(tmp_path: Path) -> None:
-    model = random_model("Llama")
-    save(tmp_path, model, megatron_state(model))
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Intruder(tmp_path / "touched")))
-    with pytest.raises(CheckpointError, match=r"\.metadata: is no metadata .*it names .*, which no such file needs"):
-        load_model(tmp_path)
-    assert not (tmp_path / "touched").exists()
-
-
-def test_nothing_that_a_tensor_asks_for_is_executed(tmp_path: Path) -> None:
+def test_nothing_that_a_tensor_asks_for_is_executed(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     (data,) = tmp_path.glob("*.distcp")
@@ -220,7 +234,7 @@ def test_nothing_that_a_tensor_asks_for_is_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "touched").exists()
 
 
-def test_what_does_not_fit_the_configuration_is_named(tmp_path: Path) -> None:
+def test_what_does_not_fit_the_configuration_is_named(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     state = megatron_state(model)
     cases = {
@@ -247,7 +261,7 @@ def test_what_does_not_fit_the_configuration_is_named(tmp_path: Path) -> None:
             inspect_checkpoint(tmp_path / name)
 
 
-def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     (data,) = tmp_path.glob("*.distcp")
@@ -256,18 +270,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_damaged_metadata_is_refused_with_words(tmp_path: Path) -> None:
-    model = random_model("Llama")
-    save(tmp_path, model, megatron_state(model))
-    path = tmp_path / ".metadata"
-    whole = path.read_bytes()
-    for length in range(0, len(whole) - 1, 211):
-        path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match=r"\.metadata: is no metadata of torch.distributed.checkpoint"):
-            inspect_checkpoint(tmp_path)
-
-
-def test_a_folder_without_a_configuration_says_what_to_put_there(tmp_path: Path) -> None:
+def test_a_folder_without_a_configuration_says_what_to_put_there(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     (tmp_path / "config.json").unlink()
@@ -275,8 +278,50 @@ def test_a_folder_without_a_configuration_says_what_to_put_there(tmp_path: Path)
         load_model(tmp_path)
 
 
-def test_a_family_whose_megatron_names_are_not_known_is_refused(tmp_path: Path) -> None:
-    model = random_model("Mixtral", num_local_experts=2)
+@pytest.mark.parametrize(("family", "changes"), [("Olmo2", {}), ("Gemma2", {}), ("Olmoe", EXPERTS)])
+def test_a_family_that_megatron_has_no_names_for_is_refused(
+    family: str, changes: dict[str, Any], tmp_path: Path, random_model: Any
+) -> None:
+    model = random_model(family, **changes)
     save(tmp_path, model, {"decoder.final_layernorm.weight": torch.ones(32)})
-    with pytest.raises(CheckpointError, match="a Megatron checkpoint of mixtral, which isn't read from this format"):
+    with pytest.raises(CheckpointError, match=f"a Megatron checkpoint of {family.lower()}, which isn't read from"):
         load_model(tmp_path)
+
+
+def test_layers_with_and_without_experts_lie_side_by_side(
+    tmp_path: Path, paged_requests: Any, random_model: Any
+) -> None:
+    model = random_model("Qwen3Moe", mlp_only_layers=[1], **EXPERTS)
+    save(tmp_path, model, megatron_state(model, "layers apart"))
+    assert_same_logits(tmp_path, model, paged_requests)
+
+
+def test_experts_that_do_not_fit_the_configuration_are_named(tmp_path: Path, random_model: Any) -> None:
+    model = random_model("Qwen3Moe", **EXPERTS)
+    state = megatron_state(model)
+    fc2 = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    apart = megatron_state(model, "all apart")
+    del apart["decoder.layers.2.mlp.experts.experts.3.linear_fc1.weight_v"]
+    cases = {
+        "fewer": (state | {fc2: torch.ones(3, 3, 32, 16)}, f"{fc2} has 3 experts, but the configuration expects 4"),
+        "flat": (state | {fc2: torch.ones(3)}, f"{fc2} has 0 experts, but the configuration expects 4"),
+        "bias": (
+            state | {"decoder.layers.mlp.router.expert_bias": torch.ones(3, 4)},
+            "tensor decoder.layers.mlp.router.expert_bias found that the configuration has no place for",
+        ),
+        "missing": (apart, r"tensor model.layers.2.mlp.experts.3.up_proj.weight missing"),
+    }
+    for name, (changed, said) in cases.items():
+        save(tmp_path / name, model, changed)
+        with pytest.raises(CheckpointError, match=said):
+            inspect_checkpoint(tmp_path / name)
+
+
+def test_a_configuration_with_more_experts_than_the_router_knows_takes_no_memory(
+    tmp_path: Path, random_model: Any
+) -> None:
+    model = random_model("Qwen3Moe", **EXPERTS)
+    model.config.num_experts = 10**8
+    save(tmp_path, model, megatron_state(model, "all apart"))
+    with pytest.raises(CheckpointError, match=r"router.weight has shape \[4, 32\], but .* expects 100000000 rows"):
+        inspect_checkpoint(tmp_path)

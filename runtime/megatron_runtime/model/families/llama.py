@@ -32,7 +32,6 @@ def llama(fields: ConfigFields, *, tied: bool = False, rope_theta: float = 10000
         num_attention_heads=heads,
         num_kv_heads=fields.get("num_key_value_heads", heads, int),
         head_dim=head_dim,
-        max_position_embeddings=fields.get("max_position_embeddings", 2048, int),
         rms_norm_eps=fields.get("rms_norm_eps", 1e-6, float),
         tie_word_embeddings=fields.get("tie_word_embeddings", tied, bool),
         qkv_bias=attention_bias,

@@ -38,7 +38,6 @@ def qwen3_moe(fields: ConfigFields) -> ModelConfig:
 
 def olmoe(fields: ConfigFields) -> ModelConfig:
     """Queries and keys normalized as a whole, and many small experts."""
-    fields.refuse("clip_qkv", None)
     config = llama(fields)
     experts = ExpertsConfig(
         count=_num_experts(fields),
@@ -46,7 +45,8 @@ def olmoe(fields: ConfigFields) -> ModelConfig:
         intermediate_size=config.intermediate_size,
         normalize_weights=fields.get("norm_topk_prob", False, bool),
     )
-    return replace(config, query_key_norm="projection", experts=experts)
+    clip = fields.positive("clip_qkv", None)
+    return replace(config, query_key_norm="projection", query_key_value_clip=clip, experts=experts)
 
 
 def _num_experts(fields: ConfigFields) -> int:

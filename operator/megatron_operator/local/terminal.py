@@ -1,0 +1,31 @@
+"""A session on a terminal or a pipe: the view that suits it, and the signals that end it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_operator.local.plain_lines import PlainLines
+from megatron_operator.local.pod_manifest import PathMap
+from megatron_operator.local.session import LocalSession
+from megatron_operator.local.snapshot import View
+from megatron_operator.local.table import LiveTable
+
+
+@contextmanager
+def session_on(console: Console, file: Path, paths: PathMap) -> Iterator[tuple[LocalSession, View]]:
+    """A session that SIGINT and SIGTERM stop, not yet run, and its view. Needs a running event loop."""
+    view = LiveTable(console) if console.is_terminal else PlainLines(console)
+    try:
+        session = LocalSession(file, paths=paths, view=view)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, session.stop)
+        yield session, view
+    finally:
+        view.close()

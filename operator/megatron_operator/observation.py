@@ -1,0 +1,45 @@
+"""The world, put together from pods as they were found and what their launchers answered. Shared by both adapters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from megatron_operator.engine import Answer, EngineUnreachable, PodReport
+from megatron_operator.world import ObservedEngine, ObservedPod, World
+
+
+def observed_world(
+    seen: Iterable[tuple[ObservedPod | None, Answer]], children: Mapping[str, str], url: str | None = None
+) -> World:
+    """``seen`` is every pod with its answer; None stands for a pod that is not of a group attempt."""
+    ours = [(with_report(pod, answer), answer) for pod, answer in seen if pod is not None]
+    return World(
+        now=time.time(),
+        pods=tuple(pod for pod, _ in ours),
+        engine=_leaders_word(ours),
+        children=children,
+        url=url,
+    )
+
+
+def with_report(pod: ObservedPod, answer: Answer) -> ObservedPod:
+    """The pod with what its launcher says about it; one that does not answer stays as it was found."""
+    if not isinstance(answer, PodReport):
+        return pod
+    return replace(pod, rank_phase=answer.rank_phase, loading=answer.loading, launcher_restarts=answer.restarts)
+
+
+def _leaders_word(answers: Iterable[tuple[ObservedPod, Answer]]) -> ObservedEngine | None:
+    """What the latest attempt of the leader said; None when no leader pod is there, or all have ended."""
+    leaders = [(pod, said) for pod, said in answers if pod.leader and not pod.finished and not pod.deleting]
+    if not leaders:
+        return None
+    match max(leaders, key=lambda each: each[0].attempt)[1]:
+        case PodReport() as report:
+            return report.engine
+        case EngineUnreachable() as error:
+            return ObservedEngine(reachable=False, message=str(error))
+        case None:
+            return ObservedEngine(reachable=False, message="the leader pod has not started yet")

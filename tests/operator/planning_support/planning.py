@@ -1,0 +1,71 @@
+"""A resource that is planned for, round by round, and what the rounds did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planning_support.resources import parsed, widened
+from planning_support.simulation import SimulatedCluster
+
+from megatron_operator.api.v1alpha1 import MegatronInference, Status
+from megatron_operator.plan import Plan, plan
+from megatron_operator.status import build_status
+from megatron_operator.world import Action, CreatePod, DeletePod, SendSignal
+
+
+class Planning:
+    """A resource, the cluster it lives in, and rounds of planning over both."""
+
+    def __init__(self, pods_per_group: int = 1, **spec: Any) -> None:
+        self.cluster = SimulatedCluster()
+        self.status = Status()
+        self.spec = spec
+        self.pods_per_group = pods_per_group
+
+    @property
+    def resource(self) -> MegatronInference:
+        """With the status that was written last."""
+        return widened(parsed(self.status, **self.spec), self.pods_per_group)
+
+    def look(self) -> Plan:
+        """Plans without doing anything."""
+        return plan(self.resource, self.cluster.world())
+
+    def round(self) -> list[Action]:
+        """Plans, acts, and writes the status."""
+        resource, world = self.resource, self.cluster.world()
+        actions = list(plan(resource, world).actions)
+        self.status = build_status(resource, world)
+        for action in actions:
+            self.cluster.carry_out(action)
+        return actions
+
+    def settled(self) -> Planning:
+        """Everything up and nothing left to do."""
+        for _ in range(8):
+            self.round()
+            self.cluster.start_all()
+            self.cluster.advance_engine()
+        assert self.round() == []
+        return self
+
+
+def created(actions: list[Action]) -> list[str]:
+    """Names of the pods that were created."""
+    return [action.manifest["metadata"]["name"] for action in actions if isinstance(action, CreatePod)]
+
+
+def deleted(actions: list[Action]) -> list[str]:
+    """Names of the pods that were deleted."""
+    return [action.name for action in actions if isinstance(action, DeletePod)]
+
+
+def sent(actions: list[Action]) -> list[str]:
+    """The signals."""
+    return [action.signal for action in actions if isinstance(action, SendSignal)]
+
+
+def restarts(actions: list[Action]) -> list[str]:
+    """What the created pods' annotations say about restarts."""
+    annotations = [action.manifest["metadata"]["annotations"] for action in actions if isinstance(action, CreatePod)]
+    return [each["inference.megatron.dev/restarts"] for each in annotations]

@@ -1,0 +1,161 @@
+"""What the plan does about pods that fail, hang or are deleted."""
+
+from __future__ import annotations
+
+from planning_support.planning import Planning, created, deleted, restarts
+
+from megatron_operator.api.v1alpha1 import Status
+from megatron_operator.groups import LOST_AFTER
+from megatron_operator.plan import Plan, plan
+from megatron_operator.status import build_status
+from megatron_operator.world import Failure, PodPhase
+
+
+def test_a_failed_group_is_tried_again_after_the_back_off_and_the_others_are_left_alone() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.fail("chat-1-0-0")
+    assert planning.round() == []
+    assert planning.look().requeue_after == 10
+    planning.cluster.now += 10
+    actions = planning.round()
+    assert created(actions) == ["chat-1-1-0"]
+    assert deleted(actions) == []
+
+
+def test_the_pod_that_failed_is_kept_until_its_successor_is_seen() -> None:
+    planning = Planning().settled()
+    planning.cluster.fail("chat-0-0-0")
+    planning.cluster.now += 10
+    planning.round()
+    assert "chat-0-0-0" in planning.cluster.pods
+    assert deleted(planning.round()) == ["chat-0-0-0"]
+
+
+def test_the_back_off_doubles_up_to_its_longest() -> None:
+    planning = Planning(failurePolicy={"backoff": "10s", "maxBackoff": "60s"})
+    planning.round()
+    waits = []
+    for attempt in range(5):
+        planning.cluster.start_all()
+        planning.cluster.fail(f"chat-0-{attempt}-0")
+        planning.round()
+        waits.append(planning.look().requeue_after)
+        planning.cluster.now += waits[-1] or 0
+        planning.round()
+    assert waits == [10, 20, 40, 60, 60]
+
+
+def test_a_group_whose_budget_is_spent_is_given_up() -> None:
+    planning = Planning(failurePolicy={"maxRestarts": 1}).settled()
+    planning.cluster.fail("chat-0-0-0")
+    planning.cluster.now += 10
+    assert restarts(planning.round()) == ["1"]
+    planning.cluster.run_up()
+    planning.cluster.fail("chat-0-1-0")
+    planning.cluster.now += 3600
+    planning.round()
+    assert planning.look() == Plan()
+
+
+def test_a_spent_budget_is_seen_in_the_pods_alone() -> None:
+    planning = Planning(failurePolicy={"maxRestarts": 1}).settled()
+    planning.cluster.change("chat-0-0-0", restarts=1)
+    planning.cluster.fail("chat-0-0-0")
+    planning.cluster.now += 3600
+    planning.status = Status()
+    assert created(planning.round()) == []
+
+
+def test_a_spent_budget_is_remembered_when_the_pods_are_gone() -> None:
+    planning = Planning(failurePolicy={"maxRestarts": 0}).settled()
+    planning.cluster.fail("chat-0-0-0")
+    planning.round()
+    planning.cluster.remove("chat-0-0-0")
+    assert created(planning.round()) == []
+
+
+def test_ranks_restarted_in_place_count_against_the_budget() -> None:
+    planning = Planning(failurePolicy={"maxRestarts": 3}).settled()
+    planning.cluster.change("chat-0-0-0", launcher_restarts=3)
+    planning.round()
+    planning.cluster.fail("chat-0-0-0")
+    planning.cluster.change("chat-0-0-0", launcher_restarts=0)
+    planning.cluster.now += 3000
+    assert created(planning.round()) == []
+
+
+def test_a_group_that_lived_long_has_its_whole_budget_again() -> None:
+    planning = Planning(failurePolicy={"maxRestarts": 1, "resetAfter": "1h"}).settled()
+    planning.cluster.change("chat-0-0-0", restarts=1)
+    planning.cluster.now += 3600
+    planning.cluster.fail("chat-0-0-0")
+    planning.cluster.now += 10
+    actions = planning.round()
+    assert created(actions) == ["chat-0-1-0"]
+    assert restarts(actions) == ["1"]
+
+
+def test_bad_input_is_not_tried_again_until_the_spec_changes() -> None:
+    planning = Planning().settled()
+    planning.cluster.fail("chat-0-0-0", exit_code=2, reason="CheckpointError")
+    planning.cluster.now += 3600
+    assert planning.round() == []
+    planning.spec["model"] = {"source": {"path": "/models/other.gguf"}}
+    assert created(planning.round()) == ["chat-0-1-0"]
+
+
+def test_a_pod_that_ends_without_an_error_has_failed_too() -> None:
+    planning = Planning().settled()
+    planning.cluster.change("chat-0-0-0", phase=PodPhase.SUCCEEDED, finished_at=planning.cluster.now)
+    planning.cluster.now += 10
+    assert created(planning.round()) == ["chat-0-1-0"]
+
+
+def test_a_start_that_takes_too_long_is_tried_again_once_its_pods_are_gone() -> None:
+    planning = Planning(failurePolicy={"startupTimeout": "5m"})
+    planning.round()
+    assert planning.look().requeue_after == 300
+    planning.cluster.now += 300
+    assert deleted(planning.round()) == ["chat-0-0-0"]
+    assert created(planning.round()) == []
+    planning.cluster.start_all()
+    planning.cluster.now += 10
+    actions = planning.round()
+    assert created(actions) == ["chat-0-1-0"]
+    assert restarts(actions) == ["1"]
+
+
+def test_a_pod_without_a_place_may_wait_as_long_as_it_takes() -> None:
+    planning = Planning(failurePolicy={"startupTimeout": "5m"})
+    planning.round()
+    planning.cluster.change("chat-0-0-0", waiting=Failure("Unschedulable", "0/3 nodes have a GPU"))
+    planning.cluster.now += 3600
+    assert planning.look() == Plan()
+
+
+def test_a_pod_that_someone_deleted_is_followed_by_a_new_attempt_that_costs_nothing() -> None:
+    planning = Planning().settled()
+    planning.cluster.delete("chat-0-0-0")
+    assert planning.round() == []
+    planning.cluster.remove("chat-0-0-0")
+    actions = planning.round()
+    assert created(actions) == ["chat-0-1-0"]
+    assert restarts(actions) == ["0"]
+
+
+def test_a_pod_that_hangs_on_a_dead_node_is_not_waited_for_for_ever() -> None:
+    planning = Planning().settled()
+    planning.cluster.delete("chat-0-0-0", grace_seconds=30)
+    assert planning.look().requeue_after == 30 + LOST_AFTER
+    planning.cluster.now += 30 + LOST_AFTER
+    assert created(planning.round()) == ["chat-0-1-0"]
+
+
+def test_a_creation_decided_twice_is_the_same_creation() -> None:
+    planning = Planning().settled()
+    planning.cluster.fail("chat-0-0-0")
+    planning.cluster.now += 10
+    before = planning.cluster.world()
+    first = plan(planning.resource, before).actions
+    planning.status = build_status(planning.resource, before)
+    assert created(list(plan(planning.resource, before).actions)) == created(list(first))

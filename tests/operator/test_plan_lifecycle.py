@@ -1,0 +1,49 @@
+"""The signals by which the plan walks the engine to the wished state."""
+
+from __future__ import annotations
+
+import pytest
+from planning_support.planning import Planning, sent
+from planning_support.simulation import ALLOWED_FROM
+
+from megatron_operator.api.v1alpha1 import Lifecycle
+from megatron_operator.lifecycle import next_signal
+from megatron_operator.world import EngineState
+
+
+@pytest.mark.parametrize(
+    ("wish", "path"),
+    [("Paused", ["pause"]), ("Suspended", ["pause", "suspend"])],
+)
+def test_a_wish_is_walked_one_edge_at_a_time_and_back(wish: str, path: list[str]) -> None:
+    planning = Planning().settled()
+    back = {"pause": "unpause", "suspend": "resume"}
+    for target, expected in ((wish, path), ("Running", [back[signal] for signal in reversed(path)])):
+        planning.spec["lifecycle"] = target
+        walked = []
+        for _ in range(6):
+            walked += sent(planning.round())
+            assert sent(planning.round()) == [], "nothing is sent while the engine is in between"
+            planning.cluster.advance_engine()
+        assert walked == expected
+    assert planning.cluster.refused == []
+
+
+@pytest.mark.parametrize("wish", list(Lifecycle))
+@pytest.mark.parametrize("state", [*EngineState, None])
+def test_every_signal_is_one_that_the_engine_takes(wish: Lifecycle, state: EngineState | None) -> None:
+    signal = next_signal(wish, state)
+    assert signal is None or state in ALLOWED_FROM[signal]
+
+
+def test_no_signal_is_sent_to_an_engine_that_does_not_answer() -> None:
+    planning = Planning().settled()
+    planning.cluster.reachable = False
+    planning.spec["lifecycle"] = "Paused"
+    assert planning.round() == []
+
+
+def test_the_wish_is_applied_again_when_an_engine_comes_back_in_another_state() -> None:
+    planning = Planning(lifecycle="Suspended").settled()
+    planning.cluster.engine_state = EngineState.RUNNING
+    assert sent(planning.round()) == ["pause"]

@@ -1,0 +1,99 @@
+"""Every quantization that the gguf package can dequantize gives the logits of the dequantized weights, in every kin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from megatron_runtime.model.checkpoint import load_model
+from megatron_runtime.model.gguf_file import GgufFile
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+}
+"""All rows hold whole blocks of 256, the largest there are."""
+GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 64}
+KIN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "mixtral": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3 moe": (
+        "Qwen3Moe",
+        {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True},
+    ),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", GEMMA),
+}
+KINDS = sorted({GGMLQuantizationType.F32, GGMLQuantizationType.F16, *gguf.quants._type_traits})
+FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+CLOSE = {"atol": 1e-4, "rtol": 0.0}
+TOKENS = list(range(1, 20))
+
+
+@pytest.fixture(scope="module")
+def blocks() -> Callable[[GGMLQuantizationType, tuple[int, ...]], np.ndarray]:
+    """``blocks(kind, shape)``: the bytes of a random tensor. The package can make few kinds of itself.
+
+    Out of random bytes those blocks are taken that stand for weights of a usual size.
+    """
+    pools: dict[GGMLQuantizationType, np.ndarray] = {}
+
+    def pool(kind: GGMLQuantizationType) -> np.ndarray:
+        found, random = [], np.random.default_rng(0)
+        while sum(map(len, found)) < 64:
+            raw = random.integers(0, 256, (4096, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+            with np.errstate(all="ignore"):
+                largest = np.abs(gguf.quants.dequantize(raw, kind)).max(axis=1)
+            found.append(raw[(largest > 0.02) & (largest < 0.2)])
+        return np.concatenate(found)
+
+    def draw(kind: GGMLQuantizationType, shape: tuple[int, ...]) -> np.ndarray:
+        random = np.random.default_rng(shape)
+        if kind in FLOATS:
+            return gguf.quants.quantize(random.normal(0.0, 0.05, shape).astype(np.float32), kind)
+        if kind not in pools:
+            pools[kind] = pool(kind)
+        per_row = shape[-1] // gguf.GGML_QUANT_SIZES[kind][0]
+        chosen = random.integers(0, len(pools[kind]), (*shape[:-1], per_row))
+        return pools[kind][chosen].reshape(*shape[:-1], -1)
+
+    return draw
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kin", KIN)
+def test_a_quantized_model_has_the_logits_of_its_dequantized_weights(
+    kin: str,
+    kind: GGMLQuantizationType,
+    tmp_path: Path,
+    random_model: Any,
+    write_gguf: Any,
+    paged_requests: Any,
+    blocks: Any,
+) -> None:
+    family, changes = KIN[kin]
+    model = random_model(family, std=0.05, **(SIZES | changes))
+    before = model.model.layers[0].self_attn.q_proj.weight.clone()
+    path = write_gguf(tmp_path / "model.gguf", model, kind=kind, draw=lambda shape: blocks(kind, shape))
+    assert not torch.equal(model.model.layers[0].self_attn.q_proj.weight, before)
+    expected = model(torch.tensor([TOKENS])).logits[0]
+    assert expected.std() > 0.01
+    decoder = load_model(path)
+    torch.testing.assert_close(paged_requests(decoder, num_blocks=8).forward({"it": TOKENS})["it"], expected, **CLOSE)
+    assert {tensor.kind for tensor in GgufFile(path).tensors.values()} == {kind, GGMLQuantizationType.F32}

@@ -1,0 +1,52 @@
+"""Loading takes at most the memory of the model and of one shard, measured from outside Python's own accounts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+SLACK = 7 * MIB
+"""For what the allocator keeps and the code that is paged in; less than a second shard, which would be seen."""
+LARGE = {
+    "vocab_size": 2000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+MEASURE = """
+    import re, sys
+    from pathlib import Path
+    import torch
+    from megatron_runtime.model.checkpoint import load_model
+
+    def resident(name):
+        return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    torch.set_num_threads(1)
+    load_model(sys.argv[1], dtype="float32")  # what is imported and allocated once
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    model = load_model(sys.argv[2], dtype="float32")
+    print(resident("VmHWM") - before)
+"""
+
+
+def test_loading_peaks_at_the_model_and_one_shard(tmp_path: Path, random_model: Any) -> None:
+    random_model("Llama").save_pretrained(tmp_path / "small")
+    model = random_model("Llama", **LARGE)
+    model.save_pretrained(tmp_path / "large", max_shard_size="10MB")
+    shards = [path.stat().st_size for path in (tmp_path / "large").glob("model-*.safetensors")]
+    assert len(shards) > 6
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(tmp_path / "small"), str(tmp_path / "large")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    weights = 4 * model.num_parameters()
+    assert weights <= int(outcome.stdout) <= weights + max(shards) + SLACK
