@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_runtime.apis.prompts import Prompt
 from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.engine.listening import KEY_VARIABLE, Listening, World, listen
+from megatron_runtime.engine.listening import Listening, World, listen
 from megatron_runtime.errors import CoordinatorError, EngineError, MegatronInferenceError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
@@ -20,6 +20,7 @@ from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.frontend_group import FrontendGroup, start_frontends
 from megatron_runtime.server.http_server import bind
 from megatron_runtime.server.options import FrontendOptions
+from megatron_runtime.wire.security import KEY_VARIABLE
 
 READY_SECONDS = 120.0
 TRANSITION_SECONDS = 120.0

@@ -14,8 +14,8 @@ from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.data_parallel_inference_coordinator.child_process import CoordinatorChild
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
 from megatron_runtime.headers import EngineState
+from megatron_runtime.wire.security import KEY_VARIABLE
 
-KEY_VARIABLE = "MEGATRON_COORDINATOR_KEY"
 _SETTLED = {
     EngineState.PAUSED: "PAUSED",
     EngineState.PAUSING: "PAUSED",

@@ -11,7 +11,7 @@ from megatron_runtime.data_parallel_inference_coordinator import DataParallelInf
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.keeper import error_report
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
-from megatron_runtime.server.frontend_group import KEY_VARIABLE
+from megatron_runtime.wire.security import KEY_VARIABLE
 
 
 def main() -> None:

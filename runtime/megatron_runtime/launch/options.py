@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.launch.identity import Identity, is_loopback
+from megatron_runtime.launch.identity import Identity
+from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
@@ -190,7 +191,7 @@ class LaunchOptions:
             return
         needed = {"MEGATRON_CONTROL_TOKEN": identity.control_token}
         if not identity.is_standalone:
-            needed["MEGATRON_COORDINATOR_KEY"] = identity.coordinator_key
+            needed[KEY_VARIABLE] = identity.coordinator_key
         for variable, value in needed.items():
             if value is None:
                 raise ConfigurationError(

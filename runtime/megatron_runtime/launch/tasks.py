@@ -10,7 +10,7 @@ from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import usable_cores
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import EnginePlan
-from megatron_runtime.server.frontend_group import KEY_VARIABLE
+from megatron_runtime.wire.security import KEY_VARIABLE
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _WAIT_VARIABLE = "OMP_WAIT_POLICY"

@@ -14,8 +14,8 @@ from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.keeper import ChildEnd, Keeper
 from megatron_runtime.server.options import FrontendOptions
+from megatron_runtime.wire.security import KEY_VARIABLE
 
-KEY_VARIABLE = "MEGATRON_COORDINATOR_KEY"
 ABANDON_SECONDS = 3.0
 """How long frontends have, at the end of a drain, to tell their clients that it is over."""
 
