@@ -10,6 +10,9 @@ from pathlib import Path
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.wire.security import KEY_VARIABLE, SHORTEST_SECRET
 
+TERMINATION_LOG_VARIABLE = "MEGATRON_TERMINATION_LOG"
+"""The file that a launcher which fails leaves its reason in."""
+
 
 class Lifecycle(StrEnum):
     """The wish at start. The engines are brought there before the pod says that it is ready."""
@@ -61,7 +64,7 @@ class Identity:
             control_token=read.text("MEGATRON_CONTROL_TOKEN"),
             api_keys_file=read.path("MEGATRON_API_KEYS_FILE"),
             local_ranks=read.integer("MEGATRON_LOCAL_RANKS", 0) or None,
-            termination_log=read.path("MEGATRON_TERMINATION_LOG"),
+            termination_log=read.path(TERMINATION_LOG_VARIABLE),
         )
 
 
