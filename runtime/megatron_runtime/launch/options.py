@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_runtime.config import check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
@@ -156,8 +157,7 @@ class LaunchOptions:
         _at_least("--threads-per-rank", self.threads_per_rank, 1)
         if self.request_timeout <= 0:
             raise ConfigurationError(f"--request-timeout {self.request_timeout}: must be more than 0 seconds")
-        if not 0 <= self.routing_alpha <= 1:
-            raise ConfigurationError(f"--routing-alpha {self.routing_alpha}: must be between 0 and 1")
+        check_routing_alpha(self.routing_alpha, f"--routing-alpha {self.routing_alpha}:")
         for flag, port in (
             ("--port", self.port),
             ("--control-port", self.control_port),
