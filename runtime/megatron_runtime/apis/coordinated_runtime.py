@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_runtime.apis.prompts import Prompt
 from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.engine.listening import Listening, World, listen
+from megatron_runtime.engine.listening import STOP_SECONDS, Listening, World, listen
 from megatron_runtime.errors import CoordinatorError, EngineError, MegatronInferenceError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
@@ -181,7 +181,7 @@ class CoordinatedRuntime:
             self._listening.task.cancel()
             await asyncio.wait({self._listening.task})
             if self._listening.coordinator is not None:
-                await self._listening.coordinator.stop()
+                await self._listening.coordinator.stop(STOP_SECONDS)
         if self._watch is not None:
             await asyncio.wait({self._watch})
 

@@ -14,7 +14,7 @@ from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.keeper import ChildEnd, Keeper
 from megatron_runtime.server.options import FrontendOptions
-from megatron_runtime.wire.security import KEY_VARIABLE
+from megatron_runtime.wire.security import key_environment
 
 ABANDON_SECONDS = 3.0
 """How long frontends have, at the end of a drain, to tell their clients that it is over."""
@@ -124,7 +124,7 @@ class FrontendGroup:
         self._socket.close()
 
     def _task(self, index: int) -> ChildTask:
-        environment = {} if self._key is None else {KEY_VARIABLE: self._key}
+        environment = key_environment(self._key)
         if self.options.metrics_folder is not None:
             environment["PROMETHEUS_MULTIPROC_DIR"] = self.options.metrics_folder
         return ChildTask(

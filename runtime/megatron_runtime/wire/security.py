@@ -31,6 +31,11 @@ class CurveKeys:
     client_secret: bytes
 
 
+def key_environment(key: str | None) -> dict[str, str]:
+    """What tells the key to a process that is started with this."""
+    return {} if key is None else {KEY_VARIABLE: key}
+
+
 def derive_keys(secret: str) -> CurveKeys:
     """The same two CURVE key pairs from the same secret, by HMAC-SHA256 with one label per pair.
 
