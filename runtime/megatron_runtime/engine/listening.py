@@ -13,8 +13,8 @@ import torch.distributed
 
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
+from megatron_runtime.data_parallel_inference_coordinator.states import SETTLED, CoordinatorState
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
-from megatron_runtime.headers import EngineState
 from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
 from megatron_runtime.launch.parent_link import EXIT_DRAINED
 from megatron_runtime.wire.security import KEY_VARIABLE
@@ -24,13 +24,6 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 MOST_RESTARTS = 10
-_SETTLED = {
-    EngineState.PAUSED: "PAUSED",
-    EngineState.PAUSING: "PAUSED",
-    EngineState.RESUMING: "PAUSED",
-    EngineState.SUSPENDING: "SUSPENDED",
-    EngineState.SUSPENDED: "SUSPENDED",
-}
 
 
 @dataclass(frozen=True)
@@ -100,12 +93,10 @@ async def listen(
     key = key if key is not None else os.environ.get(KEY_VARIABLE)
     coordinator: KeptCoordinator | None = None
     address = f"{host}:{port}"
-    states: list[CoordinatedLoop] = []
+    loops: list[CoordinatedLoop] = []
     if launch_coordinator and world.rank == 0:
         options = _coordinator_options(engine, world, host, port, schedule_output_path)
-        coordinator, address = await _launch_coordinator(
-            options, key, lambda: _SETTLED.get(states[0].state, "RUNNING") if states else "RUNNING"
-        )
+        coordinator, address = await _launch_coordinator(options, key, lambda: _service_state(loops))
     if launch_coordinator:
         address = await asyncio.to_thread(world.share, address)
     loop = CoordinatedLoop(
@@ -115,8 +106,14 @@ async def listen(
         key=key,
         prepare_thread=prepare_thread,
     )
-    states.append(loop)
+    loops.append(loop)
     return Listening(address, key, loop, asyncio.create_task(loop.run()), coordinator)
+
+
+def _service_state(loops: list[CoordinatedLoop]) -> str:
+    """Where this rank's loop says that the service is; one that has stopped, or has not begun, knows nothing else."""
+    settled = SETTLED.get(loops[0].state) if loops else None
+    return "RUNNING" if settled in (None, CoordinatorState.STOPPING) else settled.name
 
 
 async def _launch_coordinator(

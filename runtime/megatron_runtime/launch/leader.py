@@ -67,7 +67,7 @@ class Leader:
         self._coordinator = KeptCoordinator(
             coordinator_options(options, coordinator_port),
             key=key,
-            current_state=lambda: self.link.wish.value,
+            current_state=lambda: self.link.wish.name,
             on_end=self._coordinator_ended,
             on_change=on_change,
         )
