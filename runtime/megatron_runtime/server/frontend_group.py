@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
 
+from megatron_runtime.bell import Bell
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.keeper import ChildEnd, Keeper
@@ -40,7 +41,7 @@ class FrontendGroup:
         self._key = key
         self._on_change = on_change
         self._listening: set[int] = set()
-        self._changed = asyncio.Event()
+        self._changed = Bell()
         self._keepers = [
             Keeper(
                 partial(self._task, index),
@@ -146,8 +147,7 @@ class FrontendGroup:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.ring()
         self._on_change()
 
 
