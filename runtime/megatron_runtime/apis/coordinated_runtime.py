@@ -17,7 +17,7 @@ from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.server.frontend_group import FrontendGroup, start_frontends
+from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.server.http_server import bind
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.security import KEY_VARIABLE
@@ -137,7 +137,8 @@ class CoordinatedRuntime:
             request_timeout=config.request_timeout,
             verbose=config.verbose,
         )
-        self._frontends = await start_frontends(options, sock, key=self._key)
+        self._frontends = FrontendGroup(options, sock, key=self._key)
+        self._frontends.start()
         try:
             await self._frontends.wait_ready(FRONTEND_SECONDS)
         except BaseException:

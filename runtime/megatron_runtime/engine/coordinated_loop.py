@@ -151,11 +151,6 @@ class CoordinatedLoop:
             await self._changed.wait()
         return drained
 
-    @property
-    def is_registered(self) -> bool:
-        """Whether the coordinator knows this engine over the connection that there is now."""
-        return self._link.registered.is_set()
-
     async def wait_registered(self) -> None:
         """Wait until the coordinator knows this engine."""
         await self._link.registered.wait()

@@ -34,7 +34,6 @@ class Identity:
     lifecycle: Lifecycle = Lifecycle.RUNNING
     coordinator_address: str | None = None
     bind_host: str | None = None
-    master_address: str | None = None
     coordinator_key: str | None = None
     control_token: str | None = None
     api_keys_file: Path | None = None
@@ -59,7 +58,6 @@ class Identity:
             lifecycle=read.lifecycle("MEGATRON_LIFECYCLE"),
             coordinator_address=read.text("MEGATRON_COORDINATOR_ADDRESS"),
             bind_host=read.text("MEGATRON_BIND_HOST"),
-            master_address=read.text("MEGATRON_MASTER_ADDR"),
             coordinator_key=read.key(KEY_VARIABLE),
             control_token=read.text("MEGATRON_CONTROL_TOKEN"),
             api_keys_file=read.path("MEGATRON_API_KEYS_FILE"),

@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_runtime.bell import Bell
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
@@ -22,9 +22,12 @@ ABANDON_SECONDS = 3.0
 
 
 class FrontendGroup:
-    """Made by ``start_frontends``. Its processes die with the thread whose event loop it runs on.
+    """Its processes die with the thread whose event loop it runs on.
 
-    ``on_change`` is called whenever a frontend came, went, or begins to listen.
+    Args:
+        sock: A listening socket, made with ``http_server.bind``; it belongs to the group from now on.
+        key: The shared secret of the coordinator, if it has one.
+        on_change: Called whenever a frontend came, went, or begins to listen.
     """
 
     def __init__(
@@ -34,7 +37,6 @@ class FrontendGroup:
         *,
         key: str | None,
         on_change: Callable[[], None] = lambda: None,
-        log: TextIO | None = None,
     ) -> None:
         self.options = options
         self._socket = sock
@@ -47,7 +49,6 @@ class FrontendGroup:
                 partial(self._task, index),
                 on_report=partial(self._report, index),
                 on_change=partial(self._note, index),
-                log=log,
             )
             for index in range(options.replicas)
         ]
@@ -67,11 +68,6 @@ class FrontendGroup:
     def restarts(self) -> int:
         """How often a frontend was started again."""
         return sum(keeper.restarts for keeper in self._keepers)
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes as they are now."""
-        return [keeper.child.pid for keeper in self._keepers if keeper.child is not None and keeper.child.pid]
 
     def start(self) -> None:
         """Starts the processes; needs a running event loop."""
@@ -149,24 +145,3 @@ class FrontendGroup:
     def _wake(self) -> None:
         self._changed.ring()
         self._on_change()
-
-
-async def start_frontends(
-    options: FrontendOptions,
-    sock: socket.socket,
-    *,
-    key: str | None = None,
-    on_change: Callable[[], None] = lambda: None,
-    log: TextIO | None = None,
-) -> FrontendGroup:
-    """Starts ``options.replicas`` processes that serve the listening socket ``sock``, which now belongs to the group.
-
-    Make the socket with ``http_server.bind``. Call this, and the methods of the group, on an event loop whose thread
-    lives as long as the frontends shall: the kernel ends them with that thread.
-
-    Args:
-        key: The shared secret of the coordinator, if it has one.
-    """
-    group = FrontendGroup(options, sock, key=key, on_change=on_change, log=log)
-    group.start()
-    return group
