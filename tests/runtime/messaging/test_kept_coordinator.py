@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from messaging_support.fake_engine import FakeEngine
 from messaging_support.fleet import free_port, until
+from runtime_support.processes import is_alive
 
 from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
@@ -44,12 +45,6 @@ def kept(port: int | None, state: str = "RUNNING", **options: Any) -> KeptCoordi
     return KeptCoordinator(arguments, key=KEY, current_state=lambda: state, **options)
 
 
-def is_gone(pid: int) -> bool:
-    """Whether this process has ended, reaped or not."""
-    status = Path(f"/proc/{pid}/stat")
-    return not status.exists() or " Z " in status.read_text()
-
-
 async def test_a_killed_coordinator_is_replaced_at_the_same_port_in_the_state_of_the_service() -> None:
     coordinator = kept(None, "PAUSED", may_move=True)
     coordinator.start()
@@ -65,7 +60,8 @@ async def test_a_killed_coordinator_is_replaced_at_the_same_port_in_the_state_of
     assert coordinator.pid != first
     client.stop()
     await coordinator.stop(5)
-    assert is_gone(coordinator.pid or 0)
+    assert coordinator.pid is not None
+    assert not is_alive(coordinator.pid)
 
 
 async def test_one_that_ends_well_is_left_alone_if_that_is_wanted() -> None:
@@ -120,7 +116,7 @@ async def test_it_ends_with_its_parent_and_still_writes_the_schedule(tmp_path: P
     finally:
         parent.kill()
         await parent.wait()
-    await until(lambda: is_gone(int(pid)), "the coordinator's end")
+    await until(lambda: not is_alive(int(pid)), "the coordinator's end")
     assert json.loads(schedule.read_text())["num_requests"] == 1
     client.stop()
     serving.cancel()
