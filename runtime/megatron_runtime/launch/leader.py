@@ -12,11 +12,11 @@ from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator impor
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch.engine_link import EngineLink
 from megatron_runtime.launch.keeper import ChildEnd
-from megatron_runtime.launch.options import COORDINATOR_PORT, HTTP_PORT, LaunchOptions
+from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
+from megatron_runtime.launch.ports import bind_coordinator, bind_http
 from megatron_runtime.launch.tasks import coordinator_options
 from megatron_runtime.server.frontend_group import FrontendGroup
-from megatron_runtime.server.http_server import bind
 from megatron_runtime.server.options import FrontendOptions
 
 COORDINATOR_GRACE = 2.0
@@ -48,16 +48,9 @@ class Leader:
         """The secret that everybody needs who talks to the coordinator."""
         self._on_failure = on_failure
         self._on_change = on_change
-        may_move = options.identity.is_standalone
-        self._http = bind(options.http_host, options.port, HTTP_PORT, flag="--port", may_move=may_move)
+        self._http = bind_http(options)
         # Only a look: the coordinator binds it itself, and a restarted one must be able to bind it again.
-        with bind(
-            options.private_host,
-            options.coordinator_port,
-            COORDINATOR_PORT,
-            flag="--coordinator-port",
-            may_move=may_move,
-        ) as probe:
+        with bind_coordinator(options) as probe:
             coordinator_port = int(probe.getsockname()[1])
         self.address = f"tcp://{options.private_host}:{coordinator_port}"
         """Where engines and clients find the coordinator."""

@@ -15,9 +15,6 @@ DEVICES = ("cpu", "cuda")
 KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
 ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES)
-HTTP_PORT = 8000
-CONTROL_PORT = 9000
-COORDINATOR_PORT = 5557
 HIGHEST_PORT = 65535
 
 
@@ -60,6 +57,15 @@ class EngineOptions:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """The sizes that a model may be split by, under the flags that ask for them."""
+        return {
+            "--tensor-parallel": self.tensor_parallel,
+            "--pipeline-parallel": self.pipeline_parallel,
+            "--expert-parallel": self.expert_parallel,
+        }
 
     @property
     def ranks_per_group(self) -> int:
@@ -167,11 +173,7 @@ class LaunchOptions:
                 raise ConfigurationError(f"{flag} {port}: must be between 0 (any free one) and {HIGHEST_PORT}")
 
     def _check_parallelism(self) -> None:
-        for flag, size in (
-            ("--tensor-parallel", self.engine.tensor_parallel),
-            ("--pipeline-parallel", self.engine.pipeline_parallel),
-            ("--expert-parallel", self.engine.expert_parallel),
-        ):
+        for flag, size in self.engine.parallel_sizes.items():
             _at_least(flag, size, 1)
         if self.group_ranks < 1:
             raise ConfigurationError(
