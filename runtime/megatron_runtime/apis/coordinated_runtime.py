@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from megatron_runtime.apis.prompts import Prompt
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.engine.listening import STOP_SECONDS, Listening, World, listen
 from megatron_runtime.errors import CoordinatorError, EngineError, MegatronInferenceError
@@ -20,6 +19,7 @@ from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.server.http_server import bind
 from megatron_runtime.server.options import FrontendOptions
+from megatron_runtime.wire.bodies import Prompt
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 READY_SECONDS = 120.0
