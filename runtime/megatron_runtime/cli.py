@@ -12,14 +12,12 @@ from typing import Annotated
 import typer
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.launch.identity import Identity
+from megatron_runtime.launch.identity import TERMINATION_LOG_VARIABLE, Identity
 from megatron_runtime.launch.launcher import Launcher
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
 from megatron_runtime.launch.quantity import parse_bytes
 from megatron_runtime.launch.termination import Outcome
-
-TERMINATION_LOG_VARIABLE = "MEGATRON_TERMINATION_LOG"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -103,11 +103,7 @@ class InferenceConfig:
         self.prefix_caching_coordinator_policy = _member(
             PrefixCachingCoordinatorPolicy, self, "prefix_caching_coordinator_policy"
         )
-        if not 0 <= self.prefix_caching_routing_alpha <= 1:
-            raise ConfigurationError(
-                f"prefix_caching_routing_alpha={self.prefix_caching_routing_alpha!r} must be between 0 and 1",
-                field="prefix_caching_routing_alpha",
-            )
+        check_routing_alpha(self.prefix_caching_routing_alpha)
         self._require_whole("block_size_tokens")
         for name in ("kv_cache_memory_bytes", "max_requests", "max_tokens", "max_sequence_length"):
             if getattr(self, name) is not None:
@@ -139,6 +135,20 @@ class InferenceConfig:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise ConfigurationError(f"{name}={value!r} must be a number greater than 0", field=name)
+
+
+def check_routing_alpha(alpha: float, said: str | None = None) -> None:
+    """Whether this weighs a known prefix against the load.
+
+    Args:
+        said: How the user gave it, for the message; None means as the field of a configuration.
+
+    Raises:
+        ConfigurationError: Less than 0 or more than 1.
+    """
+    if not 0 <= alpha <= 1:
+        name = "prefix_caching_routing_alpha"
+        raise ConfigurationError(f"{said or f'{name}={alpha!r}'} must be between 0 and 1", field=name)
 
 
 def _member(kind: type[_Enum], config: InferenceConfig, name: str) -> _Enum:

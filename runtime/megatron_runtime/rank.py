@@ -14,7 +14,7 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.launch.keeper import error_report
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
 from megatron_runtime.launch.pod_state import RankPhase
-from megatron_runtime.server.frontend_group import KEY_VARIABLE
+from megatron_runtime.wire.security import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop

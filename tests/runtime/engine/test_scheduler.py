@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from engine_support.scheduling import SchedulerLives, run_pass
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from megatron_runtime.engine.block_allocator import BlockAllocator
-from megatron_runtime.engine.scheduler import Schedule, Scheduler, SchedulerLimits
+from megatron_runtime.engine.scheduler import Scheduler, SchedulerLimits
 from megatron_runtime.engine.sequence import Sequence
 
 
@@ -23,23 +24,10 @@ def sequence_of(request_id: int, prompt: int, answer: int) -> Sequence:
     return Sequence(request_id, list(range(prompt)), prompt, prompt + answer)
 
 
-def run_pass(scheduler: Scheduler) -> tuple[Schedule, list[Sequence]]:
-    """One pass as the engine makes it: compute, append a token where one is sampled, forget what is done."""
-    schedule = scheduler.schedule()
-    scheduler.settle(schedule)
-    done = []
-    for part in schedule.slices:
-        if part.samples:
-            part.sequence.tokens.append(0)
-            if len(part.sequence.tokens) >= part.sequence.max_length:
-                done.append(part.sequence)
-                scheduler.remove(part.sequence)
-    scheduler.check_integrity()
-    return schedule, done
-
-
-class RandomLives(RuleBasedStateMachine):
+class RandomLives(SchedulerLives):
     """Adds, passes, aborts and suspensions in any order."""
+
+    passes_per_token = 2  # as many as computing everything one by one would take
 
     @initialize(
         blocks=st.integers(4, 24),
@@ -56,7 +44,7 @@ class RandomLives(RuleBasedStateMachine):
             max_tokens=max_requests + spare_tokens,
             chunked=chunked,
         )
-        self.alive: dict[int, Sequence] = {}
+        self.alive = {}
         self.next_id = 0
 
     @rule(prompt=st.integers(1, 30), answer=st.integers(1, 30))
@@ -71,42 +59,8 @@ class RandomLives(RuleBasedStateMachine):
         self.next_id += 1
 
     @rule()
-    def make_a_pass(self) -> None:
-        schedule, done = run_pass(self.scheduler)
-        assert sum(part.length for part in schedule.slices) <= self.scheduler.limits.max_tokens
-        assert len(schedule.slices) <= self.scheduler.limits.max_requests
-        assert all(part.length > 0 for part in schedule.slices)
-        assert bool(schedule.slices) == bool(self.alive)
-        for sequence in done:
-            del self.alive[sequence.request_id]
-
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.alive)))
-        self.scheduler.remove(self.alive.pop(request_id))
-
-    @rule()
     def suspend_and_recompute(self) -> None:
         self.scheduler.evict_all()
-        assert self.scheduler.allocator.num_used == 0
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        self.scheduler.check_integrity()
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
-
-    def teardown(self) -> None:
-        """Nobody starves: everything still alive ends, within as many passes as computing it one by one would take."""
-        if not hasattr(self, "scheduler"):
-            return
-        bound = sum(2 * sequence.max_length for sequence in self.alive.values())
-        for _ in range(bound):
-            for sequence in run_pass(self.scheduler)[1]:
-                del self.alive[sequence.request_id]
-        assert not self.alive
         assert self.scheduler.allocator.num_used == 0
 
 
