@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import warnings
+from dataclasses import InitVar, dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.unavailable_settings import UnavailableSettings
+
+_logger = logging.getLogger(__name__)
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+SAMPLING_BACKENDS = ("torch", "flashinfer")
 DEFAULT_MAX_REQUESTS = 256
 """Most requests in one forward pass, if nothing else is asked for and the pool has as many blocks."""
 
@@ -45,8 +51,10 @@ class PrefixCachingEvictionPolicy(StrEnum):
 
 
 @dataclass
-class InferenceConfig:
+class InferenceConfig(UnavailableSettings):
     """How one engine uses its memory and its turns.
+
+    Fields of Megatron's that are not explained here are those of UnavailableSettings.
 
     Raises:
         ConfigurationError: A value that can't work, naming field, value and mend.
@@ -89,20 +97,39 @@ class InferenceConfig:
     logprobs_mode: str = "raw_logprobs"
     """"raw_logprobs" reports the model's own log probabilities; "processed_logprobs" those that generated tokens were
     drawn with, after penalties, biases, temperature and filters. The prompt's tokens were not drawn: theirs are raw."""
+    materialize_only_last_token_logits: bool = False
+    """Never computes logits of prompts, and fails requests for log probabilities of them. Without it, those that a
+    request asks for are computed, and no others."""
+    static_kv_memory_pointers: bool = False
+    """Insists that the KV cache keeps its address through a suspension, which only PERSIST does."""
+    sampling_backend: str = "torch"
+    """"torch"; "flashinfer" warns and takes it too."""
+    verbose: InitVar[bool] = False
+    """Logs all settings."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, verbose: bool) -> None:
+        self._refuse_unavailable()
+        self._check_choices()
+        self._check_numbers()
+        self._check_flags()
+        if verbose:
+            _logger.info("%s", self)
+
+    def _check_choices(self) -> None:
         self.kv_cache_management_mode = _member(KVCacheManagementMode, self, "kv_cache_management_mode")
         self.prefix_caching_eviction_policy = _member(
             PrefixCachingEvictionPolicy, self, "prefix_caching_eviction_policy"
         )
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ConfigurationError(
-                f"logprobs_mode={self.logprobs_mode!r} is unknown; choose one of {', '.join(LOGPROBS_MODES)}",
-                field="logprobs_mode",
-            )
         self.prefix_caching_coordinator_policy = _member(
             PrefixCachingCoordinatorPolicy, self, "prefix_caching_coordinator_policy"
         )
+        self._require_one_of("logprobs_mode", LOGPROBS_MODES)
+        self._require_one_of("sampling_backend", SAMPLING_BACKENDS)
+        if self.sampling_backend == "flashinfer":
+            warnings.warn("sampling_backend='flashinfer' is not there; sampling is done by torch", stacklevel=4)
+            self.sampling_backend = "torch"
+
+    def _check_numbers(self) -> None:
         if not 0 <= self.prefix_caching_routing_alpha <= 1:
             raise ConfigurationError(
                 f"prefix_caching_routing_alpha={self.prefix_caching_routing_alpha!r} must be between 0 and 1",
@@ -122,6 +149,18 @@ class InferenceConfig:
                 field="max_tokens",
             )
 
+    def _check_flags(self) -> None:
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} must be true or false", field=name)
+        if self.static_kv_memory_pointers and self.kv_cache_management_mode is not KVCacheManagementMode.PERSIST:
+            raise ConfigurationError(
+                "static_kv_memory_pointers=True: on suspend, kv_cache_management_mode="
+                f"{self.kv_cache_management_mode.value!r} gives the KV cache's memory back; only 'persist' keeps its "
+                "address",
+                field="static_kv_memory_pointers",
+            )
+
     def pool_bytes(self, device_type: str) -> int:
         """Bytes that the KV pool may take on a device of this type ("cpu", "cuda")."""
         if self.kv_cache_memory_bytes is not None:
@@ -129,6 +168,11 @@ class InferenceConfig:
         if self.buffer_size_gb is not None:
             return int(self.buffer_size_gb * 2**30)
         return (2 if device_type == "cpu" else 20) * 2**30
+
+    def _require_one_of(self, name: str, known: tuple[str, ...]) -> None:
+        value: Any = getattr(self, name)
+        if value not in known:
+            raise ConfigurationError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}", field=name)
 
     def _require_whole(self, name: str) -> None:
         value = getattr(self, name)
@@ -139,6 +183,16 @@ class InferenceConfig:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise ConfigurationError(f"{name}={value!r} must be a number greater than 0", field=name)
+
+
+_FLAGS = (
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "offload_weights",
+    "track_generated_token_events",
+    "materialize_only_last_token_logits",
+    "static_kv_memory_pointers",
+)
 
 
 def _member(kind: type[_Enum], config: InferenceConfig, name: str) -> _Enum:

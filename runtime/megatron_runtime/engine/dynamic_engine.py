@@ -63,6 +63,7 @@ class DynamicInferenceEngine:
             vocab_size=controller.model.config.vocab_size,
             chunked_prefill=self.config.enable_chunked_prefill,
             prefix_caching=self.config.enable_prefix_caching,
+            scores_prompts=not self.config.materialize_only_last_token_logits,
         )
         self._requests = RequestBook(
             self.tokenizer,
