@@ -66,6 +66,9 @@ class InferenceConfig(UnavailableSettings):
     """Size of the KV pool in GiB; None takes 20 on a GPU and 2 on a CPU, whose memory others share."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in bytes; wins over ``buffer_size_gb``."""
+    paused_buffer_size_gb: float | None = None
+    """GiB of the pool that requests may keep while they wait for a further block; beyond it they give their blocks back
+    and are computed again later. None means 0."""
     max_requests: int | None = None
     """Most requests in one forward pass; None takes 256, or fewer if the pool has fewer blocks."""
     max_tokens: int | None = None
@@ -90,6 +93,8 @@ class InferenceConfig(UnavailableSettings):
     """What becomes of the KV cache on suspend."""
     offload_weights: bool = False
     """Moves the weights to host memory too while the engine is suspended."""
+    track_paused_request_events: bool = False
+    """Records an event whenever a request begins to wait for a block with what it has."""
     track_generated_token_events: bool = False
     """Records an event per generated token in every request."""
     request_timeout: float | None = None
@@ -104,6 +109,11 @@ class InferenceConfig(UnavailableSettings):
     """Insists that the KV cache keeps its address through a suspension, which only PERSIST does."""
     sampling_backend: str = "torch"
     """"torch"; "flashinfer" warns and takes it too."""
+    logging_step_interval: int = 0
+    """Steps from one line in the log, about the engine's load, to the next; 0 means none."""
+    metrics_writer: Any = None
+    """Gets the same figures, every ``logging_step_interval`` steps, through its ``log(figures)``: the module
+    ``wandb``, or a run of it, or anything alike."""
     verbose: InitVar[bool] = False
     """Logs all settings."""
 
@@ -112,6 +122,7 @@ class InferenceConfig(UnavailableSettings):
         self._check_choices()
         self._check_numbers()
         self._check_flags()
+        self._check_metrics()
         if verbose:
             _logger.info("%s", self)
 
@@ -142,6 +153,8 @@ class InferenceConfig(UnavailableSettings):
         for name in ("buffer_size_gb", "request_timeout"):
             if getattr(self, name) is not None:
                 self._require_positive(name)
+        if self.paused_buffer_size_gb:
+            self._require_positive("paused_buffer_size_gb")
         if self.max_tokens is not None and self.max_requests is not None and self.max_tokens < self.max_requests:
             raise ConfigurationError(
                 f"max_tokens={self.max_tokens} is less than max_requests={self.max_requests}: a forward pass carries "
@@ -159,6 +172,26 @@ class InferenceConfig(UnavailableSettings):
                 f"{self.kv_cache_management_mode.value!r} gives the KV cache's memory back; only 'persist' keeps its "
                 "address",
                 field="static_kv_memory_pointers",
+            )
+
+    def _check_metrics(self) -> None:
+        interval = self.logging_step_interval
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+            raise ConfigurationError(
+                f"logging_step_interval={interval!r} must be a whole number of at least 0",
+                field="logging_step_interval",
+            )
+        if self.metrics_writer is None:
+            return
+        if not callable(getattr(self.metrics_writer, "log", None)):
+            raise ConfigurationError(
+                f"metrics_writer={self.metrics_writer!r} has no log(figures); give the module wandb, or None",
+                field="metrics_writer",
+            )
+        if interval == 0:
+            raise ConfigurationError(
+                "metrics_writer is never written to with logging_step_interval=0; set how many steps lie between",
+                field="metrics_writer",
             )
 
     def pool_bytes(self, device_type: str) -> int:
@@ -189,6 +222,7 @@ _FLAGS = (
     "enable_chunked_prefill",
     "enable_prefix_caching",
     "offload_weights",
+    "track_paused_request_events",
     "track_generated_token_events",
     "materialize_only_last_token_logits",
     "static_kv_memory_pointers",

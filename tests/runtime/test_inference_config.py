@@ -70,6 +70,8 @@ def test_a_mode_can_be_given_by_its_name() -> None:
         ("prefix_caching_coordinator_policy", "random"),
         ("prefix_caching_routing_alpha", 1.5),
         ("sampling_backend", "numpy"),
+        ("paused_buffer_size_gb", -1),
+        ("track_paused_request_events", 1),
         ("enable_chunked_prefill", 1),
         ("enable_prefix_caching", "yes"),
         ("offload_weights", None),

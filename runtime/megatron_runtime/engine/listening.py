@@ -13,6 +13,7 @@ import torch.distributed
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.data_parallel_inference_coordinator.child_process import CoordinatorChild
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
+from megatron_runtime.engine.running_engine import RunningEngine
 from megatron_runtime.headers import EngineState
 
 KEY_VARIABLE = "MEGATRON_COORDINATOR_KEY"
@@ -107,6 +108,8 @@ async def listen(
         prepare_thread=prepare_thread,
     )
     states.append(loop)
+    if isinstance(engine, RunningEngine):
+        engine.coordinated_loop = loop
     return Listening(address, key, loop, asyncio.create_task(loop.run()), coordinator)
 
 

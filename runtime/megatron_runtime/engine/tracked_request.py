@@ -112,6 +112,12 @@ class TrackedRequest:
         self.was_scheduled = True
         self.current.add_event_add_context()
 
+    def pause(self, *, notes_event: bool) -> None:
+        """The request waits for a further block, with what it has."""
+        self.current.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+        if notes_event:
+            self.current.add_event_pause()
+
     def evict(self) -> None:
         """The request lost its cache: what it has so far becomes the prompt of its next segment."""
         request = self.current
