@@ -257,6 +257,15 @@ class DynamicInferenceEngine(RunningEngine):
         """
         self.scheduler.forget_prefixes()
 
+    def increment_staleness(self) -> None:
+        """Count, in every unfinished request, one more change of weights since its tokens were chosen and computed.
+
+        What waits has no keys and values that could grow old.
+        """
+        for tracked in self._requests:
+            has_cache = tracked.sequence is not None and tracked.sequence.is_running
+            tracked.record.increment_staleness(policy_only=not has_cache)
+
     def stats(self) -> EngineStats:
         """How busy the engine is."""
         return EngineStats(

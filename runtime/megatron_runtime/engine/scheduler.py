@@ -178,7 +178,7 @@ class Scheduler:
 
     def _should_pause(self, sequence: Sequence, slices: list[SequenceSlice], paused: list[Sequence]) -> bool:
         """True if a running sequence lacks blocks and may wait for them with what it owns; the oldest never does."""
-        if not slices or self.allocator.can_allocate(self._missing(sequence)):
+        if not self.limits.paused_blocks or not slices or self.allocator.can_allocate(self._missing(sequence)):
             return False
         return sum(len(each.blocks) for each in (*paused, sequence)) <= self.limits.paused_blocks
 

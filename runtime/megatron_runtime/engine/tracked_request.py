@@ -129,6 +129,8 @@ class TrackedRequest:
             self.record.checkpoint()
             assert self.sequence is not None
             self.sequence.block_hashes = list(self.current.precomputed_block_hashes)
+        else:
+            request.kv_cache_staleness = None
 
     def take_partial(self, *, final: bool = False) -> PartialOutput | None:
         """New tokens for a streaming request, if there are enough of them."""

@@ -143,6 +143,59 @@ def test_log_probs_have_their_shape_and_values_with_chunks_caches_pauses_and_evi
         assert prompt_tops is None if skip or top_n == 0 else [len(top) for top in prompt_tops or []] == [3] * before
 
 
+def test_changes_of_weights_age_tokens_and_what_is_cached_of_them(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_requests=1)
+    params = SamplingParams(temperature=0, num_tokens_to_generate=6, ignore_eos=True)
+    futures = [engine.add_request(i, PROMPTS[0], params) for i in range(2)]
+    for _ in range(3):
+        engine.step_modern()
+    engine.increment_staleness()
+    engine._passes.evict_all()
+    engine.increment_staleness()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    first, second = (future.result(timeout=0).merge() for future in futures)
+    assert first.policy_staleness is not None
+    assert first.kv_cache_staleness is not None
+    assert second.policy_staleness is not None
+    assert second.kv_cache_staleness is not None
+    assert first.policy_staleness.tolist() == [2] * (3 + 3) + [0] * 3
+    assert second.policy_staleness.tolist() == [2] * 3 + [0] * 6
+    assert first.kv_cache_staleness.tolist() == second.kv_cache_staleness.tolist() == [0] * 9
+
+
+def test_a_cache_that_is_lost_before_the_first_token_is_young_again(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_tokens=2, max_requests=1)
+    future = engine.add_request(0, PROMPTS[0], SamplingParams(temperature=0, num_tokens_to_generate=2))
+    engine.step_modern()
+    engine.increment_staleness()
+    engine._passes.evict_all()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    merged = future.result(timeout=0).merge()
+    assert merged.policy_staleness is not None
+    assert merged.kv_cache_staleness is not None
+    assert merged.policy_staleness.tolist()[:3] == [1, 1, 1]
+    assert set(merged.kv_cache_staleness.tolist()) == {0}
+
+
+def test_times_of_an_evicted_request_are_those_of_its_whole_life(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    future = engine.add_request(0, PROMPTS[0], SamplingParams(temperature=0, num_tokens_to_generate=6))
+    engine.step_modern()
+    engine._passes.evict_all()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    record = future.result(timeout=0)
+    merged = record.merge()
+    assert len(record.requests) == 2
+    assert record[1].event_add_engine is record[0].event_add_engine
+    assert merged.ttft is not None
+    assert merged.tpot is not None
+    assert merged.latency == record.latency
+    assert merged.latency == pytest.approx(merged.ttft + 5 * merged.tpot[0], rel=0.05)
+
+
 @pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}], ids=str)
 def test_every_filter_reaches_the_sampler(
     make_engine: MakeEngine, naive_greedy: NaiveGreedy, fields: dict[str, Any]
