@@ -52,6 +52,10 @@ def serve(
         str, typer.Option(help="What suspend does with the KV cache: persist, offload or recompute.")
     ] = "offload",
     offload_weights: Annotated[bool, typer.Option(help="Suspend moves the weights to host memory.")] = False,
+    logprobs_mode: Annotated[
+        str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: those that tokens are drawn with.")
+    ] = "raw_logprobs",
+    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = False,
     routing_policy: Annotated[
         str, typer.Option(help="round-robin, load-balanced, first-prefix-block or longest-prefix.")
     ] = "round-robin",
@@ -83,6 +87,8 @@ def serve(
                 chunked_prefill=chunked_prefill,
                 kv_cache_management=kv_cache_management,
                 offload_weights=offload_weights,
+                logprobs_mode=logprobs_mode,
+                check_finite=check_finite,
                 tensor_parallel=tensor_parallel,
                 pipeline_parallel=pipeline_parallel,
                 expert_parallel=expert_parallel,

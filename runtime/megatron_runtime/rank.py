@@ -60,6 +60,7 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
         device=device,
         max_sequence_length=options["max_sequence_length"],
         on_progress=_Progress(link),
+        check_finite=options["check_finite"],
     )
     tokenizer = load_tokenizer(link.options["checkpoint"])
     return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options))
@@ -77,6 +78,7 @@ def _inference_config(options: dict[str, Any]) -> Any:
         enable_chunked_prefill=options["chunked_prefill"],
         kv_cache_management_mode=options["kv_cache_management"],
         offload_weights=options["offload_weights"],
+        logprobs_mode=options["logprobs_mode"],
     )
 
 

@@ -56,6 +56,10 @@ def refusal(options: LaunchOptions) -> str | None:
         ({"routing_policy": "random"}, "--routing-policy random: use one of round-robin, load-balanced"),
         ({"port": 70000}, "--port 70000: must be between 0"),
         ({"engine": EngineOptions(dtype="int8")}, "--dtype int8: use one of auto, float32"),
+        (
+            {"engine": EngineOptions(logprobs_mode="cooked")},
+            "--logprobs-mode cooked: use one of raw_logprobs, processed",
+        ),
         ({"engine": EngineOptions(device="tpu")}, "--device tpu: use one of cpu, cuda"),
         ({"engine": EngineOptions(block_size_tokens=0)}, "--block-size-tokens 0: must be at least 1"),
         ({"model": ModelSource()}, "give exactly one of --model PATH and --hf-repo"),

@@ -15,6 +15,7 @@ from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
 from megatron_runtime.data_parallel_inference_coordinator.states import SETTLED, CoordinatorState
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
+from megatron_runtime.engine.running_engine import RunningEngine
 from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
 from megatron_runtime.launch.parent_link import EXIT_DRAINED
 from megatron_runtime.wire.security import KEY_VARIABLE
@@ -107,6 +108,8 @@ async def listen(
         prepare_thread=prepare_thread,
     )
     loops.append(loop)
+    if isinstance(engine, RunningEngine):
+        engine.coordinated_loop = loop
     return Listening(address, key, loop, asyncio.create_task(loop.run()), coordinator)
 
 

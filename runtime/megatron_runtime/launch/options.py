@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_runtime.config import check_routing_alpha
+from megatron_runtime.config import LOGPROBS_MODES, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
@@ -54,6 +54,8 @@ class EngineOptions:
     chunked_prefill: bool = True
     kv_cache_management: str = "offload"
     offload_weights: bool = False
+    logprobs_mode: str = "raw_logprobs"
+    check_finite: bool = False
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
@@ -143,6 +145,7 @@ class LaunchOptions:
         _one_of("--dtype", self.engine.dtype, DTYPES)
         _one_of("--device", self.engine.device, DEVICES)
         _one_of("--kv-cache-management", self.engine.kv_cache_management, KV_CACHE_MANAGEMENTS)
+        _one_of("--logprobs-mode", self.engine.logprobs_mode, LOGPROBS_MODES)
         _one_of("--routing-policy", self.routing_policy, ROUTING_POLICIES)
         if self.routing_policy in PREFIX_POLICIES and not self.engine.prefix_caching:
             raise ConfigurationError(

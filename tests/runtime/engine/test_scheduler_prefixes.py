@@ -28,8 +28,9 @@ def scheduler_of(
     max_requests: int = 8,
     max_tokens: int = 64,
     chunked: bool = True,
+    paused_blocks: int = 0,
 ) -> Scheduler:
-    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked)
+    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks)
     return Scheduler(limits, BlockAllocator(blocks, PrefixCache(policy, block_size)))
 
 
@@ -94,6 +95,7 @@ class RandomSharing(SchedulerLives):
         chunked=st.booleans(),
         policy=st.sampled_from(PrefixCachingEvictionPolicy),
         num_hashes=st.sampled_from([None, 3]),
+        paused_blocks=st.integers(0, 8),
     )
     def begin(
         self,
@@ -104,6 +106,7 @@ class RandomSharing(SchedulerLives):
         chunked: bool,
         policy: PrefixCachingEvictionPolicy,
         num_hashes: int | None,
+        paused_blocks: int,
     ) -> None:
         self.scheduler = scheduler_of(
             blocks,
@@ -112,6 +115,7 @@ class RandomSharing(SchedulerLives):
             max_requests=max_requests,
             max_tokens=max_requests + spare_tokens,
             chunked=chunked,
+            paused_blocks=paused_blocks,
         )
         self.memory = Memory(block_size)
         self.num_hashes = num_hashes
