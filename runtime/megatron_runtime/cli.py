@@ -12,14 +12,12 @@ from typing import Annotated
 import typer
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.launch.identity import Identity
+from megatron_runtime.launch.identity import TERMINATION_LOG_VARIABLE, Identity
 from megatron_runtime.launch.launcher import Launcher
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
 from megatron_runtime.launch.quantity import parse_bytes
 from megatron_runtime.launch.termination import Outcome
-
-TERMINATION_LOG_VARIABLE = "MEGATRON_TERMINATION_LOG"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -54,6 +52,10 @@ def serve(
         str, typer.Option(help="What suspend does with the KV cache: persist, offload or recompute.")
     ] = "offload",
     offload_weights: Annotated[bool, typer.Option(help="Suspend moves the weights to host memory.")] = False,
+    logprobs_mode: Annotated[
+        str, typer.Option(help="raw_logprobs: the model's own; processed_logprobs: those that tokens are drawn with.")
+    ] = "raw_logprobs",
+    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = False,
     routing_policy: Annotated[
         str, typer.Option(help="round-robin, load-balanced, first-prefix-block or longest-prefix.")
     ] = "round-robin",
@@ -85,6 +87,8 @@ def serve(
                 chunked_prefill=chunked_prefill,
                 kv_cache_management=kv_cache_management,
                 offload_weights=offload_weights,
+                logprobs_mode=logprobs_mode,
+                check_finite=check_finite,
                 tensor_parallel=tensor_parallel,
                 pipeline_parallel=pipeline_parallel,
                 expert_parallel=expert_parallel,

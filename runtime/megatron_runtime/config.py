@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+import warnings
+from dataclasses import InitVar, dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.unavailable_settings import UnavailableSettings
+
+_logger = logging.getLogger(__name__)
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
+SAMPLING_BACKENDS = ("torch", "flashinfer")
 DEFAULT_MAX_REQUESTS = 256
 """Most requests in one forward pass, if nothing else is asked for and the pool has as many blocks."""
 
@@ -45,8 +51,10 @@ class PrefixCachingEvictionPolicy(StrEnum):
 
 
 @dataclass
-class InferenceConfig:
+class InferenceConfig(UnavailableSettings):
     """How one engine uses its memory and its turns.
+
+    Fields of Megatron's that are not explained here are those of UnavailableSettings.
 
     Raises:
         ConfigurationError: A value that can't work, naming field, value and mend.
@@ -58,6 +66,9 @@ class InferenceConfig:
     """Size of the KV pool in GiB; None takes 20 on a GPU and 2 on a CPU, whose memory others share."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in bytes; wins over ``buffer_size_gb``."""
+    paused_buffer_size_gb: float | None = None
+    """GiB of the pool that requests may keep while they wait for a further block; beyond it they give their blocks back
+    and are computed again later. None means 0."""
     max_requests: int | None = None
     """Most requests in one forward pass; None takes 256, or fewer if the pool has fewer blocks."""
     max_tokens: int | None = None
@@ -82,6 +93,8 @@ class InferenceConfig:
     """What becomes of the KV cache on suspend."""
     offload_weights: bool = False
     """Moves the weights to host memory too while the engine is suspended."""
+    track_paused_request_events: bool = False
+    """Records an event whenever a request begins to wait for a block with what it has."""
     track_generated_token_events: bool = False
     """Records an event per generated token in every request."""
     request_timeout: float | None = None
@@ -89,25 +102,46 @@ class InferenceConfig:
     logprobs_mode: str = "raw_logprobs"
     """"raw_logprobs" reports the model's own log probabilities; "processed_logprobs" those that generated tokens were
     drawn with, after penalties, biases, temperature and filters. The prompt's tokens were not drawn: theirs are raw."""
+    materialize_only_last_token_logits: bool = False
+    """Never computes logits of prompts, and fails requests for log probabilities of them. Without it, those that a
+    request asks for are computed, and no others."""
+    static_kv_memory_pointers: bool = False
+    """Insists that the KV cache keeps its address through a suspension, which only PERSIST does."""
+    sampling_backend: str = "torch"
+    """"torch"; "flashinfer" warns and takes it too."""
+    logging_step_interval: int = 0
+    """Steps from one line in the log, about the engine's load, to the next; 0 means none."""
+    metrics_writer: Any = None
+    """Gets the same figures, every ``logging_step_interval`` steps, through its ``log(figures)``: the module
+    ``wandb``, or a run of it, or anything alike."""
+    verbose: InitVar[bool] = False
+    """Logs all settings."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, verbose: bool) -> None:
+        self._refuse_unavailable()
+        self._check_choices()
+        self._check_numbers()
+        self._check_flags()
+        self._check_metrics()
+        if verbose:
+            _logger.info("%s", self)
+
+    def _check_choices(self) -> None:
         self.kv_cache_management_mode = _member(KVCacheManagementMode, self, "kv_cache_management_mode")
         self.prefix_caching_eviction_policy = _member(
             PrefixCachingEvictionPolicy, self, "prefix_caching_eviction_policy"
         )
-        if self.logprobs_mode not in LOGPROBS_MODES:
-            raise ConfigurationError(
-                f"logprobs_mode={self.logprobs_mode!r} is unknown; choose one of {', '.join(LOGPROBS_MODES)}",
-                field="logprobs_mode",
-            )
         self.prefix_caching_coordinator_policy = _member(
             PrefixCachingCoordinatorPolicy, self, "prefix_caching_coordinator_policy"
         )
-        if not 0 <= self.prefix_caching_routing_alpha <= 1:
-            raise ConfigurationError(
-                f"prefix_caching_routing_alpha={self.prefix_caching_routing_alpha!r} must be between 0 and 1",
-                field="prefix_caching_routing_alpha",
-            )
+        self._require_one_of("logprobs_mode", LOGPROBS_MODES)
+        self._require_one_of("sampling_backend", SAMPLING_BACKENDS)
+        if self.sampling_backend == "flashinfer":
+            warnings.warn("sampling_backend='flashinfer' is not there; sampling is done by torch", stacklevel=4)
+            self.sampling_backend = "torch"
+
+    def _check_numbers(self) -> None:
+        check_routing_alpha(self.prefix_caching_routing_alpha)
         self._require_whole("block_size_tokens")
         for name in ("kv_cache_memory_bytes", "max_requests", "max_tokens", "max_sequence_length"):
             if getattr(self, name) is not None:
@@ -115,11 +149,45 @@ class InferenceConfig:
         for name in ("buffer_size_gb", "request_timeout"):
             if getattr(self, name) is not None:
                 self._require_positive(name)
+        if self.paused_buffer_size_gb:
+            self._require_positive("paused_buffer_size_gb")
         if self.max_tokens is not None and self.max_requests is not None and self.max_tokens < self.max_requests:
             raise ConfigurationError(
                 f"max_tokens={self.max_tokens} is less than max_requests={self.max_requests}: a forward pass carries "
                 "at least one token per request, so raise max_tokens or lower max_requests",
                 field="max_tokens",
+            )
+
+    def _check_flags(self) -> None:
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r} must be true or false", field=name)
+        if self.static_kv_memory_pointers and self.kv_cache_management_mode is not KVCacheManagementMode.PERSIST:
+            raise ConfigurationError(
+                "static_kv_memory_pointers=True: on suspend, kv_cache_management_mode="
+                f"{self.kv_cache_management_mode.value!r} gives the KV cache's memory back; only 'persist' keeps its "
+                "address",
+                field="static_kv_memory_pointers",
+            )
+
+    def _check_metrics(self) -> None:
+        interval = self.logging_step_interval
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+            raise ConfigurationError(
+                f"logging_step_interval={interval!r} must be a whole number of at least 0",
+                field="logging_step_interval",
+            )
+        if self.metrics_writer is None:
+            return
+        if not callable(getattr(self.metrics_writer, "log", None)):
+            raise ConfigurationError(
+                f"metrics_writer={self.metrics_writer!r} has no log(figures); give the module wandb, or None",
+                field="metrics_writer",
+            )
+        if interval == 0:
+            raise ConfigurationError(
+                "metrics_writer is never written to with logging_step_interval=0; set how many steps lie between",
+                field="metrics_writer",
             )
 
     def pool_bytes(self, device_type: str) -> int:
@@ -130,6 +198,11 @@ class InferenceConfig:
             return int(self.buffer_size_gb * 2**30)
         return (2 if device_type == "cpu" else 20) * 2**30
 
+    def _require_one_of(self, name: str, known: tuple[str, ...]) -> None:
+        value: Any = getattr(self, name)
+        if value not in known:
+            raise ConfigurationError(f"{name}={value!r} is unknown; choose one of {', '.join(known)}", field=name)
+
     def _require_whole(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -139,6 +212,31 @@ class InferenceConfig:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
             raise ConfigurationError(f"{name}={value!r} must be a number greater than 0", field=name)
+
+
+def check_routing_alpha(alpha: float, said: str | None = None) -> None:
+    """Whether this weighs a known prefix against the load.
+
+    Args:
+        said: How the user gave it, for the message; None means as the field of a configuration.
+
+    Raises:
+        ConfigurationError: Less than 0 or more than 1.
+    """
+    if not 0 <= alpha <= 1:
+        name = "prefix_caching_routing_alpha"
+        raise ConfigurationError(f"{said or f'{name}={alpha!r}'} must be between 0 and 1", field=name)
+
+
+_FLAGS = (
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "offload_weights",
+    "track_paused_request_events",
+    "track_generated_token_events",
+    "materialize_only_last_token_logits",
+    "static_kv_memory_pointers",
+)
 
 
 def _member(kind: type[_Enum], config: InferenceConfig, name: str) -> _Enum:

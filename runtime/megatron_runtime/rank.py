@@ -14,7 +14,7 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.launch.keeper import error_report
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
 from megatron_runtime.launch.pod_state import RankPhase
-from megatron_runtime.server.frontend_group import KEY_VARIABLE
+from megatron_runtime.wire.security import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
@@ -60,6 +60,7 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
         device=device,
         max_sequence_length=options["max_sequence_length"],
         on_progress=_Progress(link),
+        check_finite=options["check_finite"],
     )
     tokenizer = load_tokenizer(link.options["checkpoint"])
     return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options))
@@ -77,6 +78,7 @@ def _inference_config(options: dict[str, Any]) -> Any:
         enable_chunked_prefill=options["chunked_prefill"],
         kv_cache_management_mode=options["kv_cache_management"],
         offload_weights=options["offload_weights"],
+        logprobs_mode=options["logprobs_mode"],
     )
 
 

@@ -12,6 +12,10 @@ from megatron_runtime.errors import InvalidRequestError
 
 _SEED_LIMIT = 2**64
 _LARGEST_BIAS = 100.0
+_UNAVAILABLE = {
+    "return_segments": "texts of single tokens are not reported; detokenize generated_tokens one by one",
+    "do_kv_handoff": "one engine computes both prompt and answer; leave it out",
+}
 
 
 @dataclass
@@ -74,6 +78,10 @@ class SamplingParams:
     """Reports tokens as they come."""
     streaming_interval: int = 1
     """With ``streaming``, reports at least this many tokens at a time."""
+    return_segments: bool = False
+    """Only False: texts of single tokens are not reported; ``top_n_logprobs`` has those of the likeliest."""
+    do_kv_handoff: bool = False
+    """Only False: prompts and answers are computed by the same engine, which has no keys and values to hand over."""
 
     def __post_init__(self) -> None:
         self._join_stop_names(self.stop, self.stop_words)
@@ -197,10 +205,14 @@ class SamplingParams:
             "add_BOS",
             "return_prompt_tokens",
             "streaming",
+            *_UNAVAILABLE,
         )
         for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name}={getattr(self, name)!r} must be true or false", field=name)
+        for name, reason in _UNAVAILABLE.items():
+            if getattr(self, name):
+                raise InvalidRequestError(f"{name}=True: {reason}", field=name)
 
     def _check_stops(self) -> None:
         if any(not isinstance(text, str) or not text for text in self.stop_words or ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,11 @@ import torch
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-DATA = Path(__file__).parent / "data"
+HERE = Path(__file__).parent
+if str(HERE) not in sys.path:
+    sys.path.append(str(HERE))  # runtime_support lies here, and importlib mode puts nothing on the path
+
+DATA = HERE / "data"
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import fields
+
 import pytest
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.unavailable_settings import UnavailableSettings
+
+ASKED_FOR = {
+    "num_cuda_graphs": 16,
+    "cuda_graph_mixed_prefill_count": 4,
+    "cuda_graph_sizing_distribution": "linear",
+    "use_cuda_graphs_for_non_decode_steps": False,
+    "cuda_graph_all_prefills": True,
+    "cuda_graph_max_tokens": 64,
+    "mamba_inference_state_config": object(),
+    "mamba_memory_ratio": 0.5,
+    "prefix_caching_mamba_gb": 1.0,
+    "unified_memory_level": 1,
+    "pg_collection": object(),
+    "image_preprocessing_config": {},
+    "use_flashinfer_fused_rope": True,
+    "num_speculative_tokens": 2,
+    "offset_sampling_seed_by_dp_rank": True,
+    "async_sched_mode": "async",
+    "request_metadata_types": [],
+    "use_synchronous_zmq_collectives": True,
+    "disable_ep_consensus": True,
+    "ep_consensus_interval": 5,
+}
+"""A value of every setting of Megatron's that this engine has no use for."""
 
 
 def test_the_defaults_are_valid() -> None:
@@ -41,6 +69,15 @@ def test_a_mode_can_be_given_by_its_name() -> None:
         ("prefix_caching_eviction_policy", "fifo"),
         ("prefix_caching_coordinator_policy", "random"),
         ("prefix_caching_routing_alpha", 1.5),
+        ("sampling_backend", "numpy"),
+        ("paused_buffer_size_gb", -1),
+        ("track_paused_request_events", 1),
+        ("enable_chunked_prefill", 1),
+        ("enable_prefix_caching", "yes"),
+        ("offload_weights", None),
+        ("track_generated_token_events", 0),
+        ("materialize_only_last_token_logits", 1),
+        ("static_kv_memory_pointers", "no"),
     ],
 )
 def test_a_value_that_can_not_work_is_refused_by_name(field: str, value: object) -> None:
@@ -52,3 +89,36 @@ def test_a_value_that_can_not_work_is_refused_by_name(field: str, value: object)
 def test_fewer_tokens_than_requests_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="max_tokens=4 is less than max_requests=8"):
         InferenceConfig(max_tokens=4, max_requests=8)
+
+
+@pytest.mark.parametrize(("field", "value"), ASKED_FOR.items())
+def test_a_setting_for_what_there_is_not_is_refused_instead_of_ignored(field: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^{field}=.*: .*; leave it out, or give ") as refusal:
+        InferenceConfig(**{field: value})
+    assert refusal.value.field == field
+
+
+def test_every_setting_without_use_is_refused_and_its_neutral_value_taken() -> None:
+    names = {field.name for field in fields(UnavailableSettings)}
+    assert names == ASKED_FOR.keys()
+    defaults = InferenceConfig()
+    assert InferenceConfig(**{name: getattr(defaults, name) for name in names}) == defaults
+
+
+def test_only_a_cache_that_stays_keeps_its_address() -> None:
+    InferenceConfig(static_kv_memory_pointers=True)
+    with pytest.raises(ConfigurationError, match=r"static_kv_memory_pointers=True.*'offload'.*'persist'"):
+        InferenceConfig(static_kv_memory_pointers=True, kv_cache_management_mode="offload")  # type: ignore[arg-type]
+
+
+def test_another_sampling_backend_falls_back_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="sampling is done by torch"):
+        assert InferenceConfig(sampling_backend="flashinfer").sampling_backend == "torch"
+
+
+def test_a_verbose_configuration_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    InferenceConfig(max_requests=77)
+    assert "max_requests=77" not in caplog.text
+    InferenceConfig(max_requests=77, verbose=True)
+    assert "max_requests=77" in caplog.text

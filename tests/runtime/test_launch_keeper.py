@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.processes import is_alive
 
 from megatron_runtime.launch.child import Child, ChildTask
 from megatron_runtime.launch.keeper import Keeper, RestartBudget
@@ -153,7 +154,6 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
         orphan = int(process.stdout.readline())
         process.kill()
     deadline = time.monotonic() + 10
-    status = Path(f"/proc/{orphan}/stat")
-    while status.exists() and " Z " not in status.read_text():
+    while is_alive(orphan):
         assert time.monotonic() < deadline, "the child outlives its parent"
         time.sleep(0.02)

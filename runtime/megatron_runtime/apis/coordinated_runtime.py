@@ -9,17 +9,18 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from megatron_runtime.apis.prompts import Prompt
 from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.engine.listening import KEY_VARIABLE, Listening, World, listen
+from megatron_runtime.engine.listening import STOP_SECONDS, Listening, World, listen
 from megatron_runtime.errors import CoordinatorError, EngineError, MegatronInferenceError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.server.frontend_group import FrontendGroup, start_frontends
+from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.server.http_server import bind
 from megatron_runtime.server.options import FrontendOptions
+from megatron_runtime.wire.bodies import Prompt
+from megatron_runtime.wire.security import KEY_VARIABLE
 
 READY_SECONDS = 120.0
 TRANSITION_SECONDS = 120.0
@@ -136,7 +137,8 @@ class CoordinatedRuntime:
             request_timeout=config.request_timeout,
             verbose=config.verbose,
         )
-        self._frontends = await start_frontends(options, sock, key=self._key)
+        self._frontends = FrontendGroup(options, sock, key=self._key)
+        self._frontends.start()
         try:
             await self._frontends.wait_ready(FRONTEND_SECONDS)
         except BaseException:
@@ -180,7 +182,7 @@ class CoordinatedRuntime:
             self._listening.task.cancel()
             await asyncio.wait({self._listening.task})
             if self._listening.coordinator is not None:
-                await self._listening.coordinator.stop()
+                await self._listening.coordinator.stop(STOP_SECONDS)
         if self._watch is not None:
             await asyncio.wait({self._watch})
 

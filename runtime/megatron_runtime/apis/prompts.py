@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.bodies import Prompt
 
-Prompt = str | list[int]
 Prompts = str | list[int] | list[str] | list[list[int]]
 
 

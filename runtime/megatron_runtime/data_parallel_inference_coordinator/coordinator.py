@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy, check_routing_alpha
 from megatron_runtime.data_parallel_inference_coordinator import states
 from megatron_runtime.data_parallel_inference_coordinator.core import CoordinatorSettings, Core
 from megatron_runtime.data_parallel_inference_coordinator.handlers import handlers
 from megatron_runtime.data_parallel_inference_coordinator.socket_loop import RouterSocket
-from megatron_runtime.errors import ConfigurationError, CoordinatorError
+from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.inference_request import compute_block_hashes
 
 logger = logging.getLogger(__name__)
@@ -87,11 +87,7 @@ class DataParallelInferenceCoordinator:
     ) -> None:
         if isinstance(initial_state, str):
             initial_state = states.CoordinatorState[initial_state.upper()]
-        if not 0 <= prefix_caching_routing_alpha <= 1:
-            raise ConfigurationError(
-                f"prefix_caching_routing_alpha={prefix_caching_routing_alpha} must be between 0 and 1",
-                field="prefix_caching_routing_alpha",
-            )
+        check_routing_alpha(prefix_caching_routing_alpha)
         self.data_parallel_size = data_parallel_size
         self.tokenizer = tokenizer
         settings = CoordinatorSettings(
@@ -246,38 +242,17 @@ class DataParallelInferenceCoordinator:
 
     @classmethod
     def entrypoint(
-        cls,
-        pipe_connection: Connection | None,
-        ready_event: ReadyEvent,
-        data_parallel_size: int,
-        tokenizer: Any = None,
-        inference_coordinator_port: int | None = None,
-        deterministic_mode: bool = False,
-        block_size_tokens: int | None = None,
-        enable_prefix_caching: bool = False,
-        prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
-            PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
-        ),
-        schedule_output_path: str | None = None,
-        **options: Any,
+        cls, pipe_connection: Connection | None, ready_event: ReadyEvent, *arguments: Any, **options: Any
     ) -> None:
-        """Run a coordinator in this process until SIGTERM; arguments as for the class.
+        """Run a coordinator in this process until SIGTERM.
 
         Args:
+            pipe_connection: As for the class.
             ready_event: Set once the socket is bound, so that peers can connect.
+            arguments: Those of the class from ``data_parallel_size`` on, by place.
+            options: Arguments of the class by name.
         """
-        coordinator = cls(
-            pipe_connection,
-            data_parallel_size,
-            tokenizer,
-            inference_coordinator_port,
-            deterministic_mode,
-            block_size_tokens,
-            enable_prefix_caching,
-            prefix_caching_coordinator_policy,
-            schedule_output_path,
-            **options,
-        )
+        coordinator = cls(pipe_connection, *arguments, **options)
         signal.signal(signal.SIGTERM, lambda *_: coordinator.stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ready_event.set()

@@ -56,7 +56,6 @@ class Router:
 
     Args:
         policy: ROUND_ROBIN and LOAD_BALANCED ignore prompts; the other two fall back to round robin.
-        prefix_size: Most block hashes that are remembered.
         alpha: Weight, 0 to 1, of the part of a prompt that an engine knows; the rest is that of the engine's free
             places, so that a popular prefix does not pile up at one engine.
         max_requests: Requests with which an engine has no free places.
@@ -66,14 +65,13 @@ class Router:
         self,
         policy: Policy,
         *,
-        prefix_size: int = PREFIX_TABLE_SIZE,
         alpha: float = 0.5,
         max_requests: int = DEFAULT_MAX_REQUESTS,
     ) -> None:
         self.policy = policy
         self._alpha = alpha
         self._max_requests = max_requests
-        self._prefixes = PrefixTable(prefix_size)
+        self._prefixes = PrefixTable()
         self._turn = 0
 
     def next_in_turn(self, candidates: Sequence[EngineEntry]) -> EngineEntry | None:

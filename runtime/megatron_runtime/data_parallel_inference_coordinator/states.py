@@ -55,6 +55,11 @@ IN_BETWEEN: Mapping[Headers, EngineState] = {
 
 SIGNALS = tuple(IN_BETWEEN)
 
+SETTLED: Mapping[EngineState, CoordinatorState] = {ENGINE_STATE[state]: state for state in CoordinatorState} | {
+    IN_BETWEEN[signal]: wish for edges in EDGES.values() for signal, wish in edges.items()
+}
+"""Where engines in a state are, or are on their way to."""
+
 _TOWARDS: Mapping[tuple[EngineState, CoordinatorState], Headers] = {
     (EngineState.RUNNING, CoordinatorState.PAUSED): Headers.PAUSE,
     (EngineState.RUNNING, CoordinatorState.SUSPENDED): Headers.PAUSE,

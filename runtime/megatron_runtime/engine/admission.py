@@ -36,6 +36,7 @@ class Admission:
         vocab_size: Token ids from 0 to below this are known to the model.
         chunked_prefill: Whether a prompt may be longer than one pass.
         prefix_caching: Whether requests get block hashes, by which they find and leave computed prefixes.
+        scores_prompts: Whether requests may ask for log probabilities of their prompts.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class Admission:
         vocab_size: int,
         chunked_prefill: bool,
         prefix_caching: bool = False,
+        scores_prompts: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._vocab_size = vocab_size
         self._chunked_prefill = chunked_prefill
         self._prefix_caching = prefix_caching
+        self._scores_prompts = scores_prompts
 
     def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
         """Fill in the request's tokens and limits, and make its sequence.
@@ -65,6 +68,12 @@ class Admission:
         if params.n != 1:
             raise InvalidRequestError(
                 f"n={params.n}: a request has one answer; submit one for each of SamplingParams.samples()", field="n"
+            )
+        if params.return_log_probs and not params.skip_prompt_log_probs and not self._scores_prompts:
+            raise InvalidRequestError(
+                "skip_prompt_log_probs=False: the engine was configured with materialize_only_last_token_logits, and "
+                "has no logits of prompts; ask for skip_prompt_log_probs",
+                field="skip_prompt_log_probs",
             )
         self._require_known(params.logit_bias or ())
         tokens = self._prompt_tokens(prompt, params)

@@ -40,6 +40,11 @@ class BlockAllocator:
         """Blocks that somebody owns."""
         return self.num_blocks - self.num_free
 
+    @property
+    def num_owners(self) -> int:
+        """Owners of all blocks together: a block that several share counts several times."""
+        return sum(self._owners)
+
     def can_allocate(self, count: int, *, besides: Iterable[int] = ()) -> bool:
         """True if so many blocks are free that are not among others, which may rest or be owned."""
         resting = 0 if self.prefixes is None else sum(self.prefixes.is_resting(block) for block in besides)

@@ -7,7 +7,7 @@ the row's logits alone and not on the order in which equals are found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,37 +117,42 @@ def _threshold(scaled: Tensor, normalizer: Tensor, rules: SamplingRules) -> Tens
 
 def _filter(scaled: Tensor, rules: SamplingRules) -> Tensor:
     """Rule out tokens of the whole vocabulary: [R, vocab]."""
-    vocabulary = scaled.shape[1]
-    if (rules.top_k > 0).any():
-        wanted = np.where(rules.top_k > 0, np.minimum(rules.top_k, vocabulary), 1).astype(np.int64)
-        best, _ = likeliest(scaled, int(wanted.max()))
-        least = best.gather(1, torch.from_numpy(wanted - 1).to(scaled.device)[:, None])
-        scaled = torch.where(_mask(rules.top_k > 0, scaled) & (scaled < least), -torch.inf, scaled)
+    counted = np.flatnonzero(rules.top_k > 0)
+    if counted.size:
+        wanted = np.minimum(rules.top_k[counted], scaled.shape[1])
+        scaled = _keep_until(scaled, counted, wanted, torch.ones_like)
     nucleus = np.flatnonzero(rules.has_nucleus)
     if nucleus.size:
-        index = torch.from_numpy(nucleus).to(scaled.device)
-        flat = scaled[index]
-        scaled[index] = torch.where(flat < _flat_nucleus(flat, _column(rules.top_p[nucleus], flat)), -torch.inf, flat)
+        scaled = _keep_until(scaled, nucleus, rules.top_p[nucleus], lambda flat: flat.softmax(dim=-1))
     return torch.where(scaled < _column(rules.min_p, scaled).log(), -torch.inf, scaled)
 
 
-def _flat_nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
-    """[R, 1], the likelihood at which the likeliest tokens together reach top_p, wherever in [R, vocab] that is.
+def _keep_until(
+    scaled: Tensor, rows: NDArray[np.intp], target: NDArray[Any], weigh: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """[R, vocab] with only the likeliest tokens of some rows whose weights together reach the rows' targets."""
+    index = torch.from_numpy(rows).to(scaled.device)
+    flat = scaled[index]
+    scaled[index] = torch.where(flat < _reached(flat, weigh(flat), _column(target, flat)), -torch.inf, flat)
+    return scaled
+
+
+def _reached(scaled: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """[R, 1], the likelihood at which the weights of the likeliest reach the target, wherever in [R, vocab] that is.
 
     The vocabulary is not sorted but spread over buckets of like logits; only the bucket in which the sum gets there is
     looked at one by one.
     """
-    probability = scaled.softmax(dim=-1)
     bucket = scaled.mul(-_BUCKETS_PER_NAT).clamp_(max=_BUCKETS - 1).long()
-    masses = scaled.new_zeros(len(scaled), _BUCKETS).scatter_add_(1, bucket, probability).cumsum(dim=-1)
-    reached = (masses < top_p).sum(dim=-1, keepdim=True).clamp_(max=_BUCKETS - 1)
+    masses = scaled.new_zeros(len(scaled), _BUCKETS).scatter_add_(1, bucket, weights).cumsum(dim=-1)
+    reached = (masses < target).sum(dim=-1, keepdim=True).clamp_(max=_BUCKETS - 1)
     before = torch.where(reached > 0, masses.gather(1, (reached - 1).clamp(min=0)), 0)
     inside = bucket == reached
     width = max(1, int(inside.sum(dim=-1).max()))
     best, columns = likeliest(torch.where(inside, scaled, -torch.inf), width)
-    mass = probability.gather(1, columns).cumsum(dim=-1) + before
+    mass = weights.gather(1, columns).cumsum(dim=-1) + before
     found = inside.sum(dim=-1, keepdim=True)
-    last = torch.minimum((mass < top_p).sum(dim=-1, keepdim=True), (found - 1).clamp(min=0))
+    last = torch.minimum((mass < target).sum(dim=-1, keepdim=True), (found - 1).clamp(min=0))
     return best.gather(1, last)
 
 

@@ -28,6 +28,8 @@ class ContextLimits:
     max_requests: int
     max_tokens: int
     max_sequence_length: int
+    paused_blocks: int = 0
+    """Most blocks that requests may own while they wait for further ones."""
 
     @property
     def max_blocks_per_sequence(self) -> int:
@@ -53,6 +55,8 @@ class ContextLimits:
             max_requests=min(max_requests, num_blocks),
             max_tokens=_tokens_per_pass(config, max_requests, max_sequence_length, device_type),
             max_sequence_length=max_sequence_length,
+            paused_blocks=int((config.paused_buffer_size_gb or 0) * 2**30)
+            // KVCache.block_bytes(model_config, config.block_size_tokens, dtype),
         )
 
     def allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVCache:

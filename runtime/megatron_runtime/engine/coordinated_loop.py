@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+from megatron_runtime.bell import Bell
 from megatron_runtime.engine.loop_link import EngineLink
 from megatron_runtime.engine.loop_requests import LoopRequests, RequestTaker
 from megatron_runtime.errors import EngineError
@@ -90,7 +91,7 @@ class CoordinatedLoop:
         self._inbox: deque[Message] = deque()
         self._signals: deque[Headers] = deque()
         self._news = asyncio.Event()
-        self._changed = asyncio.Event()
+        self._changed = Bell()
         self._step_started: float | None = None
         self._draining = False
         self._leave_reason: str | None = None
@@ -141,19 +142,14 @@ class CoordinatedLoop:
             async with asyncio.timeout(limit):
                 # A paused engine makes no progress: its requests are better off elsewhere.
                 while len(self._requests) and self.state is EngineState.RUNNING and not self.ended:
-                    await self._wait_for_change()
+                    await self._changed.wait()
         except TimeoutError:
             drained = False
         drained = drained and not len(self._requests)
         self._leave("it was drained" if drained else "it was drained, and its time was up")
         while not self.ended:
-            await self._wait_for_change()
+            await self._changed.wait()
         return drained
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether the coordinator knows this engine over the connection that there is now."""
-        return self._link.registered.is_set()
 
     async def wait_registered(self) -> None:
         """Wait until the coordinator knows this engine."""
@@ -168,7 +164,7 @@ class CoordinatedLoop:
         while self.state not in states:
             if self.ended:
                 raise EngineError(f"the engine loop has ended: {self.failure or 'it was stopped'}") from self.failure
-            await self._wait_for_change()
+            await self._changed.wait()
         return self.state
 
     # The turns
@@ -223,7 +219,7 @@ class CoordinatedLoop:
                     act = self._requests.abort if message.header is Headers.ABORT_REQUEST else self._requests.forget
                     for request_uuid in items(message, uuid_bytes, with_bodies=False):
                         act(request_uuid)
-                    self._notify()
+                    self._changed.ring()
             except MalformedMessage as defect:
                 logger.warning("dropped a message from the coordinator: %s", defect)
 
@@ -283,7 +279,7 @@ class CoordinatedLoop:
             self._link.tell_state(self.state)
         if self._on_state is not None:
             self._on_state(state)
-        self._notify()
+        self._changed.ring()
 
     # Reports
 
@@ -321,10 +317,3 @@ class CoordinatedLoop:
         self._link.say_goodbye(f"it failed: {error!r}"[:500], failed=True)
         with contextlib.suppress(Exception):
             self._engine.fail_all_requests(EngineError(f"the engine loop failed: {error!r}"))
-
-    async def _wait_for_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-    def _notify(self) -> None:
-        self._changed.set()

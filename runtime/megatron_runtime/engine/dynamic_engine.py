@@ -15,15 +15,13 @@ from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.pass_runner import PassRunner
 from megatron_runtime.engine.request_book import Reports, RequestBook
 from megatron_runtime.engine.request_future import RequestFuture
+from megatron_runtime.engine.running_engine import RunningEngine
 from megatron_runtime.engine.scheduler import Scheduler, SchedulerLimits
 from megatron_runtime.engine.sequence import Sequence
+from megatron_runtime.engine.step_log import StepLog
 from megatron_runtime.engine.step_result import EngineStats, StepResult
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
-from megatron_runtime.errors import (
-    ConfigurationError,
-    EngineSuspendedError,
-    MegatronInferenceError,
-)
+from megatron_runtime.errors import EngineSuspendedError, InvalidStateError, MegatronInferenceError
 from megatron_runtime.inference_request import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
@@ -33,7 +31,7 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(RunningEngine):
     """Serves many requests at once from one model and one pool of KV blocks.
 
     Not safe for use from several threads at once. ``step_modern`` raises only if the model itself fails; what is wrong
@@ -45,16 +43,17 @@ class DynamicInferenceEngine:
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
+        super().__init__()
         self.controller = controller
         self.context = context
         self.tokenizer = controller.tokenizer
         self.config = context.config
-        self.is_suspended = False
         limits = SchedulerLimits(
             max_requests=context.max_requests,
             max_tokens=context.max_tokens,
             block_size_tokens=context.block_size_tokens,
             chunked_prefill=self.config.enable_chunked_prefill,
+            paused_blocks=context.limits.paused_blocks,
         )
         self.scheduler = Scheduler(limits, context.allocator)
         self._admission = Admission(
@@ -63,6 +62,7 @@ class DynamicInferenceEngine:
             vocab_size=controller.model.config.vocab_size,
             chunked_prefill=self.config.enable_chunked_prefill,
             prefix_caching=self.config.enable_prefix_caching,
+            scores_prompts=not self.config.materialize_only_last_token_logits,
         )
         self._requests = RequestBook(
             self.tokenizer,
@@ -71,6 +71,7 @@ class DynamicInferenceEngine:
             prefix_caching=self.config.enable_prefix_caching,
         )
         self._passes = PassRunner(controller, context, self.scheduler, self._requests)
+        self._log = StepLog(self.config.logging_step_interval, self.config.metrics_writer)
         self._ids = itertools.count()
 
     @classmethod
@@ -111,6 +112,7 @@ class DynamicInferenceEngine:
             InvalidRequestError: The id is in use.
         """
         tracked = self._requests.open(request_id, prompt if isinstance(prompt, str) else None, sampling_params)
+        self._note_change()
         try:
             sequence = self._admission.admit(tracked.current, prompt, generated)
         except MegatronInferenceError as error:
@@ -162,7 +164,9 @@ class DynamicInferenceEngine:
         started = time.perf_counter()
         self.expire_overdue_requests()
         self._passes.run_pass()
-        return self._report(started)
+        result = self._report(started)
+        self._log.note_step(self, result)
+        return result
 
     async def async_step(self) -> StepResult:
         """A step that lets the event loop's other tasks run before it."""
@@ -215,6 +219,7 @@ class DynamicInferenceEngine:
         self.is_suspended = True
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
+        self._note_change()
 
     def resume(self) -> None:
         """Take the memory again; requests go on with the next step, with the same tokens."""
@@ -224,6 +229,25 @@ class DynamicInferenceEngine:
             self.controller.model.to(self.context.device)
         self.context.kv_cache.restore()
         self.is_suspended = False
+        self._note_change()
+
+    def reset(self) -> None:
+        """Drop all requests, cached prefixes, reports and counts, as if the engine had just been made.
+
+        Whoever waits for a request gets it as aborted. A suspended engine stays suspended.
+
+        Raises:
+            InvalidStateError: A coordinator's loop runs this engine, and counts on its requests.
+        """
+        if self.coordinated_loop is not None and not self.coordinated_loop.ended:
+            raise InvalidStateError("reset() is for an engine without a coordinator", state=self.state.name)
+        for tracked in self._requests:
+            self._passes.finish(tracked, "abort")
+        self._requests.take_reports()
+        self.invalidate_prefix_cache()
+        self._passes = PassRunner(self.controller, self.context, self.scheduler, self._requests)
+        self._log = StepLog(self.config.logging_step_interval, self.config.metrics_writer)
+        self._ids = itertools.count()
 
     def invalidate_prefix_cache(self) -> None:
         """Forget every cached prefix; to be called when the model's weights were changed.
@@ -232,6 +256,15 @@ class DynamicInferenceEngine:
         nobody who comes later.
         """
         self.scheduler.forget_prefixes()
+
+    def increment_staleness(self) -> None:
+        """Count, in every unfinished request, one more change of weights since its tokens were chosen and computed.
+
+        What waits has no keys and values that could grow old.
+        """
+        for tracked in self._requests:
+            has_cache = tracked.sequence is not None and tracked.sequence.is_running
+            tracked.record.increment_staleness(policy_only=not has_cache)
 
     def stats(self) -> EngineStats:
         """How busy the engine is."""
@@ -246,50 +279,13 @@ class DynamicInferenceEngine:
             kv_blocks_evictable=self.context.allocator.num_resting,
             cached_tokens_total=self._passes.cached_tokens_total,
             prefix_hits_total=self._passes.prefix_hits_total,
+            paused=self.scheduler.num_paused,
         )
 
     def check_integrity(self) -> None:
         """Assert that scheduler, allocator and tables agree."""
         self.scheduler.check_integrity()
         self.context.check_integrity([self._sequence(request_id) for request_id in self.scheduler.running_ids])
-
-    async def start_listening_to_data_parallel_coordinator(
-        self,
-        inference_coordinator_port: int | None = None,
-        launch_inference_coordinator: bool = True,
-        *,
-        loop: asyncio.AbstractEventLoop | None = None,
-        hostname: str | None = None,
-        key: str | None = None,
-        coordinator_schedule_output_path: str | None = None,
-    ) -> str:
-        """Serve a coordinator's requests from a task of the running loop, and return the coordinator's address.
-
-        Args:
-            inference_coordinator_port: Of the coordinator; None lets a launched one choose.
-            launch_inference_coordinator: Start a coordinator process, instead of joining one that runs.
-            loop: The loop that runs in this thread; for callers that used to have to name it.
-            hostname: Of the coordinator; None means loopback for one rank, and MASTER_ADDR for several.
-            key: The shared secret; None takes MEGATRON_COORDINATOR_KEY, if there is one.
-            coordinator_schedule_output_path: File for a launched coordinator's routing decisions.
-
-        Raises:
-            ConfigurationError: The address or the key can't work, or loop is not the running one.
-            CoordinatorError: The coordinator did not start.
-        """
-        # Not above: messages know engines, and an engine without a coordinator needs no messages.
-        from megatron_runtime.engine.listening import start_listening
-
-        if loop is not None and loop is not asyncio.get_running_loop():
-            raise ConfigurationError("loop is not the one that runs here; leave it out", field="loop")
-        return await start_listening(
-            self,
-            port=inference_coordinator_port,
-            launch_coordinator=launch_inference_coordinator,
-            hostname=hostname,
-            key=key,
-            schedule_output_path=coordinator_schedule_output_path,
-        )
 
     def _report(self, started: float) -> StepResult:
         finished, partials = self.take_reports()

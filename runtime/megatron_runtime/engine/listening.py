@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,18 +12,19 @@ from typing import Any
 import torch.distributed
 
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
-from megatron_runtime.data_parallel_inference_coordinator.child_process import CoordinatorChild
+from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
+from megatron_runtime.data_parallel_inference_coordinator.states import SETTLED, CoordinatorState
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
-from megatron_runtime.headers import EngineState
+from megatron_runtime.engine.running_engine import RunningEngine
+from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
+from megatron_runtime.launch.parent_link import EXIT_DRAINED
+from megatron_runtime.wire.security import KEY_VARIABLE
 
-KEY_VARIABLE = "MEGATRON_COORDINATOR_KEY"
-_SETTLED = {
-    EngineState.PAUSED: "PAUSED",
-    EngineState.PAUSING: "PAUSED",
-    EngineState.RESUMING: "PAUSED",
-    EngineState.SUSPENDING: "SUSPENDED",
-    EngineState.SUSPENDED: "SUSPENDED",
-}
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 30.0
+STOP_SECONDS = 5.0
+MOST_RESTARTS = 10
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Listening:
     loop: CoordinatedLoop
     task: asyncio.Task[None]
     """Runs the loop."""
-    coordinator: CoordinatorChild | None
+    coordinator: KeptCoordinator | None
     """On the rank that started it."""
 
 
@@ -90,13 +92,12 @@ async def listen(
     world = World.current()
     host = hostname or (os.environ.get("MASTER_ADDR", "127.0.0.1") if world.size > 1 else "127.0.0.1")
     key = key if key is not None else os.environ.get(KEY_VARIABLE)
-    coordinator: CoordinatorChild | None = None
-    states: list[CoordinatedLoop] = []
+    coordinator: KeptCoordinator | None = None
+    address = f"{host}:{port}"
+    loops: list[CoordinatedLoop] = []
     if launch_coordinator and world.rank == 0:
-        options = _coordinator_options(engine, world, host, port, key, schedule_output_path)
-        coordinator = CoordinatorChild(options, lambda: _SETTLED.get(states[0].state, "RUNNING"))
-        await coordinator.start()
-    address = f"{host}:{port}" if coordinator is None else coordinator.address
+        options = _coordinator_options(engine, world, host, port, schedule_output_path)
+        coordinator, address = await _launch_coordinator(options, key, lambda: _service_state(loops))
     if launch_coordinator:
         address = await asyncio.to_thread(world.share, address)
     loop = CoordinatedLoop(
@@ -106,12 +107,50 @@ async def listen(
         key=key,
         prepare_thread=prepare_thread,
     )
-    states.append(loop)
+    loops.append(loop)
+    if isinstance(engine, RunningEngine):
+        engine.coordinated_loop = loop
     return Listening(address, key, loop, asyncio.create_task(loop.run()), coordinator)
 
 
+def _service_state(loops: list[CoordinatedLoop]) -> str:
+    """Where this rank's loop says that the service is; one that has stopped, or has not begun, knows nothing else."""
+    settled = SETTLED.get(loops[0].state) if loops else None
+    return "RUNNING" if settled in (None, CoordinatorState.STOPPING) else settled.name
+
+
+async def _launch_coordinator(
+    options: dict[str, Any], key: str | None, current_state: Callable[[], str]
+) -> tuple[KeptCoordinator, str]:
+    """The coordinator, which listens, and its address. It has to start at once; later it may be started again."""
+    budget = RestartBudget(0)
+    coordinator = KeptCoordinator(
+        options,
+        key=key,
+        current_state=current_state,
+        may_move=True,
+        budget=budget,
+        restart_success=False,
+        log_level="WARNING",
+        on_end=_note_end,
+    )
+    coordinator.start()
+    try:
+        address = await coordinator.wait_serving(START_SECONDS)
+    except BaseException:
+        await coordinator.close()
+        raise
+    budget.limit = MOST_RESTARTS
+    return coordinator, address
+
+
+def _note_end(end: ChildEnd) -> None:
+    if end.exit_code != EXIT_DRAINED:
+        logger.error("the coordinator is not started again: %s", end.message)
+
+
 def _coordinator_options(
-    engine: Engine, world: World, host: str, port: int | None, key: str | None, schedule_output_path: str | None
+    engine: Engine, world: World, host: str, port: int | None, schedule_output_path: str | None
 ) -> dict[str, Any]:
     config = getattr(engine, "config", None) or InferenceConfig()
     options: dict[str, Any] = {
@@ -125,7 +164,6 @@ def _coordinator_options(
         "max_requests": config.max_requests or DEFAULT_MAX_REQUESTS,
         "schedule_output_path": schedule_output_path,
         "host": host,
-        "key": key,
     }
     if config.request_timeout is not None:
         options["request_timeout"] = config.request_timeout
@@ -146,7 +184,7 @@ async def start_listening(engine: Engine, **options: Any) -> str:
     async def end() -> None:
         await asyncio.gather(listening.task, return_exceptions=True)
         if listening.coordinator is not None and listening.loop.failure is not None:
-            await listening.coordinator.stop()
+            await listening.coordinator.stop(STOP_SECONDS)
 
     # The loop holds tasks by weak references only.
     task = asyncio.create_task(end())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -91,10 +92,8 @@ class LoopRequests:
             known.dispatch = assignment.dispatch
             return known, told
         params = SamplingParams.deserialize(body.sampling_params)
-        request = LoopRequest(assignment.uuid, next(self._ids), assignment.dispatch, params, body.generated)
-        self._by_uuid[request.uuid] = request
-        self._by_id[request.local_id] = request
-        reported = SamplingParams.deserialize(body.sampling_params)
+        request = self._keep(assignment, params, body.generated)
+        reported = copy.copy(params)
         if not (assignment.streaming and params.streaming):
             reported.streaming_interval = 1 if assignment.streaming else QUIET_INTERVAL
         reported.streaming = True
@@ -140,15 +139,18 @@ class LoopRequests:
     def refuse(self, assignment: Assignment, error: Exception) -> LoopRequest:
         """Keep, as the result, that this request can't be served."""
         self.forget(assignment.uuid)
-        request = LoopRequest(assignment.uuid, next(self._ids), assignment.dispatch, SamplingParams(), Stretch())
-        self._by_uuid[request.uuid] = request
-        self._by_id[request.local_id] = request
+        request = self._keep(assignment, SamplingParams(), Stretch())
         failed = DynamicInferenceRequest(
             request_id=request.local_id, status=Status.FAILED, finish_reason="error", generated_text=""
         )
         failed.add_event_error_nontransient(error)
         failed.add_event_fail()
         request.reply = pack_body(failed.serialize())
+        return request
+
+    def _keep(self, assignment: Assignment, params: SamplingParams, made: Stretch) -> LoopRequest:
+        request = LoopRequest(assignment.uuid, next(self._ids), assignment.dispatch, params, made)
+        self._by_uuid[request.uuid] = self._by_id[request.local_id] = request
         return request
 
 

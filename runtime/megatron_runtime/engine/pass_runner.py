@@ -62,6 +62,9 @@ class PassRunner:
     def _apply(self, schedule: Schedule) -> None:
         """Carry a schedule's evictions and admissions over to requests and tables."""
         self._evict(schedule.evicted)
+        for sequence in schedule.paused:
+            notes_event = self._context.config.track_paused_request_events
+            self._requests[sequence.request_id].pause(notes_event=notes_event)
         for sequence in schedule.admitted:
             tracked = self._requests[sequence.request_id]
             self._context.occupy(sequence, tracked.params, tracked.stop_ids)
@@ -123,4 +126,5 @@ class PassRunner:
             blocks_total=allocator.num_blocks,
             blocks_hashed_total=known,
             blocks_hashed_active=None if known is None else known - allocator.num_resting,
+            blocks_ref_count=None if known is None else allocator.num_owners,
         )

@@ -17,6 +17,8 @@ class SchedulerLimits:
     max_tokens: int
     block_size_tokens: int
     chunked_prefill: bool
+    paused_blocks: int = 0
+    """Most blocks that sequences may own while they wait for further ones."""
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"
@@ -32,6 +34,8 @@ class Schedule:
     """Sequences that left the queue."""
     evicted: list[Sequence]
     """Sequences that gave their blocks back and went to the front of the queue; newest first."""
+    paused: list[Sequence]
+    """Sequences that begin to wait for a block with what they own; oldest first."""
 
 
 _Upcoming = dict[int, tuple[int, ...]]
@@ -41,8 +45,9 @@ _Upcoming = dict[int, tuple[int, ...]]
 class Scheduler:
     """First come, first served, over a fixed pool of blocks; pure bookkeeping.
 
-    Every running sequence gets at least one token in every pass. When the pool is exhausted, the newest running
-    sequence gives way, so that the oldest always proceeds: as long as each sequence alone fits the pool (which the
+    Every running sequence gets at least one token in every pass. When the pool is exhausted, who needs a block pauses
+    with those that it owns, as far as the limits allow; otherwise the newest running sequence gives way. Either way
+    the oldest proceeds, and nobody new is admitted meanwhile: as long as each sequence alone fits the pool (which the
     engine checks on submission), all of them end.
 
     If the allocator has a prefix cache, a sequence begins after what is known of its tokens. Only whole blocks are
@@ -56,6 +61,8 @@ class Scheduler:
         self._prefixes = allocator.prefixes
         self._running: dict[int, Sequence] = {}
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._paused: set[int] = set()
+        self._slices: list[SequenceSlice] = []
 
     @property
     def num_running(self) -> int:
@@ -66,6 +73,16 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Sequences in the queue."""
         return len(self._waiting)
+
+    @property
+    def num_paused(self) -> int:
+        """Running sequences that got no token in the last pass, for want of a block."""
+        return len(self._paused)
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens of the last pass."""
+        return sum(part.length for part in self._slices)
 
     @property
     def running_ids(self) -> list[int]:
@@ -93,22 +110,30 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that runs or waits, and free its blocks."""
+        self._paused.discard(sequence.request_id)
         if self._running.pop(sequence.request_id, None) is None:
             del self._waiting[sequence.request_id]
         self._release(sequence)
 
     def schedule(self) -> Schedule:
-        """Decide the next pass; allocates, evicts and admits as it says."""
+        """Decide the next pass; allocates, pauses, evicts and admits as it says."""
         slices: list[SequenceSlice] = []
         evicted: list[Sequence] = []
+        paused: list[Sequence] = []
         budget = self.limits.max_tokens
         for sequence in list(self._running.values()):
-            if sequence.is_running and self._grow(sequence, evicted):
+            if not sequence.is_running:
+                continue
+            if self._should_pause(sequence, slices, paused):
+                paused.append(sequence)
+            elif self._grow(sequence, evicted):
                 slices.append(self._slice(sequence, budget))
                 budget -= slices[-1].length
-        # What was evicted just now would only push somebody out again.
-        admitted = [] if evicted else self._admit(slices, budget)
-        return Schedule(slices, admitted, evicted)
+        # What was evicted or paused just now would only push somebody out again.
+        admitted = [] if evicted or paused else self._admit(slices, budget)
+        self._slices = slices
+        known, self._paused = self._paused, {sequence.request_id for sequence in paused}
+        return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
 
     def settle(self, schedule: Schedule) -> None:
         """Note that the pass was computed."""
@@ -136,6 +161,9 @@ class Scheduler:
         self.allocator.check_integrity(block for sequence in self._running.values() for block in sequence.blocks)
         assert not self._running.keys() & self._waiting.keys(), "a sequence both runs and waits"
         assert len(self._running) <= self.limits.max_requests, "too many sequences run"
+        assert self._paused <= self._running.keys(), "a sequence is paused that does not run"
+        kept = sum(len(self._running[request_id].blocks) for request_id in self._paused)
+        assert kept <= self.limits.paused_blocks, "paused sequences own more than they may"
         for sequence in self._running.values():
             room = len(sequence.blocks) * self.limits.block_size_tokens
             assert sequence.num_computed <= min(room, len(sequence.tokens)), "computed tokens have no room"
@@ -148,9 +176,18 @@ class Scheduler:
     def _slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
         return SequenceSlice(sequence, sequence.num_computed, min(sequence.num_uncomputed, budget))
 
+    def _should_pause(self, sequence: Sequence, slices: list[SequenceSlice], paused: list[Sequence]) -> bool:
+        """True if a running sequence lacks blocks and may wait for them with what it owns; the oldest never does."""
+        if not self.limits.paused_blocks or not slices or self.allocator.can_allocate(self._missing(sequence)):
+            return False
+        return sum(len(each.blocks) for each in (*paused, sequence)) <= self.limits.paused_blocks
+
+    def _missing(self, sequence: Sequence) -> int:
+        return self.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+
     def _grow(self, sequence: Sequence, evicted: list[Sequence]) -> bool:
         """Give a running sequence the blocks that its known tokens need; False if it was evicted itself."""
-        missing = self.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+        missing = self._missing(sequence)
         while not self.allocator.can_allocate(missing):
             if self._evict_newest(evicted) is sequence:
                 return False
@@ -159,6 +196,7 @@ class Scheduler:
 
     def _evict_newest(self, evicted: list[Sequence]) -> Sequence:
         request_id, sequence = self._running.popitem()
+        self._paused.discard(request_id)
         self._release(sequence)
         self._waiting[request_id] = sequence
         self._waiting.move_to_end(request_id, last=False)

@@ -46,6 +46,8 @@ class EngineStats:
     """Of the prompt tokens, those that the prefix cache had; without what requests found again after an eviction."""
     prefix_hits_total: int = 0
     """Requests that found the beginning of their prompt in the prefix cache."""
+    paused: int = 0
+    """Of the running requests, those that wait for a further block with what they own."""
 
 
 class StepResult(TypedDict):

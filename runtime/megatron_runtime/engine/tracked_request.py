@@ -112,6 +112,12 @@ class TrackedRequest:
         self.was_scheduled = True
         self.current.add_event_add_context()
 
+    def pause(self, *, notes_event: bool) -> None:
+        """The request waits for a further block, with what it has."""
+        self.current.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
+        if notes_event:
+            self.current.add_event_pause()
+
     def evict(self) -> None:
         """The request lost its cache: what it has so far becomes the prompt of its next segment."""
         request = self.current
@@ -123,6 +129,8 @@ class TrackedRequest:
             self.record.checkpoint()
             assert self.sequence is not None
             self.sequence.block_hashes = list(self.current.precomputed_block_hashes)
+        else:
+            request.kv_cache_staleness = None
 
     def take_partial(self, *, final: bool = False) -> PartialOutput | None:
         """New tokens for a streaming request, if there are enough of them."""

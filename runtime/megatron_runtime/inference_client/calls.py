@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_runtime.bell import Bell
 from megatron_runtime.errors import CoordinatorError, InvalidStateError, MegatronInferenceError, TransitionTimeoutError
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message
@@ -54,7 +55,7 @@ class ClientCalls:
         self._calls: dict[int, _Call] = {}
         self._ids = itertools.count()
         self._latest: ServiceState | None = None
-        self._news = asyncio.Event()
+        self._news = Bell()
         self.is_open = False
 
     def open(self) -> None:
@@ -99,7 +100,6 @@ class ClientCalls:
                 if self._latest is None:
                     await self.service_state(limit)
                 while self._latest is None or self._latest.revision <= after_revision:
-                    self._news.clear()
                     await self._news.wait()
                 return self._latest
         except TimeoutError:
@@ -112,7 +112,7 @@ class ClientCalls:
         call_id, content = message.args
         if message.header is Headers.SERVICE_STATE:
             self._latest = ServiceState.deserialize(content)
-            self._news.set()
+            self._news.ring()
         if call_id is None:
             return
         call = self._calls.get(natural(call_id, "call id"))

@@ -14,8 +14,9 @@ from megatron_runtime.errors import CoordinatorError, InvalidStateError, Megatro
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.calls import ClientCalls
 from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream
-from megatron_runtime.inference_client.requests import ClientRequests, Prompt, retrieve
+from megatron_runtime.inference_client.requests import ClientRequests, retrieve
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.bodies import Prompt
 from megatron_runtime.wire.codec import Message
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.service_state import ServiceState

@@ -23,12 +23,11 @@ from megatron_runtime.inference_client.outstanding import Outstanding, RequestFu
 from megatron_runtime.inference_client.result import InferenceResult, StreamUpdate
 from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.bodies import RequestBody, Stretch
+from megatron_runtime.wire.bodies import Prompt, RequestBody, Stretch, are_token_ids
 from megatron_runtime.wire.codec import MAX_BATCH, Message, unpack_body
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import Failure, Forwarded, Submission, items, uuid_bytes
 
-Prompt = str | list[int]
 _ABORTED_ALONE = "the request was aborted while there was no coordinator"
 
 
@@ -214,8 +213,7 @@ def _end(entry: Outstanding, error: Exception) -> None:
 
 
 def _checked_body(prompt: Prompt, sampling_params: SamplingParams | None) -> RequestBody:
-    listed = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not isinstance(prompt, str) and not listed:
+    if not isinstance(prompt, str) and not are_token_ids(prompt):
         raise InvalidRequestError(
             f"prompt is a {type(prompt).__name__}; give text or a list of token ids", field="prompt"
         )

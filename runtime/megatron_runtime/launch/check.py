@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megatron_runtime.launch.inspection import inspect_source
 from megatron_runtime.launch.memory import available_memory
-from megatron_runtime.launch.options import CONTROL_PORT, COORDINATOR_PORT, HTTP_PORT, LaunchOptions
+from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime.launch.ports import bind_control, bind_coordinator, bind_http
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.quantity import format_bytes
 from megatron_runtime.launch.tasks import threads_per_rank
 from megatron_runtime.server.api_keys import ApiKeys
-from megatron_runtime.server.http_server import bind
 
 
 async def check_everything(options: LaunchOptions) -> str:
@@ -17,24 +17,11 @@ async def check_everything(options: LaunchOptions) -> str:
     options.check()
     identity = options.identity
     if identity.is_leader:
-        may_move = identity.is_standalone
-        bind(options.http_host, options.port, HTTP_PORT, flag="--port", may_move=may_move).close()
-        bind(
-            options.private_host,
-            options.coordinator_port,
-            COORDINATOR_PORT,
-            flag="--coordinator-port",
-            may_move=may_move,
-        ).close()
+        bind_http(options).close()
+        bind_coordinator(options).close()
         if identity.api_keys_file is not None:
             ApiKeys(identity.api_keys_file)
-    bind(
-        options.private_host,
-        options.control_port,
-        CONTROL_PORT,
-        flag="--control-port",
-        may_move=identity.is_standalone,
-    ).close()
+    bind_control(options).close()
     facts = await inspect_source(options.model)
     available = available_memory()
     plan = plan_engine(options, facts, available)

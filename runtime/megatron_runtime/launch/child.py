@@ -38,6 +38,7 @@ class ChildTask:
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited: Sequence[int] = ()
+    log_level: str = "INFO"
 
 
 class Child:
@@ -59,6 +60,7 @@ class Child:
         """Starts the process; raises OSError when that fails."""
         read_end, write_end = os.pipe()
         options = {**self.task.options, "parent_pid": os.getpid(), "report_fd": write_end}
+        options["log_level"] = self.task.log_level
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-u", "-m", self.task.module, json.dumps(options)),

@@ -11,10 +11,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from megatron_runtime.data_parallel_inference_coordinator import states
 from megatron_runtime.errors import CoordinatorError, InvalidStateError, TransitionTimeoutError
 from megatron_runtime.launch.pod_state import PodState
 
-SIGNALS = ("pause", "unpause", "suspend", "resume", "stop")
+SIGNALS = tuple(signal.name.lower() for signal in states.SIGNALS)
 LONGEST_POLL = 300.0
 DEFAULT_TRANSITION = 120.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from megatron_runtime.data_parallel_inference_coordinator.states import SETTLED, CoordinatorState
 from megatron_runtime.errors import CoordinatorError, MegatronInferenceError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
@@ -20,21 +21,10 @@ RETRY_SECONDS = 0.5
 EARLY_SECONDS = 0.5
 """How long a signal that is not waited for is watched for a refusal."""
 
-_SETTLED = {
-    EngineState.RUNNING: EngineState.RUNNING,
-    EngineState.UNPAUSING: EngineState.RUNNING,
-    EngineState.PAUSED: EngineState.PAUSED,
-    EngineState.PAUSING: EngineState.PAUSED,
-    EngineState.RESUMING: EngineState.PAUSED,
-    EngineState.SUSPENDED: EngineState.SUSPENDED,
-    EngineState.SUSPENDING: EngineState.SUSPENDED,
-}
-"""Where the engines are or are on their way to, for each state of the service."""
-
 _WISHES = {
-    Lifecycle.RUNNING: EngineState.RUNNING,
-    Lifecycle.PAUSED: EngineState.PAUSED,
-    Lifecycle.SUSPENDED: EngineState.SUSPENDED,
+    Lifecycle.RUNNING: CoordinatorState.RUNNING,
+    Lifecycle.PAUSED: CoordinatorState.PAUSED,
+    Lifecycle.SUSPENDED: CoordinatorState.SUSPENDED,
 }
 
 
@@ -91,7 +81,8 @@ class EngineLink:
 
     def _note(self, service: ServiceState) -> None:
         state = EngineState(service.state)
-        self.wish = _SETTLED.get(state, self.wish)
+        if (settled := SETTLED[state]) is not CoordinatorState.STOPPING:
+            self.wish = settled
         replicas = tuple(
             ReplicaState(
                 group=engine.group,

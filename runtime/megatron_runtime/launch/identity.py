@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.wire.security import KEY_VARIABLE, SHORTEST_SECRET
 
-SHORTEST_KEY = 32
+TERMINATION_LOG_VARIABLE = "MEGATRON_TERMINATION_LOG"
+"""The file that a launcher which fails leaves its reason in."""
 
 
 class Lifecycle(StrEnum):
@@ -33,7 +34,6 @@ class Identity:
     lifecycle: Lifecycle = Lifecycle.RUNNING
     coordinator_address: str | None = None
     bind_host: str | None = None
-    master_address: str | None = None
     coordinator_key: str | None = None
     control_token: str | None = None
     api_keys_file: Path | None = None
@@ -58,12 +58,11 @@ class Identity:
             lifecycle=read.lifecycle("MEGATRON_LIFECYCLE"),
             coordinator_address=read.text("MEGATRON_COORDINATOR_ADDRESS"),
             bind_host=read.text("MEGATRON_BIND_HOST"),
-            master_address=read.text("MEGATRON_MASTER_ADDR"),
-            coordinator_key=read.key("MEGATRON_COORDINATOR_KEY"),
+            coordinator_key=read.key(KEY_VARIABLE),
             control_token=read.text("MEGATRON_CONTROL_TOKEN"),
             api_keys_file=read.path("MEGATRON_API_KEYS_FILE"),
             local_ranks=read.integer("MEGATRON_LOCAL_RANKS", 0) or None,
-            termination_log=read.path("MEGATRON_TERMINATION_LOG"),
+            termination_log=read.path(TERMINATION_LOG_VARIABLE),
         )
 
 
@@ -104,18 +103,8 @@ class _Reader:
 
     def key(self, name: str) -> str | None:
         value = self.text(name)
-        if value is not None and len(value) < SHORTEST_KEY:
+        if value is not None and len(value) < SHORTEST_SECRET:
             raise ConfigurationError(
-                f"{name}: {len(value)} characters are too few; use {SHORTEST_KEY} random ones or more"
+                f"{name}: {len(value)} characters are too few; use {SHORTEST_SECRET} random ones or more"
             )
         return value
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError, MegatronInferenceError
 from megatron_runtime.launch.child import Child, ChildTask, Report
@@ -33,7 +33,7 @@ class CheckpointFacts:
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
 
 
-async def inspect_source(source: ModelSource, *, log: TextIO | None = None) -> CheckpointFacts:
+async def inspect_source(source: ModelSource) -> CheckpointFacts:
     """Fetches the checkpoint if need be and reads its metadata. Cancelled, it ends its process.
 
     Raises:
@@ -46,7 +46,7 @@ async def inspect_source(source: ModelSource, *, log: TextIO | None = None) -> C
         "hf_revision": source.hf_revision,
     }
     task = ChildTask(role="inspection", module="megatron_runtime.launch.inspection", options=options)
-    child = Child(task, found.append, log)
+    child = Child(task, found.append)
     await child.start()
     try:
         code = await child.wait()

@@ -19,13 +19,14 @@ from megatron_runtime.launch.keeper import ChildEnd
 from megatron_runtime.launch.leader import Leader
 from megatron_runtime.launch.memory import available_memory
 from megatron_runtime.launch.metrics import create_exposition
-from megatron_runtime.launch.options import CONTROL_PORT, LaunchOptions
+from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.parent_link import EXIT_DRAINED, EXIT_FAILURE
 from megatron_runtime.launch.pod_state import PodFacts, PodState
+from megatron_runtime.launch.ports import bind_control
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.rank_group import RankGroup
 from megatron_runtime.launch.termination import Outcome
-from megatron_runtime.server.http_server import HttpServer, bind
+from megatron_runtime.server.http_server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -198,19 +199,12 @@ class Launcher:
 
     @contextlib.asynccontextmanager
     async def _control_api(self) -> AsyncIterator[None]:
-        options, identity = self._options, self._options.identity
-        sock = bind(
-            options.private_host,
-            options.control_port,
-            CONTROL_PORT,
-            flag="--control-port",
-            may_move=identity.is_standalone,
-        )
+        sock = bind_control(self._options)
         leader = self._leader
         app = create_control_api(
             self._state,
             None if leader is None else leader.link,
-            token=identity.control_token,
+            token=self._options.identity.control_token,
             metrics=create_exposition(lambda: self._state.facts, None if leader is None else leader.metrics_folder),
         )
         server = HttpServer(app, graceful_seconds=CLOSING_SECONDS)

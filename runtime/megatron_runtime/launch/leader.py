@@ -8,15 +8,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.engine_link import EngineLink
-from megatron_runtime.launch.keeper import ChildEnd, Keeper
-from megatron_runtime.launch.options import COORDINATOR_PORT, HTTP_PORT, LaunchOptions
+from megatron_runtime.launch.keeper import ChildEnd
+from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
-from megatron_runtime.launch.tasks import coordinator_task
+from megatron_runtime.launch.ports import bind_coordinator, bind_http
+from megatron_runtime.launch.tasks import coordinator_options
 from megatron_runtime.server.frontend_group import FrontendGroup
-from megatron_runtime.server.http_server import bind
 from megatron_runtime.server.options import FrontendOptions
 
 COORDINATOR_GRACE = 2.0
@@ -48,25 +48,24 @@ class Leader:
         """The secret that everybody needs who talks to the coordinator."""
         self._on_failure = on_failure
         self._on_change = on_change
-        may_move = options.identity.is_standalone
-        self._http = bind(options.http_host, options.port, HTTP_PORT, flag="--port", may_move=may_move)
+        self._http = bind_http(options)
         # Only a look: the coordinator binds it itself, and a restarted one must be able to bind it again.
-        with bind(
-            options.private_host,
-            options.coordinator_port,
-            COORDINATOR_PORT,
-            flag="--coordinator-port",
-            may_move=may_move,
-        ) as probe:
-            self._coordinator_port = int(probe.getsockname()[1])
-        self.address = f"tcp://{options.private_host}:{self._coordinator_port}"
+        with bind_coordinator(options) as probe:
+            coordinator_port = int(probe.getsockname()[1])
+        self.address = f"tcp://{options.private_host}:{coordinator_port}"
         """Where engines and clients find the coordinator."""
         self.metrics_folder = Path(tempfile.mkdtemp(prefix="megatron-metrics-"))
         self._client = InferenceClient(self.address, key=key)
         self.link = EngineLink(self._client, state, options.identity.lifecycle)
-        self._coordinator = Keeper(self._coordinator_task, on_change=on_change)
+        self._coordinator = KeptCoordinator(
+            coordinator_options(options, coordinator_port),
+            key=key,
+            current_state=lambda: self.link.wish.name,
+            on_end=self._coordinator_ended,
+            on_change=on_change,
+        )
         self._frontends: FrontendGroup | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._link_run: asyncio.Task[None] | None = None
 
     @property
     def http_address(self) -> tuple[str, int]:
@@ -82,7 +81,8 @@ class Leader:
     def start(self, tokenizer_path: str, max_sequence_length: int) -> None:
         """Starts the processes."""
         self._client.start()
-        self._tasks = [asyncio.create_task(self._keep_coordinator()), asyncio.create_task(self.link.run())]
+        self._coordinator.start()
+        self._link_run = asyncio.create_task(self.link.run())
         keys = self._options.identity.api_keys_file
         options = FrontendOptions(
             coordinator_address=self.address,
@@ -110,20 +110,15 @@ class Leader:
         """Ends what is left, at once."""
         if self._frontends is not None:
             await self._frontends.stop()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._coordinator.close()
+        if self._link_run is not None:
+            self._link_run.cancel()
+            await asyncio.gather(self._link_run, return_exceptions=True)
         self._client.stop()
         self._http.close()
         shutil.rmtree(self.metrics_folder, ignore_errors=True)
 
-    def _coordinator_task(self) -> ChildTask:
-        return coordinator_task(
-            self._options, port=self._coordinator_port, key=self.key, initial_state=self.link.wish.value
-        )
-
-    async def _keep_coordinator(self) -> None:
-        end = await self._coordinator.run()
+    def _coordinator_ended(self, end: ChildEnd) -> None:
         if end.is_bad_input:
             self._on_failure(end)
 

@@ -14,19 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from megatron_runtime.headers import EngineState
 from megatron_runtime.launch.pod_state import PodFacts, RankPhase
 
-ENGINE_STATES = (
-    "RUNNING",
-    "PAUSING",
-    "PAUSED",
-    "UNPAUSING",
-    "SUSPENDING",
-    "SUSPENDED",
-    "RESUMING",
-    "STOPPING",
-    "STOPPED",
-)
+ENGINE_STATES = tuple(state.value for state in EngineState if state is not EngineState.RESUMED)
 
 
 class PodCollector(Collector):

@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_runtime.config import LOGPROBS_MODES, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.launch.identity import Identity, is_loopback
+from megatron_runtime.launch.identity import Identity
+from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
 ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES)
-HTTP_PORT = 8000
-CONTROL_PORT = 9000
-COORDINATOR_PORT = 5557
 HIGHEST_PORT = 65535
 
 
@@ -55,9 +54,20 @@ class EngineOptions:
     chunked_prefill: bool = True
     kv_cache_management: str = "offload"
     offload_weights: bool = False
+    logprobs_mode: str = "raw_logprobs"
+    check_finite: bool = False
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """The sizes that a model may be split by, under the flags that ask for them."""
+        return {
+            "--tensor-parallel": self.tensor_parallel,
+            "--pipeline-parallel": self.pipeline_parallel,
+            "--expert-parallel": self.expert_parallel,
+        }
 
     @property
     def ranks_per_group(self) -> int:
@@ -135,6 +145,7 @@ class LaunchOptions:
         _one_of("--dtype", self.engine.dtype, DTYPES)
         _one_of("--device", self.engine.device, DEVICES)
         _one_of("--kv-cache-management", self.engine.kv_cache_management, KV_CACHE_MANAGEMENTS)
+        _one_of("--logprobs-mode", self.engine.logprobs_mode, LOGPROBS_MODES)
         _one_of("--routing-policy", self.routing_policy, ROUTING_POLICIES)
         if self.routing_policy in PREFIX_POLICIES and not self.engine.prefix_caching:
             raise ConfigurationError(
@@ -155,8 +166,7 @@ class LaunchOptions:
         _at_least("--threads-per-rank", self.threads_per_rank, 1)
         if self.request_timeout <= 0:
             raise ConfigurationError(f"--request-timeout {self.request_timeout}: must be more than 0 seconds")
-        if not 0 <= self.routing_alpha <= 1:
-            raise ConfigurationError(f"--routing-alpha {self.routing_alpha}: must be between 0 and 1")
+        check_routing_alpha(self.routing_alpha, f"--routing-alpha {self.routing_alpha}:")
         for flag, port in (
             ("--port", self.port),
             ("--control-port", self.control_port),
@@ -166,11 +176,7 @@ class LaunchOptions:
                 raise ConfigurationError(f"{flag} {port}: must be between 0 (any free one) and {HIGHEST_PORT}")
 
     def _check_parallelism(self) -> None:
-        for flag, size in (
-            ("--tensor-parallel", self.engine.tensor_parallel),
-            ("--pipeline-parallel", self.engine.pipeline_parallel),
-            ("--expert-parallel", self.engine.expert_parallel),
-        ):
+        for flag, size in self.engine.parallel_sizes.items():
             _at_least(flag, size, 1)
         if self.group_ranks < 1:
             raise ConfigurationError(
@@ -190,7 +196,7 @@ class LaunchOptions:
             return
         needed = {"MEGATRON_CONTROL_TOKEN": identity.control_token}
         if not identity.is_standalone:
-            needed["MEGATRON_COORDINATOR_KEY"] = identity.coordinator_key
+            needed[KEY_VARIABLE] = identity.coordinator_key
         for variable, value in needed.items():
             if value is None:
                 raise ConfigurationError(

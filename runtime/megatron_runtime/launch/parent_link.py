@@ -23,6 +23,7 @@ class ParentLink:
     """Made first thing in a child's ``main``; see ``Child.start`` for the other end."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        self._parent_pid = int(options.pop("parent_pid"))
         self._report_fd = int(options.pop("report_fd"))
         os.set_inheritable(self._report_fd, False)
         self.options = options
@@ -32,9 +33,15 @@ class ParentLink:
     def from_arguments(cls, arguments: list[str] | None = None) -> ParentLink:
         """Reads the options, ties this process's life to its parent's, and sets up its log."""
         options = json.loads((sys.argv[1:] if arguments is None else arguments)[0])
-        die_with_parent(int(options.pop("parent_pid")))
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-        return cls(options)
+        level = options.pop("log_level")
+        logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        link = cls(options)
+        link.take_death_of_parent_as(signal.SIGKILL)
+        return link
+
+    def take_death_of_parent_as(self, number: signal.Signals) -> None:
+        """Another signal than SIGKILL is for a child that has something left to write at its end."""
+        die_with_parent(self._parent_pid, number)
 
     def report(self, **fields: Any) -> None:
         """Sends one report. A parent that is gone no longer listens, which is no error here."""
@@ -43,11 +50,11 @@ class ParentLink:
             os.write(self._report_fd, line)
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent ends (Linux). Ends it now if the parent is gone already."""
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Has the kernel send this signal when the parent ends (Linux). Ends now if the parent is gone already."""
     if sys.platform == "linux":
         library = ctypes.CDLL(None, use_errno=True)
-        if library.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        if library.prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # The parent may have ended between our start and the call above, which then would never fire.
     if os.getppid() != parent_pid:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from megatron_runtime.bell import Bell
+
 
 class RankPhase(StrEnum):
     """How far a rank has come."""
@@ -109,7 +111,7 @@ class PodState:
     def __init__(self, facts: PodFacts) -> None:
         self.facts = facts
         self.revision = 1
-        self._changed = asyncio.Event()
+        self._changed = Bell()
 
     def update(self, **changes: Any) -> None:
         """Replaces fields of the facts; the revision grows if that makes a difference."""
@@ -117,8 +119,7 @@ class PodState:
         if self.facts == before:
             return
         self.revision += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.ring()
 
     def update_rank(self, rank: int, **changes: Any) -> None:
         """Replaces fields of one rank's state; a rank not seen before starts in ``Starting``."""

@@ -82,11 +82,7 @@ def _check_parallelism(engine: EngineOptions, facts: CheckpointFacts) -> None:
             f"--pipeline-parallel {engine.pipeline_parallel}: the model has only {facts.layers} layers; use "
             "fewer stages"
         )
-    for flag, size in (
-        ("--tensor-parallel", tensor),
-        ("--pipeline-parallel", engine.pipeline_parallel),
-        ("--expert-parallel", engine.expert_parallel),
-    ):
+    for flag, size in engine.parallel_sizes.items():
         if size != 1:
             raise ConfigurationError(f"{flag} {size}: this version serves one rank per model copy; use {flag} 1")
 

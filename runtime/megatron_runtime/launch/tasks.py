@@ -4,38 +4,34 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from typing import Any
 
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS
 from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import usable_cores
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import EnginePlan
-from megatron_runtime.server.frontend_group import KEY_VARIABLE
+from megatron_runtime.wire.security import key_environment
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _WAIT_VARIABLE = "OMP_WAIT_POLICY"
 """Threads that wait sleep and don't spin: beside busy neighbours a step of two threads takes a third of the time."""
 
 
-def coordinator_task(options: LaunchOptions, *, port: int, key: str | None, initial_state: str) -> ChildTask:
-    """The coordinator; engines are brought to ``initial_state`` before they get requests."""
-    return ChildTask(
-        role="coordinator",
-        module="megatron_runtime.launch.coordinator_process",
-        options={
-            "host": options.private_host,
-            "port": port,
-            "data_parallel_size": options.replicas,
-            "policy": options.routing_policy.replace("-", "_"),
-            "prefix_caching": options.engine.prefix_caching,
-            "block_size_tokens": options.engine.block_size_tokens,
-            "routing_alpha": options.routing_alpha,
-            "max_requests": options.engine.max_requests,
-            "initial_state": initial_state,
-            "request_timeout": options.request_timeout,
-        },
-        environment=_secret(key),
-    )
+def coordinator_options(options: LaunchOptions, port: int) -> dict[str, Any]:
+    """Arguments of DataParallelInferenceCoordinator by name."""
+    return {
+        "host": options.private_host,
+        "inference_coordinator_port": port,
+        "data_parallel_size": options.replicas,
+        "prefix_caching_coordinator_policy": options.routing_policy.replace("-", "_"),
+        "enable_prefix_caching": options.engine.prefix_caching,
+        "block_size_tokens": options.engine.block_size_tokens,
+        "prefix_caching_routing_alpha": options.routing_alpha,
+        "max_requests": options.engine.max_requests or DEFAULT_MAX_REQUESTS,
+        "request_timeout": options.request_timeout,
+    }
 
 
 def rank_task(
@@ -60,7 +56,7 @@ def rank_task(
             "coordinator_address": address,
             "drain_timeout": options.drain_timeout,
         },
-        environment=_secret(key)
+        environment=key_environment(key)
         | dict.fromkeys(_THREAD_VARIABLES, threads)
         | {_WAIT_VARIABLE: os.environ.get(_WAIT_VARIABLE, "PASSIVE")},
     )
@@ -78,7 +74,3 @@ def threads_per_rank(options: LaunchOptions) -> int:
         return options.threads_per_rank
     ranks = options.identity.local_ranks or options.local_ranks
     return max(usable_cores() // ranks, 1)
-
-
-def _secret(key: str | None) -> dict[str, str]:
-    return {} if key is None else {KEY_VARIABLE: key}

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import Protocol
 
+from megatron_runtime.bell import Bell
 from megatron_runtime.errors import MegatronInferenceError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
@@ -39,7 +40,7 @@ class Admission:
         self._replica_wait = replica_wait
         self._retry_after = retry_after
         self._service: ServiceState | None = None
-        self._changed = asyncio.Event()
+        self._changed = Bell()
         self._watcher: asyncio.Task[None] | None = None
         self._in_flight: set[Abandonable] = set()
         self._idle = asyncio.Event()
@@ -67,7 +68,7 @@ class Admission:
             async with asyncio.timeout(self._replica_wait):
                 self._refuse_if_closed()
                 while not self._has_replica():
-                    await self._next_change()
+                    await self._changed.wait()
                     self._refuse_if_closed()
         except TimeoutError:
             message = f"no replica of the model has registered within {self._replica_wait:.0f} seconds"
@@ -90,7 +91,7 @@ class Admission:
         A paused engine would answer nothing before it is too late: its requests end now, so that they can be retried.
         """
         self._draining = True
-        self._wake()
+        self._changed.ring()
         frozen_watch = asyncio.create_task(self._abandon_when_frozen())
         await self._idle.wait()
         frozen_watch.cancel()
@@ -102,7 +103,7 @@ class Admission:
 
     async def _abandon_when_frozen(self) -> None:
         while not self._is_frozen():
-            await self._next_change()
+            await self._changed.wait()
         self.abandon()
 
     def _refuse_if_closed(self) -> None:
@@ -123,13 +124,6 @@ class Admission:
     def _is_frozen(self) -> bool:
         return self._service is not None and self._service.state in FROZEN_STATES
 
-    async def _next_change(self) -> None:
-        await self._changed.wait()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     async def _watch(self) -> None:
         while True:
             revision = -1 if self._service is None else self._service.revision
@@ -138,4 +132,4 @@ class Admission:
             except (MegatronInferenceError, TimeoutError) as error:
                 logger.warning("the coordinator does not answer: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
-            self._wake()
+            self._changed.ring()

@@ -1,9 +1,11 @@
-"""What all answers have in common: their head and their count of tokens."""
+"""What all answers have in common: their head, their order, and their count of tokens."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +42,37 @@ class Answer:
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def head(self, kind: str) -> dict[str, Any]:
-        """The fields that come before the choices."""
+    def whole(self, kind: str, deltas: Sequence[Delta], choice: Callable[[Delta], dict[str, Any]]) -> dict[str, Any]:
+        """The complete answer from the last delta of every choice; ``choice`` writes one as its endpoint does."""
+        usage = UsageMeter(self)
+        for delta in deltas:
+            usage.add(delta)
+        choices = [choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
+        return {**self._head(kind), "choices": choices, "usage": usage.body()}
+
+    async def chunks(
+        self,
+        kind: str,
+        deltas: AsyncGenerator[Delta, None],
+        pieces: Callable[[Delta], Iterable[dict[str, Any]]],
+        *,
+        openings: Iterable[dict[str, Any]] = (),
+        include_usage: bool,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a stream: the openings, then the pieces of every delta, at last the usage if it is wanted."""
+        head = self._head(kind) | ({"usage": None} if include_usage else {})
+        usage = UsageMeter(self)
+        async with aclosing(deltas):
+            for opening in openings:
+                yield {**head, "choices": [opening]}
+            async for delta in deltas:
+                usage.add(delta)
+                for piece in pieces(delta):
+                    yield {**head, "choices": [piece]}
+        if include_usage:
+            yield {**head, "choices": [], "usage": usage.body()}
+
+    def _head(self, kind: str) -> dict[str, Any]:
         return {
             "id": f"{self.id_prefix}-{self.number}",
             "object": kind,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
-from megatron_runtime.server.answer import Answer, UsageMeter
+from megatron_runtime.server.answer import Answer
 from megatron_runtime.server.choice import Delta, TokenLogProb
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.protocol import ChatCompletionBody
@@ -25,42 +24,34 @@ def chat_prompt(body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
 
 def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
     """The complete answer from the last delta of every choice."""
-    choices = [
-        {
+
+    def choice(delta: Delta) -> dict[str, Any]:
+        return {
             "index": delta.choice,
             "message": {"role": "assistant", "content": delta.text, "refusal": None},
             "logprobs": _logprobs(delta.log_probs, tokenizer),
             "finish_reason": delta.finish_reason,
         }
-        for delta in sorted(deltas, key=lambda delta: delta.choice)
-    ]
-    usage = UsageMeter(answer)
-    for delta in deltas:
-        usage.add(delta)
-    return {**answer.head("chat.completion"), "choices": choices, "usage": usage.body()}
+
+    return answer.whole("chat.completion", deltas, choice)
 
 
-async def chat_chunks(
+def chat_chunks(
     answer: Answer, deltas: AsyncGenerator[Delta, None], tokenizer: Tokenizer, *, choices: int, include_usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a stream: the role of every choice, its text, its finish reason, at last the usage."""
-    head = answer.head("chat.completion.chunk") | ({"usage": None} if include_usage else {})
-    usage = UsageMeter(answer)
-    async with aclosing(deltas):
-        for choice in range(choices):
-            yield {**head, "choices": [_chunk_choice(choice, {"role": "assistant", "content": ""})]}
-        async for delta in deltas:
-            usage.add(delta)
-            if delta.text or delta.log_probs:
-                logprobs = _logprobs(delta.log_probs, tokenizer)
-                yield {**head, "choices": [_chunk_choice(delta.choice, {"content": delta.text}, logprobs)]}
-            if delta.finish_reason is not None:
-                yield {**head, "choices": [_chunk_choice(delta.choice, {}, finish_reason=delta.finish_reason)]}
-    if include_usage:
-        yield {**head, "choices": [], "usage": usage.body()}
+
+    def pieces(delta: Delta) -> Iterator[dict[str, Any]]:
+        if delta.text or delta.log_probs:
+            yield _piece(delta.choice, {"content": delta.text}, _logprobs(delta.log_probs, tokenizer))
+        if delta.finish_reason is not None:
+            yield _piece(delta.choice, {}, finish_reason=delta.finish_reason)
+
+    openings = [_piece(choice, {"role": "assistant", "content": ""}) for choice in range(choices)]
+    return answer.chunks("chat.completion.chunk", deltas, pieces, openings=openings, include_usage=include_usage)
 
 
-def _chunk_choice(
+def _piece(
     index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

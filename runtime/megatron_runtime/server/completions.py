@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
-from megatron_runtime.server.answer import Answer, UsageMeter
+from megatron_runtime.server.answer import Answer
 from megatron_runtime.server.choice import Delta, TokenLogProb
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.protocol import CompletionBody
@@ -23,40 +22,26 @@ def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[
 
 def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
     """The complete answer from the last delta of every choice."""
-    choices = [
-        {
-            "index": delta.choice,
-            "text": delta.text,
-            "logprobs": Logprobs(tokenizer).body(delta.log_probs),
-            "finish_reason": delta.finish_reason,
-        }
-        for delta in sorted(deltas, key=lambda delta: delta.choice)
-    ]
-    usage = UsageMeter(answer)
-    for delta in deltas:
-        usage.add(delta)
-    return {**answer.head("text_completion"), "choices": choices, "usage": usage.body()}
+    return answer.whole("text_completion", deltas, lambda delta: _choice(delta, Logprobs(tokenizer)))
 
 
-async def completion_chunks(
+def completion_chunks(
     answer: Answer, deltas: AsyncGenerator[Delta, None], tokenizer: Tokenizer, *, choices: int, include_usage: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a stream: text as it comes, at last the usage."""
-    head = answer.head("text_completion") | ({"usage": None} if include_usage else {})
     logprobs = [Logprobs(tokenizer) for _ in range(choices)]
-    usage = UsageMeter(answer)
-    async with aclosing(deltas):
-        async for delta in deltas:
-            usage.add(delta)
-            choice = {
-                "index": delta.choice,
-                "text": delta.text,
-                "logprobs": logprobs[delta.choice].body(delta.log_probs),
-                "finish_reason": delta.finish_reason,
-            }
-            yield {**head, "choices": [choice]}
-    if include_usage:
-        yield {**head, "choices": [], "usage": usage.body()}
+    return answer.chunks(
+        "text_completion", deltas, lambda delta: [_choice(delta, logprobs[delta.choice])], include_usage=include_usage
+    )
+
+
+def _choice(delta: Delta, logprobs: Logprobs) -> dict[str, Any]:
+    return {
+        "index": delta.choice,
+        "text": delta.text,
+        "logprobs": logprobs.body(delta.log_probs),
+        "finish_reason": delta.finish_reason,
+    }
 
 
 class Logprobs:

@@ -20,9 +20,9 @@ from megatron_runtime.model.tokenizer_files import load_tokenizer
 from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.app import Frontend, create_app
-from megatron_runtime.server.frontend_group import KEY_VARIABLE
 from megatron_runtime.server.http_server import HttpServer
 from megatron_runtime.server.options import FrontendOptions
+from megatron_runtime.wire.security import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -8,22 +8,26 @@ import signal
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TextIO
+from typing import Any
 
+from megatron_runtime.bell import Bell
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.keeper import ChildEnd, Keeper
 from megatron_runtime.server.options import FrontendOptions
+from megatron_runtime.wire.security import key_environment
 
-KEY_VARIABLE = "MEGATRON_COORDINATOR_KEY"
 ABANDON_SECONDS = 3.0
 """How long frontends have, at the end of a drain, to tell their clients that it is over."""
 
 
 class FrontendGroup:
-    """Made by ``start_frontends``. Its processes die with the thread whose event loop it runs on.
+    """Its processes die with the thread whose event loop it runs on.
 
-    ``on_change`` is called whenever a frontend came, went, or begins to listen.
+    Args:
+        sock: A listening socket, made with ``http_server.bind``; it belongs to the group from now on.
+        key: The shared secret of the coordinator, if it has one.
+        on_change: Called whenever a frontend came, went, or begins to listen.
     """
 
     def __init__(
@@ -33,20 +37,18 @@ class FrontendGroup:
         *,
         key: str | None,
         on_change: Callable[[], None] = lambda: None,
-        log: TextIO | None = None,
     ) -> None:
         self.options = options
         self._socket = sock
         self._key = key
         self._on_change = on_change
         self._listening: set[int] = set()
-        self._changed = asyncio.Event()
+        self._changed = Bell()
         self._keepers = [
             Keeper(
                 partial(self._task, index),
                 on_report=partial(self._report, index),
                 on_change=partial(self._note, index),
-                log=log,
             )
             for index in range(options.replicas)
         ]
@@ -66,11 +68,6 @@ class FrontendGroup:
     def restarts(self) -> int:
         """How often a frontend was started again."""
         return sum(keeper.restarts for keeper in self._keepers)
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes as they are now."""
-        return [keeper.child.pid for keeper in self._keepers if keeper.child is not None and keeper.child.pid]
 
     def start(self) -> None:
         """Starts the processes; needs a running event loop."""
@@ -124,7 +121,7 @@ class FrontendGroup:
         self._socket.close()
 
     def _task(self, index: int) -> ChildTask:
-        environment = {} if self._key is None else {KEY_VARIABLE: self._key}
+        environment = key_environment(self._key)
         if self.options.metrics_folder is not None:
             environment["PROMETHEUS_MULTIPROC_DIR"] = self.options.metrics_folder
         return ChildTask(
@@ -146,27 +143,5 @@ class FrontendGroup:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.ring()
         self._on_change()
-
-
-async def start_frontends(
-    options: FrontendOptions,
-    sock: socket.socket,
-    *,
-    key: str | None = None,
-    on_change: Callable[[], None] = lambda: None,
-    log: TextIO | None = None,
-) -> FrontendGroup:
-    """Starts ``options.replicas`` processes that serve the listening socket ``sock``, which now belongs to the group.
-
-    Make the socket with ``http_server.bind``. Call this, and the methods of the group, on an event loop whose thread
-    lives as long as the frontends shall: the kernel ends them with that thread.
-
-    Args:
-        key: The shared secret of the coordinator, if it has one.
-    """
-    group = FrontendGroup(options, sock, key=key, on_change=on_change, log=log)
-    group.start()
-    return group

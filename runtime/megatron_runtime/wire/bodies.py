@@ -7,7 +7,13 @@ from typing import Any
 
 from megatron_runtime.wire.codec import MalformedMessage, pack_body, unpack_body
 
+Prompt = str | list[int]
 TopLogProbs = list[dict[str, float]]
+
+
+def are_token_ids(value: Any) -> bool:
+    """Whether this is a list of integers, and so could be token ids."""
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 @dataclass
@@ -47,7 +53,7 @@ class Stretch:
         """
         if not isinstance(content, list) or len(content) != 3 or not all(isinstance(part, list) for part in content):
             raise MalformedMessage("a stretch of tokens is no three lists")
-        if not all(type(token) is int for token in content[0]):
+        if not are_token_ids(content[0]):
             raise MalformedMessage("token ids are no integers")
         return cls(*content)
 
@@ -65,7 +71,7 @@ class Stretch:
 class RequestBody:
     """A request as it travels: the prompt, the sampling parameters, and the tokens that were made for it already."""
 
-    prompt: str | list[int]
+    prompt: Prompt
     sampling_params: dict[str, Any]
     generated: Stretch = field(default_factory=Stretch)
 
@@ -88,8 +94,7 @@ class RequestBody:
         if not isinstance(content, list) or len(content) != 3:
             raise MalformedMessage("request body is no list of 3 fields")
         prompt, sampling_params, generated = content
-        listed = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-        if not listed and not isinstance(prompt, str):
+        if not isinstance(prompt, str) and not are_token_ids(prompt):
             raise MalformedMessage("prompt is neither text nor token ids")
         if not isinstance(sampling_params, dict):
             raise MalformedMessage("sampling parameters are no map")

@@ -15,6 +15,8 @@ from zmq.utils import z85
 
 from megatron_runtime.errors import ConfigurationError
 
+KEY_VARIABLE = "MEGATRON_COORDINATOR_KEY"
+"""Where a process is given the shared secret of its coordinator."""
 SHORTEST_SECRET = 32
 _DOMAIN = "megatron-coordinator"
 
@@ -29,6 +31,11 @@ class CurveKeys:
     client_secret: bytes
 
 
+def key_environment(key: str | None) -> dict[str, str]:
+    """What tells the key to a process that is started with this."""
+    return {} if key is None else {KEY_VARIABLE: key}
+
+
 def derive_keys(secret: str) -> CurveKeys:
     """The same two CURVE key pairs from the same secret, by HMAC-SHA256 with one label per pair.
 
@@ -38,7 +45,7 @@ def derive_keys(secret: str) -> CurveKeys:
     if len(secret) < SHORTEST_SECRET:
         raise ConfigurationError(
             f"the coordinator key has {len(secret)} characters; give at least {SHORTEST_SECRET} random ones "
-            "(MEGATRON_COORDINATOR_KEY)",
+            f"({KEY_VARIABLE})",
             field="key",
         )
     server, client = (_private_key(secret, label) for label in ("server", "client"))
@@ -91,8 +98,8 @@ def require_key_or_loopback(host: str, key: str | None) -> None:
     """
     if key is None and not is_loopback(host):
         raise ConfigurationError(
-            f"without a coordinator key only loopback addresses are allowed, not {host!r}: set "
-            "MEGATRON_COORDINATOR_KEY, or use 127.0.0.1",
+            f"without a coordinator key only loopback addresses are allowed, not {host!r}: set {KEY_VARIABLE}, "
+            "or use 127.0.0.1",
             field="key",
         )
 

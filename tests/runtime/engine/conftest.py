@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,10 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.token_bytes import byte_of_character
 from megatron_runtime.model.tokenizer import Tokenizer
+
+HERE = Path(__file__).parent
+if str(HERE) not in sys.path:
+    sys.path.append(str(HERE))  # engine_support lies here, and importlib mode puts nothing on the path
 
 BLOCK = 4
 """Tokens per block in these tests: small, so that borders are met often."""

@@ -212,3 +212,24 @@ def test_log_probs_are_those_of_the_plain_logits() -> None:
     assert found.chosen == pytest.approx([expected[0, 3].item(), expected[1, 0].item()])
     assert found.top_ids == [[1, 5], [5, 1]]
     assert found.top_values[0] == pytest.approx([expected[0, 1].item(), expected[0, 5].item()])
+
+
+@pytest.mark.parametrize("spread", [0.001, 3.0, 200.0])
+def test_a_large_top_k_keeps_exactly_as_many_and_the_equals_of_the_last(spread: float) -> None:
+    wanted = np.array([511, 512, 513, 2000, 7999, 8000, 9000, 600], np.int32)
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(len(wanted), 8000, generator=generator) * spread
+    logits[0, :100] = -torch.inf
+    # Of the last row, the 599th to the 604th likeliest are equals.
+    order = logits[-1].argsort(descending=True)
+    logits[-1, order[598:604]] = logits[-1, order[598]].clone()
+    found = processed_log_probs(logits, rules_of(np.arange(len(wanted)), top_k=wanted))
+    expected = torch.stack(
+        [
+            torch.where(row >= row.topk(min(k, 8000)).values[-1], row, -torch.inf).log_softmax(-1)
+            for row, k in zip(logits, wanted.tolist(), strict=True)
+        ]
+    )
+    assert (found.isfinite() == expected.isfinite()).all()
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert found[-1].isfinite().sum() == 604

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import pytest
+from engine_support.scheduling import SchedulerLives, run_pass
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from megatron_runtime.engine.block_allocator import BlockAllocator
-from megatron_runtime.engine.scheduler import Schedule, Scheduler, SchedulerLimits
+from megatron_runtime.engine.scheduler import Scheduler, SchedulerLimits
 from megatron_runtime.engine.sequence import Sequence
 
 
 def scheduler_of(
-    blocks: int, *, block_size: int = 4, max_requests: int = 8, max_tokens: int = 32, chunked: bool = True
+    blocks: int,
+    *,
+    block_size: int = 4,
+    max_requests: int = 8,
+    max_tokens: int = 32,
+    chunked: bool = True,
+    paused_blocks: int = 0,
 ) -> Scheduler:
-    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked)
+    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks)
     return Scheduler(limits, BlockAllocator(blocks))
 
 
@@ -23,23 +30,10 @@ def sequence_of(request_id: int, prompt: int, answer: int) -> Sequence:
     return Sequence(request_id, list(range(prompt)), prompt, prompt + answer)
 
 
-def run_pass(scheduler: Scheduler) -> tuple[Schedule, list[Sequence]]:
-    """One pass as the engine makes it: compute, append a token where one is sampled, forget what is done."""
-    schedule = scheduler.schedule()
-    scheduler.settle(schedule)
-    done = []
-    for part in schedule.slices:
-        if part.samples:
-            part.sequence.tokens.append(0)
-            if len(part.sequence.tokens) >= part.sequence.max_length:
-                done.append(part.sequence)
-                scheduler.remove(part.sequence)
-    scheduler.check_integrity()
-    return schedule, done
-
-
-class RandomLives(RuleBasedStateMachine):
+class RandomLives(SchedulerLives):
     """Adds, passes, aborts and suspensions in any order."""
+
+    passes_per_token = 2  # as many as computing everything one by one would take
 
     @initialize(
         blocks=st.integers(4, 24),
@@ -47,16 +41,20 @@ class RandomLives(RuleBasedStateMachine):
         max_requests=st.integers(1, 6),
         spare_tokens=st.integers(0, 20),
         chunked=st.booleans(),
+        paused_blocks=st.integers(0, 8),
     )
-    def begin(self, blocks: int, block_size: int, max_requests: int, spare_tokens: int, chunked: bool) -> None:
+    def begin(
+        self, blocks: int, block_size: int, max_requests: int, spare_tokens: int, chunked: bool, paused_blocks: int
+    ) -> None:
         self.scheduler = scheduler_of(
             blocks,
             block_size=block_size,
             max_requests=max_requests,
             max_tokens=max_requests + spare_tokens,
             chunked=chunked,
+            paused_blocks=paused_blocks,
         )
-        self.alive: dict[int, Sequence] = {}
+        self.alive = {}
         self.next_id = 0
 
     @rule(prompt=st.integers(1, 30), answer=st.integers(1, 30))
@@ -71,42 +69,8 @@ class RandomLives(RuleBasedStateMachine):
         self.next_id += 1
 
     @rule()
-    def make_a_pass(self) -> None:
-        schedule, done = run_pass(self.scheduler)
-        assert sum(part.length for part in schedule.slices) <= self.scheduler.limits.max_tokens
-        assert len(schedule.slices) <= self.scheduler.limits.max_requests
-        assert all(part.length > 0 for part in schedule.slices)
-        assert bool(schedule.slices) == bool(self.alive)
-        for sequence in done:
-            del self.alive[sequence.request_id]
-
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.alive)))
-        self.scheduler.remove(self.alive.pop(request_id))
-
-    @rule()
     def suspend_and_recompute(self) -> None:
         self.scheduler.evict_all()
-        assert self.scheduler.allocator.num_used == 0
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        self.scheduler.check_integrity()
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
-
-    def teardown(self) -> None:
-        """Nobody starves: everything still alive ends, within as many passes as computing it one by one would take."""
-        if not hasattr(self, "scheduler"):
-            return
-        bound = sum(2 * sequence.max_length for sequence in self.alive.values())
-        for _ in range(bound):
-            for sequence in run_pass(self.scheduler)[1]:
-                del self.alive[sequence.request_id]
-        assert not self.alive
         assert self.scheduler.allocator.num_used == 0
 
 
@@ -114,16 +78,17 @@ TestRandomLives = RandomLives.TestCase
 TestRandomLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=12))
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=12), st.integers(0, 10))
 @settings(max_examples=40, deadline=None)
-def test_the_oldest_request_is_never_evicted(sizes: list[tuple[int, int]]) -> None:
-    scheduler = scheduler_of(10)
+def test_the_oldest_request_advances_in_every_pass(sizes: list[tuple[int, int]], paused_blocks: int) -> None:
+    scheduler = scheduler_of(10, paused_blocks=paused_blocks)
     for request_id, (prompt, answer) in enumerate(sizes):
         scheduler.add(sequence_of(request_id, prompt, answer))
     alive = set(range(len(sizes)))
     while alive:
         schedule, done = run_pass(scheduler)
-        assert min(alive) not in {sequence.request_id for sequence in schedule.evicted}
+        assert schedule.slices[0].sequence.request_id == min(alive)
+        assert min(alive) not in {sequence.request_id for sequence in schedule.evicted + schedule.paused}
         alive -= {sequence.request_id for sequence in done}
 
 
@@ -176,6 +141,38 @@ def test_the_newest_gives_way_and_comes_back_first() -> None:
     while scheduler.num_running or scheduler.num_waiting:
         order += [sequence.request_id for sequence in run_pass(scheduler)[1]]
     assert order == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("allowed", "evictions"), [(2, 0), (1, 1)])
+def test_who_lacks_a_block_waits_with_what_it_has_if_that_is_allowed(allowed: int, evictions: int) -> None:
+    scheduler = scheduler_of(5, paused_blocks=allowed)
+    scheduler.add(sequence_of(0, 8, 4))
+    scheduler.add(sequence_of(1, 8, 9))
+    paused: list[tuple[int, int]] = []
+    evicted: list[Sequence] = []
+    passes: list[dict[int, int]] = []
+    while scheduler.num_running or scheduler.num_waiting:
+        schedule, _ = run_pass(scheduler)
+        passes.append({part.sequence.request_id: part.length for part in schedule.slices})
+        paused += [(sequence.request_id, len(sequence.blocks)) for sequence in schedule.paused]
+        evicted += schedule.evicted
+    assert paused == ([] if evictions else [(1, 2)])
+    assert len(evicted) == evictions
+    recomputed = 9 if evictions else 1
+    assert passes == [{0: 8, 1: 8}] + [{0: 1}] * 3 + [{1: recomputed}] + [{1: 1}] * 7
+
+
+def test_an_abort_of_a_paused_request_leaves_nothing_behind() -> None:
+    scheduler = scheduler_of(5, paused_blocks=2)
+    second = sequence_of(1, 8, 9)
+    scheduler.add(sequence_of(0, 8, 4))
+    scheduler.add(second)
+    run_pass(scheduler)
+    assert run_pass(scheduler)[0].paused == [second]
+    assert scheduler.num_paused == 1
+    scheduler.remove(second)
+    assert scheduler.num_paused == 0
+    scheduler.check_integrity()
 
 
 def test_suspension_keeps_the_order_of_the_queue() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from engine_support.scheduling import SchedulerLives, run_pass
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
 from megatron_runtime.engine.block_allocator import BlockAllocator
@@ -27,8 +28,9 @@ def scheduler_of(
     max_requests: int = 8,
     max_tokens: int = 64,
     chunked: bool = True,
+    paused_blocks: int = 0,
 ) -> Scheduler:
-    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked)
+    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks)
     return Scheduler(limits, BlockAllocator(blocks, PrefixCache(policy, block_size)))
 
 
@@ -76,31 +78,14 @@ class Memory:
         return sequence.blocks[position // self._block_size], position % self._block_size
 
 
-def run_pass(scheduler: Scheduler, memory: Memory | None = None) -> tuple[Schedule, list[Sequence]]:
-    """One pass as the engine makes it: compute, append a token where one is sampled, forget what is done."""
-    schedule = scheduler.schedule()
-    scheduler.check_integrity()
-    if memory is not None:
-        memory.compute(schedule)
-    scheduler.settle(schedule)
-    scheduler.check_integrity()
-    done = []
-    for part in schedule.slices:
-        if part.samples:
-            part.sequence.tokens.append(7)
-            if len(part.sequence.tokens) >= part.sequence.max_length:
-                done.append(part.sequence)
-                scheduler.remove(part.sequence)
-    scheduler.check_integrity()
-    return schedule, done
-
-
 def starts_of(schedule: Schedule) -> dict[int, int]:
     return {part.sequence.request_id: part.start for part in schedule.slices}
 
 
-class RandomSharing(RuleBasedStateMachine):
+class RandomSharing(SchedulerLives):
     """Adds, passes, aborts, suspensions and changes of weights in any order, over prompts that begin alike."""
+
+    passes_per_token = 3
 
     @initialize(
         blocks=st.integers(4, 30),
@@ -110,6 +95,7 @@ class RandomSharing(RuleBasedStateMachine):
         chunked=st.booleans(),
         policy=st.sampled_from(PrefixCachingEvictionPolicy),
         num_hashes=st.sampled_from([None, 3]),
+        paused_blocks=st.integers(0, 8),
     )
     def begin(
         self,
@@ -120,6 +106,7 @@ class RandomSharing(RuleBasedStateMachine):
         chunked: bool,
         policy: PrefixCachingEvictionPolicy,
         num_hashes: int | None,
+        paused_blocks: int,
     ) -> None:
         self.scheduler = scheduler_of(
             blocks,
@@ -128,10 +115,11 @@ class RandomSharing(RuleBasedStateMachine):
             max_requests=max_requests,
             max_tokens=max_requests + spare_tokens,
             chunked=chunked,
+            paused_blocks=paused_blocks,
         )
         self.memory = Memory(block_size)
         self.num_hashes = num_hashes
-        self.alive: dict[int, Sequence] = {}
+        self.alive = {}
         self.ids = itertools.count()
 
     @rule(
@@ -152,22 +140,11 @@ class RandomSharing(RuleBasedStateMachine):
             self.alive[sequence.request_id] = sequence
             self.scheduler.add(sequence)
 
-    @rule()
-    def make_a_pass(self) -> None:
-        schedule, done = run_pass(self.scheduler, self.memory)
-        assert sum(part.length for part in schedule.slices) <= self.scheduler.limits.max_tokens
-        assert all(part.length > 0 for part in schedule.slices)
-        assert bool(schedule.slices) == bool(self.alive)
+    def compute(self, schedule: Schedule) -> None:
+        self.memory.compute(schedule)
         for part in schedule.slices:
             if part.sequence.next_log_prob is not None:
                 assert part.sequence.num_cached == 0
-        for sequence in done:
-            del self.alive[sequence.request_id]
-
-    @precondition(lambda self: self.alive)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.scheduler.remove(self.alive.pop(data.draw(st.sampled_from(sorted(self.alive)))))
 
     @rule()
     def suspend_and_recompute(self) -> None:
@@ -181,23 +158,6 @@ class RandomSharing(RuleBasedStateMachine):
         self.memory.weights += 1
         self.scheduler.forget_prefixes()
         assert self.scheduler.allocator.num_resting == 0
-
-    @invariant()
-    def nothing_is_lost(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        self.scheduler.check_integrity()
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
-
-    def teardown(self) -> None:
-        """Nobody starves, and nothing stays owned."""
-        if not hasattr(self, "scheduler"):
-            return
-        for _ in range(sum(3 * sequence.max_length for sequence in self.alive.values())):
-            for sequence in run_pass(self.scheduler, self.memory)[1]:
-                del self.alive[sequence.request_id]
-        assert not self.alive
-        assert self.scheduler.allocator.num_used == 0
 
 
 TestRandomSharing = RandomSharing.TestCase

@@ -78,7 +78,6 @@ async def test_a_killed_coordinator_changes_no_answer(smollm2_path: Path, undist
         seen = [0]
         answers = asyncio.create_task(serve_all(client, seen))
         await until(lambda: seen[0] > 10, "some progress", 60)
-        coordinator.kill()
-        await asyncio.to_thread(coordinator.wait)
+        await coordinator.close()
         await fleet.spawn_coordinator()
         assert await answers == undisturbed

@@ -82,8 +82,7 @@ async def test_outstanding_requests_outlive_a_killed_coordinator_and_complete_on
         first_epoch = client.coordinator_epoch
         prompts, answers = start_requests(client, 20)
         await until(lambda: sum(engine.steps for engine in engines) > 20, "some progress")
-        coordinator.kill()
-        await asyncio.to_thread(coordinator.wait)
+        await coordinator.close()
         later = client.add_request("sent without a coordinator", LONG)
         await until(lambda: not client.is_connected, "the loss")
         await fleet.spawn_coordinator()
@@ -101,8 +100,7 @@ async def test_results_that_finish_without_a_coordinator_are_delivered_by_the_ne
         await fleet.ready(client, 1)
         prompts, answers = start_requests(client, 4)
         await until(lambda: len(engine.added) == 4, "the hand-out")
-        coordinator.kill()
-        await asyncio.to_thread(coordinator.wait)
+        await coordinator.close()
         await until(lambda: not engine.has_unfinished_requests(), "the end of the work")
         assert not answers.done()
         await fleet.spawn_coordinator()
@@ -119,9 +117,8 @@ async def test_the_state_after_a_restart_is_the_one_that_the_coordinator_is_give
         await fleet.ready(client, 1)
         await client.pause_engines()
         before = await client.service_state()
-        coordinator.kill()
-        await asyncio.to_thread(coordinator.wait)
-        fleet.options["initial_state"] = before.state
+        await coordinator.close()
+        fleet.state = before.state
         await fleet.spawn_coordinator()
         after = await client.wait_for_state_change(before.revision, 20)
         assert after.state == "PAUSED"
@@ -165,11 +162,3 @@ async def test_a_newer_attempt_of_a_group_replaces_the_older_which_may_not_come_
     await until(lambda: late.ended, "the refusal")
     assert "attempt 1 of engine group 0 is outdated" in str(late.failure)
     assert not new.ended
-
-
-async def test_a_child_coordinator_ends_with_its_parent() -> None:
-    async with Fleet() as fleet:
-        coordinator = await fleet.spawn_coordinator()
-        assert coordinator.stdin is not None
-        coordinator.stdin.close()
-        assert await asyncio.to_thread(coordinator.wait, 20) == 0

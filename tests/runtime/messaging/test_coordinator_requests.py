@@ -107,9 +107,13 @@ async def test_closing_a_stream_or_cancelling_a_future_frees_the_engine(fleet: F
     stream = client.stream_request("endless", params(100_000))
     future = client.add_request("endless too", params(100_000))
     await anext(stream)
+    await until(lambda: len(engine.added) == 2, "the hand-out")
+    assert engine.has_unfinished_requests()
     await stream.aclose()
     future.cancel()
     await until(lambda: not engine.has_unfinished_requests(), "the abort")
+    assert [update async for update in stream] == []
+    assert future.cancelled()
 
 
 async def test_the_requests_of_a_client_that_vanished_leave_the_engine(fleet: Fleet) -> None:

@@ -190,7 +190,12 @@ async def test_the_entry_point_runs_in_a_process_of_its_own_until_it_is_told_to_
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     ready = context.Event()
-    process = context.Process(target=DataParallelInferenceCoordinator.entrypoint, args=(sender, ready, 1), daemon=True)
+    process = context.Process(
+        target=DataParallelInferenceCoordinator.entrypoint,
+        args=(sender, ready, 1, None),
+        kwargs={"block_size_tokens": 16, "enable_prefix_caching": True, "request_timeout": 5.0},
+        daemon=True,
+    )
     process.start()
     sender.close()
     try:

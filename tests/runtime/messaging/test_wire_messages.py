@@ -41,11 +41,12 @@ def test_arbitrary_bytes_are_a_message_or_malformed_and_nothing_else(frames: lis
 
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_a_body_or_malformed_and_nothing_else(body: bytes) -> None:
-    for unpack in (RequestBody.unpack, Stretch.unpack):
+    for kind in (RequestBody, Stretch):
         try:
-            unpack(body)
+            content = kind.unpack(body)
         except codec.MalformedMessage:
             continue
+        assert kind.unpack(content.pack()) == content
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
+from runtime_support.processes import children_of, is_alive
 
 PORTS = (8000, 9000, 5557)
 TOKEN = "control-token-of-the-tests"
@@ -134,27 +135,6 @@ class Pod:
         self.http.close()
         self.openai.close()
         wait_until(lambda: not any(is_alive(pid) for pid in below), "processes are left over")
-
-
-def children_of(parent: int) -> dict[int, str]:
-    """Direct children of a process, with their command lines."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            if int(fields[1]) == parent and fields[0] != "Z":
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process exists and is not merely waiting to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def wait_until(condition: Callable[[], bool], otherwise: str, seconds: float = 20.0) -> None:

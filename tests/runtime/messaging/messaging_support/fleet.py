@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import subprocess
@@ -19,12 +18,13 @@ from typing import Any
 from messaging_support.fake_engine import FakeEngine
 
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.launch.keeper import RestartBudget
 from megatron_runtime.wire.service_state import ServiceState
 
 HERE = Path(__file__).parent
-COORDINATOR_MODULE = "megatron_runtime.data_parallel_inference_coordinator"
 
 
 def free_port() -> int:
@@ -47,6 +47,7 @@ class Fleet:
     """Everything is on loopback; leaving the block ends it all."""
 
     def __init__(self, **options: Any) -> None:
+        self.state = "RUNNING"
         self.options = {"data_parallel_size": 1, "engine_timeout": 2.0, **options}
         self.port = free_port()
         self.key: str | None = options.get("key")
@@ -55,6 +56,7 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._clients: list[InferenceClient] = []
         self._thread: threading.Thread | None = None
+        self._kept: list[KeptCoordinator] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self.address = f"tcp://127.0.0.1:{self.port}"
 
@@ -73,9 +75,8 @@ class Fleet:
         for process in self._processes:
             process.kill()
             await asyncio.to_thread(process.wait)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+        for coordinator in self._kept:
+            await coordinator.close()
 
     def start_coordinator(self, **changes: Any) -> DataParallelInferenceCoordinator:
         """In a thread of this process."""
@@ -94,17 +95,18 @@ class Fleet:
             assert not self._thread.is_alive()
             self.coordinator = None
 
-    async def spawn_coordinator(self) -> subprocess.Popen[bytes]:
-        """In a process of its own."""
-        process = self._spawn([sys.executable, "-m", COORDINATOR_MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        options = {"inference_coordinator_port": self.port, **self.options}
-        process.stdin.write(json.dumps(options).encode() + b"\n")
-        process.stdin.flush()
-        line = await asyncio.to_thread(process.stdout.readline)
-        assert line.decode().strip() == self.address
-        return process
+    async def spawn_coordinator(self) -> KeptCoordinator:
+        """In a process of its own, which is not started again."""
+        coordinator = KeptCoordinator(
+            {"inference_coordinator_port": self.port, **self.options},
+            key=self.key,
+            current_state=lambda: self.state,
+            budget=RestartBudget(0),
+        )
+        self._kept.append(coordinator)
+        coordinator.start()
+        assert await coordinator.wait_serving(30) == self.address
+        return coordinator
 
     def add_engine(self, engine: FakeEngine | None = None, *, group: int = 0, attempt: int = 0) -> CoordinatedLoop:
         """On the running event loop."""

@@ -1,0 +1,123 @@
+"""The coordinator's process: its start, its replacement, and its end with whoever started it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from messaging_support.fake_engine import FakeEngine
+from messaging_support.fleet import free_port, until
+from runtime_support.processes import is_alive
+
+from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
+from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+from megatron_runtime.errors import ConfigurationError, CoordinatorError
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
+from megatron_runtime.sampling_params import SamplingParams
+
+KEY = "k" * 32
+
+PARENT = """
+import asyncio, sys
+from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
+
+async def main():
+    options = {"data_parallel_size": 1, "inference_coordinator_port": None, "schedule_output_path": sys.argv[1]}
+    coordinator = KeptCoordinator(options, key=None, current_state=lambda: "RUNNING", may_move=True)
+    coordinator.start()
+    print(await coordinator.wait_serving(30), coordinator.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def kept(port: int | None, state: str = "RUNNING", **options: Any) -> KeptCoordinator:
+    """One that is not started yet."""
+    arguments = {"data_parallel_size": 1, "inference_coordinator_port": port}
+    return KeptCoordinator(arguments, key=KEY, current_state=lambda: state, **options)
+
+
+async def test_a_killed_coordinator_is_replaced_at_the_same_port_in_the_state_of_the_service() -> None:
+    coordinator = kept(None, "PAUSED", may_move=True)
+    coordinator.start()
+    address = await coordinator.wait_serving(30)
+    client = InferenceClient(address, key=KEY)
+    await client.start()
+    first, epoch = coordinator.pid, client.coordinator_epoch
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: client.coordinator_epoch != epoch, "the contact with the next one")
+    assert (await client.service_state()).state == "PAUSED"
+    assert coordinator.restarts == 1
+    assert coordinator.pid != first
+    client.stop()
+    await coordinator.stop(5)
+    assert coordinator.pid is not None
+    assert not is_alive(coordinator.pid)
+
+
+async def test_one_that_ends_well_is_left_alone_if_that_is_wanted() -> None:
+    ends: list[ChildEnd] = []
+    coordinator = kept(free_port(), restart_success=False, on_end=ends.append)
+    coordinator.start()
+    client = InferenceClient(await coordinator.wait_serving(30), key=KEY)
+    await client.start()
+    client.shutdown_coordinator()
+    await until(lambda: ends, "the end")
+    assert (ends[0].exit_code, coordinator.restarts) == (0, 0)
+    client.stop()
+
+
+async def test_a_host_that_is_not_this_machine_s_is_said_at_once() -> None:
+    coordinator = KeptCoordinator(
+        {"data_parallel_size": 1, "inference_coordinator_port": None, "host": "203.0.113.7"},
+        key=KEY,
+        current_state=lambda: "RUNNING",
+        may_move=True,
+    )
+    coordinator.start()
+    with pytest.raises(ConfigurationError, match=r"can't listen on '203\.0\.113\.7'"):
+        await coordinator.wait_serving(30)
+
+
+async def test_one_that_may_not_move_does_not_start_where_its_port_is_taken() -> None:
+    owner = kept(free_port())
+    owner.start()
+    port = int((await owner.wait_serving(30)).rpartition(":")[2])
+    second = kept(port, budget=RestartBudget(0))
+    second.start()
+    with pytest.raises(CoordinatorError, match=f"port {port} is taken"):
+        await second.wait_serving(30)
+    await owner.close()
+
+
+async def test_it_ends_with_its_parent_and_still_writes_the_schedule(tmp_path: Path) -> None:
+    schedule = tmp_path / "schedule.json"
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, str(script), str(schedule)), stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert parent.stdout is not None
+        address, pid = (await parent.stdout.readline()).decode().split()
+        serving = asyncio.create_task(CoordinatedLoop(FakeEngine(), coordinator_address=address).run())
+        client = InferenceClient(address)
+        await client.start()
+        assert (await client.add_request("hello", SamplingParams(num_tokens_to_generate=3))).succeeded()
+    finally:
+        parent.kill()
+        await parent.wait()
+    await until(lambda: not is_alive(int(pid)), "the coordinator's end")
+    assert json.loads(schedule.read_text())["num_requests"] == 1
+    client.stop()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)

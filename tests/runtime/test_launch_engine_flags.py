@@ -1,0 +1,77 @@
+"""From a flag of ``megatron-serve`` to what a rank makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_runtime import cli, rank
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.launch.inspection import CheckpointFacts
+from megatron_runtime.launch.memory import AvailableMemory
+from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime.launch.preflight import plan_engine
+from megatron_runtime.launch.tasks import rank_task
+
+FACTS = CheckpointFacts(
+    path="/m", architecture="llama", parameters=1000, longest=512, layers=4, attention_heads=8, kv_heads=2, head_dim=16
+)
+
+
+class Link:
+    """What a rank needs of its launcher while it loads."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def report(self, **_: object) -> None:
+        """Nobody listens."""
+
+
+@pytest.fixture
+def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``rank_options(*flags)``: what a rank of a pod with these flags is given."""
+
+    def options(*flags: str) -> dict[str, Any]:
+        seen: list[LaunchOptions] = []
+        monkeypatch.setattr(cli, "_run", lambda launch: seen.append(launch) or 0)
+        done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), *flags])
+        assert done.exit_code == 0, done.output
+        plan = plan_engine(seen[0], FACTS, AvailableMemory(2**40, "free"))
+        return rank_task(seen[0], FACTS, plan, rank=0, address="tcp://127.0.0.1:1", key=None).options
+
+    return options
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [((), "raw_logprobs"), (("--logprobs-mode", "processed_logprobs"), "processed_logprobs")],
+)
+def test_the_kind_of_log_probs_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], mode: str) -> None:
+    assert rank._inference_config(rank_options(*flags)["engine"]).logprobs_mode == mode
+
+
+def test_an_unknown_kind_of_log_probs_is_refused_in_words(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), "--logprobs-mode", "cooked"])
+    assert done.exit_code == 2
+    assert "--logprobs-mode cooked: use one of raw_logprobs, processed_logprobs" in done.output
+
+
+@pytest.mark.parametrize(("flags", "checks"), [((), False), (("--check-finite",), True)])
+def test_weights_are_searched_for_what_is_no_number_when_asked_for(
+    rank_options: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], checks: bool
+) -> None:
+    asked: list[bool] = []
+
+    def load_model(*_: object, check_finite: bool, **__: object) -> None:
+        asked.append(check_finite)
+        raise CheckpointError("stop here")
+
+    monkeypatch.setattr("megatron_runtime.model.checkpoint.load_model", load_model)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    with pytest.raises(CheckpointError, match="stop here"):
+        rank._build_engine(Link(rank_options(*flags)))  # type: ignore[arg-type]
+    assert asked == [checks]
