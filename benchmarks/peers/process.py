@@ -29,17 +29,21 @@ class ContenderProcess:
         """``name`` is that of a peer's file with hyphens for underscores; ``python`` runs it."""
         self.name, self.python, self.job = name, python, job
         self.versions: dict[str, str] = {}
-        self._log = job.work / "words.log"
+        self._log = job.work.with_suffix(".log")
 
     def __enter__(self) -> Self:
-        environment = os.environ | {"OMP_NUM_THREADS": str(self.job.threads), "HF_HUB_OFFLINE": "1"}
-        if self.python != sys.executable:
-            environment.pop("PYTHONPATH", None)
+        path = [str(MODULES)]
+        if self.python == sys.executable and "PYTHONPATH" in os.environ:
+            path.append(os.environ["PYTHONPATH"])
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(self.job.threads),
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(path),
+        }
         self.job.work.mkdir(parents=True)
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [self.python, "-m", f"peers.{self.name.replace('-', '_')}"],
-                cwd=MODULES,
+                [self.python, "-P", "-m", f"peers.{self.name.replace('-', '_')}"],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
