@@ -1,11 +1,12 @@
-"""Output tokens per second of a whole offline job: ours beside a peer, in turn, in one run.
+"""Output tokens per second of a whole offline job: ours beside its peers, in turn, in one run.
 
 A random Llama of 110 million parameters, in float32 unless asked otherwise; 32 prompts of 128 tokens, 128 greedy tokens
-each. Every job is a process of its own, told to take the same number of threads, and the contenders alternate, so that
-a machine whose speed drifts slows both. What counts is the ratio of a pair; absolute figures hold for one machine only.
+each. Every contender is a process under the Python of its own environment with the model loaded, computes the whole job
+once to warm up, and then takes turns with ours; whoever has no turn is stopped. What counts is the ratio of a pair;
+absolute figures hold for one machine only. README.md beside this file says how to get the peers.
 
     python benchmarks/offline_throughput.py                      # ours beside transformers' generate
-    python benchmarks/offline_throughput.py --pairs 5 --threads 2 --dtype bfloat16
+    python benchmarks/offline_throughput.py --pairs 5 --threads 2 --dtype bfloat16 --peer vllm=/path/to/bin/python
 """
 
 from __future__ import annotations
@@ -14,120 +15,179 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 32, 128, 128, 32000
+from peers.process import ContenderError, ContenderProcess
+from peers.protocol import Job
+
+PEERS = ("transformers", "transformers-continuous", "llama-cpp", "onnxruntime-genai", "openvino-genai", "vllm")
+MODELS: dict[str, dict[str, Any]] = {
+    "110m": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12},
+    "tiny": {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2},
+}
+HEAD = 64
 
 
-def prompts() -> list[list[int]]:
-    """The same token ids for every contender."""
-    return [[(7919 * row + 104729 * column) % VOCABULARY for column in range(PROMPT_TOKENS)] for row in range(PROMPTS)]
+@dataclass(frozen=True)
+class Pairs:
+    """What became of one peer beside ours."""
+
+    peer: str
+    versions: dict[str, str]
+    ours: list[float]
+    """Tokens per second, one a pair."""
+    theirs: list[float]
+    agreement: float
+    """Share of the tokens that come before a prompt's answers part."""
+
+    def row(self) -> list[str]:
+        ratios = [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
+        return [
+            self.peer,
+            f"{statistics.median(self.ours):.0f}",
+            f"{statistics.median(self.theirs):.0f}",
+            f"{statistics.median(ratios):.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            f"{self.agreement:.0%}",
+            _listed(self.versions),
+        ]
 
 
-def write_checkpoint(folder: Path) -> None:
+COLUMNS = ["peer", "ours, tokens/s", "peer, tokens/s", "ratio ours / peer", "of the pairs", "same tokens", "versions"]
+
+
+def write_checkpoint(folder: Path, model: str) -> None:
     """A random Llama, as transformers writes it, with a tokenizer that nobody asks for text."""
     import torch
     from tokenizers import Tokenizer, decoders, models
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    shape = MODELS[model]
+    heads = shape["hidden_size"] // HEAD
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=12,
+        **shape,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    words = models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0")
+    words = models.WordLevel({f"t{i}": i for i in range(shape["vocab_size"])}, unk_token="t0")
     tokenizer = Tokenizer(words)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "t2", "bos_token": "t1"}))
 
 
-def run_ours(folder: Path, dtype: str) -> tuple[float, int]:
-    """Seconds and output tokens of our engine, in direct mode."""
-    from megatron_runtime.apis import MegatronLLM
-    from megatron_runtime.config import InferenceConfig
-    from megatron_runtime.model.checkpoint import load_model, load_tokenizer
-    from megatron_runtime.sampling_params import SamplingParams
-
-    model = load_model(folder, dtype=dtype)
-    config = InferenceConfig(kv_cache_memory_bytes=1 << 30, max_requests=PROMPTS, max_sequence_length=512)
-    params = SamplingParams(temperature=0, num_tokens_to_generate=NEW_TOKENS, ignore_eos=True)
-    warm = SamplingParams(temperature=0, num_tokens_to_generate=2, ignore_eos=True)
-    with MegatronLLM(model=model, tokenizer=load_tokenizer(folder), inference_config=config) as llm:
-        llm.generate(prompts(), warm)
-        started = time.perf_counter()
-        answers = llm.generate(prompts(), params)
-        return time.perf_counter() - started, sum(len(answer.generated_tokens) for answer in answers)
+def make_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
+    """The same token ids for every contender; none of the first three, which engines may take for special."""
+    return [[3 + (7919 * row + 104729 * column) % (vocabulary - 3) for column in range(length)] for row in range(count)]
 
 
-def run_transformers(folder: Path, dtype: str) -> tuple[float, int]:
-    """Seconds and output tokens of transformers' generate over one static batch."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    ids = torch.tensor(prompts())
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    with torch.inference_mode():
-        model.generate(ids, max_new_tokens=2, **options)
-        started = time.perf_counter()
-        answer = model.generate(ids, max_new_tokens=NEW_TOKENS, **options)
-    return time.perf_counter() - started, (answer.shape[1] - PROMPT_TOKENS) * PROMPTS
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Share of the tokens that come before the first difference of their row."""
+    same = 0
+    for one, other in zip(ours, theirs, strict=True):
+        same += next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+    return same / sum(map(len, ours))
 
 
-CONTENDERS: dict[str, Callable[[Path, str], tuple[float, int]]] = {"ours": run_ours, "transformers": run_transformers}
+def compare(ours: ContenderProcess, theirs: ContenderProcess, pairs: int) -> Pairs:
+    """One run of theirs to warm up, then pairs."""
+    theirs.run()
+    speeds: tuple[list[float], list[float]] = ([], [])
+    shares = []
+    for pair in range(1, pairs + 1):
+        turns = [contender.run() for contender in (ours, theirs)]
+        for kept, (seconds, tokens) in zip(speeds, turns, strict=True):
+            kept.append(sum(map(len, tokens)) / seconds)
+        shares.append(agreement(turns[0][1], turns[1][1]))
+        a, b = speeds[0][-1], speeds[1][-1]
+        print(f"pair {pair}: ours {a:.0f} tokens/s, {theirs.name} {b:.0f} tokens/s, ratio {a / b:.2f}", flush=True)
+    return Pairs(theirs.name, theirs.versions, *speeds, agreement=min(shares))
 
 
-def run_alone(name: str, folder: Path, threads: int, dtype: str) -> float:
-    """Tokens per second of one contender in a process of its own."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "--contender", name, "--folder", str(folder), "--dtype", dtype]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    seconds, tokens = json.loads(done.stdout.splitlines()[-1])
-    return float(tokens / seconds)
+def compete(job: Job, peers: dict[str, str], pairs: int) -> tuple[list[Pairs], list[str]]:
+    """Our engine beside each peer in turn: what was measured, and why any peer was not."""
+    measured, failures = [], []
+    with ContenderProcess("ours", sys.executable, replace(job, work=job.work / "ours")) as ours:
+        print(f"ours: {_listed(ours.versions)}; {job.threads} threads, {job.dtype}", flush=True)
+        ours.run()
+        for name, python in peers.items():
+            try:
+                with ContenderProcess(name, python, replace(job, work=job.work / name)) as theirs:
+                    measured.append(compare(ours, theirs, pairs))
+            except (ContenderError, OSError) as error:
+                failures.append(f"{name}: {error}")
+    return measured, failures
 
 
-def main() -> None:
-    """Measure pairs and print each, then the median ratio."""
+def print_table(rows: list[list[str]]) -> None:
+    """Columns of a Markdown table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for line in [rows[0], ["-" * width for width in widths], *rows[1:]]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _peer(text: str) -> tuple[str, str]:
+    name, _, python = text.partition("=")
+    if name not in PEERS:
+        raise argparse.ArgumentTypeError(f"no peer is called {name!r}; choose from {', '.join(PEERS)}")
+    return name, python or sys.executable
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", choices=[name for name in CONTENDERS if name != "ours"], default="transformers")
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument(
+        "--peer",
+        type=_peer,
+        action="append",
+        metavar="NAME[=PYTHON]",
+        help=f"repeatable: {', '.join(PEERS)}; with the Python of its environment, else this one",
+    )
+    parser.add_argument("--pairs", type=_positive, default=3)
+    parser.add_argument("--threads", type=_positive, default=len(os.sched_getaffinity(0)), help="of every contender")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of every contender"
     )
-    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.contender:
-        print(json.dumps(CONTENDERS[chosen.contender](chosen.folder, chosen.dtype)))
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder))
-        ratios = []
-        for pair in range(1, chosen.pairs + 1):
-            ours, peer = (run_alone(name, Path(folder), chosen.threads, chosen.dtype) for name in ("ours", chosen.peer))
-            ratios.append(ours / peer)
-            print(
-                f"pair {pair}: ours {ours:.0f} tokens/s, {chosen.peer} {peer:.0f} tokens/s, ratio {ours / peer:.2f}",
-                flush=True,
-            )
-        print(
-            f"median ratio ours / {chosen.peer}: {statistics.median(ratios):.2f} "
-            f"({chosen.threads} threads, {chosen.dtype})"
-        )
+    parser.add_argument("--model", choices=MODELS, default="110m", help="tiny shows whether a peer works")
+    parser.add_argument("--prompts", type=_positive, default=32)
+    parser.add_argument("--prompt-tokens", type=_positive, default=128)
+    parser.add_argument("--new-tokens", type=_positive, default=128, help="of each prompt")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print each pair, then the table; exit status 1 if a peer could not be measured."""
+    chosen = parse()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoint"
+        write_checkpoint(folder, chosen.model)
+        prompts = make_prompts(chosen.prompts, chosen.prompt_tokens, MODELS[chosen.model]["vocab_size"])
+        job = Job(folder, Path(name), chosen.dtype, chosen.threads, prompts, chosen.new_tokens)
+        peers = dict(chosen.peer or [_peer("transformers")])
+        measured, failures = compete(job, peers, chosen.pairs)
+    if measured:
+        print_table([COLUMNS, *(pairs.row() for pairs in measured)])
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    sys.exit(bool(failures))
 
 
 if __name__ == "__main__":

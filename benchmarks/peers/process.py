@@ -1,0 +1,108 @@
+"""A contender as a process under a Python of its own: the other end of the protocol."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Self
+
+from peers.protocol import Job
+
+MODULES = Path(__file__).parent.parent
+LAST_LINES = 12
+PATIENCE_SECONDS = 20
+
+
+class ContenderError(Exception):
+    """A contender ended before it answered, or answered with something else than what was asked for."""
+
+
+class ContenderProcess:
+    """Loads the job's model when entered and computes only while it is asked: in between, it is stopped."""
+
+    def __init__(self, name: str, python: str, job: Job) -> None:
+        """``name`` is that of a peer's file with hyphens for underscores; ``python`` runs it."""
+        self.name, self.python, self.job = name, python, job
+        self.versions: dict[str, str] = {}
+        self._log = job.work.with_suffix(".log")
+
+    def __enter__(self) -> Self:
+        path = [str(MODULES)]
+        if self.python == sys.executable and "PYTHONPATH" in os.environ:
+            path.append(os.environ["PYTHONPATH"])
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(self.job.threads),
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(path),
+        }
+        self.job.work.mkdir(parents=True)
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [self.python, "-P", "-m", f"peers.{self.name.replace('-', '_')}"],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                process_group=0,
+            )
+        try:
+            self.versions = self._ask("load", **asdict(self.job))["versions"]
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def run(self) -> tuple[float, list[list[int]]]:
+        """Seconds of the whole job, and the new tokens of each prompt.
+
+        Raises:
+            ContenderError: It ended, or a prompt got more or fewer new tokens than were asked for.
+        """
+        answer = self._ask("run", new_tokens=self.job.new_tokens)
+        counts = [len(tokens) for tokens in answer["tokens"]]
+        if counts != [self.job.new_tokens] * len(self.job.prompts):
+            raise ContenderError(f"{self.name} gave {counts} new tokens, not {self.job.new_tokens} for each prompt")
+        return answer["seconds"], answer["tokens"]
+
+    def _ask(self, what: str, **values: object) -> dict[str, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._signal(signal.SIGCONT)
+        try:
+            print(json.dumps({"do": what, **values}, default=str), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            words = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            raise ContenderError("\n    ".join([f"{self.name} ended while asked to {what}; its last words:", *words]))
+        self._signal(signal.SIGSTOP)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return
+
+    def _end(self) -> None:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._signal(signal.SIGCONT)
+        self._process.stdin.close()
+        try:
+            self._process.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
