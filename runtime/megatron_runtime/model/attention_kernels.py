@@ -12,10 +12,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import float32, int32, int64, njit, types, uint16, void
+from numba import float32, int32, int64, njit, prange, types, uint16, void
 from numba.extending import overload
 
 from megatron_runtime.model.prefetch import prefetch
+from megatron_runtime.model.threads import can_share_threads
 
 CHUNK = 64
 """Positions between two looks at the maximum."""
@@ -48,7 +49,7 @@ def store_kernel(narrow: bool) -> Kernel:
 
 @cache
 def attention_kernel(head_dim: int, narrow: bool) -> Kernel:
-    """``attend(queries, seen, keys, values, tables, tiles, first, last, window, soft_cap)``.
+    """``attend(queries, seen, keys, values, tables, tiles, bounds, window, soft_cap)``.
 
     Args of the kernel:
         queries, seen: float32 [T, heads, head_dim]; ``seen`` is written.
@@ -56,90 +57,88 @@ def attention_kernel(head_dim: int, narrow: bool) -> Kernel:
         tables: int32 [R, W], blocks of each request.
         tiles: int32 [N, 4], neighbouring queries of a request: its row in ``tables``, the first query's row and
             position, and how many they are.
-        first, last: Which of the N * kv heads pairs of a tile and a kv head to compute.
+        bounds: int64 [threads + 1], where the threads' shares of the N * kv heads pairs of a tile and a kv head begin.
         window: Positions that a query looks back over, itself included.
         soft_cap: Scores are squeezed into plus or minus this; 0 for not at all.
 
     ``narrow``: Keys and values are the bits of bfloat16 as uint16; else float32.
     """
-    zero, lowest = np.float32(0), np.float32(-np.inf)
 
     def attend(
-        queries: Any, seen: Any, keys: Any, values: Any, tables: Any, tiles: Any, first: int, last: int, window: int,
+        queries: Any, seen: Any, keys: Any, values: Any, tables: Any, tiles: Any, bounds: Any, window: int,
         soft_cap: Any,
     ) -> None:  # fmt: skip
-        kv_heads = keys.shape[1]
-        sharing = queries.shape[1] // kv_heads
-        widest = tiles[:, 3].max() * sharing
-        sums = np.empty((widest, head_dim), np.float32)
-        totals, tops = np.empty(widest, np.float32), np.empty(widest, np.float32)
-        scores = np.empty(CHUNK, np.float32)
-        for item in range(first, last):
-            kv_head = item % kv_heads
-            request, first_row, first_position, rows = tiles[item // kv_heads]
-            sums[:], totals[:], tops[:] = zero, zero, lowest
-            start = max(0, first_position - window + 1) // CHUNK * CHUNK
-            stop = first_position + rows
-            for chunk in range(start, stop, CHUNK):
-                _fetch(values, tables[request], kv_head, chunk, min(chunk + CHUNK, stop))
-                for query in range(rows * sharing):
-                    row, head = first_row + query // sharing, kv_head * sharing + query % sharing
-                    position = first_position + query // sharing
-                    begin, end = max(chunk, position - window + 1), min(chunk + CHUNK, position + 1)
-                    if begin >= end:
-                        continue
-                    _score(queries[row, head], keys, tables[request], kv_head, begin, end, scores, head_dim)
-                    top = tops[query]
-                    for index in range(end - begin):
-                        if soft_cap != zero:
-                            scores[index] = _squeeze(scores[index], soft_cap)
-                        top = max(top, scores[index])
-                    fade = _exp(tops[query] - top)
-                    total = totals[query] * fade
-                    for index in range(end - begin):
-                        scores[index] = _exp(scores[index] - top)
-                        total += scores[index]
-                    tops[query], totals[query] = top, total
-                    if query == 0:
-                        _fetch_next(keys, tables[request], kv_head, chunk, start, stop)
-                    _mix(sums[query], fade, values, tables[request], kv_head, begin, end, scores, head_dim)
-            for query in range(rows * sharing):
-                result = seen[first_row + query // sharing, kv_head * sharing + query % sharing]
-                for channel in range(head_dim):
-                    result[channel] = sums[query, channel] / totals[query]
+        for share in prange(len(bounds) - 1):
+            _attend(
+                queries, seen, keys, values, tables, tiles, bounds[share], bounds[share + 1], window, soft_cap,
+                head_dim,
+            )  # fmt: skip
 
     rows = float32[:, :, ::1]
     pool = (uint16 if narrow else float32)[:, :, :, ::1]
     table = int32[:, ::1]
-    return _compile(attend, void(rows, rows, pool, pool, table, table, int64, int64, int64, float32))
+    return _compile(
+        attend, void(rows, rows, pool, pool, table, table, int64[::1], int64, float32), parallel=can_share_threads()
+    )
 
 
 @njit(inline="always")
-def _fetch_next(keys: Any, table: Any, kv_head: int, chunk: int, start: int, stop: int) -> None:
-    """Begin to bring the keys of the next stretch, or of the next head's first one."""
-    following = chunk + CHUNK
-    if following >= stop:
-        following, kv_head = start, (kv_head + 1) % keys.shape[1]
-    _fetch(keys, table, kv_head, following, min(following + CHUNK, stop))
-
-
-@njit(inline="always")
-def _fetch(pool: Any, table: Any, kv_head: int, begin: int, end: int) -> None:
-    """Begin to bring a stretch of keys or values: its pieces are too short for the processor to foresee them."""
-    size = pool.shape[2]
-    key = begin
-    while key < end:
-        offset = key % size
-        count = min(size - offset, end - key)
-        prefetch(pool[table[key // size], kv_head, offset : offset + count])
-        key += count
+def _attend(
+    queries: Any, seen: Any, keys: Any, values: Any, tables: Any, tiles: Any, first: int, last: int, window: int,
+    soft_cap: Any, head_dim: int,
+) -> None:  # fmt: skip
+    """Compute some of the pairs of a tile and a kv head."""
+    zero, lowest = np.float32(0), np.float32(-np.inf)
+    kv_heads = keys.shape[1]
+    sharing = queries.shape[1] // kv_heads
+    widest = tiles[:, 3].max() * sharing
+    sums = np.empty((widest, head_dim), np.float32)
+    totals, tops = np.empty(widest, np.float32), np.empty(widest, np.float32)
+    scores = np.empty(CHUNK, np.float32)
+    for item in range(first, last):
+        kv_head = item % kv_heads
+        request, first_row, first_position, rows = tiles[item // kv_heads]
+        table = tables[request]
+        sums[:], totals[:], tops[:] = zero, zero, lowest
+        start, stop = max(0, first_position - window + 1) // CHUNK * CHUNK, first_position + rows
+        for chunk in range(start, stop, CHUNK):
+            # What comes next: the head's next stretch, or the next head's first one.
+            ahead, ahead_head = chunk + CHUNK, kv_head
+            if ahead >= stop:
+                ahead, ahead_head = start, (kv_head + 1) % kv_heads
+            for query in range(rows * sharing):
+                row, head = first_row + query // sharing, kv_head * sharing + query % sharing
+                position = first_position + query // sharing
+                begin, end = max(chunk, position - window + 1), min(chunk + CHUNK, position + 1)
+                if begin >= end:
+                    continue
+                _score(queries[row, head], keys, values, table, kv_head, begin, end, scores, head_dim)
+                top = tops[query]
+                for index in range(end - begin):
+                    if soft_cap != zero:
+                        scores[index] = _squeeze(scores[index], soft_cap)
+                    top = max(top, scores[index])
+                fade = _exp(tops[query] - top)
+                total = totals[query] * fade
+                for index in range(end - begin):
+                    scores[index] = _exp(scores[index] - top)
+                    total += scores[index]
+                tops[query], totals[query] = top, total
+                _mix(
+                    sums[query], fade, values, keys, table, kv_head, begin, end, scores, head_dim, ahead, ahead_head,
+                    stop - 1,
+                )  # fmt: skip
+        for query in range(rows * sharing):
+            result = seen[first_row + query // sharing, kv_head * sharing + query % sharing]
+            for channel in range(head_dim):
+                result[channel] = sums[query, channel] / totals[query]
 
 
 @njit(inline="always")
 def _score(
-    query: Any, keys: Any, table: Any, kv_head: int, begin: int, end: int, scores: Any, head_dim: int
+    query: Any, keys: Any, values: Any, table: Any, kv_head: int, begin: int, end: int, scores: Any, head_dim: int
 ) -> None:  # fmt: skip
-    """Fill in the products of a query with the keys from ``begin`` to ``end``."""
+    """Fill in the products of a query with the keys from ``begin`` to ``end``, and fetch the values meanwhile."""
     scale = np.float32(head_dim**-0.5)
     size = keys.shape[2]
     key = begin
@@ -147,7 +146,9 @@ def _score(
         offset = key % size
         count = min(size - offset, end - key)
         block = keys[table[key // size], kv_head, offset : offset + count]
+        ahead = values[table[key // size], kv_head, offset : offset + count]
         for place in range(count):
+            prefetch(ahead[place])
             product = np.float32(0)
             for channel in range(head_dim):
                 product += query[channel] * _widen(block[place, channel])
@@ -157,9 +158,13 @@ def _score(
 
 @njit(inline="always")
 def _mix(
-    mixed: Any, fade: Any, values: Any, table: Any, kv_head: int, begin: int, end: int, shares: Any, head_dim: int
+    mixed: Any, fade: Any, values: Any, keys: Any, table: Any, kv_head: int, begin: int, end: int, shares: Any,
+    head_dim: int, ahead: int, ahead_head: int, furthest: int,
 ) -> None:  # fmt: skip
-    """Fade what was mixed before, and add each value from ``begin`` to ``end`` by its share."""
+    """Fade what was mixed before, and add each value from ``begin`` to ``end`` by its share.
+
+    Meanwhile fetch as many keys of a head, from position ``ahead`` on but not past ``furthest``.
+    """
     size = values.shape[2]
     for channel in range(head_dim):
         mixed[channel] *= fade
@@ -168,19 +173,21 @@ def _mix(
         offset = key % size
         count = min(size - offset, end - key)
         block = values[table[key // size], kv_head, offset : offset + count]
+        following = keys[table[min(ahead + key - begin, furthest) // size], ahead_head, offset : offset + count]
         for place in range(count):
+            prefetch(following[place])
             share = shares[key - begin + place]
             for channel in range(head_dim):
                 mixed[channel] += share * _widen(block[place, channel])
         key += count
 
 
-def _compile(function: Callable[..., None], signature: Any) -> Kernel:
+def _compile(function: Callable[..., None], signature: Any, *, parallel: bool = False) -> Kernel:
     try:
-        compiled: Kernel = njit(signature, cache=True, **_OPTIONS)(function)
+        compiled: Kernel = njit(signature, cache=True, parallel=parallel, **_OPTIONS)(function)
     except RuntimeError:
         # Numba's word for: no folder can be written to.
-        compiled = njit(signature, **_OPTIONS)(function)
+        compiled = njit(signature, parallel=parallel, **_OPTIONS)(function)
     return compiled
 
 

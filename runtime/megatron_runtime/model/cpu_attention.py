@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_runtime.model.attention_kernels import attention_kernel, store_kernel
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import LayerCache
-from megatron_runtime.model.threads import run_shares
+from megatron_runtime.model.threads import kernel_threads
 
 TILE = 16
 """Queries that meet a stretch of keys while it is near to the processor."""
@@ -58,10 +58,7 @@ class CpuAttention:
         seen = torch.empty_like(wide)
         arrays = (wide.numpy(), seen.numpy(), *pools, self._tables, self._tiles)
         reach = UNLIMITED if window is None else window
-        run_shares(
-            lambda first, last: attend(*arrays, first, last, reach, soft_cap or 0.0),
-            self._shares_of(window, keys.shape[1]),
-        )
+        attend(*arrays, self._shares_of(window, keys.shape[1]), reach, soft_cap or 0.0)
         return seen.to(queries.dtype)
 
     def _shares_of(self, window: int | None, kv_heads: int) -> NDArray[np.int64]:
@@ -71,7 +68,7 @@ class CpuAttention:
             ends = self._tiles[:, 2] + self._tiles[:, 3]
             reach = ends if window is None else np.minimum(ends, window + TILE)
             done = np.repeat(self._tiles[:, 3] * reach.astype(np.int64), kv_heads).cumsum()
-            threads = torch.get_num_threads()
+            threads = kernel_threads()
             known = np.searchsorted(done, np.arange(threads + 1) * done[-1] // threads)
             known[-1] = len(done)
             self._shares[window, kv_heads] = known

@@ -1,34 +1,39 @@
-"""Work for several threads that is not PyTorch's own."""
+"""Kernels of our own on the threads that PyTorch's operators run on.
+
+Those are awake while a layer computes. Threads of another pool would have to be woken for every layer, and would meet
+them on the same cores.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
-from itertools import pairwise
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import numba
+import torch
 
-
-def run_shares(work: Callable[[int, int], None], bounds: NDArray[np.int64]) -> None:
-    """Call ``work(bounds[i], bounds[i + 1])`` for all i at once, and return when all are done.
-
-    ``work`` has to let other threads run while it computes. The first share is done in this thread; the others wait
-    for work without using the processor.
-    """
-    shares = [(int(first), int(last)) for first, last in pairwise(bounds) if first < last]
-    others = [_pool(len(shares) - 1).submit(work, *share) for share in shares[1:]]
-    try:
-        if shares:
-            work(*shares[0])
-    finally:
-        # What they write to must not be given away while they run.
-        wait(others)
-    for other in others:
-        other.result()
+_settings: Any = numba.config
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="kernel")
+def can_share_threads() -> bool:
+    """Whether numba's OpenMP is PyTorch's; with another one, or none, kernels run in the thread that calls them."""
+    try:
+        # PyTorch has loaded GNU's library by now; under the same name numba gets the same one.
+        from numba.np.ufunc import omppool  # type: ignore[attr-defined]  # noqa: F401
+    except ImportError:
+        return False
+    _settings.THREADING_LAYER = "omp"
+    return True
+
+
+def kernel_threads() -> int:
+    """How many threads a kernel gets that is called in this one: as many as an operator, if there are so many."""
+    if not can_share_threads():
+        return 1
+    wanted = torch.get_num_threads()
+    if numba.get_num_threads() != wanted:
+        numba.set_num_threads(min(wanted, _settings.NUMBA_NUM_THREADS))
+        # When numba wakes its threads, it sets OpenMP's number for everybody.
+        torch.set_num_threads(wanted)
+    return int(numba.get_num_threads())

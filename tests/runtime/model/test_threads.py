@@ -1,35 +1,36 @@
-"""Shares of work side by side."""
+"""The threads of our own kernels and of PyTorch are the same, and as many as the user wants."""
 
 from __future__ import annotations
 
-import threading
+import subprocess
+import sys
+import textwrap
 
-import numpy as np
 import pytest
 
-from megatron_runtime.model.threads import run_shares
 
-
-def test_every_share_is_done_once_and_empty_ones_are_left_out() -> None:
-    done: list[tuple[int, int]] = []
-    run_shares(lambda first, last: done.append((first, last)), np.array([0, 3, 3, 7, 9]))
-    assert sorted(done) == [(0, 3), (3, 7), (7, 9)]
-
-
-def test_shares_run_at_the_same_time() -> None:
-    meeting = threading.Barrier(3)
-    run_shares(lambda _first, _last: meeting.wait(timeout=30) and None, np.array([0, 1, 2, 3]))
-
-
-def test_an_error_of_any_share_is_raised_after_all_have_ended() -> None:
-    ended = threading.Event()
-
-    def work(first: int, _last: int) -> None:
-        if first == 0:
-            raise ValueError("first")
-        ended.wait(timeout=0.2)
-        ended.set()
-
-    with pytest.raises(ValueError, match="first"):
-        run_shares(work, np.array([0, 1, 2]))
-    assert ended.is_set()
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_a_kernel_takes_the_operators_threads_and_leaves_their_number(wanted: int) -> None:
+    script = f"""
+        import os, threading, torch
+        torch.set_num_threads({wanted})
+        matrix = torch.ones(600, 600)
+        matrix @ matrix
+        before = len(os.listdir("/proc/self/task"))
+        from megatron_runtime.model.cpu_attention import prepare
+        from megatron_runtime.model.attention_kernels import attention_kernel
+        from megatron_runtime.model.threads import kernel_threads
+        import numpy as np
+        threads = kernel_threads()
+        rows, pool = np.ones((64, 2, 8), np.float32), np.ones((1, 2, 64, 8), np.float32)
+        tiles = np.array([[0, row, row, 1] for row in range(64)], np.int32)
+        bounds = np.arange(threads + 1) * 128 // threads
+        seen = np.zeros_like(rows)
+        attention_kernel(8, False)(rows, seen, pool, pool, np.zeros((1, 1), np.int32), tiles, bounds, 1 << 40, 0.0)
+        assert (seen == 1).all()
+        print(threads, torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout.split() == [str(wanted), str(wanted), "0"], done.stderr
