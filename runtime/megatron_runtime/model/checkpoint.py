@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.model.checkpoint_path import TORCH_DIST_METADATA, checkpoint_path
+from megatron_runtime.model.checkpoint_path import checkpoint_path, torch_dist_folder
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.gguf_checkpoint import GgufWeights
@@ -88,7 +88,8 @@ def load_model(
 ) -> Decoder:
     """The decoder in a GGUF file or a folder, its weights as ``dtype`` on ``device``.
 
-    A folder holds a Hugging Face ``config.json``, and beside it safetensors or a Megatron ``torch_dist`` checkpoint.
+    A folder holds a Hugging Face ``config.json``, and beside it safetensors, a Megatron ``torch_dist`` checkpoint, or
+    all that a Megatron training saved, of which the latest iteration is taken.
     ``max_sequence_length`` becomes the configuration's ``max_position_embeddings``; more than the model was made for is
     a ConfigurationError. With ``check_finite`` a tensor that holds NaN or infinity is a CheckpointError that names it.
     Needs little memory beyond the weights. CheckpointError as in `inspect_checkpoint`.
@@ -108,12 +109,12 @@ def load_model(
 def _open(path: Path) -> tuple[ModelConfig, WeightSource, torch.Tensor | None]:
     if path.is_dir():
         config = hugging_face_config(path / "config.json")
-        if not (path / TORCH_DIST_METADATA).exists():
+        if (megatron := torch_dist_folder(path)) is None:
             return config, SafetensorsWeights(path, config), None
         # Imported here: torch.distributed.checkpoint takes most of a second, and few need it.
         from megatron_runtime.model.torch_dist_checkpoint import TorchDistWeights
 
-        return config, TorchDistWeights(path, config), None
+        return config, TorchDistWeights(megatron, config), None
     file = GgufFile(path)
     config = gguf_config(file)
     weights = GgufWeights(file, config)

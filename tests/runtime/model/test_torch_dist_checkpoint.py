@@ -192,7 +192,7 @@ def test_a_checkpoint_of_two_ranks_is_put_together(
     model = random_model(family, **changes)
     torch.save(megatron_state(model), tmp_path / "state.pt")
     script = """
-        import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+        import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Shard, distribute_tensor
         folder, axis, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -202,7 +202,9 @@ def test_a_checkpoint_of_two_ranks_is_put_together(
         dim = {name: axis if name.startswith("decoder.layers") else 0 for name in state}
         shards = {name: distribute_tensor(tensor, mesh, [Shard(dim[name])]) for name, tensor in state.items()}
         dcp.save(shards, checkpoint_id=f"{folder}/checkpoint")
+        dist.barrier()  # else a rank may leave while the other still hears of it
         dist.destroy_process_group()
+        os._exit(0)  # destructors of gloo's threads have aborted a process that was done
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), str(axis)]
