@@ -29,7 +29,7 @@ def training(tmp_path: Path) -> Path:
 def assert_megatron_s_logits(folder: Path, expected: Path, paged_requests: Any) -> None:
     stored = load_file(expected)
     with torch.inference_mode():
-        ours = paged_requests(load_model(folder)).forward({"it": stored["tokens"].tolist()})["it"]
+        ours = paged_requests(load_model(folder, dtype="float32")).forward({"it": stored["tokens"].tolist()})["it"]
     torch.testing.assert_close(ours, stored["logits"], atol=1e-4, rtol=0.0)
 
 
@@ -70,19 +70,19 @@ def test_a_released_model_is_found(training: Path, paged_requests: Any) -> None:
 def test_a_training_without_a_configuration_says_what_to_put_there(training: Path) -> None:
     (training / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"holds a Megatron checkpoint, but no config.json. Put"):
-        load_model(training)
+        load_model(training, dtype="float32")
 
 
 def test_a_training_whose_latest_iteration_is_not_to_be_had_is_refused_with_words(training: Path) -> None:
     tracker = training / "latest_checkpointed_iteration.txt"
     tracker.write_text("20")
     with pytest.raises(CheckpointError, match=r"says 20, but there is no iter_0000020 beside it"):
-        load_model(training)
+        load_model(training, dtype="float32")
     for said in ("../..", "", "9" * 5000):
         tracker.write_text(said)
         with pytest.raises(CheckpointError, match=f"says '{re.escape(said[:40])}', expected the number of an"):
-            load_model(training)
+            load_model(training, dtype="float32")
     tracker.write_text("10")
     (training / ITERATION / ".metadata").unlink()
     with pytest.raises(CheckpointError, match=r"iter_0000010: no .metadata found, so it isn't in the format"):
-        load_model(training)
+        load_model(training, dtype="float32")
