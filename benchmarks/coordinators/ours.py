@@ -1,88 +1,84 @@
-"""Our coordinator and client; the engines are our coordinated loop around something that makes up its tokens."""
+"""Our coordinator and client, with engines that answer as our engine loop would."""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import time
-from typing import Any
 
 from coordinators.engines import STEP_SECONDS
 from coordinators.protocol import Setup, serve
 from megatron_runtime.config import PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
-from megatron_runtime.engine.step_result import EngineStats, PartialOutput
+from megatron_runtime.engine.loop_link import EngineLink
+from megatron_runtime.engine.loop_requests import LoopRequest
+from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
+from megatron_runtime.inference_request import DynamicInferenceRequest, Status
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.bodies import Stretch
+from megatron_runtime.wire.codec import Message, pack_body, unpack_body
+from megatron_runtime.wire.items import Assignment, EngineLoad, items
 
 PATIENT = 3600.0
 """Who has no turn is stopped; nobody must take that for its end."""
 
 
 class Engine:
-    """Whole answers in one step; streams token by token."""
+    """One reply message for all requests that came in one; streams token by token."""
 
-    def __init__(self) -> None:
-        self._left: dict[int, int] = {}
-        self._records: dict[int, DynamicInferenceRequestRecord] = {}
-        self._streaming: set[int] = set()
+    def __init__(self, address: str, group: int) -> None:
+        self._reply = DynamicInferenceRequest(
+            request_id=0, generated_text="text", sampling_params=SamplingParams(), status=Status.COMPLETED
+        ).serialize()
+        self._streams: list[tuple[LoopRequest, int]] = []
+        self._link = EngineLink(
+            address,
+            group=group,
+            attempt=0,
+            key=None,
+            describe=lambda: (EngineState.RUNNING, False, [], EngineLoad()),
+            on_message=self._take,
+            on_refused=print,
+        )
 
-    def add_request(self, request_id: int, _prompt: Any, sampling_params: SamplingParams | None, **_: Any) -> None:
-        assert sampling_params is not None
-        assert sampling_params.num_tokens_to_generate is not None
-        request = DynamicInferenceRequest(request_id=request_id, sampling_params=sampling_params)
-        self._records[request_id] = DynamicInferenceRequestRecord.from_request(request)
-        self._left[request_id] = sampling_params.num_tokens_to_generate
-        if sampling_params.streaming_interval == 1:
-            self._streaming.add(request_id)
+    async def work(self) -> None:
+        self._link.open()
+        while True:
+            await asyncio.sleep(STEP_SECONDS)
+            self._step()
 
-    def step_modern(self) -> dict[str, Any]:
-        if self._streaming:
-            time.sleep(STEP_SECONDS)
-        partials = {}
-        for request_id, left in list(self._left.items()):
-            tokens = [1] if request_id in self._streaming else list(range(left))
-            partials[request_id] = PartialOutput(request_id, tokens, None, None)
-            self._records[request_id][0].generated_tokens += tokens
-            self._left[request_id] = left - len(tokens)
-        finished = [self._end(request_id) for request_id, left in list(self._left.items()) if not left]
-        return {"finished_request_records": finished, "partial_outputs": partials}
+    def _take(self, message: Message) -> None:
+        if message.header is not Headers.SUBMIT_REQUEST:
+            return
+        finished = []
+        for assignment, body in zip(items(message, Assignment.parse), message.bodies, strict=True):
+            wanted = unpack_body(body)[1]["num_tokens_to_generate"]
+            request = LoopRequest(assignment.uuid, 0, assignment.dispatch, SamplingParams(), Stretch())
+            if assignment.streaming:
+                self._streams.append((request, wanted))
+            else:
+                finished.append(self._finish(request, list(range(wanted))))
+        self._link.send_replies(finished)
 
-    def _end(self, request_id: int) -> DynamicInferenceRequestRecord:
-        del self._left[request_id]
-        self._streaming.discard(request_id)
-        record = self._records.pop(request_id)
-        record[0].generated_text, record[0].status = "text", Status.COMPLETED
-        return record
+    def _step(self) -> None:
+        for request, _ in self._streams:
+            request.made.tokens.append(1)
+        going_on = [(request, wanted) for request, wanted in self._streams if len(request.made.tokens) < wanted]
+        ended = [request for request, wanted in self._streams if len(request.made.tokens) >= wanted]
+        self._streams = going_on
+        self._link.send_progress([(request, len(request.made.tokens) - 1, Stretch([1])) for request, _ in going_on])
+        self._link.send_replies([self._finish(request, request.made.tokens) for request in ended])
 
-    def abort_request(self, _request_id: int) -> bool:
-        return False
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self._left)
-
-    def take_reports(self) -> tuple[list[Any], dict[int, Any]]:
-        return [], {}
-
-    def stats(self) -> EngineStats:
-        return EngineStats(len(self._left), 0, 0, 0, 0, 0, 0)
-
-    def fail_all_requests(self, error: Exception) -> None:
-        raise error
-
-    def suspend(self) -> None: ...
-
-    def resume(self) -> None: ...
+    def _finish(self, request: LoopRequest, tokens: list[int]) -> LoopRequest:
+        request.reply = pack_body(self._reply | {"generated_tokens": tokens})
+        return request
 
 
 def serve_engines(address: str, engines: int) -> None:
     """All engines in this process."""
 
     async def work() -> None:
-        loops = [CoordinatedLoop(Engine(), coordinator_address=address, data_parallel_rank=i) for i in range(engines)]
-        await asyncio.gather(*(loop.run() for loop in loops))
+        await asyncio.gather(*(Engine(address, group).work() for group in range(engines)))
 
     asyncio.run(work())
 
