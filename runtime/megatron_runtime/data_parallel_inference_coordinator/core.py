@@ -133,6 +133,7 @@ class Core:
                 self.outbox.put(client.identity, Headers.BEAT, self.epoch)
         self.dispatcher.expire(now)
         self.service.expire(now)
+        self.outbox.release()
 
     def tell_subscribers(self) -> None:
         """Send the state of the service to those who wait for changes and have not seen this one."""

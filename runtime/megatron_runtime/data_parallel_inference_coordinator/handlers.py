@@ -178,6 +178,7 @@ def _drain(core: Core, peer: bytes, message: Message) -> None:
     engine = _engine(core, peer)
     arguments(message, 0)
     engine.draining = True
+    core.outbox.release()
     core.service.touch()
 
 

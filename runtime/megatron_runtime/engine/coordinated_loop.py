@@ -285,8 +285,9 @@ class CoordinatedLoop:
 
     def _report(self, records: list[Any], partials: Mapping[int, Any]) -> None:
         news = [self._requests.progress(local_id, partial) for local_id, partial in partials.items()]
-        self._link.send_progress([item for item in news if item is not None])
         finished = [self._requests.finish(record) for record in records]
+        # A result has all tokens in it: the last few are not told twice.
+        self._link.send_progress([item for item in news if item is not None and item[0].reply is None])
         self._link.send_replies([request for request in finished if request is not None])
 
     # Link and life

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_runtime.headers import EngineState
-from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message
+from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, is_list_of_integers
 
 _Item = TypeVar("_Item")
 _LARGEST = 2**63 - 1
@@ -90,7 +90,7 @@ class Submission(NamedTuple):
     @classmethod
     def parse(cls, raw: Any) -> Submission:
         uuid, streaming, received, hashes = fields(raw, 4, "submission")
-        if type(hashes) is not list or not all(type(value) is int for value in hashes):
+        if not is_list_of_integers(hashes):
             raise MalformedMessage("block hashes are no list of integers")
         return cls(uuid_bytes(uuid), flag(streaming, "streaming"), natural(received, "received"), hashes)
 
