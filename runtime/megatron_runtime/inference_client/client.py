@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Coroutine
 
 import zmq.asyncio
 
-from megatron_runtime.errors import CoordinatorError, InvalidStateError, MegatronInferenceError
+from megatron_runtime.errors import ConfigurationError, CoordinatorError, InvalidStateError, MegatronInferenceError
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.calls import ClientCalls
 from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream
@@ -36,6 +36,7 @@ class InferenceClient:
 
     Args:
         inference_coordinator_address: A port of this machine, ``host:port`` or ``tcp://host:port``.
+        inference_coordinator_port: The same as a port, by the name that it had when it could be nothing else.
         deserialize: Results as objects; False gives the serialized merged request, a dict.
         key: The coordinator's shared secret; None means plain sockets, allowed on loopback only.
         request_timeout: Seconds that a request may take unless it says otherwise; None for no limit.
@@ -43,7 +44,7 @@ class InferenceClient:
         transition_timeout: Seconds that a control signal may take unless it says otherwise.
 
     Raises:
-        ConfigurationError: Not an address, or a key is missing or too short.
+        ConfigurationError: Not an address, none or two, or a key is missing or too short.
 
     Attributes:
         listener_task: Ends when the client is stopped.
@@ -51,16 +52,22 @@ class InferenceClient:
 
     def __init__(
         self,
-        inference_coordinator_address: int | str,
+        inference_coordinator_address: int | str | None = None,
         deserialize: bool = True,
         *,
+        inference_coordinator_port: int | None = None,
         key: str | None = None,
         request_timeout: float | None = None,
         coordinator_timeout: float = 60.0,
         transition_timeout: float = 120.0,
     ) -> None:
+        if (inference_coordinator_address is None) == (inference_coordinator_port is None):
+            raise ConfigurationError(
+                "give either inference_coordinator_address or inference_coordinator_port",
+                field="inference_coordinator_address",
+            )
         self._dealer = Dealer(
-            inference_coordinator_address,
+            inference_coordinator_address or inference_coordinator_port or "",
             identity=b"client-" + secrets.token_hex(8).encode(),
             key=key,
             on_message=self._take,
