@@ -19,7 +19,7 @@ from megatron_runtime.errors import EngineError
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
-from megatron_runtime.wire.items import Assignment, EngineLoad, items, uuid_bytes
+from megatron_runtime.wire.items import Assignment, EngineLoad, arguments, items, natural, text, uuid_bytes
 
 if TYPE_CHECKING:
     from megatron_runtime.model.refit import Weights
@@ -219,6 +219,9 @@ class CoordinatedLoop:
                 self._inbox.append(message)
             case Headers.PAUSE | Headers.UNPAUSE | Headers.SUSPEND | Headers.RESUME | Headers.STOP:
                 self._signals.append(message.header)
+            case Headers.UPDATE_WEIGHTS:
+                version, path = arguments(message, 2)
+                self._link.tell_weights(natural(version, "version"), self._weights.put(text(path, "path"), version))
             case _:
                 raise MalformedMessage(f"{message.header.name} is not for engines")
         self._news.set()
@@ -324,6 +327,7 @@ class CoordinatedLoop:
             stats.prompt_tokens_total,
             stats.generated_tokens_total,
             0.0 if started is None else time.monotonic() - started,
+            stats.weight_version,
         )
 
     def _leave(self, reason: str) -> None:

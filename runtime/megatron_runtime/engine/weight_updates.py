@@ -45,6 +45,7 @@ class WeightUpdates:
         self._engine = engine
         self._state = state
         self._wanted: deque[tuple[Weights, int | None, asyncio.Future[int]]] = deque()
+        self._version: int | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -62,6 +63,9 @@ class WeightUpdates:
         """Carry them out in the engine's thread. What fails is its caller's concern, since it changes nothing."""
         while self._wanted:
             weights, version, answer = self._wanted.popleft()
+            if version is not None and version == self._version:
+                answer.set_result(version)  # it was sent again, because its answer was lost
+                continue
             try:
                 require_idle(self._state())
                 made = await in_thread(partial(self._engine.update_weights, weights, version=version))
@@ -69,6 +73,7 @@ class WeightUpdates:
                 if not answer.done():
                     answer.set_exception(error)
             else:
+                self._version = made
                 if not answer.done():
                     answer.set_result(made)
 

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Coroutine
+from pathlib import Path
 
 import zmq.asyncio
 
@@ -233,6 +234,23 @@ class InferenceClient:
     def stop_engines(self, timeout: float | None = None) -> Awaitable[None]:
         """PAUSED or SUSPENDED -> stopped: unfinished requests come back aborted; otherwise as `pause_engines`."""
         return self._send_signal_to_engines(Headers.STOP, timeout)
+
+    def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
+        """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
+
+        Sent at once, like the signals. Engines that register later load them before they get requests.
+
+        Returns:
+            An awaitable of the weights' version, which results have as ``weight_version``.
+
+        Raises:
+            InvalidStateError: (from the awaitable) the state is another one.
+            CheckpointError: (from the awaitable) names the engines that could not, and why; they have their old ones.
+            TransitionTimeoutError: (from the awaitable) names the engines that have not answered.
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        self._require_started()
+        return self._calls.update_weights(str(path), timeout)
 
     def _send_signal_to_engines(self, signal: Headers, timeout: float | None = None) -> Awaitable[None]:
         self._require_started()
