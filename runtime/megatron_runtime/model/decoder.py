@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_runtime.model.attention import AttentionPlan
+from megatron_runtime.model import cpu_attention
+from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.destinations import layer_destinations, norm_destinations
@@ -50,7 +51,7 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Logits of the wanted rows, float32 [L, vocab]; the new tokens' keys and values are written to the cache."""
-        plan = AttentionPlan(batch, kv_cache.block_size_tokens)
+        plan = plan_attention(batch, kv_cache)
         rotations = self.positions(batch.positions)
         hidden = self._embed(batch)
         for index, layer in enumerate(self.layers):
@@ -59,12 +60,14 @@ class Decoder(nn.Module):
         logits = functional.linear(wanted, self.head) if self._packed_head is None else self._packed_head(wanted)
         return self._finish(logits.float())
 
-    def pack(self) -> None:
-        """Put the weights into the matrix kernels' own order where the device has such kernels; once, after loading.
+    def prepare(self) -> None:
+        """Get ready to compute on this device, and put the weights into its matrix kernels' own order; after loading.
 
         Every matrix is held in that order alone, but for a head that is tied to the embedding: the embedding is looked
         up by rows, so that this one matrix is held twice.
         """
+        if self.device.type == "cpu":
+            cpu_attention.prepare(self.config.head_dim, self.dtype)
         if not can_pack(self.dtype, self.device):
             return
         pack_linears(self.layers)
@@ -74,7 +77,7 @@ class Decoder(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether `pack` has put the weights into the kernels' order."""
+        """Whether `prepare` has put the weights into the kernels' order."""
         return self._packed_head is not None
 
     def become(self, other: Decoder) -> None:
@@ -93,7 +96,7 @@ class Decoder(nn.Module):
     def destinations(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: Hugging Face's name to a view into this decoder's weights.
 
-        After `pack` the matrices are copies, good for reading only.
+        After `prepare` the matrices are copies, good for reading only.
         """
         names = tensor_names(self.config.architecture)
         named: dict[str, Tensor] = {f"{names.embedding}.weight": self.embedding}

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from megatron_runtime.model.config import ModelConfig
 
+LayerCache = tuple[Tensor, Tensor]
+"""Keys and values of one layer, each [num_blocks, kv heads, block_size_tokens, head_dim]."""
+
 
 class KVCache:
     """A pool of ``num_blocks`` blocks, each with room for ``block_size_tokens`` tokens in every layer.
@@ -53,8 +56,8 @@ class KVCache:
         """Whether the pool lies on its device, so that a forward pass can use it."""
         return self._storage is not None
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [num_blocks, kv heads, block_size_tokens, head_dim]; views."""
+    def layer(self, index: int) -> LayerCache:
+        """Views of one layer's keys and values."""
         assert self._storage is not None, "the cache was released or offloaded"
         return self._storage[index, 0], self._storage[index, 1]
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.checkpoint_path import torch_dist_folder
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -13,18 +16,19 @@ class Origin:
 
     path: Path
     files: tuple[tuple[str, int, int], ...]
-    """Name, bytes and time of change (nanoseconds) of each file."""
+    """Place below the path, bytes and time of change (nanoseconds) of each file."""
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """The file, or the files directly in the folder, as they are now."""
-        files = sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
-        stats = [(file.name, file.stat()) for file in files]
+        """The file, or the files in the folder and in that of its latest iteration, as they are now."""
+        folders = {path, torch_dist_folder(path) or path} if path.is_dir() else set()
+        files = sorted(file for folder in folders for file in folder.iterdir() if file.is_file()) or [path]
+        stats = [(str(file.relative_to(path)), file.stat()) for file in files]
         return cls(path, tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats))
 
     def is_unchanged(self) -> bool:
         """Whether the same files are still there, as far as sizes and times tell."""
         try:
             return Origin.of(self.path) == self
-        except OSError:
+        except (OSError, CheckpointError):
             return False

@@ -62,7 +62,7 @@ def update_weights(model: Decoder, weights: Weights) -> None:
     fresh = _read_tensors(model, weights) if isinstance(weights, Mapping) else _read_checkpoint(model, Path(weights))
     if model.device.type in ("cpu", "meta"):
         if model.is_packed or model.device.type == "meta":
-            fresh.pack()
+            fresh.prepare()
         model.become(fresh.eval())
     else:
         model.copy_from(fresh)
