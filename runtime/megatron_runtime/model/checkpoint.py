@@ -15,6 +15,7 @@ from megatron_runtime.model.gguf_checkpoint import GgufWeights
 from megatron_runtime.model.gguf_config import gguf_config
 from megatron_runtime.model.gguf_file import GgufFile
 from megatron_runtime.model.hugging_face_config import hugging_face_config
+from megatron_runtime.model.origin import Origin
 from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
 from megatron_runtime.model.source import resolve_source
 from megatron_runtime.model.tokenizer_files import load_tokenizer
@@ -27,11 +28,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 __all__ = [
     "DTYPES",
     "CheckpointSummary",
+    "check_fit",
     "checkpoint_path",
     "choose_dtype",
+    "fill",
     "inspect_checkpoint",
     "load_model",
     "load_tokenizer",
+    "open_checkpoint",
     "resolve_source",
 ]
 
@@ -67,8 +71,8 @@ def inspect_checkpoint(path: Path | str) -> CheckpointSummary:
 
     CheckpointError names the file, what was found, what was expected and the mend.
     """
-    config, source, _ = _open(checkpoint_path(path))
-    decoder = _without_memory(config, source)
+    config, source, _ = open_checkpoint(checkpoint_path(path))
+    decoder = check_fit(config, source)
     return CheckpointSummary(
         path=Path(path),
         config=config,
@@ -94,19 +98,21 @@ def load_model(
     a ConfigurationError. With ``check_finite`` a tensor that holds NaN or infinity is a CheckpointError that names it.
     Needs little memory beyond the weights. CheckpointError as in `inspect_checkpoint`.
     """
-    config, source, rotary_factors = _open(checkpoint_path(path))
-    _without_memory(config, source)
+    path = checkpoint_path(path)
+    origin = Origin.of(path)
+    config, source, rotary_factors = open_checkpoint(path)
+    check_fit(config, source)
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
     decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device)
-    load_weights(source, decoder.destinations(), on_progress, check_finite=check_finite)
-    if rotary_factors is not None:
-        decoder.positions.frequencies /= rotary_factors.to(decoder.device)
+    fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
+    decoder.origin = origin
     decoder.prepare()
     return decoder.eval()
 
 
-def _open(path: Path) -> tuple[ModelConfig, WeightSource, torch.Tensor | None]:
+def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource, torch.Tensor | None]:
+    """What a checkpoint holds: its model, its tensors, and what rotary frequencies are divided by, if anything."""
     if path.is_dir():
         config = hugging_face_config(path / "config.json")
         if (megatron := torch_dist_folder(path)) is None:
@@ -121,7 +127,21 @@ def _open(path: Path) -> tuple[ModelConfig, WeightSource, torch.Tensor | None]:
     return config, weights, weights.rotary_factors()
 
 
-def _without_memory(config: ModelConfig, source: WeightSource) -> Decoder:
+def fill(
+    decoder: Decoder,
+    source: WeightSource,
+    rotary_factors: torch.Tensor | None,
+    on_progress: ProgressCallback | None = None,
+    *,
+    check_finite: bool,
+) -> None:
+    """Pour a source's weights, checked with `check_fit`, into a decoder that isn't packed."""
+    load_weights(source, decoder.destinations(), on_progress, check_finite=check_finite)
+    if rotary_factors is not None:
+        decoder.positions.frequencies /= rotary_factors.to(decoder.device)
+
+
+def check_fit(config: ModelConfig, source: WeightSource) -> Decoder:
     """A decoder that has shapes but no weights, checked against ``source`` before any memory is taken for it."""
     experts = config.experts.count if config.experts is not None else 0
     for count, noun in ((config.num_layers, "layers"), (experts, "experts")):

@@ -14,6 +14,7 @@ from megatron_runtime.model.destinations import layer_destinations, norm_destina
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.norms import make_norm
+from megatron_runtime.model.origin import Origin
 from megatron_runtime.model.packed_linear import PackedLinear, can_pack, pack_linears
 from megatron_runtime.model.positions import Positions
 from megatron_runtime.model.tensor_names import tensor_names
@@ -38,6 +39,8 @@ class Decoder(nn.Module):
             self.norm = make_norm(config, config.hidden_size, dtype)
             self.head = self.embedding if config.tie_word_embeddings else self._table(config.vocab_size)
         self._packed_head: PackedLinear | None = None
+        self.origin: Origin | None = None
+        """The files that the weights are in; None for those that were made in memory."""
         self.positions = Positions(config, dtype, device)
 
     @property
@@ -71,6 +74,24 @@ class Decoder(nn.Module):
         self._packed_head = PackedLinear(self.head)
         if not self.config.tie_word_embeddings:
             del self.head
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether `prepare` has put the weights into the kernels' order."""
+        return self._packed_head is not None
+
+    def become(self, other: Decoder) -> None:
+        """Take over all that the other one is, which is not to be used any more; what was here is let go."""
+        vars(self).clear()
+        vars(self).update(vars(other))
+
+    def copy_from(self, other: Decoder) -> None:
+        """Copy the other one's weights to where this one's lie; neither is packed, and both have one configuration."""
+        for ours, theirs in zip(self.parameters(), other.parameters(), strict=True):
+            ours.copy_(theirs)
+        for buffer, other_buffer in zip(self.buffers(), other.buffers(), strict=True):
+            buffer.copy_(other_buffer)
+        self.origin = other.origin
 
     def destinations(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: Hugging Face's name to a view into this decoder's weights.

@@ -175,12 +175,14 @@ class EngineLoad(NamedTuple):
     """Tokens generated since the engine started."""
     step_seconds: float = 0.0
     """How long the step that runs now has been running; 0 between steps."""
+    weight_version: int = 0
+    """Of the weights that it has."""
 
     @classmethod
     def parse(cls, raw: Any) -> EngineLoad:
-        values = fields(raw, 7, "engine load")
+        values = fields(raw, 8, "engine load")
         counts = [natural(value, name) for value, name in zip(values[:6], cls._fields, strict=False)]
-        return cls._make([*counts, seconds(values[6], "step_seconds")])
+        return cls._make([*counts, seconds(values[6], "step_seconds"), natural(values[7], "weight_version")])
 
 
 class Registration(NamedTuple):
