@@ -17,7 +17,9 @@ PARAMS = SamplingParams(num_tokens_to_generate=5, seed=5)
 
 
 async def versions(client: Any) -> list[int]:
-    return [view.weight_version for view in (await client.service_state()).engines]
+    """By the engines' groups: they register in any order."""
+    views = (await client.service_state()).engines
+    return [view.weight_version for view in sorted(views, key=lambda view: view.group)]
 
 
 @pytest.mark.parametrize("suspends", [False, True])
