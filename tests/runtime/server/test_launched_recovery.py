@@ -102,7 +102,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(start_pod: StartPod, tmp_path: 
 
 
 def test_too_little_memory_is_refused(start_pod: StartPod, smollm2_path: Path) -> None:
-    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "900Gi")
+    pod = start_pod("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "900Gi")
     message = refused(pod, "InvalidSpec")
     assert message.startswith("--kv-cache-memory 900Gi: with 621.1Mi of weights")  # the tied head is held twice
     assert "ask for a smaller cache" in message
