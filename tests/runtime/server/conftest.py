@@ -47,6 +47,7 @@ class Pod:
 
     def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
         self.host = free_host()
+        self.key = KEY
         self.termination_log = folder / "termination.json"
         self.log = folder / "log.txt"
         identity = {
