@@ -1,0 +1,57 @@
+"""A process of the pod that is there but does nothing any more is replaced, and its requests are answered."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_support.processes import is_alive
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+REPLICAS = 2
+
+
+def ask(pod: Any) -> str:
+    """A greedy answer of some length, asked for again when its frontend is taken away."""
+    patient = pod.openai.with_options(max_retries=20)
+    return str(
+        patient.completions.create(
+            model="chat", prompt=[1, 2, 3], temperature=0, max_tokens=400, extra_body={"ignore_eos": True}
+        )
+        .choices[0]
+        .text
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("victim", ["server.frontend", "coordinator_process", "megatron_runtime.rank"])
+def test_a_stopped_process_is_replaced(start_pod: Callable[..., Any], checkpoint: Path, victim: str) -> None:
+    flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--hang-timeout", "3"]
+    pod = start_pod(*flags, "--replicas", str(REPLICAS))
+    pod.wait_for(lambda state: state["ready"] and len(state["replicas"]) == REPLICAS)
+    whole = ask(pod)
+    stopped = pod.child(victim)
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, pod) for _ in range(8)]
+        os.kill(stopped, signal.SIGSTOP)
+        assert [answer.result(60) for answer in answers] == [whole] * 8
+    pod.wait_for(
+        lambda state: (
+            state["restarts"] == 1
+            and state["ready"]
+            and len(state["replicas"]) == REPLICAS
+            and len(pod.children()) == REPLICAS + 3
+        )
+    )
+    assert not is_alive(stopped)
+    assert "gave no sign of life for 3 s and was killed" in pod.log.read_text()
+    assert ask(pod) == whole
