@@ -105,6 +105,7 @@ class DataParallelInferenceCoordinator:
         )
         self._core = Core(settings, handlers(), time.monotonic, self.compute_request_hashes)
         self._router_socket = RouterSocket(host, inference_coordinator_port, key)
+        self._router_socket.on_refused = lambda: self._core.complaints.add("a connection without the right key")
         self.address = self._router_socket.address
         """Where engines and clients connect to: ``tcp://host:port``."""
         self.on_tick: Callable[[], None] = lambda: None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
-from megatron_runtime.data_parallel_inference_coordinator.complaints import Complaints
 from megatron_runtime.data_parallel_inference_coordinator.dispatcher import Dispatcher
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
@@ -19,6 +18,7 @@ from megatron_runtime.data_parallel_inference_coordinator.service import Service
 from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message, decode
+from megatron_runtime.wire.complaints import Complaints
 from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
@@ -114,10 +114,9 @@ class Core:
             handler(self, peer, message)
         except MalformedMessage as defect:
             self.complaints.add(str(defect))
-        except Exception:
+        except Exception as failure:
             # The last line of defence: a defect of ours must cost one message, not the service.
-            logger.exception("a handler of the coordinator failed")
-            self.complaints.add("a handler of the coordinator failed")
+            self.complaints.add("a handler of the coordinator failed", failure)
 
     def tick(self, now: float) -> None:
         """What time alone brings; call it about twice a second."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_runtime.data_parallel_inference_coordinator.complaints import Complaints
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry, RequestEntry
@@ -13,6 +12,7 @@ from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedu
 from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage
+from megatron_runtime.wire.complaints import Complaints
 from megatron_runtime.wire.items import Assignment, Failure, Finished, Forwarded, Progress, Submission
 
 CLAIM_SECONDS = 30.0

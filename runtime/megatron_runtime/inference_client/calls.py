@@ -14,7 +14,7 @@ from megatron_runtime.errors import CoordinatorError, InvalidStateError, Megatro
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.dealer import Dealer
-from megatron_runtime.wire.items import natural
+from megatron_runtime.wire.items import arguments, natural
 from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
@@ -107,12 +107,12 @@ class ClientCalls:
 
     def take(self, message: Message) -> None:
         """An answer, or news of the service's state that was subscribed to."""
-        if len(message.args) != 2:
-            raise MalformedMessage(f"{message.header.name} takes 2 arguments")
-        call_id, content = message.args
+        call_id, content = arguments(message, 2)
         if message.header is Headers.SERVICE_STATE:
             self._latest = ServiceState.deserialize(content)
             self._news.ring()
+        elif not _is_signal_reply(content):
+            raise MalformedMessage("not the answer to a signal")
         if call_id is None:
             return
         call = self._calls.get(natural(call_id, "call id"))
@@ -149,6 +149,17 @@ class ClientCalls:
                 state=state,
                 allowed=allowed,
             )
+
+
+def _is_signal_reply(content: Any) -> bool:
+    """Whether the fields are there that its outcome has."""
+    if not isinstance(content, dict) or not isinstance(content.get("state"), str):
+        return False
+    names = {"done": "state", "timeout": "missing", "refused": "allowed"}.get(str(content.get("outcome")))
+    if names in (None, "state"):
+        return names is not None
+    listed = content.get(names)
+    return isinstance(listed, list) and all(isinstance(name, str) for name in listed)
 
 
 def _log_ignored_failure(task: asyncio.Task[None]) -> None:

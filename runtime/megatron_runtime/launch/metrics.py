@@ -64,6 +64,11 @@ def _engine_metrics(facts: PodFacts) -> Iterator[Metric]:
         blocks.add_metric([group, "used"], replica.kv_blocks_used)
         blocks.add_metric([group, "free"], replica.kv_blocks_total - replica.kv_blocks_used)
     yield from (running, waiting, blocks)
+    yield CounterMetricFamily(
+        "megatron_dropped_messages",
+        "Messages to the coordinator that were malformed, stale or from strangers, and connections without the key",
+        value=facts.dropped_messages,
+    )
     yield GaugeMetricFamily("megatron_replicas", "Replicas that are registered", value=len(facts.replicas))
 
 
