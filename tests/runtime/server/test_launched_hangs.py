@@ -1,4 +1,4 @@
-"""A process of the pod that is there but does nothing any more is replaced, and its requests are answered."""
+"""What becomes of requests when a process of the pod hangs, or takes its connections along."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from runtime_support.processes import is_alive
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
@@ -31,6 +32,27 @@ def ask(pod: Any) -> str:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_what_a_killed_frontend_asked_for_leaves_the_engine_and_its_blocks(
+    start_pod: Callable[..., Any], checkpoint: Path
+) -> None:
+    flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--frontend-replicas", "1"]
+    pod = start_pod(*flags, "--no-prefix-caching", "--max-restarts", "0").wait_ready()
+    long = {"model": "chat", "prompt": [1, 2, 3], "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 128}
+    with pod.http.stream("POST", "/v1/completions", json=long) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        pod.signal("pause")  # so that none can end by itself
+        pod.wait_for(lambda state: state["requests"]["running"] > 0)
+        os.kill(pod.child("server.frontend"), signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    pod.wait_for(lambda state: state["requests"] == {"running": 0, "waiting": 0}, seconds=10)
+    unused = 'megatron_kv_blocks{group="0",state="used"} 0.0'
+    pod.wait_for(lambda _: unused in pod.control.get("/metrics").text, seconds=10)
+    pod.signal("unpause")
+    assert ask(pod)
 
 
 @pytest.mark.parametrize("victim", ["server.frontend", "coordinator_process", "megatron_runtime.rank"])
