@@ -166,12 +166,12 @@ class Core:
             self.service.engine_gone(engine)
         return engine
 
-    def lose_client(self, identity: bytes) -> None:
-        """Forget a client and abort its requests."""
+    def lose_client(self, identity: bytes, *, may_return: bool = True) -> None:
+        """Forget a client and abort its requests, but for those that it or another may ask for again by name."""
         client = self.clients.pop(identity, None)
         if client is not None:
             self.outbox.forget(identity)
-            self.dispatcher.forget_client(client)
+            self.dispatcher.forget_client(client, self.clock(), may_return=may_return)
 
     def unreachable(self, peer: bytes) -> None:
         """A message to this peer could not be sent."""

@@ -194,7 +194,7 @@ def _drain(core: Core, peer: bytes, message: Message) -> None:
 def _disconnect(core: Core, peer: bytes, message: Message) -> None:
     reason, failed = arguments(message, 2)
     if core.lose_engine(peer, text(reason, "reason"), failed=flag(failed, "failed")) is None:
-        core.lose_client(peer)
+        core.lose_client(peer, may_return=False)
 
 
 def _shutdown(core: Core, peer: bytes, message: Message) -> None:

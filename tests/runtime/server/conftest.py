@@ -165,6 +165,12 @@ def start_pod(tmp_path: Path) -> Iterator[StartPod]:
         pod.end()
 
 
+@pytest.fixture(scope="session")
+def pod_type() -> type[Pod]:
+    """For modules that share a pod of their own."""
+    return Pod
+
+
 @pytest.fixture(scope="module")
 def shared_pod(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
     """One serving pod for the tests of a module; they leave it running."""
