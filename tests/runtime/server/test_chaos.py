@@ -34,6 +34,8 @@ SEED_VARIABLE = "MEGATRON_CHAOS_SEED"
 VICTIMS = {"megatron_runtime.rank": 8, "coordinator_process": 6, "server.frontend": 6}
 """How often each kind of process is killed, by a word of its command line."""
 DEADLINE = 150.0
+SETTLING = 15.0
+"""Less than the coordinator keeps requests for clients that may come back: here all of them did."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,10 @@ async def test_500_requests_are_answered_once_each_and_rightly_while_20_processe
     try:
         async with asyncio.timeout(DEADLINE):
             await asyncio.gather(crowd.ask_all(jobs), reaper.run())
-        service = await client.service_state()
+        # What a frontend asked for that was killed at the very end is given up once its death is noticed.
+        async with asyncio.timeout(SETTLING):
+            while (await client.service_state()).outstanding_requests:
+                pass
     except BaseException:
         print(f"killed {dict(reaper.killed)}, answered {len(crowd.answers)}; the pod's last words:\n{pod.words()}")
         raise
@@ -213,4 +218,3 @@ async def test_500_requests_are_answered_once_each_and_rightly_while_20_processe
         assert crowd.answers[job.number] == [answer], f"{SEED_VARIABLE}={seed}: {job}"
     for number, text in crowd.broken:
         assert wanted[number].generated_text.startswith(text)
-    assert service.outstanding_requests == 0
