@@ -128,7 +128,8 @@ class Fleet:
     ) -> subprocess.Popen[bytes]:
         """In a process of its own, which can be killed."""
         arguments = [self.address, str(group), str(attempt), str(step_seconds)]
-        environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         script = str(HERE / "engine_process.py")
         return self._spawn(
             [sys.executable, script, *arguments, *([str(checkpoint)] if checkpoint else [])], env=environment
