@@ -34,8 +34,10 @@ check: dev ## lint, format, types, layers, generated files
 	@for file in $(GENERATED); do $(BIN)/megatron-operator crd | diff -u $$file - || \
 		{ echo "$$file is out of date: make crd"; exit 1; }; done
 
+BENCHMARKS ?= benchmarks/*.py
+
 bench: dev model ## the benchmarks, each against a named peer in the same run
-	@set -e; for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
+	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
 
 venv: $(VENV)/.for-demo ## the virtual environment with what a user needs
 	@:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from peers.command_line import add_peer_option, listed, positive, print_table
 from peers.process import ContenderError, ContenderProcess
 from peers.protocol import Job
 
@@ -53,7 +54,7 @@ class Pairs:
             f"{statistics.median(ratios):.2f}",
             f"{min(ratios):.2f} to {max(ratios):.2f}",
             f"{self.agreement:.0%}",
-            _listed(self.versions),
+            listed(self.versions),
         ]
 
 
@@ -116,7 +117,7 @@ def compete(job: Job, peers: dict[str, str], pairs: int) -> tuple[list[Pairs], l
     """Our engine beside each peer in turn: what was measured, and why any peer was not."""
     measured, failures = [], []
     with ContenderProcess("ours", sys.executable, replace(job, work=job.work / "ours")) as ours:
-        print(f"ours: {_listed(ours.versions)}; {job.threads} threads, {job.dtype}", flush=True)
+        print(f"ours: {listed(ours.versions)}; {job.threads} threads, {job.dtype}", flush=True)
         ours.run()
         for name, python in peers.items():
             try:
@@ -127,49 +128,19 @@ def compete(job: Job, peers: dict[str, str], pairs: int) -> tuple[list[Pairs], l
     return measured, failures
 
 
-def print_table(rows: list[list[str]]) -> None:
-    """Columns of a Markdown table."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for line in [rows[0], ["-" * width for width in widths], *rows[1:]]:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
-
-
-def _listed(versions: dict[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _peer(text: str) -> tuple[str, str]:
-    name, _, python = text.partition("=")
-    if name not in PEERS:
-        raise argparse.ArgumentTypeError(f"no peer is called {name!r}; choose from {', '.join(PEERS)}")
-    return name, python or sys.executable
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--peer",
-        type=_peer,
-        action="append",
-        metavar="NAME[=PYTHON]",
-        help=f"repeatable: {', '.join(PEERS)}; with the Python of its environment, else this one",
-    )
-    parser.add_argument("--pairs", type=_positive, default=3)
-    parser.add_argument("--threads", type=_positive, default=len(os.sched_getaffinity(0)), help="of every contender")
+    add_peer_option(parser, PEERS)
+    parser.add_argument("--pairs", type=positive, default=3)
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of every contender")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of every contender"
     )
     parser.add_argument("--model", choices=MODELS, default="110m", help="tiny shows whether a peer works")
-    parser.add_argument("--prompts", type=_positive, default=32)
-    parser.add_argument("--prompt-tokens", type=_positive, default=128)
-    parser.add_argument("--new-tokens", type=_positive, default=128, help="of each prompt")
+    parser.add_argument("--prompts", type=positive, default=32)
+    parser.add_argument("--prompt-tokens", type=positive, default=128)
+    parser.add_argument("--new-tokens", type=positive, default=128, help="of each prompt")
     return parser.parse_args()
 
 
@@ -181,7 +152,7 @@ def main() -> None:
         write_checkpoint(folder, chosen.model)
         prompts = make_prompts(chosen.prompts, chosen.prompt_tokens, MODELS[chosen.model]["vocab_size"])
         job = Job(folder, Path(name), chosen.dtype, chosen.threads, prompts, chosen.new_tokens)
-        peers = dict(chosen.peer or [_peer("transformers")])
+        peers = dict(chosen.peer or [("transformers", sys.executable)])
         measured, failures = compete(job, peers, chosen.pairs)
     if measured:
         print_table([COLUMNS, *(pairs.row() for pairs in measured)])

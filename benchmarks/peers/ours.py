@@ -1,10 +1,15 @@
-"""Our engine in direct mode, its waiting threads asleep as in the ranks that are launched."""
+"""Our engine in direct mode, its process started as the ranks are that the launcher starts."""
 
 from __future__ import annotations
 
 import os
+import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from megatron_runtime.launch.tasks import compute_environment
+
+if missing := compute_environment():
+    # The C library and OpenMP read theirs when a process begins.
+    os.execve(sys.executable, sys.orig_argv, os.environ | missing)
 
 import torch
 

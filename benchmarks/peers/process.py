@@ -1,4 +1,4 @@
-"""A contender as a process under a Python of its own: the other end of the protocol."""
+"""A contender as a process under a Python of its own: the other end of the protocols."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -22,29 +23,22 @@ class ContenderError(Exception):
     """A contender ended before it answered, or answered with something else than what was asked for."""
 
 
-class ContenderProcess:
-    """Loads the job's model when entered and computes only while it is asked: in between, it is stopped."""
+class StoppedProcess:
+    """A process that answers one JSON object a line. While it is not asked, it is stopped, with all its children."""
 
-    def __init__(self, name: str, python: str, job: Job) -> None:
-        """``name`` is that of a peer's file with hyphens for underscores; ``python`` runs it."""
-        self.name, self.python, self.job = name, python, job
-        self.versions: dict[str, str] = {}
-        self._log = job.work.with_suffix(".log")
+    def __init__(self, name: str, python: str, module: str, log: Path, environment: Mapping[str, str]) -> None:
+        """``python`` runs ``module`` of this folder's parent; stderr goes to ``log``."""
+        self.name, self.python = name, python
+        self._module, self._log, self._environment = module, log, environment
 
     def __enter__(self) -> Self:
         path = [str(MODULES)]
         if self.python == sys.executable and "PYTHONPATH" in os.environ:
             path.append(os.environ["PYTHONPATH"])
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(self.job.threads),
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": os.pathsep.join(path),
-        }
-        self.job.work.mkdir(parents=True)
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [self.python, "-P", "-m", f"peers.{self.name.replace('-', '_')}"],
-                env=environment,
+                [self.python, "-P", "-m", self._module],
+                env={**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(path)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -52,7 +46,7 @@ class ContenderProcess:
                 process_group=0,
             )
         try:
-            self.versions = self._ask("load", **asdict(self.job))["versions"]
+            self._load()
         except BaseException:
             self._end()
             raise
@@ -61,17 +55,8 @@ class ContenderProcess:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def run(self) -> tuple[float, list[list[int]]]:
-        """Seconds of the whole job, and the new tokens of each prompt.
-
-        Raises:
-            ContenderError: It ended, or a prompt got more or fewer new tokens than were asked for.
-        """
-        answer = self._ask("run", new_tokens=self.job.new_tokens)
-        counts = [len(tokens) for tokens in answer["tokens"]]
-        if counts != [self.job.new_tokens] * len(self.job.prompts):
-            raise ContenderError(f"{self.name} gave {counts} new tokens, not {self.job.new_tokens} for each prompt")
-        return answer["seconds"], answer["tokens"]
+    def _load(self) -> None:
+        """What is asked first of all."""
 
     def _ask(self, what: str, **values: object) -> dict[str, Any]:
         assert self._process.stdin
@@ -106,3 +91,30 @@ class ContenderProcess:
             self._signal(signal.SIGKILL)
             self._process.wait()
         self._process.stdout.close()
+
+
+class ContenderProcess(StoppedProcess):
+    """Loads the job's model when entered and computes only while it is asked."""
+
+    def __init__(self, name: str, python: str, job: Job) -> None:
+        """``name`` is that of a peer's file with hyphens for underscores; ``python`` runs it."""
+        environment = {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"}
+        super().__init__(name, python, f"peers.{name.replace('-', '_')}", job.work.with_suffix(".log"), environment)
+        self.job = job
+        self.versions: dict[str, str] = {}
+
+    def _load(self) -> None:
+        self.job.work.mkdir(parents=True)
+        self.versions = self._ask("load", **asdict(self.job))["versions"]
+
+    def run(self) -> tuple[float, list[list[int]]]:
+        """Seconds of the whole job, and the new tokens of each prompt.
+
+        Raises:
+            ContenderError: It ended, or a prompt got more or fewer new tokens than were asked for.
+        """
+        answer = self._ask("run", new_tokens=self.job.new_tokens)
+        counts = [len(tokens) for tokens in answer["tokens"]]
+        if counts != [self.job.new_tokens] * len(self.job.prompts):
+            raise ContenderError(f"{self.name} gave {counts} new tokens, not {self.job.new_tokens} for each prompt")
+        return answer["seconds"], answer["tokens"]

@@ -16,10 +16,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,28 @@ def choose(dtype: str, known: dict[str, str]) -> str:
 
 def serve(load: Callable[[Job], Contender], *packages: str) -> None:
     """Answer requests until stdin ends; ``packages`` are the distributions whose versions a result depends on."""
+    loaded: list[Contender] = []
+
+    def start(**request: Any) -> dict[str, object]:
+        request |= {name: Path(request[name]) for name in ("folder", "work")}
+        loaded[:] = [load(Job(**request))]
+        return {"versions": versions(*packages)}
+
+    def run(new_tokens: int) -> dict[str, object]:
+        if not loaded:
+            raise ValueError("'run' came before 'load'")
+        return _timed(loaded[0], new_tokens)
+
+    answer_requests({"load": start, "run": run})
+
+
+def answer_requests(actions: Mapping[str, Callable[..., dict[str, object]]]) -> None:
+    """Answer each line of stdin by the action that its "do" names, until stdin ends; what others print is kept away."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    contender: Contender | None = None
     for line in sys.stdin:
         request = json.loads(line)
-        if request.pop("do") == "load":
-            request |= {name: Path(request[name]) for name in ("folder", "work")}
-            contender = load(Job(**request))
-            answer: dict[str, object] = {"versions": versions(*packages)}
-        else:
-            if contender is None:
-                raise ValueError("'run' came before 'load'")
-            answer = _timed(contender, request["new_tokens"])
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(actions[request.pop("do")](**request)), file=answers, flush=True)
 
 
 def _timed(contender: Contender, new_tokens: int) -> dict[str, object]:

@@ -27,7 +27,8 @@ class KVCacheManagementMode(StrEnum):
     PERSIST = "persist"
     """It stays where it is."""
     OFFLOAD = "offload"
-    """It is copied to host memory, and back on resume."""
+    """What requests and the prefix cache hold of it is copied to host memory, and back on resume. A CPU's pool lies in
+    host memory already: there the copy stays, and only the room of all that nobody holds is given back."""
     RECOMPUTE = "recompute"
     """It is dropped; unfinished requests are computed again from their tokens on resume."""
 
@@ -79,7 +80,8 @@ class InferenceConfig(UnavailableSettings):
     """Lets a prompt longer than what is left of ``max_tokens`` be computed over several forward passes."""
     enable_prefix_caching: bool = False
     """Lets a request skip the beginning of its prompt if an earlier request's keys and values of it are still there.
-    Off unless asked for, because whoever changes the model's weights then has to call ``invalidate_prefix_cache``."""
+    Off unless asked for, because whoever changes the model's weights without ``update_weights`` then has to call
+    ``invalidate_prefix_cache``."""
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
     """How long the prefix cache keeps a block that no running request uses."""
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
@@ -92,7 +94,9 @@ class InferenceConfig(UnavailableSettings):
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     """What becomes of the KV cache on suspend."""
     offload_weights: bool = False
-    """Moves the weights to host memory too while the engine is suspended."""
+    """Moves the weights to host memory too while the engine is suspended. A CPU has no other place for them: there they
+    are released, and read from their checkpoint's files again on resume; those that are in no file, because they came
+    as named tensors, stay."""
     track_paused_request_events: bool = False
     """Records an event whenever a request begins to wait for a block with what it has."""
     track_generated_token_events: bool = False

@@ -53,6 +53,11 @@ class Headers(IntEnum):
     SERVICE_STATE = 50
     """client -> coordinator: tell me (and keep telling me); coordinator -> client: the state of the service."""
 
+    UPDATE_WEIGHTS = 51
+    """client -> coordinator -> engine: load the weights at this path in place."""
+    WEIGHTS_UPDATED = 52
+    """engine -> coordinator: it has this version of the weights, or has its old ones because of an error."""
+
     DISCONNECT = 60
     """engine or client -> coordinator: goodbye, with the reason, and whether that is a failure."""
     SHUTDOWN = 61

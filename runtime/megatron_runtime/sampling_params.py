@@ -70,6 +70,8 @@ class SamplingParams:
     """Leaves the prompt's tokens out of the log probabilities."""
     top_n_logprobs: int = 0
     """With ``return_log_probs``, also reports this many likeliest tokens per position."""
+    return_prompt_top_n_logprobs: bool | None = None
+    """Whether these are reported for the prompt too. Leave it out: it follows from ``skip_prompt_log_probs``."""
     add_BOS: bool = False  # noqa: N815 - the name that Megatron's users know
     """Puts the tokenizer's start token before a prompt that is given as text."""
     return_prompt_tokens: bool = False
@@ -99,11 +101,6 @@ class SamplingParams:
         )
 
     @property
-    def return_prompt_top_n_logprobs(self) -> bool:
-        """True if the likeliest tokens are reported for the prompt's positions too."""
-        return self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
-
-    @property
     def is_greedy(self) -> bool:
         """True if no noise is involved: the likeliest token is always taken."""
         return self.temperature == 0 or self.top_k == 1
@@ -128,6 +125,7 @@ class SamplingParams:
         if unknown:
             raise InvalidRequestError(f"{unknown[0]} is not a sampling parameter", field=unknown[0])
         changed = copy.copy(self)
+        changed.return_prompt_top_n_logprobs = None
         for name, value in attributes.items():
             setattr(changed, name, value)
         if "stop" in attributes or "stop_words" in attributes:
@@ -195,6 +193,15 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"top_n_logprobs={self.top_n_logprobs} needs return_log_probs=True", field="top_n_logprobs"
             )
+        derived = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
+        if self.return_prompt_top_n_logprobs not in (None, derived):
+            raise InvalidRequestError(
+                f"return_prompt_top_n_logprobs={self.return_prompt_top_n_logprobs!r} contradicts "
+                f"top_n_logprobs={self.top_n_logprobs} with skip_prompt_log_probs={self.skip_prompt_log_probs}; leave "
+                "it out",
+                field="return_prompt_top_n_logprobs",
+            )
+        self.return_prompt_top_n_logprobs = derived
 
     def _check_flags(self) -> None:
         flags = (

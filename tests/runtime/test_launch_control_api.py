@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from megatron_runtime.errors import CoordinatorError, InvalidStateError, TransitionTimeoutError
+from megatron_runtime.errors import CheckpointError, CoordinatorError, InvalidStateError, TransitionTimeoutError
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.metrics import create_exposition
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, ReplicaState
@@ -27,6 +27,10 @@ class Engines:
         if self.error is not None:
             raise self.error
         self.taken.append((signal, wait))
+
+    async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:
+        """As the real one."""
+        await self.send(path, timeout=timeout, wait=wait)
 
 
 @pytest.fixture
@@ -83,7 +87,8 @@ async def test_the_state_is_that_of_the_contract(client: httpx.AsyncClient, stat
         "role": "leader",
         "engineState": "RUNNING",
         "replicas": [
-            {"group": group, "state": "RUNNING", "runningRequests": 2, "waitingRequests": 3} for group in (0, 1)
+            {"group": group, "state": "RUNNING", "runningRequests": 2, "waitingRequests": 3, "weightVersion": 0}
+            for group in (0, 1)
         ],
         "ranks": [],
         "requests": {"running": 4, "waiting": 6},
@@ -125,6 +130,17 @@ async def test_signals_are_passed_on(client: httpx.AsyncClient, engines: Engines
     assert engines.taken == [("pause", False), ("unpause", True)]
 
 
+async def test_new_weights_are_passed_on_as_signals_are(client: httpx.AsyncClient, engines: Engines) -> None:
+    assert (await client.post("/v1/weights", json={"path": "/models/2"})).status_code == 202
+    assert engines.taken == [("/models/2", False)]
+    engines.error = CheckpointError("engine group 1 (attempt 0): tensor a missing")
+    answer = await client.post("/v1/weights", params={"wait": "true"}, json={"path": "/models/3"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "InvalidWeights")
+    assert answer.json()["error"]["message"] == "engine group 1 (attempt 0): tensor a missing"
+    for body in ({}, {"path": ""}, {"path": 3}, {"path": "/a", "way": "b"}):
+        assert (await client.post("/v1/weights", json=body)).status_code == 400
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [
@@ -158,5 +174,6 @@ async def test_metrics_show_the_engines_and_the_ranks(client: httpx.AsyncClient,
     assert 'megatron_engine_state{state="PAUSED"} 1.0' in text
     assert 'megatron_engine_state{state="RUNNING"} 0.0' in text
     assert 'megatron_requests_waiting{group="0"} 3.0' in text
+    assert 'megatron_weight_version{group="0"} 0.0' in text
     assert 'megatron_ranks{phase="Serving"} 1.0' in text
     assert "megatron_dropped_messages_total 7.0" in text

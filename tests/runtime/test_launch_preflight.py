@@ -13,9 +13,9 @@ from megatron_runtime.launch.identity import Identity, Lifecycle
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory, available_memory, usable_cores
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
-from megatron_runtime.launch.preflight import RANK_OVERHEAD, plan_engine
+from megatron_runtime.launch.preflight import RANK_OVERHEAD, element_bytes, plan_engine
 from megatron_runtime.launch.quantity import format_bytes, parse_bytes
-from megatron_runtime.launch.tasks import rank_task, threads_per_rank
+from megatron_runtime.launch.tasks import compute_environment, rank_task, threads_per_rank
 
 FACTS = CheckpointFacts(
     path="/m", architecture="llama", parameters=1000, longest=512, layers=4, attention_heads=8, kv_heads=2, head_dim=16
@@ -26,8 +26,8 @@ PLENTY = AvailableMemory(2**40, "free on this machine")
 
 @pytest.fixture
 def options(tmp_path: Path) -> LaunchOptions:
-    """Options in which nothing is wrong."""
-    return LaunchOptions(model=ModelSource(path=tmp_path))
+    """Options in which nothing is wrong; the type's size does not depend on the machine."""
+    return LaunchOptions(model=ModelSource(path=tmp_path), engine=EngineOptions(dtype="float32"))
 
 
 def with_engine(options: LaunchOptions, **changes: Any) -> LaunchOptions:
@@ -159,7 +159,8 @@ def test_cores_follow_the_quota(tmp_path: Path) -> None:
 
 
 def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
     assert threads_per_rank(replace(options, threads_per_rank=7)) == 7
     assert threads_per_rank(replace(options, identity=Identity(local_ranks=10_000))) == 1
     task = rank_task(
@@ -171,9 +172,16 @@ def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions, monkeypatc
         key="secret",
     )
     assert task.environment["OMP_NUM_THREADS"] == "3"
-    assert task.environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert task.environment["GOMP_SPINCOUNT"] == "1000"
+    assert task.environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     assert task.options["group"] == 4
     assert "secret" not in str(task.options)
+
+
+def test_the_users_own_settings_of_threads_and_memory_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    assert compute_environment().keys().isdisjoint({"GOMP_SPINCOUNT", "GLIBC_TUNABLES"})
 
 
 @pytest.mark.parametrize(("text", "count"), [("512Mi", 2**29), ("20Gi", 20 * 2**30), ("1.5k", 1500), ("100", 100)])
@@ -223,4 +231,10 @@ def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
 def test_a_head_tied_to_the_embedding_counts_twice_on_a_cpu(options: LaunchOptions) -> None:
     tied = replace(FACTS, tied_head_parameters=100)
     assert plan_engine(options, tied, PLENTY).weight_bytes == 4 * 1100
-    assert plan_engine(with_engine(options, device="cuda"), tied, PLENTY).weight_bytes == 2 * 1000
+    assert plan_engine(with_engine(options, device="cuda", dtype="auto"), tied, PLENTY).weight_bytes == 2 * 1000
+
+
+@pytest.mark.parametrize(("native", "size"), [(True, 2), (False, 4)])
+def test_what_auto_takes_follows_the_processor(native: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_runtime.launch.preflight.has_bfloat16", lambda: native)
+    assert element_bytes(EngineOptions(dtype="auto")) == size

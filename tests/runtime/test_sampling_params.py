@@ -142,3 +142,12 @@ def test_prompt_top_n_follows_from_the_other_fields() -> None:
     asked = {"return_log_probs": True, "top_n_logprobs": 2}
     assert SamplingParams(**asked).return_prompt_top_n_logprobs
     assert not SamplingParams(**asked, skip_prompt_log_probs=True).return_prompt_top_n_logprobs
+
+
+def test_prompt_top_n_by_its_old_name_may_only_say_what_follows_anyway() -> None:
+    params = SamplingParams(return_log_probs=True, top_n_logprobs=2, return_prompt_top_n_logprobs=True)
+    assert SamplingParams.deserialize(params.serialize()) == params
+    params.add_attributes({"skip_prompt_log_probs": True})
+    assert params.return_prompt_top_n_logprobs is False
+    with pytest.raises(InvalidRequestError, match="return_prompt_top_n_logprobs=True contradicts top_n_logprobs=0"):
+        SamplingParams(return_prompt_top_n_logprobs=True)

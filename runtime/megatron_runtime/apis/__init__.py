@@ -5,5 +5,6 @@ from __future__ import annotations
 from megatron_runtime.apis.async_llm import MegatronAsyncLLM
 from megatron_runtime.apis.llm import MegatronLLM
 from megatron_runtime.apis.serve_config import ServeConfig
+from megatron_runtime.apis.streaming import GenerationUpdate
 
-__all__ = ["MegatronAsyncLLM", "MegatronLLM", "ServeConfig"]
+__all__ = ["GenerationUpdate", "MegatronAsyncLLM", "MegatronLLM", "ServeConfig"]

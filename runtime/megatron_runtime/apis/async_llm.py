@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -11,8 +11,10 @@ from megatron_runtime.apis._llm_base import _MegatronLLMBase
 from megatron_runtime.apis.prompts import Prompts, params_for, split_prompts
 from megatron_runtime.apis.runtime_thread import RuntimeThread
 from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.apis.streaming import GenerationUpdate, follow
+from megatron_runtime.errors import ConfigurationError, InvalidRequestError
 from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.model.refit import Weights
 from megatron_runtime.sampling_params import SamplingParams
 
 _Result = TypeVar("_Result")
@@ -61,6 +63,34 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         requests = await _on(thread, runtime.generate(several, params))
         return requests[0] if is_single and len(requests) == 1 else requests
 
+    def generate_stream(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[GenerationUpdate, None]:
+        """Serve one prompt, and follow the answer as it comes: ``async for update in llm.generate_stream(prompt)``.
+
+        The last update has the merged request. Closing the generator, or being cancelled in it, aborts the request.
+
+        Args:
+            prompt: Text, or token ids.
+            sampling_params: With ``n=1``; ``streaming_interval`` counts where ``streaming`` is set.
+
+        Raises:
+            RuntimeError: On a rank that is not the primary one.
+            TypeError: The prompt has another form, or is a batch.
+            InvalidRequestError: ``n`` is not 1.
+            EngineError: (while iterating) the engine failed.
+        """
+        self._require_primary()
+        several, is_single = split_prompts(prompt)
+        if not is_single:
+            raise TypeError("a stream is for a single prompt, text or a list of token ids; open one for each")
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise InvalidRequestError(f"n={params.n}: a stream has one answer; open one for each, with n=1", field="n")
+        runtime, thread = self._require_runtime("generate_stream")
+        detokenizer = self._engine.tokenizer.incremental()
+        return follow(lambda: runtime.open_stream(several[0], params), detokenizer, lambda work: _on(thread, work))
+
     async def pause(self) -> None:
         """RUNNING -> PAUSED: requests freeze where they are. Every rank calls it, as all of these.
 
@@ -85,6 +115,27 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         """SUSPENDED -> PAUSED: memory is taken again; errors as for `pause`."""
         runtime, thread = self._require_runtime("resume")
         await _on(thread, runtime.resume())
+
+    async def update_weights(self, weights: Weights) -> int:
+        """Load other weights into the model in place; every rank calls it, with the same.
+
+        Between `pause` and `unpause`, also while suspended. On an error the model keeps what it has.
+        Cached prefixes are forgotten; requests under way go on with the new weights, and, unless a suspension dropped
+        them, with the keys and values that they have.
+
+        Args:
+            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them.
+
+        Returns:
+            How often the weights were updated; results that end from now on say so as ``weight_version``.
+
+        Raises:
+            InvalidStateError: The engine is neither paused nor suspended.
+            CheckpointError: A path that can't be read, another model, or tensors that are missing, unknown, misshapen
+                or not finite; each named.
+        """
+        runtime, thread = self._require_runtime("update_weights")
+        return await _on(thread, runtime.update_weights(weights))
 
     async def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
         """Serve the OpenAI API over HTTP on the primary rank.

@@ -11,10 +11,11 @@ from typing import Any
 
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.engine.listening import STOP_SECONDS, Listening, World, listen
-from megatron_runtime.errors import CoordinatorError, EngineError, MegatronInferenceError
+from megatron_runtime.errors import CoordinatorError, EngineError, MegatronInferenceError, TransitionTimeoutError
 from megatron_runtime.headers import EngineState
-from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.inference_client import InferenceClient, RequestStream
 from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.model.refit import Weights
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.server.http_server import bind
@@ -114,6 +115,15 @@ class CoordinatedRuntime:
         """SUSPENDED -> PAUSED."""
         await self._transition(InferenceClient.resume_engines, EngineState.PAUSED)
 
+    async def update_weights(self, weights: Weights) -> int:
+        """Give this rank's engine other weights; every rank calls it."""
+        assert self._listening is not None
+        return await self._listening.loop.update_weights(weights)
+
+    async def open_stream(self, prompt: Prompt, params: SamplingParams) -> RequestStream:
+        """A request to be followed."""
+        return self._healthy_client().stream_request(prompt, params)
+
     async def serve(self, config: ServeConfig) -> None:
         """Start the frontends; returns when they answer. Ranks other than 0 have nothing to do.
 
@@ -197,8 +207,14 @@ class CoordinatedRuntime:
         assert self._listening is not None
         if self._world.rank == 0:
             await signal(self._healthy_client())
-        async with asyncio.timeout(TRANSITION_SECONDS):
-            await self._listening.loop.wait_until(arrival)
+        try:
+            async with asyncio.timeout(TRANSITION_SECONDS):
+                await self._listening.loop.wait_until(arrival)
+        except TimeoutError:
+            raise TransitionTimeoutError(
+                f"the engine of rank {self._world.rank} was not {arrival.value} within {TRANSITION_SECONDS:g} s; it is "
+                f"{self._listening.loop.state.value}"
+            ) from None
 
     async def _wait_for_engines(self) -> None:
         assert self._client is not None

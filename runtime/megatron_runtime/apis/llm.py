@@ -11,6 +11,7 @@ from megatron_runtime.apis.prompts import Prompts, params_for, split_prompts
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.model.refit import Weights
 from megatron_runtime.sampling_params import SamplingParams
 
 
@@ -75,6 +76,30 @@ class MegatronLLM(_MegatronLLMBase):
         """SUSPENDED -> PAUSED: memory is taken again; errors as for `pause`."""
         runtime, thread = self._require_runtime("resume")
         thread.run(runtime.resume())
+
+    def update_weights(self, weights: Weights) -> int:
+        """Load other weights into the model in place; every rank calls it, with the same.
+
+        In coordinator mode between `pause` and `unpause`, also while suspended. On an error the model keeps what it
+        has. Cached prefixes are forgotten; requests under way go on with the new weights, and, unless a suspension
+        dropped them, with the keys and values that they have.
+
+        Args:
+            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them.
+
+        Returns:
+            How often the weights were updated; results that end from now on say so as ``weight_version``.
+
+        Raises:
+            InvalidStateError: The engine is neither paused nor suspended, in coordinator mode.
+            CheckpointError: A path that can't be read, another model, or tensors that are missing, unknown, misshapen
+                or not finite; each named.
+        """
+        if self._runtime is None:
+            with self._direct_lock:
+                return self._engine.update_weights(weights)
+        runtime, thread = self._require_runtime("update_weights")
+        return thread.run(runtime.update_weights(weights))
 
     def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
         """Serve the OpenAI API over HTTP on the primary rank.

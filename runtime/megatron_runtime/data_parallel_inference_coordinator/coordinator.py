@@ -22,6 +22,10 @@ from megatron_runtime.inference_request import compute_block_hashes
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
+BUSY_REQUESTS = 16
+"""Outstanding requests from which on messages are gathered."""
+GATHER_SECONDS = 0.002
+"""Between two turns under load, so that many requests or replies share a message and a wake-up."""
 
 
 class ReadyEvent(Protocol):
@@ -218,6 +222,8 @@ class DataParallelInferenceCoordinator:
         next_tick = core.clock()
         try:
             while not core.stopping:
+                if len(core.dispatcher.requests) >= BUSY_REQUESTS:
+                    time.sleep(GATHER_SECONDS)
                 self._router_socket.receive(next_tick - core.clock(), core.handle)
                 now = core.clock()
                 if now >= next_tick:

@@ -16,6 +16,7 @@ from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedule
 from megatron_runtime.data_parallel_inference_coordinator.service import Service
 from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
+from megatron_runtime.data_parallel_inference_coordinator.weight_updates import WeightUpdates
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message, decode
 from megatron_runtime.wire.complaints import Complaints
@@ -96,11 +97,18 @@ class Core:
             schedule=self.schedule,
             request_timeout=settings.request_timeout,
         )
+        self.weights = WeightUpdates(
+            engines=self.engines,
+            outbox=self.outbox,
+            is_idle=lambda: self.service.is_idle,
+            state=lambda: self.service.state,
+        )
         self.service = Service(
             engines=self.engines,
             outbox=self.outbox,
             wish=settings.initial_state,
             became_ready=self.dispatcher.assign_waiting,
+            before_ready=self.weights.next_step,
         )
         self._handlers = handlers
 
@@ -132,6 +140,8 @@ class Core:
                 self.outbox.put(client.identity, Headers.BEAT, self.epoch)
         self.dispatcher.expire(now)
         self.service.expire(now)
+        self.weights.expire(now)
+        self.outbox.release()
 
     def tell_subscribers(self) -> None:
         """Send the state of the service to those who wait for changes and have not seen this one."""
@@ -164,6 +174,7 @@ class Core:
             self.router.forget(identity)
             self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", self.clock(), failed=failed)
             self.service.engine_gone(engine)
+            self.weights.engine_gone(engine)
         return engine
 
     def lose_client(self, identity: bytes, *, may_return: bool = True) -> None:

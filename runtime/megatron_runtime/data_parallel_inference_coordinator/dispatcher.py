@@ -154,7 +154,9 @@ class Dispatcher:
         entry = self._owned_entry(engine, item.uuid, item.dispatch)
         if entry is None:
             return None
-        self._outbox.add(engine.identity, Headers.REPLY_ACK, item.uuid)
+        # An engine that drains waits for this one; others only keep a result for a moment longer.
+        confirm = self._outbox.add if engine.draining else self._outbox.add_later
+        confirm(engine.identity, Headers.REPLY_ACK, item.uuid)
         if entry.client:
             self._outbox.add(entry.client, Headers.ENGINE_REPLY, item.uuid, body)
             self._drop(entry)

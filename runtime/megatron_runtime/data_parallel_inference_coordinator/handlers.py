@@ -43,6 +43,8 @@ def handlers() -> Mapping[Headers, Handler]:
         Headers.ENGINE_REPLY_PARTIAL: _partial,
         Headers.STATE: _state,
         Headers.SERVICE_STATE: _service_state,
+        Headers.UPDATE_WEIGHTS: _update_weights,
+        Headers.WEIGHTS_UPDATED: _weights_updated,
         Headers.DRAIN: _drain,
         Headers.DISCONNECT: _disconnect,
         Headers.SHUTDOWN: _shutdown,
@@ -103,6 +105,7 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
     core.outbox.put(peer, Headers.REGISTER_ACK, core.epoch)
     core.service.touch()
     core.dispatcher.reconcile(engine, registration.claims, now)
+    core.weights.engine_registered(engine)
     core.service.steer(engine, now)
 
 
@@ -175,6 +178,26 @@ def _signal(core: Core, peer: bytes, message: Message) -> None:
     core.service.signal(client.identity, natural(call_id, "call id"), message.header, deadline, now)
 
 
+def _update_weights(core: Core, peer: bytes, message: Message) -> None:
+    client = _client(core, peer)
+    call_id, timeout, path = arguments(message, 3)
+    deadline = core.clock() + seconds(timeout, "timeout")
+    core.weights.start(client.identity, natural(call_id, "call id"), text(path, "path"), deadline)
+
+
+def _weights_updated(core: Core, peer: bytes, message: Message) -> None:
+    engine = _engine(core, peer)
+    version, error = arguments(message, 2)
+    if core.weights.engine_reports(engine, natural(version, "version"), text(error, "error")):
+        core.service.touch()
+        core.service.steer(engine, core.clock())
+        return
+    reason = f"it can't have the weights that the others have: {error}"
+    logger.warning("refused %s: %s", engine.name, reason)
+    core.lose_engine(peer, reason)
+    core.outbox.put(peer, Headers.REGISTER_REFUSED, reason)
+
+
 def _service_state(core: Core, peer: bytes, message: Message) -> None:
     client = _client(core, peer)
     call_id, subscribe = arguments(message, 2)
@@ -188,6 +211,7 @@ def _drain(core: Core, peer: bytes, message: Message) -> None:
     engine = _engine(core, peer)
     arguments(message, 0)
     engine.draining = True
+    core.outbox.release()
     core.service.touch()
 
 

@@ -26,9 +26,18 @@ class PrefixTable:
     def record(self, identity: bytes, hashes: Sequence[int]) -> None:
         """This engine was just given a prompt with these block hashes."""
         self._clock += 1
+        owners = self._owners
+        before: dict[bytes, int] | None = None
+        now = {identity: self._clock}
         for block_hash in hashes:
-            self._owners.setdefault(block_hash, {})[identity] = self._clock
-            self._owners.move_to_end(block_hash)
+            known = owners.get(block_hash)
+            # Neighbours were mostly given out together, and share one dict, which therefore never changes.
+            if known is not before:
+                before = known
+                now = {**(known or {}), identity: self._clock}
+            owners[block_hash] = now
+            if known is not None:
+                owners.move_to_end(block_hash)
         while len(self._owners) > self._size:
             self._owners.popitem(last=False)
 
@@ -39,7 +48,9 @@ class PrefixTable:
         The hashes are chained, so an engine that has one has all before it: the last known one decides.
         """
         for index in range(len(hashes) - 1, -1, -1):
-            owners = self._owners.get(hashes[index], {})
+            owners = self._owners.get(hashes[index])
+            if owners is None:
+                continue
             knowing = {entry.identity: owners[entry.identity] for entry in candidates if entry.identity in owners}
             if knowing:
                 return index + 1, knowing
@@ -47,8 +58,13 @@ class PrefixTable:
 
     def forget(self, identity: bytes) -> None:
         """This engine is gone, and its cache with it."""
-        for block_hash in [key for key, owners in self._owners.items() if owners.pop(identity, None) and not owners]:
-            del self._owners[block_hash]
+        for block_hash, owners in list(self._owners.items()):
+            if identity in owners:
+                rest = {owner: time for owner, time in owners.items() if owner != identity}
+                if rest:
+                    self._owners[block_hash] = rest
+                else:
+                    del self._owners[block_hash]
 
 
 class Router:

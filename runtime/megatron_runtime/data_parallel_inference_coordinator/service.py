@@ -35,6 +35,7 @@ class Service:
     Args:
         wish: Where the service starts; engines that register are brought there before they get requests.
         became_ready: Called when an engine has been brought to the service's state.
+        before_ready: What an engine has to be told before it is, if anything, with arguments.
     """
 
     def __init__(
@@ -44,10 +45,12 @@ class Service:
         outbox: Outbox,
         wish: CoordinatorState,
         became_ready: Callable[[], None],
+        before_ready: Callable[[EngineEntry], tuple[Headers, tuple[object, ...]] | None] = lambda _: None,
     ) -> None:
         self._engines = engines
         self._outbox = outbox
         self._became_ready = became_ready
+        self._before_ready = before_ready
         self._calls: list[_Call] = []
         self._missing: set[bytes] = set()
         self.wish = wish
@@ -92,8 +95,16 @@ class Service:
         for engine in self._engines:
             self.steer(engine, now)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether all engines are paused, or all suspended."""
+        return self.moving is None and self.wish in (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED)
+
     def steer(self, engine: EngineEntry, now: float) -> None:
         """Send an engine the signal for its next edge towards the wish, or let it have traffic if it is there."""
+        if not engine.ready and self.wish is not CoordinatorState.STOPPING and (step := self._before_ready(engine)):
+            self._send(engine, step[0], now, *step[1])
+            return
         if engine.state is ENGINE_STATE[self.wish]:
             self._missing.discard(engine.identity)
             if not engine.ready:
@@ -103,10 +114,13 @@ class Service:
             self._settle()
             return
         signal = next_signal(engine.state, self.wish)
-        repeated = signal == engine.signal and now - engine.signal_time < SIGNAL_REPEAT_SECONDS
-        if signal is not None and not repeated:
+        if signal is not None:
+            self._send(engine, signal, now)
+
+    def _send(self, engine: EngineEntry, signal: Headers, now: float, *args: object) -> None:
+        if signal is not engine.signal or now - engine.signal_time >= SIGNAL_REPEAT_SECONDS:
             engine.signal, engine.signal_time = signal, now
-            self._outbox.put(engine.identity, signal)
+            self._outbox.put(engine.identity, signal, *args)
 
     def engine_reports(self, engine: EngineEntry, state: EngineState, now: float) -> None:
         """An engine says where it stands; lead it on from there."""

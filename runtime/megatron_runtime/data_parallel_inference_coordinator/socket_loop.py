@@ -20,6 +20,9 @@ _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PR
 MESSAGES_PER_TURN = 512
 """Received before anything is sent: large enough to batch under load, small enough not to delay replies."""
 
+# Joined once: send_multipart joins its flags, which are enumerations, again for each frame.
+_AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
 
 class RouterSocket:
     """A bound ROUTER that tells when a peer can't be reached, and that can be woken from another thread.
@@ -75,7 +78,10 @@ class RouterSocket:
     def send(self, peer: bytes, frames: list[bytes]) -> bool:
         """Send without waiting; False when the peer is gone, or so far behind that it counts as gone."""
         try:
-            self.socket.send_multipart([peer, *frames], zmq.NOBLOCK)
+            self.socket.send(peer, _AND_MORE)
+            for frame in frames[:-1]:
+                self.socket.send(frame, _AND_MORE)
+            self.socket.send(frames[-1], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("can't send to %r: %s", peer, error)
             return False

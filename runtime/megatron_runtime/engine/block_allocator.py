@@ -45,6 +45,11 @@ class BlockAllocator:
         """Owners of all blocks together: a block that several share counts several times."""
         return sum(self._owners)
 
+    def held(self) -> list[int]:
+        """The blocks whose contents somebody may still want: owned ones, and resting ones."""
+        free = set(self._free)
+        return [block for block in range(self.num_blocks) if block not in free]
+
     def can_allocate(self, count: int, *, besides: Iterable[int] = ()) -> bool:
         """True if so many blocks are free that are not among others, which may rest or be owned."""
         resting = 0 if self.prefixes is None else sum(self.prefixes.is_resting(block) for block in besides)

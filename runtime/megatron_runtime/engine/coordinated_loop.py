@@ -9,16 +9,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_runtime.bell import Bell
 from megatron_runtime.engine.loop_link import EngineLink
 from megatron_runtime.engine.loop_requests import LoopRequests, RequestTaker
+from megatron_runtime.engine.weight_updates import WeightTaker, WeightUpdates
 from megatron_runtime.errors import EngineError
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
-from megatron_runtime.wire.items import Assignment, EngineLoad, items, uuid_bytes
+from megatron_runtime.wire.items import Assignment, EngineLoad, arguments, items, natural, text, uuid_bytes
+
+if TYPE_CHECKING:
+    from megatron_runtime.model.refit import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ _LEAVES = {
 }
 
 
-class Engine(RequestTaker, Protocol):
+class Engine(RequestTaker, WeightTaker, Protocol):
     """What the loop needs of an engine; DynamicInferenceEngine has it."""
 
     def has_unfinished_requests(self) -> bool: ...
@@ -90,6 +94,7 @@ class CoordinatedLoop:
         self._requests = LoopRequests(engine)
         self._inbox: deque[Message] = deque()
         self._signals: deque[Headers] = deque()
+        self._weights = WeightUpdates(engine, lambda: self.state)
         self._news = asyncio.Event()
         self._changed = Bell()
         self._step_started: float | None = None
@@ -124,6 +129,7 @@ class CoordinatedLoop:
             self._link.close()
             self._thread.shutdown(wait=False)
             self.ended = True
+            self._weights.close()
             self._reach(EngineState.STOPPED)
 
     def drain(self, timeout: float) -> Coroutine[None, None, bool]:
@@ -167,18 +173,31 @@ class CoordinatedLoop:
             await self._changed.wait()
         return self.state
 
+    async def update_weights(self, weights: Weights) -> int:
+        """Give the engine other weights while it is paused or suspended; their version.
+
+        Raises:
+            InvalidStateError: It is neither.
+            CheckpointError: They do not fit, or can't be read; the engine has its old ones.
+            EngineError: The loop has ended.
+        """
+        answer = self._weights.put(weights)
+        self._news.set()
+        return await answer
+
     # The turns
 
     async def _turns(self) -> None:
         while self._leave_reason is None:
             self._news.clear()
             self._take_inbox()
+            await self._weights.apply_all(self._in_thread)
             if self._signals and await self._apply(self._signals.popleft()):
                 return
             self._report(*self._engine.take_reports())
             if self.state is EngineState.RUNNING and self._engine.has_unfinished_requests():
                 await self._step()
-            elif not self._signals and not self._inbox:
+            elif not self._signals and not self._inbox and not self._weights:
                 await self._news.wait()
         self._link.say_goodbye(self._leave_reason, failed=False)
 
@@ -200,6 +219,9 @@ class CoordinatedLoop:
                 self._inbox.append(message)
             case Headers.PAUSE | Headers.UNPAUSE | Headers.SUSPEND | Headers.RESUME | Headers.STOP:
                 self._signals.append(message.header)
+            case Headers.UPDATE_WEIGHTS:
+                version, path = arguments(message, 2)
+                self._link.tell_weights(natural(version, "version"), self._weights.put(text(path, "path"), version))
             case _:
                 raise MalformedMessage(f"{message.header.name} is not for engines")
         self._news.set()
@@ -286,8 +308,9 @@ class CoordinatedLoop:
 
     def _report(self, records: list[Any], partials: Mapping[int, Any]) -> None:
         news = [self._requests.progress(local_id, partial) for local_id, partial in partials.items()]
-        self._link.send_progress([item for item in news if item is not None])
         finished = [self._requests.finish(record) for record in records]
+        # A result has all tokens in it: the last few are not told twice.
+        self._link.send_progress([item for item in news if item is not None and item[0].reply is None])
         self._link.send_replies([request for request in finished if request is not None])
 
     # Link and life
@@ -306,6 +329,7 @@ class CoordinatedLoop:
             stats.prompt_tokens_total,
             stats.generated_tokens_total,
             0.0 if started is None else time.monotonic() - started,
+            stats.weight_version,
         )
 
     def _leave(self, reason: str) -> None:

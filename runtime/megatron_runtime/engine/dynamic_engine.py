@@ -21,12 +21,15 @@ from megatron_runtime.engine.sequence import Sequence
 from megatron_runtime.engine.step_log import StepLog
 from megatron_runtime.engine.step_result import EngineStats, StepResult
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
+from megatron_runtime.engine.weight_updates import require_idle
 from megatron_runtime.errors import EngineSuspendedError, InvalidStateError, MegatronInferenceError
 from megatron_runtime.inference_request import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
 )
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.host_memory import return_freed_memory
+from megatron_runtime.model.refit import Weights, bring_weights_back, offload_weights, update_weights
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -209,24 +212,30 @@ class DynamicInferenceEngine(RunningEngine):
             return
         mode = self.config.kv_cache_management_mode
         if mode is KVCacheManagementMode.OFFLOAD:
-            self.context.kv_cache.offload()
+            self.context.kv_cache.offload(self.context.allocator.held())
         elif mode is KVCacheManagementMode.RECOMPUTE:
             self._passes.evict_all()
             self.invalidate_prefix_cache()
             self.context.kv_cache.release()
         if self.config.offload_weights:
-            self.controller.model.to("cpu")
+            offload_weights(self.controller.model)
         self.is_suspended = True
         if self.context.device.type == "cuda":
             torch.cuda.empty_cache()
+        else:
+            return_freed_memory()
         self._note_change()
 
     def resume(self) -> None:
-        """Take the memory again; requests go on with the next step, with the same tokens."""
+        """Take the memory again; requests go on with the next step, with the same tokens.
+
+        Raises:
+            CheckpointError: Released weights can't be read again; the engine stays suspended.
+        """
         if not self.is_suspended:
             return
         if self.config.offload_weights:
-            self.controller.model.to(self.context.device)
+            bring_weights_back(self.controller.model, self.context.device)
         self.context.kv_cache.restore()
         self.is_suspended = False
         self._note_change()
@@ -250,12 +259,42 @@ class DynamicInferenceEngine(RunningEngine):
         self._ids = itertools.count()
 
     def invalidate_prefix_cache(self) -> None:
-        """Forget every cached prefix; to be called when the model's weights were changed.
+        """Forget every cached prefix; to be called by those who change the model's weights themselves.
 
         Unfinished requests go on with the keys and values that they have, old ones among them, and share them with
         nobody who comes later.
         """
         self.scheduler.forget_prefixes()
+
+    def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
+        """Give the model other weights, between steps or while suspended; on an error nothing has changed.
+
+        Cached prefixes are forgotten, the staleness of unfinished requests is counted. Those that have keys and values
+        go on with them; where `suspend` drops the KV cache, everything is computed with the new weights.
+
+        Args:
+            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them.
+            version: What to call them; None counts on.
+
+        Returns:
+            The version, which results that end from now on have as ``weight_version``.
+
+        Raises:
+            CheckpointError: As `refit.update_weights`, naming what does not fit.
+            InvalidStateError: A coordinator's loop runs this engine, and is neither paused nor suspended.
+        """
+        if self.coordinated_loop is not None and not self.coordinated_loop.ended:
+            require_idle(self.state)
+        update_weights(self.controller.model, weights)
+        self.invalidate_prefix_cache()
+        self.increment_staleness()
+        self._requests.weight_version = self.weight_version + 1 if version is None else version
+        return self.weight_version
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights were updated, unless an update gave its version a number."""
+        return self._requests.weight_version
 
     def increment_staleness(self) -> None:
         """Count, in every unfinished request, one more change of weights since its tokens were chosen and computed.
@@ -280,6 +319,7 @@ class DynamicInferenceEngine(RunningEngine):
             cached_tokens_total=self._passes.cached_tokens_total,
             prefix_hits_total=self._passes.prefix_hits_total,
             paused=self.scheduler.num_paused,
+            weight_version=self.weight_version,
         )
 
     def check_integrity(self) -> None:

@@ -81,6 +81,16 @@ class EngineLink:
         if self.registered.is_set():
             self._dealer.send(Headers.STATE, state.value)
 
+    def tell_weights(self, version: int, update: asyncio.Future[int]) -> None:
+        """Report what becomes of an update to this version, once that is known."""
+
+        def tell(done: asyncio.Future[int]) -> None:
+            if self.registered.is_set() and not done.cancelled():
+                error = done.exception()
+                self._dealer.send(Headers.WEIGHTS_UPDATED, version, "" if error is None else str(error) or repr(error))
+
+        update.add_done_callback(tell)
+
     def tell_draining(self) -> None:
         """Ask for no new requests."""
         if self.registered.is_set():

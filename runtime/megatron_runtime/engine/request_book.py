@@ -38,6 +38,8 @@ class RequestBook:
         self._open: dict[int, TrackedRequest] = {}
         self._finished: list[DynamicInferenceRequestRecord] = []
         self._partials: dict[int, PartialOutput] = {}
+        self.weight_version = 0
+        """Of the model's weights now; noted in every request that ends."""
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._open
@@ -91,6 +93,7 @@ class RequestBook:
         """End a request, queue its last news, and fulfil its future."""
         del self._open[tracked.request_id]
         tracked.finish(reason, error)
+        tracked.current.weight_version = self.weight_version
         self._note(tracked.take_partial(final=True))
         self._finished.append(tracked.record)
         tracked.resolve()

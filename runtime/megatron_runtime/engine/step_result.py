@@ -48,6 +48,8 @@ class EngineStats:
     """Requests that found the beginning of their prompt in the prefix cache."""
     paused: int = 0
     """Of the running requests, those that wait for a further block with what they own."""
+    weight_version: int = 0
+    """Of the model's weights now."""
 
 
 class StepResult(TypedDict):

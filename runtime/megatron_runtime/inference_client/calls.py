@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_runtime.bell import Bell
-from megatron_runtime.errors import CoordinatorError, InvalidStateError, MegatronInferenceError, TransitionTimeoutError
+from megatron_runtime.errors import (
+    CheckpointError,
+    CoordinatorError,
+    InvalidStateError,
+    MegatronInferenceError,
+    TransitionTimeoutError,
+)
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.dealer import Dealer
@@ -86,6 +92,14 @@ class ClientCalls:
         task.add_done_callback(_log_ignored_failure)
         return task
 
+    def update_weights(self, path: str, timeout: float | None) -> Awaitable[int]:
+        """As `signal`, with the version that the weights have then."""
+        limit = self._transition_timeout if timeout is None else timeout
+        call = self._start(Headers.UPDATE_WEIGHTS, limit, path)
+        task = asyncio.ensure_future(self._await_update(call, limit))
+        task.add_done_callback(_log_ignored_failure)
+        return task
+
     async def service_state(self, limit: float) -> ServiceState:
         """Ask for the state of the service, and subscribe to its changes."""
         call = self._start(Headers.SERVICE_STATE, True)
@@ -137,32 +151,51 @@ class ClientCalls:
             raise CoordinatorError(f"no answer to {call.header.name.lower()} within {limit:g} s: {why}") from None
 
     async def _await_signal(self, call: _Call, limit: float) -> None:
+        await self._await_done(call, limit)
+
+    async def _await_update(self, call: _Call, limit: float) -> int:
+        return int((await self._await_done(call, limit))["version"])
+
+    async def _await_done(self, call: _Call, limit: float) -> Any:
         content = await self._answer(call, limit + ANSWER_GRACE_SECONDS)
         name, state = call.header.name.lower(), content["state"]
         if content["outcome"] == "timeout":
             missing = ", ".join(content["missing"]) or "nobody"
             raise TransitionTimeoutError(f"{name} was not done within {limit:g} s; still missing: {missing}")
-        if content["outcome"] == "refused" and not (call.repeated and state == _ARRIVED[call.header]):
+        if content["outcome"] == "failed":
+            raise CheckpointError("; ".join(f"{engine}: {why}" for engine, why in sorted(content["failures"].items())))
+        if content["outcome"] == "refused" and not (call.repeated and state == _ARRIVED.get(call.header)):
             allowed = content["allowed"]
             raise InvalidStateError(
                 f"{name} is not possible while the service is {state}; possible: {', '.join(allowed) or 'nothing'}",
                 state=state,
                 allowed=allowed,
             )
+        return content
 
 
 def _is_signal_reply(content: Any) -> bool:
     """Whether the fields are there that its outcome has."""
     if not isinstance(content, dict) or not isinstance(content.get("state"), str):
         return False
-    names = {"done": "state", "timeout": "missing", "refused": "allowed"}.get(str(content.get("outcome")))
-    if names in (None, "state"):
-        return names is not None
-    listed = content.get(names)
-    return isinstance(listed, list) and all(isinstance(name, str) for name in listed)
+    match content.get("outcome"):
+        case "done":
+            return isinstance(content.get("version", 0), int)
+        case "timeout":
+            return _are_texts(content.get("missing"))
+        case "refused":
+            return _are_texts(content.get("allowed"))
+        case "failed":
+            failures = content.get("failures")
+            return isinstance(failures, dict) and _are_texts([*failures, *failures.values()])
+    return False
 
 
-def _log_ignored_failure(task: asyncio.Task[None]) -> None:
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def _log_ignored_failure(task: asyncio.Task[Any]) -> None:
     """A failure that nobody awaits would otherwise be noticed only when the task is collected."""
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.info("a control signal failed: %s", error)

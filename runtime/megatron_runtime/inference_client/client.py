@@ -7,10 +7,11 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Coroutine
+from pathlib import Path
 
 import zmq.asyncio
 
-from megatron_runtime.errors import CoordinatorError, InvalidStateError, MegatronInferenceError
+from megatron_runtime.errors import ConfigurationError, CoordinatorError, InvalidStateError, MegatronInferenceError
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.calls import ClientCalls
 from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream
@@ -37,6 +38,7 @@ class InferenceClient:
 
     Args:
         inference_coordinator_address: A port of this machine, ``host:port`` or ``tcp://host:port``.
+        inference_coordinator_port: The same as a port, by the name that it had when it could be nothing else.
         deserialize: Results as objects; False gives the serialized merged request, a dict.
         key: The coordinator's shared secret; None means plain sockets, allowed on loopback only.
         request_timeout: Seconds that a request may take unless it says otherwise; None for no limit.
@@ -44,7 +46,7 @@ class InferenceClient:
         transition_timeout: Seconds that a control signal may take unless it says otherwise.
 
     Raises:
-        ConfigurationError: Not an address, or a key is missing or too short.
+        ConfigurationError: Not an address, none or two, or a key is missing or too short.
 
     Attributes:
         listener_task: Ends when the client is stopped.
@@ -52,16 +54,22 @@ class InferenceClient:
 
     def __init__(
         self,
-        inference_coordinator_address: int | str,
+        inference_coordinator_address: int | str | None = None,
         deserialize: bool = True,
         *,
+        inference_coordinator_port: int | None = None,
         key: str | None = None,
         request_timeout: float | None = None,
         coordinator_timeout: float = 60.0,
         transition_timeout: float = 120.0,
     ) -> None:
+        if (inference_coordinator_address is None) == (inference_coordinator_port is None):
+            raise ConfigurationError(
+                "give either inference_coordinator_address or inference_coordinator_port",
+                field="inference_coordinator_address",
+            )
         self._dealer = Dealer(
-            inference_coordinator_address,
+            inference_coordinator_address or inference_coordinator_port or "",
             identity=b"client-" + secrets.token_hex(8).encode(),
             key=key,
             on_message=self._take,
@@ -227,6 +235,23 @@ class InferenceClient:
     def stop_engines(self, timeout: float | None = None) -> Awaitable[None]:
         """PAUSED or SUSPENDED -> stopped: unfinished requests come back aborted; otherwise as `pause_engines`."""
         return self._send_signal_to_engines(Headers.STOP, timeout)
+
+    def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
+        """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
+
+        Sent at once, like the signals. Engines that register later load them before they get requests.
+
+        Returns:
+            An awaitable of the weights' version, which results have as ``weight_version``.
+
+        Raises:
+            InvalidStateError: (from the awaitable) the state is another one.
+            CheckpointError: (from the awaitable) names the engines that could not, and why; they have their old ones.
+            TransitionTimeoutError: (from the awaitable) names the engines that have not answered.
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        self._require_started()
+        return self._calls.update_weights(str(path), timeout)
 
     def _send_signal_to_engines(self, signal: Headers, timeout: float | None = None) -> Awaitable[None]:
         self._require_started()

@@ -32,6 +32,8 @@ class Outstanding:
     """One request from its submission to its answer. Its future is done when there is an answer, or none will come."""
 
     body: RequestBody
+    packed: bytes
+    """The body as it was submitted."""
     hashes: list[int]
     future: RequestFuture
     stream: RequestStream | None
@@ -43,6 +45,10 @@ class Outstanding:
     def received(self) -> Stretch:
         """The tokens that the client has seen; part of the body, so that a resubmission carries them."""
         return self.body.generated
+
+    def pack(self) -> bytes:
+        """The body frame of a (re-)submission."""
+        return self.body.pack() if self.received.tokens else self.packed
 
 
 class RequestStream:

@@ -23,8 +23,8 @@ from megatron_runtime.inference_client.outstanding import Outstanding, RequestFu
 from megatron_runtime.inference_client.result import InferenceResult, StreamUpdate
 from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.bodies import Prompt, RequestBody, Stretch, are_token_ids
-from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, unpack_body
+from megatron_runtime.wire.bodies import Prompt, RequestBody, Stretch
+from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, is_list_of_integers, unpack_body
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import Failure, Forwarded, Submission, items, uuid_bytes
 
@@ -74,7 +74,8 @@ class ClientRequests:
         future = RequestFuture(self.next_id, request_uuid or uuid.uuid4().bytes, loop=loop)
         if len(future.request_uuid) != 16 or future.request_uuid in self._outstanding:
             raise InvalidRequestError("request_uuid must be 16 bytes that no other request has", field="request_uuid")
-        entry = Outstanding(_checked_body(prompt, sampling_params), self._hashes(prompt), future, stream)
+        body = _checked_body(prompt, sampling_params)
+        entry = Outstanding(body, _packed(body), self._hashes(prompt), future, stream)
         self.next_id += 1
         self._outstanding[future.request_uuid] = entry
         self.futures[future.request_id] = future
@@ -117,7 +118,7 @@ class ClientRequests:
                 )
                 for entry in batch
             ]
-            self._dealer.send(Headers.SUBMIT_REQUEST, submissions, bodies=[entry.body.pack() for entry in batch])
+            self._dealer.send(Headers.SUBMIT_REQUEST, submissions, bodies=[entry.pack() for entry in batch])
 
     def resubmit(self) -> None:
         """The coordinator answers (again): send everything outstanding, with what was received of it."""
@@ -216,19 +217,21 @@ def _end(entry: Outstanding, error: Exception) -> None:
 
 
 def _checked_body(prompt: Prompt, sampling_params: SamplingParams | None) -> RequestBody:
-    if not isinstance(prompt, str) and not are_token_ids(prompt):
+    if not isinstance(prompt, str) and not is_list_of_integers(prompt):
         raise InvalidRequestError(
             f"prompt is a {type(prompt).__name__}; give text or a list of token ids", field="prompt"
         )
     params = copy.copy(sampling_params) if sampling_params is not None else SamplingParams()
     if params.seed is None:
         params.seed = secrets.randbits(63)
-    body = RequestBody(prompt, params.serialize())
+    return RequestBody(prompt, params.serialize())
+
+
+def _packed(body: RequestBody) -> bytes:
     try:
-        body.pack()
+        return body.pack()
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequestError(f"the request can't be sent: {error}", field="prompt") from error
-    return body
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:

@@ -57,6 +57,8 @@ class DynamicInferenceRequest(InferenceRequest):
     generated_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error" once the request has ended."""
+    weight_version: int = 0
+    """Of the weights with which the engine worked when the request ended."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -109,6 +109,7 @@ class DynamicInferenceRequestRecord:
         merged.sampling_params = copy.deepcopy(first.sampling_params)
         merged.status = last.status
         merged.finish_reason = last.finish_reason
+        merged.weight_version = last.weight_version
         merged.latency = self.latency
         merged.generated_tokens = tokens
         merged.generated_length = len(tokens)

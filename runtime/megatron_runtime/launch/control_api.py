@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from megatron_runtime.data_parallel_inference_coordinator import states
-from megatron_runtime.errors import CoordinatorError, InvalidStateError, TransitionTimeoutError
+from megatron_runtime.errors import CheckpointError, CoordinatorError, InvalidStateError, TransitionTimeoutError
 from megatron_runtime.launch.pod_state import PodState
 
 SIGNALS = tuple(signal.name.lower() for signal in states.SIGNALS)
@@ -30,6 +31,19 @@ class SignalSender(Protocol):
     async def send(self, signal: str, *, timeout: float, wait: bool) -> None:
         """Returns when the coordinator accepted the signal; with ``wait``, when every engine has obeyed."""
         ...
+
+    async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:
+        """The same for new weights; ``CheckpointError`` says which engines could not load them, and why."""
+        ...
+
+
+class WeightsBody(BaseModel):
+    """Which weights the engines are to load."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(min_length=1, max_length=4096)
+    """Of a checkpoint, as every engine sees it."""
 
 
 class _Refused(Exception):
@@ -68,6 +82,24 @@ def create_control_api(
             await state.wait_for_change(after, timeout)
         return state.body()
 
+    def leading() -> SignalSender:
+        if sender is None:
+            raise _Refused(409, "NotLeader", "this pod does not lead; send signals to the leader")
+        return sender
+
+    def accepted(wait: bool) -> JSONResponse:
+        body = {"accepted": True, "engineState": state.facts.engine_state}
+        return JSONResponse(body, status_code=200 if wait else 202)
+
+    @app.post("/v1/weights", dependencies=guarded)
+    async def update_weights(
+        body: WeightsBody,
+        wait: bool = Query(False),
+        timeout: float = Query(DEFAULT_TRANSITION, gt=0, le=3600),
+    ) -> JSONResponse:
+        await _send(leading().update_weights(body.path, timeout=timeout, wait=wait), state)
+        return accepted(wait)
+
     @app.post("/v1/{signal}", dependencies=guarded)
     async def signal_engines(
         signal: str,
@@ -76,18 +108,17 @@ def create_control_api(
     ) -> JSONResponse:
         if signal not in SIGNALS:
             raise _Refused(404, "NotFound", f"{signal} is no signal; send one of {', '.join(SIGNALS)}")
-        if sender is None:
-            raise _Refused(409, "NotLeader", "this pod does not lead; send signals to the leader")
-        await _send(sender, state, signal, timeout=timeout, wait=wait)
-        body = {"accepted": True, "engineState": state.facts.engine_state}
-        return JSONResponse(body, status_code=200 if wait else 202)
+        await _send(leading().send(signal, timeout=timeout, wait=wait), state)
+        return accepted(wait)
 
     return app
 
 
-async def _send(sender: SignalSender, state: PodState, signal: str, *, timeout: float, wait: bool) -> None:
+async def _send(sending: Coroutine[Any, Any, None], state: PodState) -> None:
     try:
-        await sender.send(signal, timeout=timeout, wait=wait)
+        await sending
+    except CheckpointError as error:
+        raise _Refused(422, "InvalidWeights", str(error)) from error
     except InvalidStateError as error:
         raise _Refused(409, "InvalidState", str(error), engineState=error.state, allowed=list(error.allowed)) from error
     except TransitionTimeoutError as error:

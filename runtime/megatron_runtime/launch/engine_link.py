@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from megatron_runtime.data_parallel_inference_coordinator.states import SETTLED, CoordinatorState
 from megatron_runtime.errors import CoordinatorError, MegatronInferenceError
@@ -54,24 +56,30 @@ class EngineLink:
 
     async def send(self, signal: str, *, timeout: float, wait: bool) -> None:
         """As ``control_api.SignalSender`` says."""
+        await self._send(signal, getattr(self._client, f"{signal}_engines"), timeout=timeout, wait=wait)
+
+    async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:
+        """As ``control_api.SignalSender`` says."""
+        await self._send("update_weights", partial(self._client.update_weights, path), timeout=timeout, wait=wait)
+
+    async def _send(self, name: str, call: Callable[..., Awaitable[object]], *, timeout: float, wait: bool) -> None:
         if not self._state.facts.replicas:
-            raise CoordinatorError(f"{signal}: no engine is registered with the coordinator")
-        task: asyncio.Task[object] = asyncio.create_task(self._signal(signal, timeout))
+            raise CoordinatorError(f"{name}: no engine is registered with the coordinator")
+        task: asyncio.Task[object] = asyncio.create_task(self._signal(name, call, timeout))
         self._signals.add(task)
         task.add_done_callback(self._forget)
         done, _ = await asyncio.wait({task}, timeout=None if wait else EARLY_SECONDS)
         if done:
             task.result()
 
-    async def _signal(self, signal: str, timeout: float) -> None:
-        call = getattr(self._client, f"{signal}_engines")
+    async def _signal(self, name: str, call: Callable[..., Awaitable[object]], timeout: float) -> None:
         try:
             async with asyncio.timeout(timeout + RETRY_SECONDS):
                 await call(timeout=timeout)
         except TimeoutError as error:
             if isinstance(error, MegatronInferenceError):
                 raise
-            raise CoordinatorError(f"{signal}: the coordinator did not answer within {timeout:.0f} s") from error
+            raise CoordinatorError(f"{name}: the coordinator did not answer within {timeout:.0f} s") from error
         self._note(await self._client.service_state())
 
     def _forget(self, task: asyncio.Task[object]) -> None:
@@ -91,6 +99,7 @@ class EngineLink:
                 waiting_requests=engine.waiting,
                 kv_blocks_total=engine.kv_blocks_total,
                 kv_blocks_used=engine.kv_blocks_used,
+                weight_version=engine.weight_version,
             )
             for engine in sorted(service.engines, key=lambda engine: engine.group)
         )

@@ -57,13 +57,15 @@ def _engine_metrics(facts: PodFacts) -> Iterator[Metric]:
     running = GaugeMetricFamily("megatron_requests_running", "Requests that generate tokens", labels=["group"])
     waiting = GaugeMetricFamily("megatron_requests_waiting", "Requests that wait for their turn", labels=["group"])
     blocks = GaugeMetricFamily("megatron_kv_blocks", "Blocks of the KV cache", labels=["group", "state"])
+    weights = GaugeMetricFamily("megatron_weight_version", "How often the weights were updated", labels=["group"])
     for replica in facts.replicas:
         group = str(replica.group)
         running.add_metric([group], replica.running_requests)
         waiting.add_metric([group], replica.waiting_requests)
         blocks.add_metric([group, "used"], replica.kv_blocks_used)
         blocks.add_metric([group, "free"], replica.kv_blocks_total - replica.kv_blocks_used)
-    yield from (running, waiting, blocks)
+        weights.add_metric([group], replica.weight_version)
+    yield from (running, waiting, blocks, weights)
     yield CounterMetricFamily(
         "megatron_dropped_messages",
         "Messages to the coordinator that were malformed, stale or from strangers, and connections without the key",

@@ -53,6 +53,7 @@ class ReplicaState:
     waiting_requests: int = field(default=0, compare=False)
     kv_blocks_total: int = field(default=0, compare=False)
     kv_blocks_used: int = field(default=0, compare=False)
+    weight_version: int = 0
 
     def body(self) -> dict[str, Any]:
         """As the control API writes it."""
@@ -61,6 +62,7 @@ class ReplicaState:
             "state": self.state,
             "runningRequests": self.running_requests,
             "waitingRequests": self.waiting_requests,
+            "weightVersion": self.weight_version,
         }
 
 

@@ -9,6 +9,7 @@ from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions
 from megatron_runtime.launch.quantity import format_bytes
+from megatron_runtime.processor import has_bfloat16
 
 USUAL_KV_CACHE = 2**30
 RANK_OVERHEAD = 300 * 2**20
@@ -64,7 +65,7 @@ def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: Avail
 def element_bytes(engine: EngineOptions) -> int:
     """Bytes per weight and per element of the cache."""
     if engine.dtype == "auto":
-        return 4 if engine.device == "cpu" else 2
+        return 2 if engine.device != "cpu" or has_bfloat16() else 4
     return 4 if engine.dtype == "float32" else 2
 
 

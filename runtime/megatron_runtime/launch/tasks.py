@@ -15,8 +15,10 @@ from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.wire.security import key_environment
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_WAIT_VARIABLE = "OMP_WAIT_POLICY"
-"""Threads that wait sleep and don't spin: beside busy neighbours a step of two threads takes a third of the time."""
+
+# Threads that wait spin for as long as it takes to get from one operator to the next, and then sleep:
+# beside busy neighbours that takes a third of the time of spinning on. Large pages spare a fifth of a prompt's pass.
+_DEFAULTS = {"GOMP_SPINCOUNT": "1000", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def coordinator_options(options: LaunchOptions, port: int) -> dict[str, Any]:
@@ -56,10 +58,16 @@ def rank_task(
             "coordinator_address": address,
             "drain_timeout": options.drain_timeout,
         },
-        environment=key_environment(key)
-        | dict.fromkeys(_THREAD_VARIABLES, threads)
-        | {_WAIT_VARIABLE: os.environ.get(_WAIT_VARIABLE, "PASSIVE")},
+        environment=key_environment(key) | dict.fromkeys(_THREAD_VARIABLES, threads) | compute_environment(),
     )
+
+
+def compute_environment() -> dict[str, str]:
+    """What a process that computes should find in its environment when it starts; the user's own settings win."""
+    defaults = {name: value for name, value in _DEFAULTS.items() if name not in os.environ}
+    if "OMP_WAIT_POLICY" in os.environ:
+        defaults.pop("GOMP_SPINCOUNT", None)
+    return defaults
 
 
 def first_rank(options: LaunchOptions) -> int:

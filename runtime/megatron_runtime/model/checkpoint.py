@@ -8,17 +8,19 @@ from pathlib import Path
 import torch
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.model.checkpoint_path import TORCH_DIST_METADATA, checkpoint_path
+from megatron_runtime.model.checkpoint_path import checkpoint_path, torch_dist_folder
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.gguf_checkpoint import GgufWeights
 from megatron_runtime.model.gguf_config import gguf_config
 from megatron_runtime.model.gguf_file import GgufFile
 from megatron_runtime.model.hugging_face_config import hugging_face_config
+from megatron_runtime.model.origin import Origin
 from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
 from megatron_runtime.model.source import resolve_source
 from megatron_runtime.model.tokenizer_files import load_tokenizer
 from megatron_runtime.model.weights import ProgressCallback, WeightSource, check_weights, load_weights
+from megatron_runtime.processor import has_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What ``dtype`` may name, beside ``auto``."""
@@ -26,11 +28,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 __all__ = [
     "DTYPES",
     "CheckpointSummary",
+    "check_fit",
     "checkpoint_path",
     "choose_dtype",
+    "fill",
     "inspect_checkpoint",
     "load_model",
     "load_tokenizer",
+    "open_checkpoint",
     "resolve_source",
 ]
 
@@ -52,10 +57,10 @@ class CheckpointSummary:
 def choose_dtype(name: str, device: torch.device | str) -> torch.dtype:
     """The type of weights, activations and cache that ``name`` stands for on ``device``.
 
-    ``auto`` is float32 on a CPU and bfloat16 elsewhere. ConfigurationError names the known ones.
+    ``auto`` is bfloat16, or float32 on a CPU without instructions for it. ConfigurationError names the known ones.
     """
     if name == "auto":
-        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        return torch.bfloat16 if torch.device(device).type != "cpu" or has_bfloat16() else torch.float32
     if name not in DTYPES:
         raise ConfigurationError(f"dtype is {name!r}, expected one of auto, {', '.join(DTYPES)}", field="dtype")
     return DTYPES[name]
@@ -66,8 +71,8 @@ def inspect_checkpoint(path: Path | str) -> CheckpointSummary:
 
     CheckpointError names the file, what was found, what was expected and the mend.
     """
-    config, source, _ = _open(checkpoint_path(path))
-    decoder = _without_memory(config, source)
+    config, source, _ = open_checkpoint(checkpoint_path(path))
+    decoder = check_fit(config, source)
     return CheckpointSummary(
         path=Path(path),
         config=config,
@@ -87,39 +92,56 @@ def load_model(
 ) -> Decoder:
     """The decoder in a GGUF file or a folder, its weights as ``dtype`` on ``device``.
 
-    A folder holds a Hugging Face ``config.json``, and beside it safetensors or a Megatron ``torch_dist`` checkpoint.
+    A folder holds a Hugging Face ``config.json``, and beside it safetensors, a Megatron ``torch_dist`` checkpoint, or
+    all that a Megatron training saved, of which the latest iteration is taken.
     ``max_sequence_length`` becomes the configuration's ``max_position_embeddings``; more than the model was made for is
     a ConfigurationError. With ``check_finite`` a tensor that holds NaN or infinity is a CheckpointError that names it.
     Needs little memory beyond the weights. CheckpointError as in `inspect_checkpoint`.
     """
-    config, source, rotary_factors = _open(checkpoint_path(path))
-    _without_memory(config, source)
+    path = checkpoint_path(path)
+    origin = Origin.of(path)
+    config, source, rotary_factors = open_checkpoint(path)
+    check_fit(config, source)
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
     decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device)
-    load_weights(source, decoder.destinations(), on_progress, check_finite=check_finite)
-    if rotary_factors is not None:
-        decoder.positions.frequencies /= rotary_factors.to(decoder.device)
-    decoder.pack()
+    fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
+    decoder.origin = origin
+    decoder.prepare()
     return decoder.eval()
 
 
-def _open(path: Path) -> tuple[ModelConfig, WeightSource, torch.Tensor | None]:
+def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource, torch.Tensor | None]:
+    """What a checkpoint holds: its model, its tensors, and what rotary frequencies are divided by, if anything."""
     if path.is_dir():
         config = hugging_face_config(path / "config.json")
-        if not (path / TORCH_DIST_METADATA).exists():
+        if (megatron := torch_dist_folder(path)) is None:
             return config, SafetensorsWeights(path, config), None
         # Imported here: torch.distributed.checkpoint takes most of a second, and few need it.
         from megatron_runtime.model.torch_dist_checkpoint import TorchDistWeights
 
-        return config, TorchDistWeights(path, config), None
+        return config, TorchDistWeights(megatron, config), None
     file = GgufFile(path)
     config = gguf_config(file)
     weights = GgufWeights(file, config)
     return config, weights, weights.rotary_factors()
 
 
-def _without_memory(config: ModelConfig, source: WeightSource) -> Decoder:
+def fill(
+    decoder: Decoder,
+    source: WeightSource,
+    rotary_factors: torch.Tensor | None,
+    on_progress: ProgressCallback | None = None,
+    *,
+    check_finite: bool,
+) -> None:
+    """Pour a source's weights, checked with `check_fit`, into a decoder that isn't packed."""
+    load_weights(source, decoder.destinations(), on_progress, check_finite=check_finite)
+    if rotary_factors is not None:
+        decoder.positions.frequencies /= rotary_factors.to(decoder.device)
+
+
+def check_fit(config: ModelConfig, source: WeightSource) -> Decoder:
     """A decoder that has shapes but no weights, checked against ``source`` before any memory is taken for it."""
     experts = config.experts.count if config.experts is not None else 0
     for count, noun in ((config.num_layers, "layers"), (experts, "experts")):

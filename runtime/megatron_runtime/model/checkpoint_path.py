@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from megatron_runtime.errors import CheckpointError
 
 TORCH_DIST_METADATA = ".metadata"
 """The file that a folder of ``torch.distributed.checkpoint`` has beside its data."""
+_LATEST = "latest_checkpointed_iteration.txt"
+"""In the folder of a Megatron training, beside a folder for each iteration saved: a number, or ``release``."""
 
 
 def checkpoint_path(path: Path | str) -> Path:
-    """The GGUF file, or the folder with a config.json, that ``path`` means: with one GGUF file in it, that file."""
+    """The GGUF file, or the folder with a config.json, that ``path`` means: with one GGUF file in it, that file.
+
+    In the folder of a Megatron training the config.json lies at the top, or in the latest iteration's folder.
+    """
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"{path}: does not exist. Name a GGUF file, or the folder of a Hugging Face checkpoint")
@@ -19,7 +25,9 @@ def checkpoint_path(path: Path | str) -> Path:
         return path
     if (path / "config.json").exists():
         return path
-    if (path / TORCH_DIST_METADATA).exists():
+    if (latest := torch_dist_folder(path)) is not None:
+        if (latest / "config.json").exists():
+            return latest
         raise CheckpointError(
             f"{path}: holds a Megatron checkpoint, but no config.json. Put the model's Hugging Face configuration "
             "and tokenizer beside it"
@@ -34,3 +42,27 @@ def checkpoint_path(path: Path | str) -> Path:
             "Name a GGUF file, or the folder of a Hugging Face checkpoint"
         )
     return files[0]
+
+
+def torch_dist_folder(folder: Path) -> Path | None:
+    """Where the ``torch_dist`` checkpoint of ``folder`` lies: there, or in its latest iteration; None: it has none.
+
+    CheckpointError when the latest iteration isn't there, or is in another of Megatron's formats.
+    """
+    if (folder / TORCH_DIST_METADATA).exists():
+        return folder
+    tracker = folder / _LATEST
+    if not tracker.is_file():
+        return None
+    said = tracker.read_text(errors="replace").strip()
+    if re.fullmatch("[0-9]{1,18}|release", said) is None:
+        raise CheckpointError(f"{tracker}: says {said[:40]!r}, expected the number of an iteration, or release")
+    latest = folder / (said if said == "release" else f"iter_{int(said):07d}")
+    if not latest.exists():
+        raise CheckpointError(f"{tracker}: says {said}, but there is no {latest.name} beside it. Fetch that folder too")
+    if not (latest / TORCH_DIST_METADATA).exists():
+        raise CheckpointError(
+            f"{latest}: no {TORCH_DIST_METADATA} found, so it isn't in the format torch_dist. "
+            "Have Megatron save it with --ckpt-format torch_dist, or fetch the whole folder again"
+        )
+    return latest

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_runtime.model.attention import AttentionPlan
+from megatron_runtime.model import cpu_attention
+from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.destinations import layer_destinations, norm_destinations
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.norms import make_norm
+from megatron_runtime.model.origin import Origin
 from megatron_runtime.model.packed_linear import PackedLinear, can_pack, pack_linears
 from megatron_runtime.model.positions import Positions
 from megatron_runtime.model.tensor_names import tensor_names
@@ -37,6 +39,8 @@ class Decoder(nn.Module):
             self.norm = make_norm(config, config.hidden_size, dtype)
             self.head = self.embedding if config.tie_word_embeddings else self._table(config.vocab_size)
         self._packed_head: PackedLinear | None = None
+        self.origin: Origin | None = None
+        """The files that the weights are in; None for those that were made in memory."""
         self.positions = Positions(config, dtype, device)
 
     @property
@@ -47,7 +51,7 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Logits of the wanted rows, float32 [L, vocab]; the new tokens' keys and values are written to the cache."""
-        plan = AttentionPlan(batch, kv_cache.block_size_tokens)
+        plan = plan_attention(batch, kv_cache)
         rotations = self.positions(batch.positions)
         hidden = self._embed(batch)
         for index, layer in enumerate(self.layers):
@@ -56,12 +60,14 @@ class Decoder(nn.Module):
         logits = functional.linear(wanted, self.head) if self._packed_head is None else self._packed_head(wanted)
         return self._finish(logits.float())
 
-    def pack(self) -> None:
-        """Put the weights into the matrix kernels' own order where the device has such kernels; once, after loading.
+    def prepare(self) -> None:
+        """Get ready to compute on this device, and put the weights into its matrix kernels' own order; after loading.
 
         Every matrix is held in that order alone, but for a head that is tied to the embedding: the embedding is looked
         up by rows, so that this one matrix is held twice.
         """
+        if self.device.type == "cpu":
+            cpu_attention.prepare(self.config.head_dim, self.dtype)
         if not can_pack(self.dtype, self.device):
             return
         pack_linears(self.layers)
@@ -69,10 +75,28 @@ class Decoder(nn.Module):
         if not self.config.tie_word_embeddings:
             del self.head
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether `prepare` has put the weights into the kernels' order."""
+        return self._packed_head is not None
+
+    def become(self, other: Decoder) -> None:
+        """Take over all that the other one is, which is not to be used any more; what was here is let go."""
+        vars(self).clear()
+        vars(self).update(vars(other))
+
+    def copy_from(self, other: Decoder) -> None:
+        """Copy the other one's weights to where this one's lie; neither is packed, and both have one configuration."""
+        for ours, theirs in zip(self.parameters(), other.parameters(), strict=True):
+            ours.copy_(theirs)
+        for buffer, other_buffer in zip(self.buffers(), other.buffers(), strict=True):
+            buffer.copy_(other_buffer)
+        self.origin = other.origin
+
     def destinations(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: Hugging Face's name to a view into this decoder's weights.
 
-        After `pack` the matrices are copies, good for reading only.
+        After `prepare` the matrices are copies, good for reading only.
         """
         names = tensor_names(self.config.architecture)
         named: dict[str, Tensor] = {f"{names.embedding}.weight": self.embedding}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_runtime.model.attention import AttentionPlan, LayerCache
+from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.experts import Experts
+from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import FeedForward, SelfAttention
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation

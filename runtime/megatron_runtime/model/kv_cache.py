@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from megatron_runtime.model.config import ModelConfig
+
+LayerCache = tuple[Tensor, Tensor]
+"""Keys and values of one layer, each [num_blocks, kv heads, block_size_tokens, head_dim]."""
 
 
 class KVCache:
@@ -29,7 +34,8 @@ class KVCache:
         # Heads before tokens: what one head sees of a block is one stretch of memory.
         self._shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size_tokens, config.head_dim)
         self._storage: Tensor | None = None
-        self._offloaded: Tensor | None = None
+        self._offloaded: tuple[Tensor, Tensor] | None = None
+        """Blocks' numbers, and their contents as the storage has them."""
         self.restore()
 
     @staticmethod
@@ -50,8 +56,8 @@ class KVCache:
         """Whether the pool lies on its device, so that a forward pass can use it."""
         return self._storage is not None
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each [num_blocks, kv heads, block_size_tokens, head_dim]; views."""
+    def layer(self, index: int) -> LayerCache:
+        """Views of one layer's keys and values."""
         assert self._storage is not None, "the cache was released or offloaded"
         return self._storage[index, 0], self._storage[index, 1]
 
@@ -60,21 +66,31 @@ class KVCache:
         self._storage = None
         self._offloaded = None
 
-    def offload(self) -> None:
-        """Move the contents to host memory and give the device's memory back; on a CPU there is nothing to move."""
-        if self._storage is not None:
-            self._offloaded = self._storage.to("cpu")
-            self._storage = None
+    def offload(self, kept: Sequence[int]) -> None:
+        """Give the pool's memory back, and keep a copy of some blocks' contents in host memory.
+
+        On a CPU that is the memory where the pool lay: it falls to what the kept blocks take.
+        """
+        if self._storage is None:
+            return
+        blocks = torch.tensor(kept, dtype=torch.int64)
+        contents = torch.empty((*self._shape[:2], len(kept), *self._shape[3:]), dtype=self.dtype)
+        for copy, layer in zip(contents, self._storage, strict=True):
+            # Layer by layer, since gathering takes memory of the device, which may be full.
+            copy.copy_(layer[:, blocks.to(self.device)])
+        self._offloaded = blocks, contents
+        self._storage = None
 
     def restore(self) -> None:
-        """Make the cache resident again: with its contents after `offload`, with zeros after `release`.
+        """Make the cache resident again: with the kept contents after `offload`, all else being zeros.
 
         Zeros and not garbage: a masked key still meets the softmax, and garbage may hold NaN.
         """
         if self._storage is not None:
             return
+        self._storage = torch.zeros(self._shape, dtype=self.dtype, device=self.device)
         if self._offloaded is not None:
-            self._storage = self._offloaded.to(self.device)
+            blocks, contents = self._offloaded
+            for layer, copy in zip(self._storage, contents, strict=True):
+                layer[:, blocks.to(self.device)] = copy.to(self.device)
             self._offloaded = None
-        else:
-            self._storage = torch.zeros(self._shape, dtype=self.dtype, device=self.device)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_runtime.model.attention import AttentionPlan, LayerCache
+from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation, rotate
 

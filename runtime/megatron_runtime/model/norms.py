@@ -19,9 +19,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalize over the last dimension."""
-        wide = inputs.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * (wide * scale).to(inputs.dtype)
+        return self.weight * self._scaled(inputs).to(inputs.dtype)
+
+    def _scaled(self, inputs: Tensor) -> Tensor:
+        return functional.rms_norm(inputs.float(), (inputs.shape[-1],), eps=self.eps)
 
 
 class RMSNormPlusOne(RMSNorm):
@@ -32,9 +33,7 @@ class RMSNormPlusOne(RMSNorm):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalize over the last dimension."""
-        wide = inputs.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * (1.0 + self.weight.float())).to(inputs.dtype)
+        return (self._scaled(inputs) * (1.0 + self.weight.float())).to(inputs.dtype)
 
 
 class LayerNorm(nn.Module):

@@ -24,7 +24,13 @@ class PackedLinear(nn.Module):
         return plain
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """[T, in] to [T, out]; the bits of a row do not depend on the others."""
+        if len(inputs) == 1:
+            # For a single row oneDNN has a kernel that adds in another order; its bits must not depend on company.
+            return self._multiply(inputs.expand(2, -1).contiguous())[:1]
+        return self._multiply(inputs)
+
+    def _multiply(self, inputs: Tensor) -> Tensor:
         outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
         return outputs
 

@@ -49,7 +49,7 @@ class _Part:
 
 
 class TorchDistWeights:
-    """The tensors of ``folder`` under Hugging Face's names. The configuration is that of a ``config.json`` beside them.
+    """The tensors of ``folder`` under Hugging Face's names. The configuration is that of a user's ``config.json``.
 
     Megatron keeps queries, keys and values in one matrix, group by group. CheckpointError for models with norms behind
     their layers or over whole projections, which Megatron has no names for.

@@ -41,7 +41,8 @@ def whole(stem: str, name: str, rows: int) -> Entry:
 def layer_layout(config: ModelConfig, names: TensorNames, experts: ExpertsConfig | None) -> Iterator[Entry]:
     """The tensors of a layer, with ``experts`` or without; the router, which tells their number, before the experts.
 
-    Norms stand under two names, since Transformer Engine keeps them with the matrix behind them.
+    Norms stand under two names, since Transformer Engine keeps them with the matrix behind them; layers without it
+    write its names too, even before experts, where there is no such matrix.
     """
     hidden = config.hidden_size
     yield whole("input_layernorm.", names.attention_norm, hidden)
@@ -51,8 +52,8 @@ def layer_layout(config: ModelConfig, names: TensorNames, experts: ExpertsConfig
     yield whole("self_attention.k_layernorm.", names.key_norm, config.head_dim)
     yield whole("self_attention.linear_proj.", names.attention_output, hidden)
     yield whole("pre_mlp_layernorm.", names.feed_forward_norm, hidden)
+    yield whole("mlp.linear_fc1.layer_norm_", names.feed_forward_norm, hidden)
     if experts is None:
-        yield whole("mlp.linear_fc1.layer_norm_", names.feed_forward_norm, hidden)
         yield from _widening("mlp.", names.gate_up, config.intermediate_size, gated=config.gated_feed_forward)
         yield whole("mlp.linear_fc2.", names.down, hidden)
         return

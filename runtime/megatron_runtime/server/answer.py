@@ -48,7 +48,8 @@ class Answer:
         for delta in deltas:
             usage.add(delta)
         choices = [choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
-        return {**self._head(kind), "choices": choices, "usage": usage.body()}
+        weights = _fingerprint(max((delta.weight_version for delta in deltas), default=0))
+        return {**self._head(kind), "choices": choices, "usage": usage.body(), **weights}
 
     async def chunks(
         self,
@@ -67,8 +68,9 @@ class Answer:
                 yield {**head, "choices": [opening]}
             async for delta in deltas:
                 usage.add(delta)
+                weights = {} if delta.finish_reason is None else _fingerprint(delta.weight_version)
                 for piece in pieces(delta):
-                    yield {**head, "choices": [piece]}
+                    yield {**head, "choices": [piece], **weights}
         if include_usage:
             yield {**head, "choices": [], "usage": usage.body()}
 
@@ -79,6 +81,11 @@ class Answer:
             "created": self.created,
             "model": self.model,
         }
+
+
+def _fingerprint(weight_version: int) -> dict[str, Any]:
+    """Which weights made it, in OpenAI's field for what an answer may depend on beside the request."""
+    return {"system_fingerprint": f"weights-{weight_version}"}
 
 
 class UsageMeter:

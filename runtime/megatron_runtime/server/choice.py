@@ -40,6 +40,8 @@ class Delta:
     generated_tokens: int = 0
     cached_tokens: int = 0
     """Of the prompt, those that were not computed."""
+    weight_version: int = 0
+    """Of the weights with which a choice that has ended was made."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class ChoiceRunner:
             finish_reason="length" if request.finish_reason == "length" else "stop",
             generated_tokens=len(tokens),
             cached_tokens=request.num_cached_tokens,
+            weight_version=request.weight_version,
         )
 
 

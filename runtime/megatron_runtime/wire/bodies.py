@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_runtime.wire.codec import MalformedMessage, pack_body, unpack_body
+from megatron_runtime.wire.codec import MalformedMessage, is_list_of_integers, pack_body, unpack_body
 
 Prompt = str | list[int]
 TopLogProbs = list[dict[str, float]]
-
-
-def are_token_ids(value: Any) -> bool:
-    """Whether this is a list of integers, and so could be token ids."""
-    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 @dataclass
@@ -53,7 +48,7 @@ class Stretch:
         """
         if not isinstance(content, list) or len(content) != 3 or not all(isinstance(part, list) for part in content):
             raise MalformedMessage("a stretch of tokens is no three lists")
-        if not are_token_ids(content[0]):
+        if not is_list_of_integers(content[0]):
             raise MalformedMessage("token ids are no integers")
         return cls(*content)
 
@@ -94,7 +89,7 @@ class RequestBody:
         if not isinstance(content, list) or len(content) != 3:
             raise MalformedMessage("request body is no list of 3 fields")
         prompt, sampling_params, generated = content
-        if not isinstance(prompt, str) and not are_token_ids(prompt):
+        if not isinstance(prompt, str) and not is_list_of_integers(prompt):
             raise MalformedMessage("prompt is neither text nor token ids")
         if not isinstance(sampling_params, dict):
             raise MalformedMessage("sampling parameters are no map")

@@ -95,6 +95,11 @@ def unpack_body(body: bytes) -> Any:
         raise MalformedMessage("undecodable body frame") from None
 
 
+def is_list_of_integers(value: Any) -> bool:
+    """Whether it is, in the time that thousands of them allow."""
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
 def configure_socket(socket: zmq.Socket[Any]) -> None:
     """The options that all our sockets share: bounded frames and queues, and dead TCP peers noticed."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_runtime.headers import EngineState
-from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message
+from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, is_list_of_integers
 
 _Item = TypeVar("_Item")
 _LARGEST = 2**63 - 1
@@ -90,7 +90,7 @@ class Submission(NamedTuple):
     @classmethod
     def parse(cls, raw: Any) -> Submission:
         uuid, streaming, received, hashes = fields(raw, 4, "submission")
-        if type(hashes) is not list or not all(type(value) is int for value in hashes):
+        if not is_list_of_integers(hashes):
             raise MalformedMessage("block hashes are no list of integers")
         return cls(uuid_bytes(uuid), flag(streaming, "streaming"), natural(received, "received"), hashes)
 
@@ -175,12 +175,14 @@ class EngineLoad(NamedTuple):
     """Tokens generated since the engine started."""
     step_seconds: float = 0.0
     """How long the step that runs now has been running; 0 between steps."""
+    weight_version: int = 0
+    """Of the weights that it has."""
 
     @classmethod
     def parse(cls, raw: Any) -> EngineLoad:
-        values = fields(raw, 7, "engine load")
+        values = fields(raw, 8, "engine load")
         counts = [natural(value, name) for value, name in zip(values[:6], cls._fields, strict=False)]
-        return cls._make([*counts, seconds(values[6], "step_seconds")])
+        return cls._make([*counts, seconds(values[6], "step_seconds"), natural(values[7], "weight_version")])
 
 
 class Registration(NamedTuple):

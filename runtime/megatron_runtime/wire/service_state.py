@@ -29,6 +29,8 @@ class EngineView:
     """Tokens generated since this engine started."""
     step_seconds: float
     """How long its current step had been running at the report."""
+    weight_version: int
+    """How often its weights were updated."""
     draining: bool
     ready: bool
     """Whether it was brought to the service's state and gets requests."""

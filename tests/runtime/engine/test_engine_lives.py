@@ -15,6 +15,7 @@ from megatron_runtime.config import KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.listening import World, _coordinator_options
 from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.sampling_params import SamplingParams
 
 MakeEngine = Callable[..., DynamicInferenceEngine]
@@ -209,7 +210,7 @@ def test_every_filter_reaches_the_sampler(
 
 def test_a_launched_coordinator_routes_as_the_engine_is_configured(make_engine: MakeEngine) -> None:
     engine = make_engine(prefix_caching_routing_alpha=0.25, prefix_caching_coordinator_policy="longest_prefix")
-    options = _coordinator_options(engine, World(0, 1), "127.0.0.1", None, None, None)
+    options = _coordinator_options(engine, World(0, 1), "127.0.0.1", None, None)
     assert options["prefix_caching_routing_alpha"] == 0.25
     assert options["prefix_caching_coordinator_policy"] == "longest_prefix"
 
@@ -220,6 +221,7 @@ def test_weights_are_moved_away_and_back_if_they_shall_be(
 ) -> None:
     engine = make_engine(offload_weights=offloads)
     moves: list[str] = []
+    monkeypatch.setattr(Decoder, "device", torch.device("cuda"))
     monkeypatch.setattr(engine.controller.model, "to", lambda place: moves.append(str(place)))
     engine.suspend()
     moves.append("suspended")

@@ -120,6 +120,6 @@ async def test_an_engine_of_a_coordinator_is_neither_reset_nor_run_otherwise(mak
             await listening.loop.drain(5)
             await listening.task
     finally:
-        await listening.coordinator.stop()
+        await listening.coordinator.stop(5)
     assert engine.state is EngineState.STOPPED
     engine.reset()

@@ -146,17 +146,21 @@ class FalseCoordinator:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(f"tcp://127.0.0.1:{port}")
 
-    def hear(self, header: Headers) -> tuple[bytes, codec.Message]:
-        """The next message of this type, and who sent it."""
+    def hear(self, *headers: Headers) -> tuple[bytes, codec.Message]:
+        """The next message of one of these types, and who sent it."""
         while self._socket.poll(20_000):
             peer, *frames = self._socket.recv_multipart()
-            if (message := codec.decode(frames)).header is header:
+            if (message := codec.decode(frames)).header in headers:
                 return peer, message
-        pytest.fail(f"no {header.name} came")
+        pytest.fail(f"none of {headers} came")
 
     def bombard(self) -> tuple[bytes, bytes, int]:
         """Malformed messages to both: (client, engine, number of messages to each)."""
-        client, engine = self.hear(Headers.CONNECT)[0], self.hear(Headers.REGISTER)[0]
+        peers: dict[Headers, bytes] = {}
+        while len(peers) < 2:
+            peer, message = self.hear(Headers.CONNECT, Headers.REGISTER)
+            peers[message.header] = peer
+        client, engine = peers[Headers.CONNECT], peers[Headers.REGISTER]
         sent = 0
 
         @settings(FUZZ, max_examples=80)

@@ -112,6 +112,52 @@ async def test_a_transition_that_takes_too_long_names_the_engines_that_are_missi
     ]
 
 
+@pytest.mark.parametrize(
+    ("before", "signal"),
+    [
+        ([], "pause"),
+        (["pause"], "unpause"),
+        (["pause"], "suspend"),
+        (["pause", "suspend"], "resume"),
+        (["pause"], "stop"),
+        (["pause", "suspend"], "stop"),
+    ],
+)
+async def test_every_signal_ends_at_its_timeout_and_names_who_did_not_obey(
+    fleet: Fleet, before: list[str], signal: str
+) -> None:
+    loops = [fleet.add_engine(group=group) for group in range(3)]
+    client = await fleet.connect()
+    await fleet.ready(client, 3)
+    for step in before:
+        await getattr(client, f"{step}_engines")()
+    for deaf in loops[1:]:
+        deaf._link._on_message = lambda _: None
+    missing = r"missing: engine group 1 \(attempt 0\), engine group 2 \(attempt 0\)$"
+    with pytest.raises(TransitionTimeoutError, match=rf"^{signal} was not done within 0.3 s; .*{missing}"):
+        await getattr(client, f"{signal}_engines")(timeout=0.3)
+
+
+@pytest.mark.parametrize(
+    ("before", "refused", "possible"),
+    [
+        (["pause"], ["resume"], "PAUSED; possible: unpause, suspend, stop"),
+        (["pause", "suspend"], ["unpause", "suspend"], "SUSPENDED; possible: resume, stop"),
+        (["pause", "suspend", "resume"], ["resume"], "PAUSED; possible: unpause, suspend, stop"),
+    ],
+)
+async def test_no_state_takes_a_signal_that_is_not_its_own(
+    fleet: Fleet, before: list[str], refused: list[str], possible: str
+) -> None:
+    fleet.add_engine()
+    client = await fleet.connect()
+    for step in before:
+        await getattr(client, f"{step}_engines")()
+    for signal in refused:
+        with pytest.raises(InvalidStateError, match=f"while the service is {possible}$"):
+            await getattr(client, f"{signal}_engines")()
+
+
 async def test_an_engine_that_vanishes_during_a_transition_does_not_hold_it_up(fleet: Fleet) -> None:
     stuck = StuckEngine()
     fleet.add_engine(group=0)

@@ -104,6 +104,19 @@ def test_the_prefix_table_forgets_what_was_not_used_for_longest() -> None:
     assert table.holders([1], one)[0] == 1
 
 
+def test_an_engine_that_is_gone_leaves_the_prefixes_of_others_known() -> None:
+    table = PrefixTable()
+    one, two = entries(2)
+    table.record(one.identity, [1, 2, 3])
+    table.record(two.identity, [1, 2, 4])
+    table.record(one.identity, [1])
+    assert table.holders([1, 2], [one, two]) == (2, {one.identity: 1, two.identity: 2})
+    assert table.holders([1], [one, two]) == (1, {one.identity: 3, two.identity: 2})
+    table.forget(one.identity)
+    assert table.holders([1, 2, 3], [one, two]) == (2, {two.identity: 2})
+    assert len(table) == 3
+
+
 async def test_the_schedule_is_written_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     async with Fleet(schedule_output_path=str(path), deterministic_mode=True, data_parallel_size=2) as fleet:

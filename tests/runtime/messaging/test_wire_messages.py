@@ -82,7 +82,9 @@ def test_a_batch_needs_a_body_for_each_item() -> None:
 
 
 def test_a_registration_survives_the_way() -> None:
-    registration = Registration(3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], EngineLoad(1, 2, 3, 4, 5, 6, 0.5))
+    registration = Registration(
+        3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], EngineLoad(1, 2, 3, 4, 5, 6, 0.5, 7)
+    )
     assert Registration.parse(codec.decode(codec.encode(Headers.REGISTER, *registration.wire()))) == registration
 
 
@@ -133,7 +135,8 @@ def test_plain_sockets_are_for_this_machine_only() -> None:
 
 
 def service_state(**changes: Any) -> dict[str, Any]:
-    view = EngineView(0, 0, "RUNNING", 1, 0, 10, 1, 5, 5, 0.1, False, True)
+    load = EngineLoad()._asdict()
+    view = EngineView(group=0, attempt=0, state="RUNNING", draining=False, ready=True, **load)
     return {**ServiceState("RUNNING", 7, "epoch", (view,), 0, 1, 0).serialize(), **changes}
 
 

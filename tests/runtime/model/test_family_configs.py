@@ -60,7 +60,7 @@ def test_longrope_beyond_the_original_length_uses_the_long_factors(
 ) -> None:
     model = save_model(tmp_path, "Phi3", rope_parameters=LONG_ROPE)
     tokens = list(range(1, 41))
-    ours = paged_requests(load_model(tmp_path)).forward({"it": tokens})["it"]
+    ours = paged_requests(load_model(tmp_path, dtype="float32")).forward({"it": tokens})["it"]
     torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
 
 
@@ -69,13 +69,13 @@ def test_longrope_served_at_the_original_length_uses_the_short_factors(
 ) -> None:
     model = save_model(tmp_path, "Phi3", rope_parameters=LONG_ROPE)
     tokens = list(range(1, 17))
-    ours = paged_requests(load_model(tmp_path, max_sequence_length=16)).forward({"it": tokens})["it"]
+    ours = paged_requests(load_model(tmp_path, max_sequence_length=16, dtype="float32")).forward({"it": tokens})["it"]
     torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
 
 
 def test_a_table_of_learned_positions_is_read_whole_whatever_length_is_served(tmp_path: Path, save_model: Any) -> None:
     save_model(tmp_path, "GPT2")
-    decoder = load_model(tmp_path, max_sequence_length=16)
+    decoder = load_model(tmp_path, max_sequence_length=16, dtype="float32")
     assert decoder.config.max_position_embeddings == 16
     assert decoder.learned_positions is not None
     assert len(decoder.learned_positions) == 64
@@ -94,7 +94,7 @@ def test_a_checkpoint_saved_without_its_head_is_read_under_the_names_it_has(
     model.transformer.load_state_dict(body.state_dict())
     model.tie_weights()
     tokens = list(range(1, 30))
-    ours = paged_requests(load_model(tmp_path)).forward({"it": tokens})["it"]
+    ours = paged_requests(load_model(tmp_path, dtype="float32")).forward({"it": tokens})["it"]
     torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
 
 
@@ -132,7 +132,7 @@ def test_the_text_model_of_a_gemma_3_that_sees_is_read_alone(tmp_path: Path, pag
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
     model.save_pretrained(tmp_path)
     tokens = list(range(1, 40))
-    ours = paged_requests(load_model(tmp_path)).forward({"it": tokens})["it"]
+    ours = paged_requests(load_model(tmp_path, dtype="float32")).forward({"it": tokens})["it"]
     torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
 
 
@@ -249,11 +249,11 @@ def test_numbers_that_are_none_are_found_when_asked_for(tmp_path: Path, save_mod
     name = "model.layers.2.mlp.down_proj.weight"
     tensors[name][5, :3] = float("nan")
     save_file(tensors, path)
-    load_model(tmp_path)
+    load_model(tmp_path, dtype="float32")
     with pytest.raises(
         CheckpointError, match=rf"3 of the 1,536 numbers in tensor {name} are NaN or infinite as float32"
     ):
-        load_model(tmp_path, check_finite=True)
+        load_model(tmp_path, check_finite=True, dtype="float32")
 
 
 def test_numbers_that_the_chosen_type_can_not_hold_are_found_when_asked_for(tmp_path: Path, save_model: Any) -> None:
@@ -262,6 +262,6 @@ def test_numbers_that_the_chosen_type_can_not_hold_are_found_when_asked_for(tmp_
     tensors = load_file(path)
     tensors["model.norm.weight"][0] = 1e6
     save_file(tensors, path)
-    load_model(tmp_path, check_finite=True)
+    load_model(tmp_path, check_finite=True, dtype="float32")
     with pytest.raises(CheckpointError, match=r"1 of the 32 numbers in tensor model.norm.weight are .* as float16"):
         load_model(tmp_path, check_finite=True, dtype="float16")

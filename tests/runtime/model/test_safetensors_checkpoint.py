@@ -53,7 +53,7 @@ def complaint(folder: Path) -> str:
     with pytest.raises(CheckpointError) as inspected:
         inspect_checkpoint(folder)
     with pytest.raises(CheckpointError) as loaded:
-        load_model(folder)
+        load_model(folder, dtype="float32")
     assert str(inspected.value) == str(loaded.value)
     assert str(folder) in str(loaded.value)
     return str(loaded.value)
@@ -172,13 +172,13 @@ def test_buffers_of_old_checkpoints_and_the_copy_of_a_tied_head_are_passed_over(
     edit_weights(
         folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
     )
-    decoder = load_model(folder)
+    decoder = load_model(folder, dtype="float32")
     assert decoder.head is decoder.embedding
 
 
 def test_progress_grows_to_the_whole_and_never_shrinks(folder: Path) -> None:
     seen: list[LoadProgress] = []
-    load_model(folder, on_progress=seen.append)
+    load_model(folder, on_progress=seen.append, dtype="float32")
     loaded = [progress.loaded_bytes for progress in seen]
     assert loaded == sorted(loaded)
     assert seen[-1].loaded_bytes == seen[-1].total_bytes == inspect_checkpoint(folder).weight_bytes
@@ -192,11 +192,11 @@ def test_an_unknown_dtype_is_answered_with_the_known_ones(folder: Path) -> None:
 @pytest.mark.parametrize("length", [0, 65])
 def test_a_length_that_the_model_was_not_made_for_is_refused(folder: Path, length: int) -> None:
     with pytest.raises(ConfigurationError, match=f"max_sequence_length is {length}, expected 1 to 64"):
-        load_model(folder, max_sequence_length=length)
+        load_model(folder, max_sequence_length=length, dtype="float32")
 
 
 def test_a_shorter_length_becomes_the_limit_of_the_model(folder: Path) -> None:
-    assert load_model(folder, max_sequence_length=32).config.max_position_embeddings == 32
+    assert load_model(folder, max_sequence_length=32, dtype="float32").config.max_position_embeddings == 32
 
 
 def test_a_source_is_a_path_or_a_repository_and_not_both(folder: Path) -> None:

@@ -61,6 +61,32 @@ def test_a_signal_in_the_wrong_state_is_refused_with_what_is_allowed(shared_pod:
     assert (error["code"], error["engineState"], error["allowed"]) == ("InvalidState", "RUNNING", ["pause"])
 
 
+def test_new_weights_come_between_pause_and_unpause_and_answers_tell_of_them(
+    shared_pod: Any, smollm2_path: Path
+) -> None:
+    def load(path: Path | str) -> httpx.Response:
+        asked = {"wait": "true", "timeout": 60}
+        answer: httpx.Response = shared_pod.control.post("/v1/weights", params=asked, json={"path": str(path)})
+        return answer
+
+    def fingerprints(**fields: Any) -> list[str | None]:
+        asked = {"model": "chat", "messages": FRANCE, "temperature": 0, "max_tokens": 5, **fields}
+        answer = shared_pod.openai.chat.completions.create(**asked)
+        return [chunk.system_fingerprint for chunk in answer] if fields else [answer.system_fingerprint]
+
+    assert fingerprints() == ["weights-0"]
+    assert load(smollm2_path).status_code == 409
+    shared_pod.signal("pause")
+    assert load(smollm2_path).json() == {"accepted": True, "engineState": "PAUSED"}
+    refused = load("/nowhere.gguf")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "InvalidWeights")
+    assert "engine group 0 (attempt 0): /nowhere.gguf" in refused.json()["error"]["message"]
+    shared_pod.signal("unpause")
+    assert "Paris" in ask(shared_pod)
+    assert fingerprints(stream=True)[-1] == "weights-1"
+    shared_pod.wait_for(lambda state: [replica["weightVersion"] for replica in state["replicas"]] == [1])
+
+
 def test_a_signal_that_is_not_waited_for_is_accepted(shared_pod: Any) -> None:
     assert shared_pod.control.post("/v1/pause").status_code == 202
     shared_pod.wait_for(lambda state: state["engineState"] == "PAUSED")

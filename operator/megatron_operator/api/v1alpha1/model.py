@@ -68,8 +68,8 @@ class Source(Part):
     hugging_face: HuggingFaceSource | None = None
     """A repository of the Hugging Face hub."""
     path: AbsolutePath | None = None
-    """An absolute path inside the container: a GGUF file, or a folder with config.json and safetensors files. The image
-    holds it, or podTemplate mounts it."""
+    """An absolute path inside the container: a GGUF file, or a folder with config.json and safetensors files or a
+    torch_dist checkpoint of Megatron's. The image holds it, or podTemplate mounts it."""
     persistent_volume_claim: VolumeSource | None = None
     """A folder or file on a volume claim."""
 
@@ -90,6 +90,7 @@ class Model(Part):
     served_name: Text | None = None
     """The model's name in the OpenAI API; the resource's name when left out."""
     dtype: DType = DType.AUTO
-    """Number format of the weights: auto, float32, bfloat16 or float16."""
+    """Number format of weights and cache: float32, bfloat16, float16, or auto: bfloat16 where the device computes in
+    it, float32 elsewhere."""
     max_sequence_length: Annotated[Integer, Field(ge=1, le=16_777_216)] | None = None
     """Longest prompt plus answer, in tokens; what the checkpoint allows when left out."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_runtime.engine.step_result import EngineStats, PartialOutput
+from megatron_runtime.errors import CheckpointError
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -35,6 +36,8 @@ class FakeEngine:
         step_seconds: How long a step takes.
         fail_at_step: The step that raises.
         steps: Steps done.
+        weights: Those that it was given, in order.
+        refuses: The path of weights that it can't load.
         added: Requests added, in order, with the number of tokens made elsewhere.
     """
 
@@ -44,6 +47,9 @@ class FakeEngine:
     is_suspended: bool = False
     failed_with: Exception | None = None
     added: list[int] = field(default_factory=list)
+    weights: list[Any] = field(default_factory=list)
+    weight_version: int = 0
+    refuses: str | None = None
     _running: dict[int, _Running] = field(default_factory=dict)
     _finished: list[DynamicInferenceRequestRecord] = field(default_factory=list)
     _partials: dict[int, PartialOutput] = field(default_factory=dict)
@@ -106,7 +112,15 @@ class FakeEngine:
         self.is_suspended = False
 
     def stats(self) -> EngineStats:
-        return EngineStats(len(self._running), 0, 100, len(self._running), 0, self.steps, 0)
+        load = EngineStats(len(self._running), 0, 100, len(self._running), 0, self.steps, 0)
+        return replace(load, weight_version=self.weight_version)
+
+    def update_weights(self, weights: Any, *, version: int | None) -> int:
+        if weights == self.refuses:
+            raise CheckpointError(f"{weights}: not a checkpoint")
+        self.weights.append(weights)
+        self.weight_version = self.weight_version + 1 if version is None else version
+        return self.weight_version
 
     def _end(self, request_id: int, reason: str) -> None:
         running = self._running.pop(request_id)

@@ -128,7 +128,7 @@ class Fleet:
     ) -> subprocess.Popen[bytes]:
         """In a process of its own, which can be killed."""
         arguments = [self.address, str(group), str(attempt), str(step_seconds)]
-        path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         script = str(HERE / "engine_process.py")
         return self._spawn(

@@ -1,0 +1,171 @@
+"""What the coordinator costs: ours beside Megatron's, and beside a Python program that only passes messages on.
+
+Each contender has its coordinator in a process of its own, four engines without a model, and its own client. For each
+workload the contenders take turns; whoever has no turn is stopped. A turn keeps 64 requests outstanding, for the
+requests per second and the CPU of the coordinator's process, and then makes requests one after the other, for the round
+trip. What counts is the ratio of a pair; absolute figures hold for one machine only. README.md beside this file says
+how to get the peer.
+
+    python benchmarks/coordinator.py                                   # ours beside the bare forwarder
+    python benchmarks/coordinator.py --pairs 5 --peer megatron-core=/path/to/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from coordinators.protocol import Setup, Workload
+from peers.command_line import add_peer_option, listed, positive, print_table
+from peers.process import ContenderError, StoppedProcess
+
+PEERS = ("forwarder", "megatron-core")
+WORKLOADS: dict[str, dict[str, int]] = {
+    "128 tokens": {"prompt_tokens": 128},
+    "128 tokens, prefix routing": {"prompt_tokens": 128, "prefix_routing": True},
+    "2048 tokens": {"prompt_tokens": 2048},
+    "2048 tokens, prefix routing": {"prompt_tokens": 2048, "prefix_routing": True},
+    "streaming": {"prompt_tokens": 128, "streaming": True, "answer_tokens": 64, "round_trips": 0},
+}
+COLUMNS = [
+    "workload",
+    "coordinator",
+    "requests/s",
+    "CPU/request, us",
+    "CPU/token, us",
+    "round trip p50, ms",
+    "p99, ms",
+    "CPU ratio ours / it",
+    "of the pairs",
+]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of one contender."""
+
+    seconds: float
+    cpu_seconds: float
+    round_trips: list[float]
+    """Seconds, of requests that were alone."""
+
+
+class CoordinatorProcess(StoppedProcess):
+    """A contender with its coordinator, engines and client."""
+
+    def __init__(self, name: str, python: str, setup: Setup, folder: Path) -> None:
+        super().__init__(name, python, f"coordinators.{name.replace('-', '_')}", folder / f"{name}.log", {})
+        self._setup = setup
+        self.versions: dict[str, str] = {}
+        self.streams = True
+
+    def _load(self) -> None:
+        answer = self._ask("load", **asdict(self._setup))
+        self.versions, self.streams = answer["versions"], answer["streams"]
+
+    def run(self, workload: Workload) -> Turn:
+        """One turn.
+
+        Raises:
+            ContenderError: It ended; a wrong answer or none within two minutes are reasons.
+        """
+        return Turn(**self._ask("run", **asdict(workload)))
+
+
+def compete(contenders: list[CoordinatorProcess], workload: Workload, pairs: int) -> dict[str, list[Turn]]:
+    """Turn by turn, so that what disturbs the machine disturbs all; by contender."""
+    turns: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
+    for pair in range(pairs):
+        fresh = Workload(**{**asdict(workload), "seed": pair})
+        for contender in contenders:
+            turns[contender.name].append(contender.run(fresh))
+    return turns
+
+
+def rows(title: str, workload: Workload, turns: dict[str, list[Turn]]) -> list[list[str]]:
+    """A row of the table for each contender; the first is what the others are compared with."""
+    ours = next(iter(turns.values()))
+    return [_row(title, name, workload, ours, theirs) for name, theirs in turns.items()]
+
+
+def _row(title: str, name: str, workload: Workload, ours: list[Turn], theirs: list[Turn]) -> list[str]:
+    ratios = [a.cpu_seconds / b.cpu_seconds for a, b in zip(ours, theirs, strict=True)]
+    cpu = statistics.median(turn.cpu_seconds for turn in theirs) / workload.requests * 1e6
+    trips = sorted(trip * 1000 for turn in theirs for trip in turn.round_trips)
+    return [
+        title,
+        name,
+        f"{statistics.median(workload.requests / turn.seconds for turn in theirs):.0f}",
+        f"{cpu:.1f}",
+        f"{cpu / workload.answer_tokens:.1f}" if workload.streaming else "",
+        f"{statistics.median(trips):.2f}" if trips else "",
+        f"{trips[len(trips) * 99 // 100]:.2f}" if trips else "",
+        f"{statistics.median(ratios):.2f}" if ours is not theirs else "",
+        f"{min(ratios):.2f} to {max(ratios):.2f}" if ours is not theirs else "",
+    ]
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_peer_option(parser, PEERS)
+    parser.add_argument("--pairs", type=positive, default=3)
+    parser.add_argument("--requests", type=positive, default=1000, help="of a turn")
+    parser.add_argument("--window", type=positive, default=64, help="requests that are outstanding at any time")
+    parser.add_argument("--round-trips", type=positive, default=200, help="of a turn")
+    parser.add_argument("--engines", type=positive, default=4)
+    parser.add_argument("--block-size", type=positive, default=16, help="tokens that are hashed together")
+    parser.add_argument("--answer-tokens", type=positive, default=16, help="where nothing is streamed")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure each workload and print the table; exit status 1 if a contender fails."""
+    chosen = parse()
+    setup = Setup(chosen.engines, chosen.block_size)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        names = {"ours": sys.executable, "forwarder": sys.executable, **dict(chosen.peer or [])}
+        try:
+            contenders = [
+                stack.enter_context(CoordinatorProcess(name, python, setup, Path(folder)))
+                for name, python in names.items()
+            ]
+            for contender in contenders:
+                print(f"{contender.name}: {listed(contender.versions)}", flush=True)
+            print_table([COLUMNS, *measure(contenders, chosen)])
+        except (ContenderError, OSError) as error:
+            sys.exit(str(error))
+
+
+def measure(contenders: list[CoordinatorProcess], chosen: argparse.Namespace) -> list[list[str]]:
+    """The rows of all workloads."""
+    table = []
+    for title, fields in WORKLOADS.items():
+        workload = workload_of(chosen, fields)
+        able = [contender for contender in contenders if contender.streams or not workload.streaming]
+        table += rows(title, workload, compete(able, workload, chosen.pairs))
+    return table
+
+
+def workload_of(chosen: argparse.Namespace, fields: Mapping[str, int]) -> Workload:
+    """The command line's workload with what is special to one of them."""
+    common = {
+        "prefix_routing": False,
+        "streaming": False,
+        "answer_tokens": chosen.answer_tokens,
+        "requests": chosen.requests,
+        "window": chosen.window,
+        "round_trips": chosen.round_trips,
+        "seed": 0,
+    }
+    return Workload(**{**common, **fields})  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Megatron Core's coordinator and client, with engines that answer as its own would."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from typing import Any
+
+import msgpack
+from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
+from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron.core.inference.headers import Headers
+from megatron.core.inference.inference_client import InferenceClient
+from megatron.core.inference.inference_request import DynamicInferenceRequest, Status
+from megatron.core.inference.sampling_params import SamplingParams
+
+from coordinators.engines import Frames, serve_engines
+from coordinators.protocol import Setup, serve
+
+MAX_REQUESTS = 256
+
+
+class Tokenizer:
+    """Costs nothing: Megatron's coordinator detokenizes, ours leaves that to the engines."""
+
+    eod = 0
+
+    def detokenize(self, _tokens: list[int]) -> str:
+        return "text"
+
+
+class Engine:
+    """One reply message for all requests that have come."""
+
+    def __init__(self) -> None:
+        self._reply = DynamicInferenceRequest(
+            request_id=0, sampling_params=SamplingParams(), status=Status.COMPLETED
+        ).serialize()
+
+    def step(self, messages: list[Frames]) -> list[Frames]:
+        if not messages:
+            return []
+        replies = [self._answer(*msgpack.unpackb(message)[1:]) for (message,) in messages]
+        return [[msgpack.packb([Headers.ENGINE_REPLY.value, replies])]]
+
+    def _answer(self, request_id: int, prompt: list[int], sampling_params: dict[str, Any]) -> dict[str, Any]:
+        tokens = list(range(1, 1 + sampling_params["num_tokens_to_generate"]))
+        known = {"request_id": request_id, "prompt_length": len(prompt), "generated_tokens": tokens}
+        return self._reply | known | {"sampling_params": sampling_params}
+
+
+class MegatronStand:
+    """Its coordinator with engines and a client."""
+
+    def __init__(self, coordinator: int, address: str) -> None:
+        self.coordinator = coordinator
+        self._client = InferenceClient(address)
+        self._client.start(asyncio.get_running_loop())
+
+    async def ask(self, prompt: list[int], answer_tokens: int) -> int:
+        params = SamplingParams(num_tokens_to_generate=answer_tokens)
+        return len((await self._client.add_request(prompt, params))["generated_tokens"])
+
+    async def stream(self, prompt: list[int], answer_tokens: int) -> int:
+        raise NotImplementedError("the coordinators that are released so far have no message for single tokens")
+
+
+async def open_stand(setup: Setup, prefix_routing: bool) -> MegatronStand:
+    """Its own entry point; it is ready once the engines have registered."""
+    spawn = multiprocessing.get_context("spawn")
+    (here, there), ready = spawn.Pipe(), spawn.Event()
+    options = {
+        "hostname": "127.0.0.1",
+        "block_size_tokens": setup.block_size,
+        "enable_prefix_caching": prefix_routing,
+        "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
+    }
+    arguments = (there, ready, setup.engines, Tokenizer(), MAX_REQUESTS)
+    entry = DataParallelInferenceCoordinator.entrypoint
+    coordinator = spawn.Process(target=entry, args=arguments, kwargs=options, daemon=True)
+    coordinator.start()
+    address = await asyncio.to_thread(here.recv)
+    spawn.Process(target=serve_engines, args=(Engine, address, setup.engines), daemon=True).start()
+    await asyncio.to_thread(ready.wait)
+    assert coordinator.pid
+    return MegatronStand(coordinator.pid, address)
+
+
+if __name__ == "__main__":
+    serve(open_stand, "megatron-core", "torch", "pyzmq", "msgpack", streams=False)

@@ -1,0 +1,127 @@
+"""Our coordinator and client, with engines that answer as our engine loop would."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+
+from coordinators.engines import STEP_SECONDS
+from coordinators.protocol import Setup, serve
+from megatron_runtime.config import PrefixCachingCoordinatorPolicy
+from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron_runtime.engine.loop_link import EngineLink
+from megatron_runtime.engine.loop_requests import LoopRequest
+from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.inference_request import DynamicInferenceRequest, Status
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.bodies import Stretch
+from megatron_runtime.wire.codec import Message, pack_body, unpack_body
+from megatron_runtime.wire.items import Assignment, EngineLoad, items
+
+PATIENT = 3600.0
+"""Who has no turn is stopped; nobody must take that for its end."""
+
+
+class Engine:
+    """One reply message for all requests that came in one; streams token by token."""
+
+    def __init__(self, address: str, group: int) -> None:
+        self._reply = DynamicInferenceRequest(
+            request_id=0, generated_text="text", sampling_params=SamplingParams(), status=Status.COMPLETED
+        ).serialize()
+        self._streams: list[tuple[LoopRequest, int]] = []
+        self._link = EngineLink(
+            address,
+            group=group,
+            attempt=0,
+            key=None,
+            describe=lambda: (EngineState.RUNNING, False, [], EngineLoad()),
+            on_message=self._take,
+            on_refused=print,
+        )
+
+    async def work(self) -> None:
+        self._link.open()
+        while True:
+            await asyncio.sleep(STEP_SECONDS)
+            self._step()
+
+    def _take(self, message: Message) -> None:
+        if message.header is not Headers.SUBMIT_REQUEST:
+            return
+        finished = []
+        for assignment, body in zip(items(message, Assignment.parse), message.bodies, strict=True):
+            wanted = unpack_body(body)[1]["num_tokens_to_generate"]
+            request = LoopRequest(assignment.uuid, 0, assignment.dispatch, SamplingParams(), Stretch())
+            if assignment.streaming:
+                self._streams.append((request, wanted))
+            else:
+                finished.append(self._finish(request, list(range(wanted))))
+        self._link.send_replies(finished)
+
+    def _step(self) -> None:
+        for request, _ in self._streams:
+            request.made.tokens.append(1)
+        going_on = [(request, wanted) for request, wanted in self._streams if len(request.made.tokens) < wanted]
+        ended = [request for request, wanted in self._streams if len(request.made.tokens) >= wanted]
+        self._streams = going_on
+        self._link.send_progress([(request, len(request.made.tokens) - 1, Stretch([1])) for request, _ in going_on])
+        self._link.send_replies([self._finish(request, request.made.tokens) for request in ended])
+
+    def _finish(self, request: LoopRequest, tokens: list[int]) -> LoopRequest:
+        request.reply = pack_body(self._reply | {"generated_tokens": tokens})
+        return request
+
+
+def serve_engines(address: str, engines: int) -> None:
+    """All engines in this process."""
+
+    async def work() -> None:
+        await asyncio.gather(*(Engine(address, group).work() for group in range(engines)))
+
+    asyncio.run(work())
+
+
+class OurStand:
+    """Our coordinator with engines and a client."""
+
+    def __init__(self, coordinator: int, client: InferenceClient) -> None:
+        self.coordinator = coordinator
+        self._client = client
+
+    async def ask(self, prompt: list[int], answer_tokens: int) -> int:
+        params = SamplingParams(num_tokens_to_generate=answer_tokens)
+        return len((await self._client.add_request(prompt, params))["generated_tokens"])
+
+    async def stream(self, prompt: list[int], answer_tokens: int) -> int:
+        params = SamplingParams(num_tokens_to_generate=answer_tokens)
+        return sum([len(update.new_tokens) async for update in self._client.stream_request(prompt, params)])
+
+
+async def open_stand(setup: Setup, prefix_routing: bool) -> OurStand:
+    """Our own entry point, and all engines registered."""
+    spawn = multiprocessing.get_context("spawn")
+    (here, there), ready = spawn.Pipe(), spawn.Event()
+    options = {
+        "block_size_tokens": setup.block_size,
+        "enable_prefix_caching": prefix_routing,
+        "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
+        "engine_timeout": PATIENT,
+    }
+    entry = DataParallelInferenceCoordinator.entrypoint
+    coordinator = spawn.Process(target=entry, args=(there, ready, setup.engines), kwargs=options, daemon=True)
+    coordinator.start()
+    address = await asyncio.to_thread(here.recv)
+    spawn.Process(target=serve_engines, args=(address, setup.engines), daemon=True).start()
+    client = InferenceClient(address, deserialize=False, coordinator_timeout=PATIENT)
+    await client.start()
+    state = await client.service_state()
+    while sum(engine.ready for engine in state.engines) < setup.engines:
+        state = await client.wait_for_state_change(state.revision, PATIENT)
+    assert coordinator.pid
+    return OurStand(coordinator.pid, client)
+
+
+if __name__ == "__main__":
+    serve(open_stand, "megatron-inference", "pyzmq", "msgpack")

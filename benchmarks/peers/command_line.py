@@ -1,0 +1,44 @@
+"""What the programs here have in common on their command lines and in what they print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def add_peer_option(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    """``--peer NAME[=PYTHON]``, as often as wanted; gives a list of (name, python), or None."""
+
+    def peer(text: str) -> tuple[str, str]:
+        name, _, python = text.partition("=")
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"no peer is called {name!r}; choose from {', '.join(names)}")
+        return name, python or sys.executable
+
+    parser.add_argument(
+        "--peer",
+        type=peer,
+        action="append",
+        metavar="NAME[=PYTHON]",
+        help=f"repeatable: {', '.join(names)}; with the Python of its environment, else this one",
+    )
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def print_table(rows: list[list[str]]) -> None:
+    """Columns of a Markdown table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for line in [rows[0], ["-" * width for width in widths], *rows[1:]]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+
+
+def listed(versions: dict[str, str]) -> str:
+    """``name version, name version``."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -1,0 +1,130 @@
+"""Other weights for a decoder that is in use, and weights that make room for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.checkpoint import check_fit, fill, open_checkpoint
+from megatron_runtime.model.checkpoint_path import checkpoint_path
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.origin import Origin
+from megatron_runtime.model.tensor_names import tensor_names
+from megatron_runtime.model.weights import StoredTensor
+
+Weights = Path | str | Mapping[str, Tensor]
+"""A checkpoint's path, or all of a model's tensors by the names that Hugging Face gives them."""
+
+
+class NamedTensors:
+    """Tensors in memory as a source of weights. A head that is tied to the embedding may be among them, as a copy."""
+
+    def __init__(self, given: Mapping[str, Tensor], config: ModelConfig) -> None:
+        tied_head = f"{tensor_names(config.architecture).head}.weight" if config.tie_word_embeddings else None
+        self._given = {name: tensor.detach() for name, tensor in given.items() if name != tied_head}
+
+    @property
+    def location(self) -> str:
+        """For errors."""
+        return "the named tensors"
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Their shapes."""
+        return {
+            name: StoredTensor(tuple(tensor.shape), tensor.numel() * tensor.element_size(), str(tensor.dtype))
+            for name, tensor in self._given.items()
+        }
+
+    def read(self, name: str, into: Tensor) -> Iterator[int]:
+        """Copy one, converting its type."""
+        tensor = self._given[name]
+        into.copy_(tensor)
+        yield tensor.numel() * tensor.element_size()
+
+
+def update_weights(model: Decoder, weights: Weights) -> None:
+    """Give a decoder the weights of another checkpoint of the same architecture, all of them or, on an error, none.
+
+    They are read and checked beside the present ones, on the host, which needs room for both for that time. On a GPU
+    the new ones are then copied to where the old ones lie.
+
+    Raises:
+        CheckpointError: It can't be read, is of another configuration, lacks tensors, has others, or misshapen ones, or
+            some that hold NaN or infinity; each named.
+    """
+    fresh = _read_tensors(model, weights) if isinstance(weights, Mapping) else _read_checkpoint(model, Path(weights))
+    if model.device.type in ("cpu", "meta"):
+        if model.is_packed or model.device.type == "meta":
+            fresh.prepare()
+        model.become(fresh.eval())
+    else:
+        model.copy_from(fresh)
+
+
+def offload_weights(model: Decoder) -> None:
+    """Make room where the model computes.
+
+    From a GPU the weights move to the host. A CPU has no other place for them: they are released, to be read again from
+    the checkpoint's files; weights that are in no file, having come as named tensors, stay.
+    """
+    if model.device.type != "cpu":
+        model.to("cpu")
+    elif model.origin is not None:
+        released = Decoder(model.config, dtype=model.dtype, device="meta")
+        released.origin, released.positions = model.origin, model.positions
+        model.become(released)
+
+
+def bring_weights_back(model: Decoder, device: torch.device) -> None:
+    """Undo `offload_weights`.
+
+    Raises:
+        CheckpointError: The files that released weights came from have changed, or can't be read any more.
+    """
+    if model.device.type != "meta":
+        model.to(device)
+        return
+    assert model.origin is not None
+    if not model.origin.is_unchanged():
+        raise CheckpointError(
+            f"{model.origin.path}: changed since its weights were released. Load what is there now with update_weights"
+        )
+    update_weights(model, model.origin.path)
+
+
+def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
+    path = checkpoint_path(given)
+    origin = Origin.of(path)
+    config, source, rotary_factors = open_checkpoint(path)
+    limit = model.config.max_position_embeddings
+    if config.max_position_embeddings > limit:
+        config = replace(config, max_position_embeddings=limit)
+    for field in fields(ModelConfig):
+        ours, theirs = getattr(model.config, field.name), getattr(config, field.name)
+        if ours != theirs:
+            raise CheckpointError(
+                f"{path}: {field.name} is {theirs!r}, but {ours!r} in the model that is served. "
+                "Choose a checkpoint of the same model, or start again with this one"
+            )
+    check_fit(config, source)
+    fresh = Decoder(config, dtype=model.dtype, device="cpu")
+    fill(fresh, source, rotary_factors, check_finite=True)
+    fresh.origin = origin
+    return fresh
+
+
+def _read_tensors(model: Decoder, tensors: Mapping[str, Tensor]) -> Decoder:
+    source = NamedTensors(tensors, model.config)
+    check_fit(model.config, source)
+    fresh = Decoder(model.config, dtype=model.dtype, device="cpu")
+    fill(fresh, source, None, check_finite=True)
+    # What files say about positions beyond the configuration is in no tensor with a name.
+    fresh.positions = model.positions
+    return fresh

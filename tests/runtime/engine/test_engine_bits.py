@@ -1,0 +1,114 @@
+"""The numbers of a request are its own: the same bits whoever shares its passes, and however it is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+NEW, PROMPTS = 40, [[(31 * row + 7 * column) % 256 for column in range(1 + 9 * row)] for row in range(10)]
+SHARED = [[*range(70), row, row + 1] for row in range(4)]
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def model(request: pytest.FixtureRequest) -> Decoder:
+    """Wide enough for the matrix kernels' own ways with few and with many rows."""
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=257,
+        hidden_size=128,
+        intermediate_size=2048,
+        num_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+    )
+    model = Decoder(config, dtype=request.param)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
+    model.prepare()
+    return model
+
+
+Numbers = list[tuple[list[int], list[float]]]
+
+
+def serve(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    *,
+    together: bool = True,
+    blocks: int = 400,
+    **settings: Any,
+) -> tuple[Numbers, DynamicInferenceEngine]:
+    """Tokens and log probabilities of each prompt's answer, sampled; the engine that made them, or the last of them."""
+    config = InferenceConfig(
+        block_size_tokens=8,
+        kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.config, 8, model.dtype),
+        **{"enable_prefix_caching": False, **settings},
+    )
+    engine = DynamicInferenceEngine.build(model, tokenizer, config)
+    numbers: Numbers = []
+    for group in [prompts] if together else [[prompt] for prompt in prompts]:
+        params = [
+            SamplingParams(
+                temperature=0.9,
+                seed=sum(prompt),
+                num_tokens_to_generate=NEW,
+                ignore_eos=True,
+                return_log_probs=True,
+                skip_prompt_log_probs=True,
+            )
+            for prompt in group
+        ]
+        for record in engine.generate(group, params):
+            request = record.merge()
+            assert request.generated_log_probs is not None
+            numbers.append((list(request.generated_tokens), list(request.generated_log_probs)))
+    return numbers, engine
+
+
+@pytest.fixture(scope="module")
+def alone(model: Decoder, byte_tokenizer: Tokenizer) -> Numbers:
+    return serve(model, byte_tokenizer, PROMPTS, together=False)[0]
+
+
+def test_beside_others(model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers) -> None:
+    assert serve(model, byte_tokenizer, PROMPTS)[0] == alone
+
+
+@pytest.mark.parametrize("max_tokens", [10, 11, 64])
+def test_with_prompts_in_pieces(max_tokens: int, model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers) -> None:
+    pieces = {"max_tokens": max_tokens, "max_requests": 10, "enable_chunked_prefill": True}
+    assert serve(model, byte_tokenizer, PROMPTS, **pieces)[0] == alone
+
+
+def test_when_evicted_and_computed_again(model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers) -> None:
+    numbers, engine = serve(model, byte_tokenizer, PROMPTS, blocks=20)
+    assert engine.stats().evictions_total > 0
+    assert numbers == alone
+
+
+def test_over_a_prefix_that_another_request_left(model: Decoder, byte_tokenizer: Tokenizer) -> None:
+    without, _ = serve(model, byte_tokenizer, SHARED)
+    cached, engine = serve(model, byte_tokenizer, SHARED, together=False, enable_prefix_caching=True)
+    assert engine.stats().prefix_hits_total == len(SHARED) - 1
+    assert cached == without

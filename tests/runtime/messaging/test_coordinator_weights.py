@@ -1,0 +1,131 @@
+"""New weights by way of the coordinator: for every engine there is and every one that comes, or a name and a reason."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from messaging_support.fake_engine import FakeEngine, expected_tokens
+from messaging_support.fleet import Fleet, until
+
+from megatron_runtime.errors import CheckpointError, InvalidStateError, TransitionTimeoutError
+from megatron_runtime.headers import EngineState
+from megatron_runtime.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(num_tokens_to_generate=5, seed=5)
+
+
+async def versions(client: Any) -> list[int]:
+    return [view.weight_version for view in (await client.service_state()).engines]
+
+
+@pytest.mark.parametrize("suspends", [False, True])
+async def test_every_engine_gets_the_weights_while_paused_or_suspended(fleet: Fleet, suspends: bool) -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    for group, engine in enumerate(engines):
+        fleet.add_engine(engine, group=group)
+    client = await fleet.connect()
+    await fleet.ready(client, 2)
+    await client.pause_engines()
+    if suspends:
+        await client.suspend_engines()
+    assert await client.update_weights("/models/2") == 1
+    assert await client.update_weights("/models/3") == 2
+    assert [engine.weights for engine in engines] == [["/models/2", "/models/3"]] * 2
+    assert await versions(client) == [2, 2]
+
+
+async def test_engines_that_run_are_not_given_other_weights(fleet: Fleet) -> None:
+    engine = FakeEngine()
+    loop = fleet.add_engine(engine)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    with pytest.raises(
+        InvalidStateError, match="update_weights is not possible while the service is RUNNING"
+    ) as caught:
+        await client.update_weights("/models/2")
+    assert caught.value.allowed == ("pause",)
+    with pytest.raises(InvalidStateError, match="while the engine is RUNNING; pause it first"):
+        await loop.update_weights("/models/2")
+    assert engine.weights == []
+
+
+async def test_engines_that_can_not_load_them_are_named_and_keep_what_they_have(fleet: Fleet) -> None:
+    able, unable = FakeEngine(), FakeEngine(refuses="/models/2")
+    fleet.add_engine(able, group=0)
+    fleet.add_engine(unable, group=1)
+    client = await fleet.connect()
+    await fleet.ready(client, 2)
+    await client.pause_engines()
+    with pytest.raises(CheckpointError, match=r"^engine group 1 \(attempt 0\): /models/2: not a checkpoint$"):
+        await client.update_weights("/models/2")
+    assert await versions(client) == [1, 0]
+    assert await client.update_weights("/models/3") == 2
+    assert await versions(client) == [2, 2]
+    await client.unpause_engines()
+    assert (await client.add_request("go on", PARAMS)).succeeded()
+
+
+async def test_an_update_that_takes_too_long_names_who_has_not_answered(fleet: Fleet) -> None:
+    loops = [fleet.add_engine(group=group) for group in range(2)]
+    client = await fleet.connect()
+    await fleet.ready(client, 2)
+    await client.pause_engines()
+    loops[1]._link._on_message = lambda _: None
+    with pytest.raises(TransitionTimeoutError, match=r"update_weights was not done .* engine group 1 \(attempt 0\)$"):
+        await client.update_weights("/models/2", timeout=0.3)
+
+
+async def test_an_engine_that_vanishes_meanwhile_does_not_hold_it_up(fleet: Fleet) -> None:
+    loops = [fleet.add_engine(group=group) for group in range(2)]
+    client = await fleet.connect()
+    await fleet.ready(client, 2)
+    await client.pause_engines()
+    loops[1]._link._on_message = lambda _: None
+    updating = client.update_weights("/models/2")
+    await until(lambda: loops[0]._engine.stats().weight_version == 1, "the update of the other")
+    loops[1]._link.close()
+    assert await updating == 1
+
+
+async def test_an_engine_that_comes_later_gets_the_weights_before_any_request(fleet: Fleet) -> None:
+    fleet.add_engine(group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    await client.unpause_engines()
+    late = FakeEngine()
+    loop = fleet.add_engine(late, group=1)
+    await fleet.ready(client, 2)
+    assert late.weights == ["/models/2"]
+    assert loop.state is EngineState.RUNNING
+    results = await asyncio.gather(*(client.add_request(str(number), PARAMS) for number in range(4)))
+    assert [result.generated_tokens for result in results] == [expected_tokens(str(i), PARAMS) for i in range(4)]
+    assert late.added
+
+
+async def test_an_engine_that_comes_later_and_can_not_load_them_is_refused(fleet: Fleet) -> None:
+    fleet.add_engine(group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    late = fleet.add_engine(FakeEngine(refuses="/models/2"), group=1)
+    await until(lambda: late.ended, "the end of the late engine")
+    assert "can't have the weights that the others have: /models/2: not a checkpoint" in str(late.failure)
+    assert await versions(client) == [1]
+
+
+async def test_weights_that_nobody_could_load_are_asked_of_nobody_who_comes_later(fleet: Fleet) -> None:
+    fleet.add_engine(FakeEngine(refuses="nowhere"), group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    with pytest.raises(CheckpointError):
+        await client.update_weights("nowhere")
+    late = FakeEngine()
+    fleet.add_engine(late, group=1)
+    await fleet.ready(client, 2)
+    assert late.weights == []

@@ -1,0 +1,54 @@
+"""How messages of the coordinator share frames, and what waits."""
+
+from __future__ import annotations
+
+from megatron_runtime.data_parallel_inference_coordinator.outbox import ENOUGH_FOR_A_MESSAGE, Outbox
+from megatron_runtime.headers import Headers
+from megatron_runtime.wire.codec import decode
+
+
+def taken(outbox: Outbox) -> list[tuple[bytes, Headers, int]]:
+    """Peer, type and number of items of each message."""
+    messages = [(peer, decode(frames)) for peer, frames in outbox.take()]
+    return [(peer, message.header, len(message.args[0])) for peer, message in messages]
+
+
+def test_items_that_follow_each_other_share_a_message() -> None:
+    outbox = Outbox()
+    outbox.add(b"a", Headers.ENGINE_REPLY, b"1", b"body")
+    outbox.add(b"b", Headers.ENGINE_REPLY, b"2", b"body")
+    outbox.add(b"a", Headers.ENGINE_REPLY, b"3", b"body")
+    outbox.add(b"a", Headers.ABORT_REQUEST, b"4")
+    assert taken(outbox) == [
+        (b"a", Headers.ENGINE_REPLY, 2),
+        (b"a", Headers.ABORT_REQUEST, 1),
+        (b"b", Headers.ENGINE_REPLY, 1),
+    ]
+
+
+def test_what_nobody_waits_for_leaves_when_it_is_released() -> None:
+    outbox = Outbox()
+    outbox.add_later(b"a", Headers.REPLY_ACK, b"1")
+    outbox.add_later(b"a", Headers.REPLY_ACK, b"2")
+    assert not outbox
+    outbox.release()
+    assert taken(outbox) == [(b"a", Headers.REPLY_ACK, 2)]
+    outbox.release()
+    assert not outbox
+
+
+def test_what_nobody_waits_for_leaves_when_there_is_enough_of_it() -> None:
+    outbox = Outbox()
+    for number in range(ENOUGH_FOR_A_MESSAGE + 1):
+        outbox.add_later(b"a", Headers.REPLY_ACK, number)
+    assert taken(outbox) == [(b"a", Headers.REPLY_ACK, ENOUGH_FOR_A_MESSAGE)]
+
+
+def test_nothing_waits_for_a_peer_that_is_gone() -> None:
+    outbox = Outbox()
+    outbox.add(b"a", Headers.REPLY_ACK, b"1")
+    outbox.add_later(b"a", Headers.REPLY_ACK, b"2")
+    outbox.add_later(b"b", Headers.REPLY_ACK, b"3")
+    outbox.forget(b"a")
+    outbox.release()
+    assert taken(outbox) == [(b"b", Headers.REPLY_ACK, 1)]

@@ -1,0 +1,172 @@
+"""Attention over blocks in any order: what a plain softmax over each whole context gives, and always the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_runtime.model.attention import AttentionPlan
+from megatron_runtime.model.cpu_attention import CpuAttention
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.torch_attention import TorchAttention
+
+KV_HEADS, HEADS, HEAD_DIM, POOL = 2, 6, 8, 60
+
+Cache = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Request:
+    """``new`` tokens at the end of a context, in blocks of its own."""
+
+    context: int
+    new: int
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+
+
+def request(context: int, new: int, dtype: torch.dtype = torch.float32) -> Request:
+    keys, values = (torch.randn(context, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
+    return Request(context, new, keys, values, torch.randn(new, HEADS, HEAD_DIM, dtype=dtype))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """More threads than usual, so that shares begin and end within a request."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def lay_out(requests: Sequence[Request], block_size: int, scattered: bool) -> tuple[ForwardBatch, Cache]:
+    """The batch of all requests, and a pool that holds everything but the new tokens, NaN where nothing is."""
+    free = iter(torch.randperm(POOL).tolist() if scattered else range(POOL))
+    tables = [[next(free) for _ in range(-(-one.context // block_size))] for one in requests]
+    width = max(map(len, tables))
+    positions = torch.cat([torch.arange(one.context - one.new, one.context) for one in requests])
+    owners = torch.repeat_interleave(torch.arange(len(requests)), torch.tensor([one.new for one in requests]))
+    padded = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32)
+    pools = [torch.full((POOL, KV_HEADS, block_size, HEAD_DIM), torch.nan, dtype=requests[0].keys.dtype) for _ in "kv"]
+    for one, table in zip(requests, tables, strict=True):
+        for position in range(one.context - one.new):
+            block, offset = table[position // block_size], position % block_size
+            for pool, known in zip(pools, (one.keys, one.values), strict=True):
+                pool[block, :, offset] = known[position]
+    batch = ForwardBatch(
+        tokens=torch.zeros(len(positions), dtype=torch.long),
+        positions=positions,
+        slots=padded[owners, positions // block_size].long() * block_size + positions % block_size,
+        query_starts=torch.tensor([0, *torch.tensor([one.new for one in requests]).cumsum(0)], dtype=torch.int32),
+        context_lengths=torch.tensor([one.context for one in requests], dtype=torch.int32),
+        block_tables=padded,
+        logit_rows=torch.arange(len(requests)),
+    )
+    return batch, (pools[0], pools[1])
+
+
+def attend(
+    requests: Sequence[Request],
+    *,
+    block_size: int = 4,
+    scattered: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    kind: str = "cpu",
+) -> list[Tensor]:
+    """What each request's queries see."""
+    batch, cache = lay_out(requests, block_size, scattered)
+    plan: AttentionPlan = CpuAttention(batch) if kind == "cpu" else TorchAttention(batch, block_size)
+    if kind == "torch":
+        cache = (cache[0].nan_to_num(), cache[1].nan_to_num())
+    keys, values = (
+        torch.cat([getattr(one, name)[one.context - one.new :] for one in requests]) for name in ("keys", "values")
+    )
+    seen = plan.attend(torch.cat([one.queries for one in requests]), keys, values, cache, window, soft_cap)
+    return list(seen.split([one.new for one in requests]))
+
+
+def plain(one: Request, window: int | None, soft_cap: float | None) -> Tensor:
+    """The definition, in float64."""
+    shape = (one.context, HEADS, HEAD_DIM)
+    keys, values = (
+        known.double().repeat_interleave(HEADS // KV_HEADS, dim=1).view(shape) for known in (one.keys, one.values)
+    )
+    scores = torch.einsum("qhd,khd->hqk", one.queries.double(), keys) / math.sqrt(HEAD_DIM)
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    behind = torch.arange(one.context - one.new, one.context)[:, None] - torch.arange(one.context)
+    hidden = (behind < 0) | (behind >= (window or one.context))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+def mixed(dtype: torch.dtype = torch.float32) -> list[Request]:
+    """Decoding, whole prompts and later pieces of prompts, one longer than a stretch and a tile."""
+    return [request(context, new, dtype) for context, new in ((11, 1), (1, 1), (9, 9), (100, 37), (70, 1), (20, 5))]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+@pytest.mark.parametrize("window", [None, 1, 3, 65, 1000])
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.usefixtures("threads")
+def test_every_query_sees_its_own_context(
+    kind: str, window: int | None, soft_cap: float | None, scattered: bool
+) -> None:
+    requests = mixed()
+    seen = attend(requests, window=window, soft_cap=soft_cap, scattered=scattered, kind=kind)
+    for one, rows in zip(requests, seen, strict=True):
+        torch.testing.assert_close(rows.double(), plain(one, window, soft_cap), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+def test_bfloat16_is_as_exact_as_its_digits(kind: str) -> None:
+    requests = mixed(torch.bfloat16)
+    for one, rows in zip(requests, attend(requests, kind=kind), strict=True):
+        assert rows.dtype is torch.bfloat16
+        torch.testing.assert_close(rows.double(), plain(one, None, None), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 7, 66])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_sees_the_same_bits_however_its_request_is_served(window: int | None, dtype: torch.dtype) -> None:
+    requests = mixed(dtype)
+    together = attend(requests, window=window)
+    for one, rows in zip(requests, together, strict=True):
+        assert torch.equal(attend([one], window=window, block_size=16)[0], rows), "alone, in blocks of another size"
+        last = Request(one.context, 1, one.keys, one.values, one.queries[-1:])
+        assert torch.equal(attend([last], window=window)[0], rows[-1:]), "its last token on its own"
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_query_sees_the_same_bits_on_any_number_of_threads() -> None:
+    requests = mixed()
+    on_three = attend(requests)
+    torch.set_num_threads(1)
+    assert all(map(torch.equal, attend(requests), on_three))
+
+
+def test_values_that_are_not_finite_stay_with_their_request() -> None:
+    requests = mixed()
+    requests[0].values[3] = torch.nan
+    requests[3].keys[5] = torch.nan
+    seen = attend(requests)
+    assert [bool(rows.isnan().all()) for rows in seen] == [True, False, False, True, False, False]
+    assert all(rows.isfinite().all() for rows in (seen[1], seen[2], seen[4], seen[5]))
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    one = request(80, 2)
+    one.queries *= 1e4
+    torch.testing.assert_close(attend([one])[0].double(), plain(one, None, None), atol=1e-5, rtol=1e-5)

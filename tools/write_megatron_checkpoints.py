@@ -1,0 +1,296 @@
+"""Has Megatron itself write the small ``torch_dist`` checkpoints in ``tests/runtime/data/megatron``, and their logits.
+
+Wants Python 3.11 with ``torch==2.13.0`` for the CPU, ``megatron-core==0.16.1``, ``numpy``, ``einops``, ``psutil`` and
+``safetensors`` in an environment of its own: the project itself and its tests do without Megatron. Needs no
+accelerator; what Megatron asks of one is answered for the CPU. `python tools/write_megatron_checkpoints.py` writes all
+of them anew, in about two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+warnings.simplefilter("ignore")  # of what is not installed, at every import
+torch.cuda.current_device = lambda: "cpu"
+torch.cuda.synchronize = lambda: None
+
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from megatron.core.optimizer.optimizer import FP32Optimizer  # noqa: E402
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # noqa: E402
+from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+
+moe_utils.te_general_gemm = None  # it is asked for, but defined with Transformer Engine alone
+
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "runtime" / "data" / "megatron"
+TOKENS = [(7 * place + 3) % 29 for place in range(24)]
+ITERATION = 10
+PADDED_VOCABULARY = 32
+
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 8,
+    "moe_router_load_balancing_type": "none",
+    "moe_token_dispatcher_type": "allgather",
+}
+APART = {"singleton_local_shards": True}
+"""How newer versions ask for a tensor per layer, expert, and half of a gated matrix."""
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 29,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3_EXPERTS = LLAMA | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "vocab_size": 29,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu",
+    "eos_token_id": None,
+    "bos_token_id": None,
+}
+PLAIN = {
+    "num_query_groups": 4,
+    "ffn_hidden_size": 64,
+    "gated_linear_unit": False,
+    "activation_func": torch.nn.functional.gelu,
+    "add_bias_linear": True,
+    "normalization": "LayerNorm",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint: the same model in the words of both sides, and how it is saved."""
+
+    hugging_face: dict[str, Any]
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """What differs from `transformer_config`'s own."""
+    metadata: dict[str, Any] | None = None
+    ranks: int = 1
+    """Tensor-parallel ones; expert-parallel ones of a mixture."""
+    training: bool = False
+    """Under its iteration in the folder of a training, with all that a training saves beside the model."""
+
+    @property
+    def tensor_ranks(self) -> int:
+        return 1 if "num_moe_experts" in self.transformer else self.ranks
+
+    @property
+    def expert_ranks(self) -> int:
+        return self.ranks // self.tensor_ranks
+
+
+CASES = {
+    "training": Case(LLAMA, training=True),
+    "apart": Case(QWEN3, {"qk_layernorm": True}, APART),
+    "two_ranks": Case(QWEN2, {"add_qkv_bias": True}, ranks=2),
+    "experts": Case(QWEN3_EXPERTS, {"qk_layernorm": True} | EXPERTS),
+    "experts_two_ranks": Case(QWEN3_EXPERTS, {"qk_layernorm": True} | EXPERTS, ranks=2),
+    "experts_apart": Case(
+        QWEN3_EXPERTS | {"mlp_only_layers": [0]}, {"qk_layernorm": True, "moe_layer_freq": [0, 1]} | EXPERTS, APART
+    ),
+    "gpt2": Case(GPT2, PLAIN),
+}
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Tensors that Megatron makes on an accelerator, whatever there is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def transformer_config(case: Case) -> TransformerConfig:
+    settings = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 4,
+        "ffn_hidden_size": 24,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": 1e-5,
+        "init_method_std": 0.2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": case.tensor_ranks,
+        "expert_model_parallel_size": case.expert_ranks,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    return TransformerConfig(**(settings | case.transformer))
+
+
+def build(case: Case) -> GPTModel:
+    """The model with random weights, norms and biases included."""
+    torch.manual_seed(1)
+    config = transformer_config(case)
+    if isinstance(config.moe_layer_freq, list):
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    learned = case.hugging_face is GPT2
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=PADDED_VOCABULARY,
+        max_sequence_length=64,
+        position_embedding_type="learned_absolute" if learned else "rope",
+        share_embeddings_and_output_weights=learned or case.hugging_face["tie_word_embeddings"],
+        rotary_base=10000,
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            split = case.ranks > 1 and (".local_experts." in name or name.endswith("linear_qkv.bias"))
+            if split or parameter.ndim == 1:
+                both = 0.2 * torch.randn(case.ranks, *parameter.shape)
+                parameter += both[dist.get_rank() if split else 0]
+    return model
+
+
+def logits(model: GPTModel) -> Tensor:
+    """Of `TOKENS`, [tokens, padded vocabulary]."""
+    count = len(TOKENS)
+    mask = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
+    found = model(torch.tensor([TOKENS]), torch.arange(count)[None], mask)
+    return gather_from_tensor_model_parallel_region(found)[0]
+
+
+def beside_the_model(model: GPTModel, state: dict[str, Any]) -> dict[str, Any]:
+    """What Megatron's training saves beside ``state``, that of a model which has made one step."""
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=0.0, log_num_zeros_in_grad=False)
+    adam = torch.optim.AdamW(model.parameters(), lr=config.lr)
+    with OnTheCpu():
+        optimizer = FP32Optimizer(adam, config, lambda _: None)
+    logits(model).square().mean().backward()
+    for parameter in model.parameters():
+        parameter.main_grad = parameter.grad
+    optimizer.step()
+    settings = {"iteration": ITERATION, "tensor_model_parallel_size": 1, "ckpt_format": "torch_dist"}
+    random = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()[:16]}]
+    return {
+        "args": argparse.Namespace(**settings, padded_vocab_size=PADDED_VOCABULARY),
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+        "num_floating_point_operations_so_far": 1e9,
+        "optimizer": optimizer.sharded_state_dict(state),
+        "opt_param_scheduler": {"max_lr": 1e-3, "num_steps": ITERATION},
+        "rng_state": ShardedObject("rng_state", random, (1, 1), (0, 0), replica_id=0),
+        "rerun_state_machine": {"mode": "disabled"},
+    }
+
+
+def write(case: Case, folder: Path) -> None:
+    """The checkpoint into ``folder``, and beside it Hugging Face's configuration and the logits."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tensor_ranks, expert_model_parallel_size=case.expert_ranks
+    )
+    initialize_rng_tracker(inference_rng_tracker=True)
+    model = build(case)
+    to = folder / f"iter_{ITERATION:07d}" if case.training else folder
+    to.mkdir(parents=True, exist_ok=True)
+    state: dict[str, Any] = {}
+    if case.training:
+        state |= beside_the_model(model, model.sharded_state_dict(metadata=case.metadata))
+    state["model"] = model.sharded_state_dict(metadata=case.metadata)
+    dist_checkpointing.save(state, str(to), content_metadata=case.metadata)
+    with torch.no_grad():
+        found = logits(model.eval())
+    if dist.get_rank() == 0:
+        if case.training:
+            (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+        (folder / "config.json").write_text(json.dumps(case.hugging_face, indent=1) + "\n")
+        expected = {"tokens": torch.tensor(TOKENS), "logits": found[:, :29].float().contiguous()}
+        save_file(expected, folder / "expected.safetensors")
+
+
+def main() -> None:
+    """All checkpoints; with arguments, which it gives to the ranks that it starts, one rank's share of one."""
+    if len(sys.argv) > 1:
+        name, rank = sys.argv[1], int(sys.argv[2])
+        rendezvous = f"file://{Path.cwd()}/rendezvous"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=CASES[name].ranks)
+        write(CASES[name], Path("checkpoint"))
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, case in CASES.items():
+        with TemporaryDirectory() as scratch:
+            command = [sys.executable, Path(__file__).resolve(), name]
+            # The folder's name, which Megatron keeps in what it writes, is a relative one.
+            ranks = [subprocess.Popen([*command, str(rank)], cwd=scratch) for rank in range(case.ranks)]
+            ended = [rank.wait() for rank in ranks]
+            if any(ended):
+                sys.exit(f"{name}: the ranks ended with {ended}")
+            shutil.make_archive(str(FOLDER / name), "zip", Path(scratch) / "checkpoint")
+
+
+if __name__ == "__main__":
+    main()
