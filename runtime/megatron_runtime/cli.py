@@ -64,6 +64,12 @@ def serve(
     request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to running requests.")] = 60.0,
     max_restarts: Annotated[int, typer.Option(help="Restarts of dead ranks before giving up.")] = 5,
+    restart_reset_after: Annotated[
+        float, typer.Option(help="Seconds without a restart after which all of them are allowed again.")
+    ] = 3600.0,
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds of silence after which a process counts as hung and is replaced.")
+    ] = 30.0,
     replicas: Annotated[int, typer.Option(help="Copies of the model, for a standalone run.")] = 1,
     host: Annotated[str | None, typer.Option(help="Address of the OpenAI endpoint.")] = None,
     port: Annotated[int | None, typer.Option(help="Its port; 0 for any free one. Default: 8000.")] = None,
@@ -103,6 +109,8 @@ def serve(
             request_timeout=request_timeout,
             drain_timeout=drain_timeout,
             max_restarts=max_restarts,
+            restart_reset_after=restart_reset_after,
+            hang_timeout=hang_timeout,
             host=host,
             port=port,
             control_port=control_port,

@@ -108,12 +108,13 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine) -> None:
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain)
     _report_phase(link, RankPhase.REGISTERING)
-    registration = asyncio.create_task(_report_registration(link, loop))
+    reporting = [asyncio.create_task(work) for work in (_report_registration(link, loop), link.keep_beating())]
     try:
         await loop.run()
     finally:
-        registration.cancel()
-        await asyncio.gather(registration, *drains, return_exceptions=True)
+        for task in reporting:
+            task.cancel()
+        await asyncio.gather(*reporting, *drains, return_exceptions=True)
 
 
 async def _report_registration(link: ParentLink, loop: CoordinatedLoop) -> None:

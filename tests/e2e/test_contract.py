@@ -89,6 +89,7 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
         "frontend_replicas": 2,
         "drain_timeout": 60.0,
         "max_restarts": 3,
+        "restart_reset_after": 3600.0,
     }
     assert {name: found[name] for name in expected} == expected
 

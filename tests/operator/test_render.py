@@ -78,7 +78,8 @@ def test_gpus_are_asked_for_by_rank_and_cpus_not_at_all() -> None:
 
 
 def test_the_launcher_gets_what_is_left_of_the_restart_budget() -> None:
-    assert "--max-restarts=2" in container(failurePolicy={"maxRestarts": 3})["args"]
+    found = container(failurePolicy={"maxRestarts": 3, "resetAfter": "90m"})["args"]
+    assert {"--max-restarts=2", "--restart-reset-after=5400"} <= set(found)
 
 
 def test_a_model_on_a_claim_is_mounted_read_only() -> None:

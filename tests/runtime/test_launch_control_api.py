@@ -168,6 +168,7 @@ async def test_a_pod_that_does_not_lead_takes_no_signals(state: PodState) -> Non
 
 async def test_metrics_show_the_engines_and_the_ranks(client: httpx.AsyncClient, state: PodState) -> None:
     state.update(**registered(0, state="PAUSED"))
+    state.update(dropped_messages=7)
     state.update_rank(0, phase=RankPhase.SERVING)
     text = (await client.get("/metrics", headers={"Authorization": ""})).text
     assert 'megatron_engine_state{state="PAUSED"} 1.0' in text
@@ -175,3 +176,4 @@ async def test_metrics_show_the_engines_and_the_ranks(client: httpx.AsyncClient,
     assert 'megatron_requests_waiting{group="0"} 3.0' in text
     assert 'megatron_weight_version{group="0"} 0.0' in text
     assert 'megatron_ranks{phase="Serving"} 1.0' in text
+    assert "megatron_dropped_messages_total 7.0" in text

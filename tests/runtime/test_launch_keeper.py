@@ -28,6 +28,9 @@ link.report(phase="Serving", pid=os.getpid())
 act = link.options["act"]
 if act == "wait":
     time.sleep(60)
+if act == "hang":
+    link.beat()
+    os.kill(os.getpid(), signal.SIGSTOP)
 if act == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link.report(phase="Deaf")
@@ -57,7 +60,7 @@ asyncio.run(main())
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module that children can run."""
     (tmp_path / "dummy_child.py").write_text(PROGRAM)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     return "dummy_child"
 
 
@@ -157,3 +160,41 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     while is_alive(orphan):
         assert time.monotonic() < deadline, "the child outlives its parent"
         time.sleep(0.02)
+
+
+async def test_a_child_that_falls_silent_is_killed_and_started_again(program: str) -> None:
+    reports = Reports()
+    keeper = Keeper(
+        lambda: task(program, "hang"), RestartBudget(1), hang_timeout=1.0, on_report=reports, log=io.StringIO()
+    )
+    end = await asyncio.wait_for(keeper.run(), 60)
+    assert (keeper.restarts, end.exit_code) == (1, -signal.SIGKILL)
+    assert end.message == "dummy gave no sign of life for 1 s and was killed"
+    assert [report.get("phase") for report in reports.all] == ["Serving"] * 2
+
+
+async def test_a_child_that_never_gave_a_sign_of_life_is_not_taken_for_hung(program: str) -> None:
+    reports = Reports()
+    keeper = Keeper(lambda: task(program, "wait"), hang_timeout=0.0, on_report=reports, log=io.StringIO())
+    life = asyncio.create_task(keeper.run())
+    await reports.phase("Serving")
+    done, _ = await asyncio.wait({life}, timeout=2.5)
+    assert not done
+    await keeper.stop(5)
+    assert (await life).exit_code == -signal.SIGTERM
+
+
+def test_the_restart_budget_is_whole_again_after_a_time_without_a_restart() -> None:
+    now = 0.0
+    budget = RestartBudget(2, reset_after=10.0, clock=lambda: now)
+    for _ in range(2):
+        assert budget.can_restart()
+        budget.take()
+    now = 9.9
+    assert not budget.can_restart()
+    for day in range(1, 100):
+        now = day * 24.0
+        assert budget.can_restart()
+        budget.take()
+    budget.take()
+    assert not budget.can_restart()

@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -109,8 +109,11 @@ class DataParallelInferenceCoordinator:
         )
         self._core = Core(settings, handlers(), time.monotonic, self.compute_request_hashes)
         self._router_socket = RouterSocket(host, inference_coordinator_port, key)
+        self._router_socket.on_refused = lambda: self._core.complaints.add("a connection without the right key")
         self.address = self._router_socket.address
         """Where engines and clients connect to: ``tcp://host:port``."""
+        self.on_tick: Callable[[], None] = lambda: None
+        """Called about twice a second by the loop."""
         if pipe_connection is not None:
             pipe_connection.send(self.address)
             pipe_connection.close()
@@ -225,6 +228,7 @@ class DataParallelInferenceCoordinator:
                 now = core.clock()
                 if now >= next_tick:
                     core.tick(now)
+                    self.on_tick()
                     next_tick = now + TICK_SECONDS
                 core.tell_subscribers()
                 self._flush()

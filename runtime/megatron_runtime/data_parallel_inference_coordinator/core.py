@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
-from megatron_runtime.data_parallel_inference_coordinator.complaints import Complaints
 from megatron_runtime.data_parallel_inference_coordinator.dispatcher import Dispatcher
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
@@ -20,6 +19,7 @@ from megatron_runtime.data_parallel_inference_coordinator.states import Coordina
 from megatron_runtime.data_parallel_inference_coordinator.weight_updates import WeightUpdates
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message, decode
+from megatron_runtime.wire.complaints import Complaints
 from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
@@ -122,10 +122,9 @@ class Core:
             handler(self, peer, message)
         except MalformedMessage as defect:
             self.complaints.add(str(defect))
-        except Exception:
+        except Exception as failure:
             # The last line of defence: a defect of ours must cost one message, not the service.
-            logger.exception("a handler of the coordinator failed")
-            self.complaints.add("a handler of the coordinator failed")
+            self.complaints.add("a handler of the coordinator failed", failure)
 
     def tick(self, now: float) -> None:
         """What time alone brings; call it about twice a second."""
@@ -178,12 +177,12 @@ class Core:
             self.weights.engine_gone(engine)
         return engine
 
-    def lose_client(self, identity: bytes) -> None:
-        """Forget a client and abort its requests."""
+    def lose_client(self, identity: bytes, *, may_return: bool = True) -> None:
+        """Forget a client and abort its requests, but for those that it or another may ask for again by name."""
         client = self.clients.pop(identity, None)
         if client is not None:
             self.outbox.forget(identity)
-            self.dispatcher.forget_client(client)
+            self.dispatcher.forget_client(client, self.clock(), may_return=may_return)
 
     def unreachable(self, peer: bytes) -> None:
         """A message to this peer could not be sent."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_runtime.data_parallel_inference_coordinator.complaints import Complaints
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry, RequestEntry
@@ -13,10 +12,13 @@ from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedu
 from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage
+from megatron_runtime.wire.complaints import Complaints
 from megatron_runtime.wire.items import Assignment, Failure, Finished, Forwarded, Progress, Submission
 
 CLAIM_SECONDS = 30.0
 """How long an engine that registers with unknown requests is let work on them, until their client shows up."""
+LINGER_SECONDS = 30.0
+"""How long a request with a name-based UUID is kept after its client vanished: whoever has the name may come for it."""
 MOST_LOSSES = 10
 """A request that was there when so many engines were lost is taken for their cause, and fails."""
 FAILURE_WEIGHT = 4
@@ -52,6 +54,8 @@ class Dispatcher:
         self.waiting: dict[bytes, RequestEntry] = {}
         """Those without an engine, in the order in which they will get one."""
         self._claims: dict[bytes, tuple[EngineEntry, float]] = {}
+        self._orphans: dict[bytes, float] = {}
+        """When to give up those whose clients vanished and may come back."""
         self.next_request_id = 0
 
     # What clients ask for
@@ -78,9 +82,11 @@ class Dispatcher:
         self._assign(entry)
 
     def _resume_client(self, entry: RequestEntry, client: ClientEntry, submission: Submission) -> None:
-        entry.client = client.identity
-        client.owned.add(entry.uuid)
-        if submission.streaming and submission.received < entry.token_count:
+        self._change_client(entry, client)
+        if entry.reply is not None:
+            self._outbox.add(client.identity, Headers.ENGINE_REPLY, entry.uuid, entry.reply)
+            self._drop(entry)
+        elif submission.streaming and submission.received < entry.token_count:
             try:
                 missing = entry.made_since(submission.received)
             except MalformedMessage as defect:
@@ -88,6 +94,17 @@ class Dispatcher:
                 return
             item = Forwarded(entry.uuid, submission.received, len(missing.tokens))
             self._outbox.add(client.identity, Headers.ENGINE_REPLY_PARTIAL, item, missing.pack())
+
+    def _change_client(self, entry: RequestEntry, client: ClientEntry) -> None:
+        before = self._clients.get(entry.client)
+        if before is not None and before is not client:
+            before.owned.discard(entry.uuid)
+            reason = "another client has sent the same request again"
+            failure = Failure(entry.uuid, CoordinatorError.__name__, reason)
+            self._outbox.add(before.identity, Headers.REQUEST_FAILED, failure)
+        self._orphans.pop(entry.uuid, None)
+        entry.client = client.identity
+        client.owned.add(entry.uuid)
 
     def abort(self, entry: RequestEntry) -> None:
         """The client wants no more of it. Its engine answers; if there is none, the coordinator does."""
@@ -97,15 +114,23 @@ class Dispatcher:
         else:
             self.fail(entry, CoordinatorError("aborted while no engine had it"))
 
-    def forget_client(self, client: ClientEntry) -> None:
-        """The client is gone: nobody waits for its requests any more."""
+    def forget_client(self, client: ClientEntry, now: float, *, may_return: bool) -> None:
+        """The client is gone: nobody waits for its requests any more, unless they may be asked for again by name."""
         for uuid in list(client.owned):
             entry = self.requests.get(uuid)
-            if entry is not None and entry.client == client.identity:
-                engine = self._engines.get(entry.engine) if entry.engine is not None else None
-                if engine is not None:
-                    self._release(engine, uuid)
-                self._drop(entry)
+            if entry is None or entry.client != client.identity:
+                continue
+            if may_return and not entry.aborted and _is_name_based(uuid):
+                entry.client = b""
+                self._orphans[uuid] = now + LINGER_SECONDS
+            else:
+                self._discard(entry)
+
+    def _discard(self, entry: RequestEntry) -> None:
+        engine = self._engines.get(entry.engine) if entry.engine is not None else None
+        if engine is not None:
+            self._release(engine, entry.uuid)
+        self._drop(entry)
 
     # What engines report
 
@@ -120,19 +145,24 @@ class Dispatcher:
             return
         entry.stretches.append(body)
         entry.token_count += item.length
-        if entry.streaming:
+        if entry.streaming and entry.client:
             forwarded = Forwarded(item.uuid, item.start, item.length)
             self._outbox.add(entry.client, Headers.ENGINE_REPLY_PARTIAL, forwarded, body)
 
     def finish(self, engine: EngineEntry, item: Finished, body: bytes) -> RequestEntry | None:
         """Pass a result on and confirm it; the entry if there was anybody to pass it on to."""
         entry = self._owned_entry(engine, item.uuid, item.dispatch)
-        if entry is not None:
+        if entry is None:
+            return None
+        # An engine that drains waits for this one; others only keep a result for a moment longer.
+        confirm = self._outbox.add if engine.draining else self._outbox.add_later
+        confirm(engine.identity, Headers.REPLY_ACK, item.uuid)
+        if entry.client:
             self._outbox.add(entry.client, Headers.ENGINE_REPLY, item.uuid, body)
-            # An engine that drains waits for this one; others only keep a result for a moment longer.
-            confirm = self._outbox.add if engine.draining else self._outbox.add_later
-            confirm(engine.identity, Headers.REPLY_ACK, item.uuid)
             self._drop(entry)
+        else:
+            entry.reply, entry.engine = body, None
+            engine.owned.discard(item.uuid)
         return entry
 
     def _owned_entry(self, engine: EngineEntry, uuid: bytes, dispatch: int) -> RequestEntry | None:
@@ -160,6 +190,8 @@ class Dispatcher:
             entry = self.requests.get(uuid)
             if entry is None:
                 self._claims[uuid] = (engine, now + CLAIM_SECONDS)
+            elif entry.reply is not None:
+                self._release(engine, uuid)
             elif entry.engine is None:
                 self.waiting.pop(uuid, None)
                 self._hand_out(entry, engine)
@@ -219,8 +251,9 @@ class Dispatcher:
 
     def fail(self, entry: RequestEntry, error: Exception) -> None:
         """Tell the client why there will be no answer."""
-        failure = Failure(entry.uuid, type(error).__name__, str(error))
-        self._outbox.add(entry.client, Headers.REQUEST_FAILED, failure)
+        if entry.client:
+            failure = Failure(entry.uuid, type(error).__name__, str(error))
+            self._outbox.add(entry.client, Headers.REQUEST_FAILED, failure)
         self._drop(entry)
 
     def expire(self, now: float) -> None:
@@ -233,13 +266,21 @@ class Dispatcher:
             if now >= deadline:
                 del self._claims[uuid]
                 self._release(engine, uuid)
+        for uuid in [uuid for uuid, deadline in self._orphans.items() if now >= deadline]:
+            self._discard(self.requests[uuid])
 
     def _drop(self, entry: RequestEntry) -> None:
         self.requests.pop(entry.uuid, None)
         self.waiting.pop(entry.uuid, None)
+        self._orphans.pop(entry.uuid, None)
         client = self._clients.get(entry.client)
         if client is not None:
             client.owned.discard(entry.uuid)
         engine = self._engines.get(entry.engine) if entry.engine is not None else None
         if engine is not None:
             engine.owned.discard(entry.uuid)
+
+
+def _is_name_based(uuid: bytes) -> bool:
+    """Whether this is a UUID of version 5 (RFC 9562), which is made from a name and so can be made again."""
+    return uuid[6] >> 4 == 5

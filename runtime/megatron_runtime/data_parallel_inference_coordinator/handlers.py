@@ -125,8 +125,18 @@ def _submit(core: Core, peer: bytes, message: Message) -> None:
     now = core.clock()
     for submission, body in zip(items(message, Submission.parse), message.bodies, strict=True):
         if core.settings.hash_block_size and not submission.hashes:
-            submission = submission._replace(hashes=core.hash_prompt(RequestBody.unpack(body).prompt))
+            submission = submission._replace(hashes=_hashes(core, body))
         core.dispatcher.submit(client, submission, body, now)
+
+
+def _hashes(core: Core, body: bytes) -> list[int]:
+    """Of a prompt that its client didn't hash. One that can't be hashed is its engine's to refuse: other requests came
+    in the same message."""
+    try:
+        return core.hash_prompt(RequestBody.unpack(body).prompt)
+    except Exception as failure:
+        core.complaints.add("a prompt that can't be hashed", failure)
+        return []
 
 
 def _abort(core: Core, peer: bytes, message: Message) -> None:
@@ -208,7 +218,7 @@ def _drain(core: Core, peer: bytes, message: Message) -> None:
 def _disconnect(core: Core, peer: bytes, message: Message) -> None:
     reason, failed = arguments(message, 2)
     if core.lose_engine(peer, text(reason, "reason"), failed=flag(failed, "failed")) is None:
-        core.lose_client(peer)
+        core.lose_client(peer, may_return=False)
 
 
 def _shutdown(core: Core, peer: bytes, message: Message) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.launch.child import ChildTask, Report
-from megatron_runtime.launch.keeper import ChildEnd, Keeper, RestartBudget
+from megatron_runtime.launch.keeper import HANG_SECONDS, ChildEnd, Keeper, RestartBudget
 from megatron_runtime.wire.security import key_environment
 
 _MODULE = "megatron_runtime.data_parallel_inference_coordinator.coordinator_process"
@@ -26,6 +26,7 @@ class KeptCoordinator:
         may_move: Whether the first process may take another port than the wanted one.
         budget: How often it may be started again; None for no end of that.
         restart_success: Start it again also when it ended well, as it does when a client sends SHUTDOWN.
+        hang_timeout: Seconds of silence after which a process counts as hung, and is replaced.
         log_level: Of what its processes write.
         on_end: Called with how it ended, once it is not started again.
         on_change: Called whenever a process came or went.
@@ -40,6 +41,7 @@ class KeptCoordinator:
         may_move: bool = False,
         budget: RestartBudget | None = None,
         restart_success: bool = True,
+        hang_timeout: float = HANG_SECONDS,
         log_level: str = "INFO",
         on_end: Callable[[ChildEnd], None] = lambda _: None,
         on_change: Callable[[], None] = lambda: None,
@@ -50,7 +52,12 @@ class KeptCoordinator:
         self._log_level = log_level
         self._on_end = on_end
         self._keeper = Keeper(
-            self._task, budget, restart_success=restart_success, on_report=self._take, on_change=on_change
+            self._task,
+            budget,
+            restart_success=restart_success,
+            hang_timeout=hang_timeout,
+            on_report=self._take,
+            on_change=on_change,
         )
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._run: asyncio.Task[ChildEnd] | None = None

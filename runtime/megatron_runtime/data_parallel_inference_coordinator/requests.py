@@ -21,6 +21,7 @@ class RequestEntry:
     uuid: bytes
     server_id: int
     client: bytes
+    """Socket identity; empty while it waits for its client to come back."""
     streaming: bool
     body: bytes
     token_count: int
@@ -33,6 +34,8 @@ class RequestEntry:
     dispatch: int = 0
     losses: int = 0
     """Engines that were lost while they worked on it."""
+    reply: bytes | None = None
+    """Its result, which came while its client was away."""
     aborted: bool = False
     """The client wants no more of it; its engine was told."""
 

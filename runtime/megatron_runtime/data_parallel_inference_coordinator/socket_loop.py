@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.wire import codec
@@ -15,6 +16,7 @@ from megatron_runtime.wire.security import require_key_or_loopback, secure_serve
 
 logger = logging.getLogger(__name__)
 
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 MESSAGES_PER_TURN = 512
 """Received before anything is sent: large enough to batch under load, small enough not to delay replies."""
 
@@ -46,20 +48,32 @@ class RouterSocket:
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
+        self.on_refused: Callable[[], None] = lambda: None
+        """Called for each connection that was refused at its handshake, as by a wrong key."""
+        self._monitor = self.socket.get_monitor_socket(_REFUSALS)
         self._poller = zmq.Poller()
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
 
     def receive(self, timeout: float, take: Callable[[bytes, list[bytes]], None]) -> None:
         """Wait for messages for at most ``timeout`` seconds, and hand out those that are there: (peer, frames)."""
-        if not self._poller.poll(max(0, round(timeout * 1000))):
+        ready = self._poller.poll(max(0, round(timeout * 1000)))
+        if not ready:
             return
+        if any(source is self._monitor for source, _ in ready):
+            self._count_refusals()
         for _ in range(MESSAGES_PER_TURN):
             try:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             take(peer, frames)
+
+    def _count_refusals(self) -> None:
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self.on_refused()
 
     def send(self, peer: bytes, frames: list[bytes]) -> bool:
         """Send without waiting; False when the peer is gone, or so far behind that it counts as gone."""
@@ -81,6 +95,8 @@ class RouterSocket:
     def close(self) -> None:
         """Close everything; what was sent just before still goes out, for at most half a second."""
         self.socket.setsockopt(zmq.LINGER, 500)
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
         self._close_socket()
         self._wake_receiver.close()
         self._wake_sender.close()

@@ -243,14 +243,15 @@ class CoordinatedLoop:
                         act(request_uuid)
                     self._changed.ring()
             except MalformedMessage as defect:
-                logger.warning("dropped a message from the coordinator: %s", defect)
+                self._link.complaints.add(f"from the coordinator: {defect}")
 
     def _take_request(self, assignment: Assignment, packed: bytes) -> None:
         try:
             request, told = self._requests.take(assignment, RequestBody.unpack(packed))
         except Exception as error:
-            # Whatever is wrong with one request is its own answer, and nobody else's trouble.
-            logger.info("refused a request: %s", error)
+            # Whatever is wrong with one request is its own answer, and nobody else's trouble. What the error says may
+            # quote the request, and is for its client alone.
+            logger.info("refused a request: %s", type(error).__name__)
             self._link.send_replies([self._requests.refuse(assignment, error)])
             return
         if request.reply is not None:

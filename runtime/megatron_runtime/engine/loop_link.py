@@ -10,6 +10,7 @@ from megatron_runtime.engine.loop_requests import LoopRequest
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.wire.bodies import Stretch
 from megatron_runtime.wire.codec import Message
+from megatron_runtime.wire.complaints import Complaints
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import EngineLoad, Finished, Progress, Registration
 
@@ -56,6 +57,11 @@ class EngineLink:
         self._heartbeats: asyncio.Task[None] | None = None
         self.registered = asyncio.Event()
         """Set while the coordinator knows this engine over the connection that there is now."""
+
+    @property
+    def complaints(self) -> Complaints:
+        """What arrived and was dropped."""
+        return self._dealer.complaints
 
     def open(self) -> None:
         """Start connecting, on the running loop."""

@@ -20,7 +20,7 @@ from megatron_runtime.errors import (
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.dealer import Dealer
-from megatron_runtime.wire.items import natural
+from megatron_runtime.wire.items import arguments, natural
 from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
@@ -121,12 +121,12 @@ class ClientCalls:
 
     def take(self, message: Message) -> None:
         """An answer, or news of the service's state that was subscribed to."""
-        if len(message.args) != 2:
-            raise MalformedMessage(f"{message.header.name} takes 2 arguments")
-        call_id, content = message.args
+        call_id, content = arguments(message, 2)
         if message.header is Headers.SERVICE_STATE:
             self._latest = ServiceState.deserialize(content)
             self._news.ring()
+        elif not _is_signal_reply(content):
+            raise MalformedMessage("not the answer to a signal")
         if call_id is None:
             return
         call = self._calls.get(natural(call_id, "call id"))
@@ -172,6 +172,27 @@ class ClientCalls:
                 allowed=allowed,
             )
         return content
+
+
+def _is_signal_reply(content: Any) -> bool:
+    """Whether the fields are there that its outcome has."""
+    if not isinstance(content, dict) or not isinstance(content.get("state"), str):
+        return False
+    match content.get("outcome"):
+        case "done":
+            return isinstance(content.get("version", 0), int)
+        case "timeout":
+            return _are_texts(content.get("missing"))
+        case "refused":
+            return _are_texts(content.get("allowed"))
+        case "failed":
+            failures = content.get("failures")
+            return isinstance(failures, dict) and _are_texts([*failures, *failures.values()])
+    return False
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _log_ignored_failure(task: asyncio.Task[Any]) -> None:

@@ -18,8 +18,9 @@ from megatron_runtime.inference_client.outstanding import RequestFuture, Request
 from megatron_runtime.inference_client.requests import ClientRequests, retrieve
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.bodies import Prompt
-from megatron_runtime.wire.codec import Message
+from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.dealer import Dealer
+from megatron_runtime.wire.items import arguments, natural, text
 from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
@@ -298,8 +299,9 @@ class InferenceClient:
         self._calls.close()
 
     def _welcomed(self, message: Message) -> None:
-        epoch, block_size = message.args
-        self.coordinator_epoch, self._requests.hash_block_size = str(epoch), int(block_size)
+        epoch, block_size = arguments(message, 2)
+        self.coordinator_epoch = text(epoch, "epoch")
+        self._requests.hash_block_size = natural(block_size, "block size")
         self._calls.open()
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(None)
@@ -319,7 +321,7 @@ class InferenceClient:
             case Headers.BEAT:
                 pass
             case _:
-                logger.warning("the coordinator sent %s, which is not for clients", message.header.name)
+                raise MalformedMessage(f"{message.header.name} is not for clients")
 
     async def _keep_alive(self) -> None:
         """Tell the coordinator that we live, and our waiters when it has been away for too long."""

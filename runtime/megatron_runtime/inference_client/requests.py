@@ -24,7 +24,7 @@ from megatron_runtime.inference_client.result import InferenceResult, StreamUpda
 from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.bodies import Prompt, RequestBody, Stretch
-from megatron_runtime.wire.codec import MAX_BATCH, Message, is_list_of_integers, unpack_body
+from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, is_list_of_integers, unpack_body
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import Failure, Forwarded, Submission, items, uuid_bytes
 
@@ -155,7 +155,10 @@ class ClientRequests:
         known = len(entry.received.tokens)
         if item.start > known or item.start + item.length <= known:
             return  # the final reply fills a gap; what is known is not repeated
-        self._deliver(entry, Stretch.unpack(body).since(known - item.start), finished=None)
+        stretch = Stretch.unpack(body)
+        if len(stretch.tokens) != item.length:
+            raise MalformedMessage("a stretch of tokens is not as long as its item says")
+        self._deliver(entry, stretch.since(known - item.start), finished=None)
 
     def _finish(self, request_uuid: bytes, body: bytes) -> None:
         entry = self._outstanding.get(request_uuid)

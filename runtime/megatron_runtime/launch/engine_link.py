@@ -103,4 +103,8 @@ class EngineLink:
             )
             for engine in sorted(service.engines, key=lambda engine: engine.group)
         )
-        self._state.update(engine_state=state.value if replicas else None, replicas=replicas)
+        self._state.update(
+            engine_state=state.value if replicas else None,
+            replicas=replicas,
+            dropped_messages=service.dropped_messages,
+        )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from megatron_runtime.launch.child import Child, ChildTask, Report
-from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
+from megatron_runtime.launch.parent_link import BEAT_SECONDS, EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +19,10 @@ FIRST_DELAY = 0.2
 LONGEST_DELAY = 10.0
 STEADY_SECONDS = 30.0
 """A child that lived this long starts over with the shortest delay."""
+HANG_SECONDS = 30.0
+"""A child that was heard and then is silent for so long is taken for hung."""
+RESET_SECONDS = 3600.0
+"""After so long without a restart the whole budget is there again."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +50,39 @@ class ChildEnd:
 
 
 class RestartBudget:
-    """How many restarts are left; several keepers may share one. ``limit`` None means no end of them."""
+    """How many restarts are left; several keepers may share one.
 
-    def __init__(self, limit: int | None = None) -> None:
+    A pod that crashes once a day must not end after some days: the budget is whole again once ``reset_after`` seconds
+    have gone by since the last restart, or since the start.
+
+    Args:
+        limit: Restarts in a row; None means no end of them.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        limit: int | None = None,
+        *,
+        reset_after: float = RESET_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.limit = limit
         self.used = 0
+        self._reset_after = reset_after
+        self._clock = clock
+        self._last = clock()
 
     def can_restart(self) -> bool:
         """Whether one more is allowed."""
+        if self._clock() - self._last >= self._reset_after:
+            self.used = 0
         return self.limit is None or self.used < self.limit
 
     def take(self) -> None:
         """Counts one restart."""
         self.used += 1
+        self._last = self._clock()
 
 
 class Keeper:
@@ -66,6 +90,9 @@ class Keeper:
 
     ``make_task`` is asked anew for every start, so that a restarted child gets what holds by then. ``on_change`` is
     called whenever the child started, ended or was restarted. Without ``restart_success`` exit code 0 is final.
+
+    A child that beats (see ``ParentLink.keep_beating``) and then is silent for ``hang_timeout`` seconds hangs, or was
+    stopped by a signal: it is killed, and started again like one that died.
     """
 
     def __init__(
@@ -74,6 +101,7 @@ class Keeper:
         budget: RestartBudget | None = None,
         *,
         restart_success: bool = True,
+        hang_timeout: float = HANG_SECONDS,
         on_report: Callable[[Report], None] = lambda _: None,
         on_change: Callable[[], None] = lambda: None,
         log: TextIO | None = None,
@@ -81,11 +109,13 @@ class Keeper:
         self._make_task = make_task
         self._budget = budget or RestartBudget()
         self._restart_success = restart_success
+        self._hang_timeout = hang_timeout
         self._on_report = on_report
         self._on_change = on_change
         self._log = log
         self._stopping = asyncio.Event()
         self._error: Report | None = None
+        self._silence: float | None = None
         self.child: Child | None = None
         self.restarts = 0
 
@@ -125,7 +155,7 @@ class Keeper:
 
     async def _live_once(self) -> ChildEnd:
         task = self._make_task()
-        self._error = None
+        self._error = self._silence = None
         child = Child(task, self._receive, self._log)
         try:
             await child.start()
@@ -133,6 +163,7 @@ class Keeper:
             return ChildEnd(task.role, EXIT_FAILURE, (f"could not be started: {error}",))
         self.child = child
         self._on_change()
+        watch = asyncio.create_task(self._kill_when_hung(child))
         try:
             if self._stopping.is_set():
                 child.send_signal(signal.SIGTERM)
@@ -140,7 +171,20 @@ class Keeper:
         except asyncio.CancelledError:
             await child.kill()
             raise
+        finally:
+            watch.cancel()
         return ChildEnd(task.role, code, tuple(child.tail), self._error)
+
+    async def _kill_when_hung(self, child: Child) -> None:
+        """Counts its own turns and asks no clock: a launcher that was stopped itself must not blame its children."""
+        while self._silence is None or self._silence < self._hang_timeout:
+            await asyncio.sleep(BEAT_SECONDS)
+            if self._silence is not None:
+                self._silence += BEAT_SECONDS
+        message = f"{child.task.role} gave no sign of life for {self._hang_timeout:g} s and was killed"
+        logger.error(message)
+        self._error = {"reason": "Hung", "message": message}
+        child.send_signal(signal.SIGKILL)
 
     def _is_worth_another(self, end: ChildEnd) -> bool:
         if end.is_bad_input or (end.exit_code == EXIT_DRAINED and not self._restart_success):
@@ -148,6 +192,9 @@ class Keeper:
         return self._budget.can_restart()
 
     def _receive(self, report: Report) -> None:
+        if "beat" in report:
+            self._silence = 0.0
+            return
         if isinstance(error := report.get("error"), dict):
             self._error = error
         self._on_report(report)

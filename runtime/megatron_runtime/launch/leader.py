@@ -61,6 +61,7 @@ class Leader:
             coordinator_options(options, coordinator_port),
             key=key,
             current_state=lambda: self.link.wish.name,
+            hang_timeout=options.hang_timeout,
             on_end=self._coordinator_ended,
             on_change=on_change,
         )
@@ -94,7 +95,13 @@ class Leader:
             api_keys_file=None if keys is None else str(keys),
             metrics_folder=str(self.metrics_folder),
         )
-        self._frontends = FrontendGroup(options, self._http, key=self.key, on_change=self._note_frontends)
+        self._frontends = FrontendGroup(
+            options,
+            self._http,
+            key=self.key,
+            hang_timeout=self._options.hang_timeout,
+            on_change=self._note_frontends,
+        )
         self._frontends.start()
 
     async def drain_frontends(self, timeout: float) -> None:

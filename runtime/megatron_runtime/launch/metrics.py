@@ -66,6 +66,11 @@ def _engine_metrics(facts: PodFacts) -> Iterator[Metric]:
         blocks.add_metric([group, "free"], replica.kv_blocks_total - replica.kv_blocks_used)
         weights.add_metric([group], replica.weight_version)
     yield from (running, waiting, blocks, weights)
+    yield CounterMetricFamily(
+        "megatron_dropped_messages",
+        "Messages to the coordinator that were malformed, stale or from strangers, and connections without the key",
+        value=facts.dropped_messages,
+    )
     yield GaugeMetricFamily("megatron_replicas", "Replicas that are registered", value=len(facts.replicas))
 
 

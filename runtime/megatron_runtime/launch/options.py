@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_runtime.config import LOGPROBS_MODES, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
+from megatron_runtime.launch.keeper import HANG_SECONDS, RESET_SECONDS
 from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -16,6 +17,8 @@ KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
 ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES)
 HIGHEST_PORT = 65535
+SHORTEST_HANG = 3
+"""Seconds: some signs of life may be late."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ class LaunchOptions:
     request_timeout: float = 600.0
     drain_timeout: float = 60.0
     max_restarts: int = 5
+    restart_reset_after: float = RESET_SECONDS
+    hang_timeout: float = HANG_SECONDS
     host: str | None = None
     port: int | None = None
     control_port: int | None = None
@@ -160,7 +165,9 @@ class LaunchOptions:
         _at_least("--frontend-replicas", self.frontend_replicas, 1)
         _at_least("--block-size-tokens", engine.block_size_tokens, 1)
         _at_least("--max-restarts", self.max_restarts, 0)
+        _at_least("--restart-reset-after", self.restart_reset_after, 0)
         _at_least("--drain-timeout", self.drain_timeout, 0)
+        _at_least("--hang-timeout", self.hang_timeout, SHORTEST_HANG)
         _at_least("--max-sequence-length", engine.max_sequence_length, 2)
         _at_least("--max-requests", engine.max_requests, 1)
         _at_least("--threads-per-rank", self.threads_per_rank, 1)

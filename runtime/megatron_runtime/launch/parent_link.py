@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import sys
+import time
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+
+BEAT_SECONDS = 1.0
+"""Between two signs of life."""
 
 EXIT_DRAINED = 0
 EXIT_FAILURE = 1
@@ -26,6 +32,7 @@ class ParentLink:
         self._parent_pid = int(options.pop("parent_pid"))
         self._report_fd = int(options.pop("report_fd"))
         os.set_inheritable(self._report_fd, False)
+        self._last_beat = 0.0
         self.options = options
         """What the child was asked to do, as the ``ChildTask`` gave it."""
 
@@ -48,6 +55,25 @@ class ParentLink:
         line = json.dumps(fields).encode() + b"\n"
         with contextlib.suppress(BrokenPipeError):
             os.write(self._report_fd, line)
+
+    def beat(self) -> None:
+        """Gives a sign of life, unless the last one is fresh; from the first on, silence means that this child hangs.
+
+        Call it from the loop that does the work, so that it stops when the work does.
+        """
+        now = time.monotonic()
+        if now - self._last_beat < BEAT_SECONDS / 2:
+            return
+        self._last_beat = now
+        # A parent that was stopped reads nothing: that must not stop this child too.
+        if select.select([], [self._report_fd], [], 0)[1]:
+            self.report(beat=True)
+
+    async def keep_beating(self) -> None:
+        """Beats from the running event loop until cancelled."""
+        while True:
+            self.beat()
+            await asyncio.sleep(BEAT_SECONDS)
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:

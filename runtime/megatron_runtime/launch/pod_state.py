@@ -76,6 +76,8 @@ class PodFacts:
     replicas: tuple[ReplicaState, ...] = ()
     ranks: Mapping[int, RankState] = field(default_factory=dict)
     frontends_listening: int = 0
+    dropped_messages: int = field(default=0, compare=False)
+    """Bad messages to the coordinator since it started."""
     draining: bool = False
     restarts: int = 0
     error: Mapping[str, Any] | None = None

@@ -43,14 +43,15 @@ class RankGroup:
         self._on_end = on_end
         self._on_change = on_change
         spans_pods = options.engine.ranks_per_group > options.group_ranks
-        self._budget = RestartBudget(0 if spans_pods else options.max_restarts)
+        limit = 0 if spans_pods else options.max_restarts
+        self._budget = RestartBudget(limit, reset_after=options.restart_reset_after)
         self._keepers: dict[int, Keeper] = {}
         self._lives: list[asyncio.Task[None]] = []
 
     @property
     def restarts(self) -> int:
         """Restarts of all ranks together."""
-        return self._budget.used
+        return sum(keeper.restarts for keeper in self._keepers.values())
 
     def start(self, facts: CheckpointFacts, plan: EnginePlan, *, address: str, key: str | None) -> None:
         """Starts all ranks of this pod."""
@@ -60,6 +61,7 @@ class RankGroup:
                 partial(rank_task, self._options, facts, plan, rank=rank, address=address, key=key),
                 self._budget,
                 restart_success=False,
+                hang_timeout=self._options.hang_timeout,
                 on_report=partial(self._report, rank),
                 on_change=partial(self._note, rank),
             )

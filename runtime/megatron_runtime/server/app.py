@@ -26,6 +26,7 @@ from megatron_runtime.server.limits import BodyLimit, CountRequests
 from megatron_runtime.server.metrics import FrontendMetrics
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.server.protocol import MAX_CHOICES, ChatCompletionBody, CompletionBody
+from megatron_runtime.server.repetition import RequestName, already_running, request_name
 from megatron_runtime.server.sampling import sampling_params, token_limit
 from megatron_runtime.server.streaming import ClientLeft, EventStream, unless_client_leaves
 
@@ -59,18 +60,32 @@ class Frontend:
             message = f"model: {name!r} is not served here; the served one is {self.options.served_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def generation(self, body: ChatCompletionBody | CompletionBody, prompts: list[list[int]]) -> Generation:
+    def generation(
+        self, body: ChatCompletionBody | CompletionBody, prompts: list[list[int]], name: RequestName | None = None
+    ) -> Generation:
         """The choices that ``body`` asks for: ``n`` for every prompt, in the order of the prompts."""
         if len(prompts) * body.n > MAX_CHOICES:
             message = f"n: {len(prompts)} prompts times {body.n} are more than {MAX_CHOICES} answers"
             raise ApiError(400, message, param="n")
         tasks = [
-            ChoiceTask(index * body.n + sample, prompt, self._sampling_params(body, prompt, sample))
+            self._task(index * body.n + sample, prompt, self._sampling_params(body, prompt, sample), name)
             for index, prompt in enumerate(prompts)
             for sample in range(body.n)
         ]
+        if name is not None:
+            running = {future.request_uuid for future in self.client.completion_futures.values()}
+            if any(task.uuid in running for task in tasks):
+                raise already_running()
         runner = ChoiceRunner(self.client, self.tokenizer, self.metrics)
         return Generation(runner, tasks, timeout=self.options.request_timeout, admission=self.admission)
+
+    @staticmethod
+    def _task(index: int, prompt: list[int], params: SamplingParams, name: RequestName | None) -> ChoiceTask:
+        if name is None:
+            return ChoiceTask(index, prompt, params)
+        if params.seed is None:
+            params.seed = name.seed(index)
+        return ChoiceTask(index, prompt, params, uuid=name.uuid(index))
 
     def _sampling_params(
         self, body: ChatCompletionBody | CompletionBody, prompt: list[int], sample: int
@@ -135,7 +150,7 @@ async def _answer(
     complete: Complete,
     chunks: Chunks,
 ) -> Response:
-    generation = frontend.generation(body, prompts)
+    generation = frontend.generation(body, prompts, request_name(request, body))
     answer = Answer(body.model, sum(map(len, prompts)), id_prefix, choices_per_prompt=body.n)
     try:
         await unless_client_leaves(request, frontend.admission.admit())

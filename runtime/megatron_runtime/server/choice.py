@@ -51,6 +51,8 @@ class ChoiceTask:
     index: int
     prompt: Sequence[int]
     params: SamplingParams
+    uuid: bytes | None = None
+    """Its name towards the coordinator, if the client may send it again under the same one."""
 
 
 class ChoiceRunner:
@@ -70,7 +72,7 @@ class ChoiceRunner:
                     yield delta
 
     async def _at_once(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
-        record = await self._client.add_request(list(task.prompt), task.params)
+        record = await self._client.add_request(list(task.prompt), task.params, request_uuid=task.uuid)
         request: DynamicInferenceRequest = record[-1]
         timer.finish(len(request.generated_tokens), request.num_cached_tokens)
         yield self._last(task, request, sent_text="", sent_tokens=0)
@@ -78,7 +80,7 @@ class ChoiceRunner:
     async def _stream(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
         detokenizer = self._tokenizer.incremental()
         sent_text, sent_tokens = "", 0
-        updates = self._client.stream_request(list(task.prompt), task.params)
+        updates = self._client.stream_request(list(task.prompt), task.params, request_uuid=task.uuid)
         async with aclosing(updates):
             async for update in updates:
                 if update.new_tokens:

@@ -51,11 +51,13 @@ async def _serve(link: ParentLink) -> int:
     drain = _Drain(server, admission)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain.advance)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    beating = asyncio.create_task(link.keep_beating())
     try:
         await server.listening.wait()
         link.report(phase="Serving")
         await serving
     finally:
+        beating.cancel()
         client.stop()
     return EXIT_DRAINED
 

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_runtime.bell import Bell
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.launch.child import ChildTask
-from megatron_runtime.launch.keeper import ChildEnd, Keeper
+from megatron_runtime.launch.keeper import HANG_SECONDS, ChildEnd, Keeper
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.security import key_environment
 
@@ -27,6 +27,7 @@ class FrontendGroup:
     Args:
         sock: A listening socket, made with ``http_server.bind``; it belongs to the group from now on.
         key: The shared secret of the coordinator, if it has one.
+        hang_timeout: Seconds of silence after which a frontend counts as hung, and is replaced.
         on_change: Called whenever a frontend came, went, or begins to listen.
     """
 
@@ -36,6 +37,7 @@ class FrontendGroup:
         sock: socket.socket,
         *,
         key: str | None,
+        hang_timeout: float = HANG_SECONDS,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.options = options
@@ -47,6 +49,7 @@ class FrontendGroup:
         self._keepers = [
             Keeper(
                 partial(self._task, index),
+                hang_timeout=hang_timeout,
                 on_report=partial(self._report, index),
                 on_change=partial(self._note, index),
             )

@@ -16,6 +16,7 @@ from megatron_runtime.errors import (
 from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.choice import ChoiceRunner, ChoiceTask, Delta
 from megatron_runtime.server.errors import ApiError, unavailable
+from megatron_runtime.server.repetition import already_running
 
 
 class Generation:
@@ -66,6 +67,8 @@ class Generation:
 def as_api_error(error: Exception) -> Exception:
     """The answer that an error of the runtime deserves; errors of other kinds as they are."""
     match error:
+        case InvalidRequestError(field="request_uuid"):
+            return already_running()
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field)
         case ContextOverflowError(is_transient=False):

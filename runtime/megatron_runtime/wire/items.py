@@ -73,7 +73,7 @@ def items(message: Message, parse: Callable[[Any], _Item], *, with_bodies: bool 
         raise MalformedMessage(f"{name} takes one list of at most {MAX_BATCH} items")
     raw = message.args[0]
     if len(message.bodies) != (len(raw) if with_bodies else 0):
-        raise MalformedMessage(f"{name} has {len(message.bodies)} bodies for {len(raw)} items")
+        raise MalformedMessage(f"{name} has not as many bodies as it needs for its items")
     return [parse(item) for item in raw]
 
 

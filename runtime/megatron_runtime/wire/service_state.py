@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from megatron_runtime.wire.codec import MalformedMessage
+from megatron_runtime.wire.items import engine_state
+
+_TYPES = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+"""The types that a field of such an annotation may have on the wire."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,22 @@ class ServiceState:
         """The inverse of `serialize`.
 
         Raises:
-            MalformedMessage: Fields are missing, or there are others.
+            MalformedMessage: Fields are missing, or there are others, or one is of another type.
         """
         try:
             engines = tuple(EngineView(**view) for view in content["engines"])
-            return cls(**{**content, "engines": engines})
+            state = cls(**{**content, "engines": engines})
         except (TypeError, KeyError):
             raise MalformedMessage("not a service state") from None
+        _check_fields(state)
+        for view in engines:
+            _check_fields(view)
+        return state
+
+
+def _check_fields(part: ServiceState | EngineView) -> None:
+    engine_state(part.state)
+    for field in fields(part):
+        allowed = _TYPES.get(str(field.type))
+        if allowed is not None and type(getattr(part, field.name)) not in allowed:
+            raise MalformedMessage(f"{field.name} of a service state is of another type")

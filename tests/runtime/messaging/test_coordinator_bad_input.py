@@ -3,103 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-import msgpack
 import pytest
 import zmq
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
+from messaging_support.stranger import receive, stranger
 
 from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.headers import Headers
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import codec
 from megatron_runtime.wire.bodies import RequestBody
-from megatron_runtime.wire.items import EngineLoad, Finished, Progress, Registration, Submission
-from megatron_runtime.wire.security import secure_client
+from megatron_runtime.wire.items import EngineLoad, Finished, Progress, Submission
 
 PARAMS = SamplingParams(num_tokens_to_generate=20, seed=5)
 KEY = "k" * 40
-
-
-@contextmanager
-def stranger(address: str, key: str | None = None) -> Iterator[zmq.Socket[bytes]]:
-    """A socket that says whatever it likes."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    if key is not None:
-        secure_client(socket, key)
-    socket.connect(address)
-    try:
-        yield socket
-    finally:
-        socket.close()
-        context.term()
-
-
-def receive(socket: zmq.Socket[bytes], header: Headers) -> codec.Message:
-    """The next message of this type."""
-    while socket.poll(10_000):
-        message = codec.decode(socket.recv_multipart())
-        if message.header is header:
-            return message
-    pytest.fail(f"no {header.name} came")
-
-
-def malformed(rng: random.Random) -> list[bytes]:
-    """A message that is wrong in one of many ways, from random bytes to almost right."""
-    anything = [
-        None,
-        -1,
-        2**70,
-        "x",
-        b"y" * 16,
-        [],
-        {},
-        True,
-        1.5,
-        [[]],
-        [[bytes(16), 1, 2, 3]],
-        EngineLoad(),
-        "RUNNING",
-    ]
-    kind = rng.randrange(4)
-    if kind == 0:
-        return [rng.randbytes(rng.randrange(30)) for _ in range(rng.randrange(4))] or [b""]
-    if kind == 1:
-        return [b""] * rng.randrange(1, 4)
-    number = rng.choice([*(header for header in Headers if header is not Headers.SHUTDOWN), 99, -5])
-    args = [rng.choice(anything) for _ in range(rng.randrange(8))]
-    header: bytes = msgpack.packb([int(number), *(value for value in args if value != 2**70)])
-    if kind == 2:
-        header = header[: rng.randrange(len(header))] or b"\xc1"
-    return [header, *(rng.randbytes(8) for _ in range(rng.randrange(3)))]
-
-
-async def test_malformed_messages_from_strangers_clients_and_engines_disturb_nobody(fleet: Fleet) -> None:
-    engine = FakeEngine(step_seconds=0.002)
-    fleet.add_engine(engine)
-    client = await fleet.connect()
-    await fleet.ready(client, 1)
-    rng = random.Random(7)
-    with stranger(fleet.address) as unknown, stranger(fleet.address) as known, stranger(fleet.address) as registered:
-        known.send_multipart(codec.encode(Headers.CONNECT))
-        registration = Registration(7, 0, "x", "RUNNING", True, [], EngineLoad())  # type: ignore[arg-type]
-        registered.send_multipart(codec.encode(Headers.REGISTER, *registration[:3], "RUNNING", *registration[4:]))
-        for turn in range(20):
-            futures = [client.add_request(f"{turn} {number}", PARAMS) for number in range(3)]
-            for _ in range(100):
-                rng.choice([unknown, known, registered]).send_multipart(malformed(rng))
-            results = await asyncio.gather(*futures)
-            assert [result.generated_tokens for result in results] == [
-                expected_tokens(f"{turn} {number}", PARAMS) for number in range(3)
-            ]
-    state = await client.service_state()
-    assert state.dropped_messages > 1000
 
 
 async def test_an_empty_frame_from_a_stranger_does_not_make_it_an_engine(fleet: Fleet) -> None:
@@ -184,6 +103,37 @@ async def test_a_submission_with_a_body_that_nobody_can_read_comes_back_failed(f
     assert codec.unpack_body(replies.bodies[0])["status"] == "FAILED"
 
 
+async def test_a_frame_that_no_body_may_have_costs_its_sender_the_connection_and_nobody_else(fleet: Fleet) -> None:
+    fleet.add_engine(FakeEngine(step_seconds=0.002))
+    client = await fleet.connect()
+    future = client.add_request("hello", PARAMS)
+    with stranger(fleet.address) as unknown:
+        monitor = unknown.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        unknown.send_multipart([b"\x91\x14", bytes(codec.MAX_BODY_BYTES + 1)])
+        assert await asyncio.to_thread(monitor.poll, 20_000)
+        unknown.disable_monitor()
+        monitor.close()
+    assert (await future).generated_tokens == expected_tokens("hello", PARAMS)
+
+
+async def test_one_request_that_can_not_be_hashed_does_not_take_others_along() -> None:
+    async with Fleet(enable_prefix_caching=True, block_size_tokens=4) as fleet:
+        fleet.start_coordinator()
+        fleet.add_engine()
+        with stranger(fleet.address) as client:
+            client.send_multipart(codec.encode(Headers.CONNECT))
+            names = [b"a" * 16, b"b" * 16]
+            bodies = [b"\xc1", RequestBody("hello", PARAMS.serialize()).pack()]
+            submissions = [Submission(name, False, 0, []) for name in names]
+            client.send_multipart(codec.encode(Headers.SUBMIT_REQUEST, submissions, bodies=bodies))
+            answers = {}
+            while len(answers) < len(names):
+                replies = await asyncio.to_thread(receive, client, Headers.ENGINE_REPLY)
+                answers |= dict(zip(replies.args[0], replies.bodies, strict=True))
+    assert codec.unpack_body(answers[names[0]])["status"] == "FAILED"
+    assert codec.unpack_body(answers[names[1]])["generated_tokens"] == expected_tokens("hello", PARAMS)
+
+
 async def test_only_the_right_key_is_let_in() -> None:
     async with Fleet(key=KEY) as fleet:
         fleet.start_coordinator()
@@ -191,9 +141,11 @@ async def test_only_the_right_key_is_let_in() -> None:
         client = await fleet.connect()
         assert (await client.add_request("hello", PARAMS)).generated_tokens == expected_tokens("hello", PARAMS)
         for wrong in ("w" * 40, None):
+            dropped = (await client.service_state()).dropped_messages
             with stranger(fleet.address, wrong) as unknown:
                 unknown.send_multipart(codec.encode(Headers.CONNECT))
                 assert not unknown.poll(300)
+            assert (await client.service_state()).dropped_messages > dropped
         fleet.key = "w" * 40
         with pytest.raises(CoordinatorError, match="no coordinator has answered"):
             await fleet.connect(coordinator_timeout=1.0)

@@ -10,7 +10,7 @@ import pytest
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
 
-from megatron_runtime.errors import CoordinatorError, EngineError
+from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -69,6 +69,26 @@ async def test_a_stalled_engine_is_noticed_and_its_late_replies_are_dropped(flee
         tokens += update.new_tokens
     assert tokens == expected_tokens("hello", LONG)
     await fleet.ready(client, 2)
+
+
+async def test_when_all_engines_are_gone_their_requests_wait_for_the_request_timeout_and_fail_with_the_reason() -> None:
+    async with Fleet(request_timeout=1.0) as fleet:
+        fleet.start_coordinator()
+        doomed = fleet.spawn_engine(group=0, step_seconds=0.01)
+        client = await fleet.connect()
+        await fleet.ready(client, 1)
+        stream = client.stream_request("hello", LONG)
+        await anext(stream)
+        quiet = client.add_request("quiet", LONG)
+        doomed.kill()
+        with pytest.raises(RequestTimeoutError, match=r"no engine was there to serve it within 1 s"):
+            async for _ in stream:
+                pass
+        with pytest.raises(RequestTimeoutError, match=r"no engine was there to serve it within 1 s"):
+            await quiet
+        assert (await client.service_state()).outstanding_requests == 0
+        fleet.add_engine(group=1)
+        assert (await client.add_request("later", LONG)).succeeded()
 
 
 async def test_outstanding_requests_outlive_a_killed_coordinator_and_complete_once() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgpack
 import pytest
 import zmq
@@ -12,8 +14,10 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.wire import codec
 from megatron_runtime.wire.bodies import RequestBody, Stretch
+from megatron_runtime.wire.complaints import QUIET_SECONDS, Complaints
 from megatron_runtime.wire.items import EngineLoad, Registration, Submission, items
 from megatron_runtime.wire.security import coordinator_address, derive_keys, is_loopback, require_key_or_loopback
+from megatron_runtime.wire.service_state import EngineView, ServiceState
 
 tokens = st.lists(st.integers(0, 200_000), max_size=20)
 
@@ -73,7 +77,7 @@ def test_a_batch_needs_a_body_for_each_item() -> None:
     item = Submission(bytes(16), False, 0, [])
     good = codec.decode(codec.encode(Headers.SUBMIT_REQUEST, [item], bodies=[b"x"]))
     assert items(good, Submission.parse) == [item]
-    with pytest.raises(codec.MalformedMessage, match="0 bodies for 1 items"):
+    with pytest.raises(codec.MalformedMessage, match="not as many bodies as it needs for its items"):
         items(codec.decode(codec.encode(Headers.SUBMIT_REQUEST, [item])), Submission.parse)
 
 
@@ -128,3 +132,48 @@ def test_plain_sockets_are_for_this_machine_only() -> None:
     require_key_or_loopback("10.0.0.1", "k" * 32)
     with pytest.raises(ConfigurationError, match="without a coordinator key only loopback"):
         require_key_or_loopback("10.0.0.1", None)
+
+
+def service_state(**changes: Any) -> dict[str, Any]:
+    load = EngineLoad()._asdict()
+    view = EngineView(group=0, attempt=0, state="RUNNING", draining=False, ready=True, **load)
+    return {**ServiceState("RUNNING", 7, "epoch", (view,), 0, 1, 0).serialize(), **changes}
+
+
+def test_a_service_state_survives_the_way() -> None:
+    assert ServiceState.deserialize(service_state()).serialize() == service_state()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"revision": "7"},
+        {"state": "FINE"},
+        {"state": []},
+        {"epoch": None},
+        {"engines": None},
+        {"engines": [{}]},
+        {"engines": [{**service_state()["engines"][0], "running": None}]},
+        {"more": 1},
+    ],
+)
+def test_a_service_state_with_a_field_of_another_kind_is_malformed(changes: dict[str, Any]) -> None:
+    with pytest.raises(codec.MalformedMessage):
+        ServiceState.deserialize(service_state(**changes))
+
+
+def test_a_failure_is_logged_without_its_words_and_not_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    now, words = 0.0, "somebody's prompt"
+    complaints = Complaints(lambda: now)
+    for _ in range(3):
+        try:
+            int(words)
+        except ValueError as failure:
+            complaints.add("it could not be handled", failure)
+    assert len(caplog.records) == 1
+    assert "it could not be handled (1 so far): ValueError" in caplog.text
+    assert "test_wire_messages.py" in caplog.text
+    assert words not in caplog.text
+    now = QUIET_SECONDS
+    complaints.add("it could not be handled")
+    assert "(4 so far)" in caplog.text

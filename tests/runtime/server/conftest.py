@@ -47,6 +47,7 @@ class Pod:
 
     def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
         self.host = free_host()
+        self.key = KEY
         self.termination_log = folder / "termination.json"
         self.log = folder / "log.txt"
         identity = {
@@ -162,6 +163,12 @@ def start_pod(tmp_path: Path) -> Iterator[StartPod]:
     yield start
     for pod in pods:
         pod.end()
+
+
+@pytest.fixture(scope="session")
+def pod_type() -> type[Pod]:
+    """For modules that share a pod of their own."""
+    return Pod
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,223 @@
+"""Tens of thousands of malformed messages: nobody crashes, nothing piles up, and everybody else is served."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from messaging_support.fake_engine import FakeEngine, expected_tokens
+from messaging_support.fleet import Fleet, free_port, until
+from messaging_support.malformed import SECRET, Frames, answers, everything
+from messaging_support.stranger import receive, stranger
+from runtime_support.processes import is_alive
+
+from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+from megatron_runtime.headers import Headers
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire import codec
+from megatron_runtime.wire.complaints import QUIET_SECONDS
+from megatron_runtime.wire.items import Assignment, EngineLoad, Finished, Submission, items
+
+KEY = "k" * 40
+MESSAGES = 20_000
+AT_ONCE = 25
+MOST_GROWTH = 48 * 2**20
+"""Bytes that the coordinator's process may have gained."""
+FUZZ = settings(
+    max_examples=MESSAGES // AT_ONCE,
+    phases=[Phase.generate],
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory that a process holds."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * 4096
+
+
+class Traffic:
+    """Requests that follow each other until they are told to end, streamed and whole in turn."""
+
+    def __init__(self, client: InferenceClient) -> None:
+        self._client = client
+        self.ending = False
+        self.answered = 0
+
+    async def run(self) -> None:
+        while not self.ending:
+            prompt = f"{SECRET} {self.answered}"
+            params = SamplingParams(num_tokens_to_generate=20, seed=self.answered)
+            if self.answered % 2:
+                tokens = (await self._client.add_request(prompt, params)).generated_tokens
+            else:
+                updates = self._client.stream_request(prompt, params)
+                tokens = [token async for update in updates for token in update.new_tokens]
+            assert tokens == expected_tokens(prompt, params)
+            self.answered += 1
+
+
+def bombard(address: str, pid: int) -> int:
+    """Send malformed messages as a stranger, as a client and as an engine; returns how many."""
+    sent = 0
+    rng = random.Random(7)
+    registration = codec.encode(Headers.REGISTER, 7, 0, "x", "RUNNING", True, [], EngineLoad())
+    with stranger(address, KEY) as unknown, stranger(address, KEY) as client, stranger(address, KEY) as engine:
+        client.send_multipart(codec.encode(Headers.CONNECT))
+        receive(client, Headers.CONNECT_ACK)
+        engine.send_multipart(registration)
+        receive(engine, Headers.REGISTER_ACK)
+        peers = [unknown, client, engine]
+
+        @FUZZ
+        @given(st.lists(everything, min_size=AT_ONCE, max_size=AT_ONCE))
+        def send(messages: list[Frames]) -> None:
+            nonlocal sent
+            for frames in messages:
+                rng.choice(peers).send_multipart(frames)
+            sent += len(messages)
+            assert is_alive(pid)
+
+        send()
+        for frames in ([b"\x00" * (codec.MAX_HEADER_BYTES + 1)], [b"\x91\x14"] * (codec.MAX_BATCH + 2)):
+            for peer in peers:
+                peer.send_multipart(frames)
+                sent += 1
+        # Answered in order, so all before has arrived.
+        for peer in (unknown, client):
+            peer.send_multipart(codec.encode(Headers.CONNECT))
+            receive(peer, Headers.CONNECT_ACK)
+        engine.send_multipart(registration)
+        receive(engine, Headers.REGISTER_ACK)
+    return sent
+
+
+@pytest.mark.timeout(240)
+async def test_20000_malformed_messages_disturb_nobody_and_each_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
+    async with Fleet(engine_timeout=5.0) as fleet:
+        fleet.key = KEY
+        coordinator = await fleet.spawn_coordinator()
+        pid = coordinator.pid
+        assert pid is not None
+        for group in range(2):
+            fleet.add_engine(FakeEngine(step_seconds=0.001), group=group)
+        client = await fleet.connect()
+        await fleet.ready(client, 2)
+        epoch, before = client.coordinator_epoch, resident_bytes(pid)
+        started = asyncio.get_running_loop().time()
+        traffic = Traffic(client)
+        serving = asyncio.create_task(traffic.run())
+        sent = await asyncio.to_thread(bombard, fleet.address, pid)
+        traffic.ending = True
+        await serving
+        passed = asyncio.get_running_loop().time() - started
+        state = await client.service_state()
+        growth = resident_bytes(pid) - before
+    assert sent >= MESSAGES
+    assert traffic.answered > 0
+    assert state.dropped_messages == sent
+    assert client.coordinator_epoch == epoch
+    assert coordinator.restarts == 0
+    assert growth < MOST_GROWTH
+    log = capfd.readouterr().err
+    kinds = re.findall(r"dropped a message: (.*) \(\d+ so far\)", log)
+    assert len(kinds) > 10
+    assert len(kinds) <= len(set(kinds)) * (passed // QUIET_SECONDS + 1)
+    assert SECRET not in log
+
+
+class FalseCoordinator:
+    """A socket that clients and engines connect to, and that says whatever it likes."""
+
+    def __init__(self, port: int) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.bind(f"tcp://127.0.0.1:{port}")
+
+    def hear(self, *headers: Headers) -> tuple[bytes, codec.Message]:
+        """The next message of one of these types, and who sent it."""
+        while self._socket.poll(20_000):
+            peer, *frames = self._socket.recv_multipart()
+            if (message := codec.decode(frames)).header in headers:
+                return peer, message
+        pytest.fail(f"none of {headers} came")
+
+    def bombard(self) -> tuple[bytes, bytes, int]:
+        """Malformed messages to both: (client, engine, number of messages to each)."""
+        peers: dict[Headers, bytes] = {}
+        while len(peers) < 2:
+            peer, message = self.hear(Headers.CONNECT, Headers.REGISTER)
+            peers[message.header] = peer
+        client, engine = peers[Headers.CONNECT], peers[Headers.REGISTER]
+        sent = 0
+
+        @settings(FUZZ, max_examples=80)
+        @given(st.lists(answers, min_size=AT_ONCE, max_size=AT_ONCE))
+        def send(messages: list[Frames]) -> None:
+            nonlocal sent
+            for frames in messages:
+                for peer in (client, engine):
+                    self._socket.send_multipart([peer, *frames])
+            sent += len(messages)
+
+        send()
+        self._socket.send_multipart([client, *codec.encode(Headers.CONNECT_ACK, "epoch", 0)])
+        self._socket.send_multipart([engine, *codec.encode(Headers.REGISTER_ACK, "epoch")])
+        return client, engine, sent
+
+    def pass_on(self, client: bytes, engine: bytes) -> None:
+        """One request and its answer, as a true coordinator does."""
+        _, message = self.hear(Headers.SUBMIT_REQUEST)
+        (submission,) = items(message, Submission.parse)
+        assignment = Assignment(submission.uuid, 1, False)
+        self._socket.send_multipart(
+            [engine, *codec.encode(Headers.SUBMIT_REQUEST, [assignment], bodies=list(message.bodies))]
+        )
+        _, reply = self.hear(Headers.ENGINE_REPLY)
+        (finished,) = items(reply, Finished.parse)
+        self._socket.send_multipart(
+            [client, *codec.encode(Headers.ENGINE_REPLY, [finished.uuid], bodies=list(reply.bodies))]
+        )
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+async def test_clients_and_engines_survive_whatever_a_coordinator_says(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    false = FalseCoordinator(port)
+    loop = CoordinatedLoop(FakeEngine(), coordinator_address=port)
+    working = asyncio.create_task(loop.run())
+    client = InferenceClient(port)
+    welcome = client.start()
+    try:
+        names_and_count: tuple[Any, ...] = await asyncio.to_thread(false.bombard)
+        *names, sent = names_and_count
+        await welcome
+        params = SamplingParams(num_tokens_to_generate=20, seed=5)
+        answer = client.add_request(SECRET, params)
+        await asyncio.to_thread(false.pass_on, *names)
+        assert (await answer).generated_tokens == expected_tokens(SECRET, params)
+        await until(lambda: loop._link.complaints.total() == sent, "the engine's count")
+        assert client._dealer.complaints.total() == sent
+    finally:
+        client.stop()
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        false.close()
+    assert not loop.failure
+    assert SECRET not in caplog.text
+    assert len(caplog.records) < 100

@@ -1,0 +1,111 @@
+"""A request with a name-based UUID waits for its client to come back, and is then answered as if nothing had been."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+from messaging_support.fake_engine import FakeEngine, expected_tokens
+from messaging_support.fleet import Fleet, until
+
+from megatron_runtime.data_parallel_inference_coordinator import dispatcher
+from megatron_runtime.data_parallel_inference_coordinator.requests import RequestEntry
+from megatron_runtime.errors import CoordinatorError
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
+
+NAME = uuid.uuid5(uuid.NAMESPACE_OID, "a request").bytes
+PARAMS = SamplingParams(num_tokens_to_generate=60, seed=5)
+ENDLESS = SamplingParams(num_tokens_to_generate=100_000, seed=5)
+
+
+def entry(fleet: Fleet) -> RequestEntry | None:
+    """What the coordinator knows of the request."""
+    assert fleet.coordinator is not None
+    return fleet.coordinator._core.dispatcher.requests.get(NAME)
+
+
+async def vanish(fleet: Fleet, client: InferenceClient) -> None:
+    """Without a word, as a process that was killed."""
+    client._dealer.close()
+    await until(lambda: (found := entry(fleet)) is not None and not found.client, "the loss")
+
+
+async def test_a_stream_whose_client_vanished_begins_again_for_the_next_one(fleet: Fleet) -> None:
+    engine = FakeEngine(step_seconds=0.03)
+    fleet.add_engine(engine)
+    first, second = await fleet.connect(), await fleet.connect()
+    lost = first.stream_request("hello", PARAMS, request_uuid=NAME)
+    await anext(lost)
+    await vanish(fleet, first)
+    updates = second.stream_request("hello", PARAMS, request_uuid=NAME)
+    assert [token async for update in updates for token in update.new_tokens] == expected_tokens("hello", PARAMS)
+    assert len(engine.added) == 1
+
+
+async def test_a_result_that_came_meanwhile_is_kept(fleet: Fleet) -> None:
+    engine = FakeEngine(step_seconds=0.03)
+    loop = fleet.add_engine(engine)
+    first, second = await fleet.connect(), await fleet.connect()
+    first.add_request("hello", PARAMS, request_uuid=NAME)
+    await until(engine.has_unfinished_requests, "the start")
+    await vanish(fleet, first)
+    await until(lambda: (found := entry(fleet)) is not None and found.reply is not None, "the result")
+    await until(lambda: len(loop._requests) == 0, "the acknowledgement")
+    result = await second.add_request("hello", PARAMS, request_uuid=NAME)
+    assert result.generated_tokens == expected_tokens("hello", PARAMS)
+    assert len(engine.added) == 1
+    assert entry(fleet) is None
+
+
+@pytest.mark.parametrize("params", [PARAMS, ENDLESS])
+async def test_what_nobody_comes_for_is_given_up(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
+) -> None:
+    monkeypatch.setattr(dispatcher, "LINGER_SECONDS", 0.5)
+    engine = FakeEngine(step_seconds=0.005)
+    loop = fleet.add_engine(engine)
+    client = await fleet.connect()
+    client.add_request("hello", params, request_uuid=NAME)
+    await until(engine.has_unfinished_requests, "the start")
+    client._dealer.close()
+    await until(lambda: entry(fleet) is None, "the end")
+    await until(lambda: len(loop._requests) == 0 and not engine.has_unfinished_requests(), "the release")
+
+
+async def test_an_orphan_of_a_lost_engine_goes_on_at_another(fleet: Fleet) -> None:
+    doomed = fleet.spawn_engine(group=0, step_seconds=0.02)
+    first, second = await fleet.connect(), await fleet.connect()
+    await fleet.ready(first, 1)
+    lost = first.stream_request("hello", PARAMS, request_uuid=NAME)
+    await anext(lost)
+    await vanish(fleet, first)
+    doomed.kill()
+    engine = FakeEngine()
+    fleet.add_engine(engine, group=1)
+    await until(lambda: engine.added, "the hand-out")
+    result = await second.add_request("hello", PARAMS, request_uuid=NAME)
+    assert result.generated_tokens == expected_tokens("hello", PARAMS)
+    assert engine.added[0] > 0
+
+
+async def test_a_client_that_says_goodbye_leaves_nothing_behind(fleet: Fleet) -> None:
+    engine = FakeEngine(step_seconds=0.005)
+    fleet.add_engine(engine)
+    client = await fleet.connect()
+    client.add_request("hello", ENDLESS, request_uuid=NAME)
+    await until(engine.has_unfinished_requests, "the start")
+    client.stop()
+    await until(lambda: entry(fleet) is None and not engine.has_unfinished_requests(), "the abort")
+
+
+async def test_a_client_whose_request_another_one_takes_over_is_told(fleet: Fleet) -> None:
+    engine = FakeEngine(step_seconds=0.005)
+    fleet.add_engine(engine)
+    first, second = await fleet.connect(), await fleet.connect()
+    lost = first.add_request("hello", PARAMS, request_uuid=NAME)
+    await until(engine.has_unfinished_requests, "the start")
+    result = await second.add_request("hello", PARAMS, request_uuid=NAME)
+    with pytest.raises(CoordinatorError, match="another client has sent the same request again"):
+        await lost
+    assert result.generated_tokens == expected_tokens("hello", PARAMS)

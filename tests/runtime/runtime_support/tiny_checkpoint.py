@@ -1,0 +1,43 @@
+"""A small real checkpoint that loads at once: a random Llama of two layers, and a tokenizer of bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_runtime.model.token_bytes import byte_of_character
+
+END = 256
+"""The token that ends an answer; every other one is a byte."""
+
+
+def write_tiny_checkpoint(folder: Path, *, longest: int = 512) -> Path:
+    """Weights so wide apart that the likeliest token is never in doubt, in Hugging Face's form."""
+    config = LlamaConfig(
+        vocab_size=END + 1,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=longest,
+        bos_token_id=None,
+        eos_token_id=END,
+    )
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.4)
+    model.save_pretrained(folder)
+    backend = Tokenizer(models.BPE(byte_of_character(), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    return folder

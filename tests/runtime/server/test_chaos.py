@@ -1,0 +1,220 @@
+"""Everything dies at random, and nobody misses an answer: the whole pod, real processes, real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import signal
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIConnectionError, AsyncOpenAI
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+from megatron_runtime.apis import MegatronLLM
+from megatron_runtime.bell import Bell
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+REQUESTS = 500
+KILLS = 20
+IN_FLIGHT = 40
+REPLICAS = 3
+FRONTENDS = 2
+SEED_VARIABLE = "MEGATRON_CHAOS_SEED"
+VICTIMS = {"megatron_runtime.rank": 8, "coordinator_process": 6, "server.frontend": 6}
+"""How often each kind of process is killed, by a word of its command line."""
+DEADLINE = 150.0
+SETTLING = 15.0
+"""Less than the coordinator keeps requests for clients that may come back: here all of them did."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request; greedy or seeded, streamed or not, over HTTP or through the library's client."""
+
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    stream: bool
+    http: bool
+
+
+def make_jobs(rng: random.Random) -> list[Job]:
+    """Every second one streams, every second pair goes over HTTP, every second four are greedy."""
+    jobs = []
+    for number in range(REQUESTS):
+        params = SamplingParams(
+            temperature=0.0 if number & 4 else rng.choice([0.7, 1.0]),
+            seed=rng.randrange(2**32),
+            num_tokens_to_generate=rng.randrange(100, 400),
+            ignore_eos=True,
+            streaming=bool(number & 1),
+        )
+        prompt = [rng.randrange(256) for _ in range(rng.randrange(4, 60))]
+        jobs.append(Job(number, prompt, params, stream=bool(number & 1), http=bool(number & 2)))
+    return jobs
+
+
+def undisturbed(checkpoint: Path, jobs: list[Job]) -> list[Any]:
+    """What an engine answers that nobody harms."""
+    llm = MegatronLLM(
+        model=load_model(checkpoint, dtype="float32"),
+        tokenizer=load_tokenizer(checkpoint),
+        inference_config=InferenceConfig(kv_cache_memory_bytes=64 * 2**20),
+    )
+    with llm:
+        requests: list[Any] = llm.generate([job.prompt for job in jobs], [job.params for job in jobs])
+    return requests
+
+
+class Crowd:
+    """The clients: so many requests at a time, until all are answered.
+
+    Attributes:
+        answers: The answers of each job, by its number: texts over HTTP, tokens from the library's client.
+        broken: What was read of HTTP streams that broke, with the number of the job.
+    """
+
+    def __init__(self, pod: Any, client: InferenceClient) -> None:
+        self._client = client
+        # A frontend that is killed takes its connections along: OpenAI's client sends the request again by itself,
+        # unless it has begun to read a stream.
+        self._openai = AsyncOpenAI(
+            base_url=f"http://{pod.host}:8000/v1",
+            api_key="none",
+            max_retries=20,
+            timeout=DEADLINE,
+            http_client=httpx.AsyncClient(trust_env=False, timeout=DEADLINE),
+        )
+        self._room = asyncio.Semaphore(IN_FLIGHT)
+        self._answered = Bell()
+        self.answers: dict[int, list[Any]] = {}
+        self.broken: list[tuple[int, str]] = []
+
+    async def ask_all(self, jobs: list[Job]) -> None:
+        """Returns when the last one is answered; the first error of any ends it."""
+        async with asyncio.TaskGroup() as group:
+            for job in jobs:
+                await self._room.acquire()
+                group.create_task(self._ask(job))
+        await self._openai.close()
+
+    async def wait_for(self, count: int) -> None:
+        """Until so many are answered."""
+        while len(self.answers) < count:
+            await self._answered.wait()
+
+    async def _ask(self, job: Job) -> None:
+        answer = await (self._over_http(job) if job.http else self._through_the_client(job))
+        self.answers.setdefault(job.number, []).append(answer)
+        self._room.release()
+        self._answered.ring()
+
+    async def _through_the_client(self, job: Job) -> list[int]:
+        if not job.stream:
+            return list((await self._client.add_request(job.prompt, job.params)).generated_tokens)
+        tokens: list[int] = []
+        finished = 0
+        async for update in self._client.stream_request(job.prompt, job.params):
+            tokens += update.new_tokens
+            finished += update.finished is not None
+        assert finished == 1
+        return tokens
+
+    async def _over_http(self, job: Job) -> str:
+        asked: dict[str, Any] = {
+            "model": "chat",
+            "prompt": job.prompt,
+            "temperature": job.params.temperature,
+            "seed": job.params.seed,
+            "max_tokens": job.params.num_tokens_to_generate,
+            "extra_body": {"ignore_eos": True},
+            "extra_headers": {"Idempotency-Key": f"job {job.number}"} if job.number % 3 else {},
+        }
+        if not job.stream:
+            return str((await self._openai.completions.create(**asked)).choices[0].text)
+        while True:
+            text, reasons = "", []
+            try:
+                async for chunk in await self._openai.completions.create(**asked, stream=True):
+                    text += chunk.choices[0].text
+                    reasons += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
+            except (httpx.TransportError, APIConnectionError):
+                self.broken.append((job.number, text))
+                continue
+            assert reasons == ["length"]
+            return text
+
+
+class Reaper:
+    """Kills one process of the pod after another, each once so many more answers have come."""
+
+    def __init__(self, pod: Any, crowd: Crowd, rng: random.Random) -> None:
+        self._pod = pod
+        self._crowd = crowd
+        self._rng = rng
+        self.killed: Counter[str] = Counter()
+
+    async def run(self) -> None:
+        """Returns after the last kill."""
+        words = [word for word, times in VICTIMS.items() for _ in range(times)]
+        self._rng.shuffle(words)
+        for number, word in enumerate(words):
+            await self._crowd.wait_for((number + 1) * REQUESTS // (KILLS + 1))
+            os.kill(await self._victim(word), signal.SIGKILL)
+            self.killed[word] += 1
+
+    async def _victim(self, word: str) -> int:
+        """A living process of this kind; those that were killed last may not be back yet."""
+        while True:
+            if found := sorted(pid for pid, command in self._pod.children().items() if word in command):
+                return self._rng.choice(found)
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(240)
+async def test_500_requests_are_answered_once_each_and_rightly_while_20_processes_are_killed(
+    start_pod: Callable[..., Any], tmp_path: Path
+) -> None:
+    seed = int(os.environ.get(SEED_VARIABLE) or secrets.randbits(32))
+    print(f"{SEED_VARIABLE}={seed}")
+    rng = random.Random(seed)
+    checkpoint = write_tiny_checkpoint(tmp_path / "tiny")
+    flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--dtype", "float32", "--max-restarts", "1000"]
+    pod = start_pod(*flags, "--replicas", str(REPLICAS), "--frontend-replicas", str(FRONTENDS))
+    jobs = make_jobs(rng)
+    wanted = await asyncio.to_thread(undisturbed, checkpoint, jobs)
+    await asyncio.to_thread(pod.wait_for, lambda state: state["ready"] and len(state["replicas"]) == REPLICAS)
+    client = InferenceClient(f"tcp://{pod.host}:5557", key=pod.key)
+    await client.start()
+    crowd = Crowd(pod, client)
+    reaper = Reaper(pod, crowd, rng)
+    try:
+        async with asyncio.timeout(DEADLINE):
+            await asyncio.gather(crowd.ask_all(jobs), reaper.run())
+        # What a frontend asked for that was killed at the very end is given up once its death is noticed.
+        async with asyncio.timeout(SETTLING):
+            while (await client.service_state()).outstanding_requests:
+                pass
+    except BaseException:
+        print(f"killed {dict(reaper.killed)}, answered {len(crowd.answers)}; the pod's last words:\n{pod.words()}")
+        raise
+    finally:
+        client.stop()
+    assert reaper.killed.total() == KILLS
+    assert {number: len(answers) for number, answers in crowd.answers.items()} == dict.fromkeys(range(REQUESTS), 1)
+    for job, request in zip(jobs, wanted, strict=True):
+        answer = request.generated_text if job.http else request.generated_tokens
+        assert crowd.answers[job.number] == [answer], f"{SEED_VARIABLE}={seed}: {job}"
+    for number, text in crowd.broken:
+        assert wanted[number].generated_text.startswith(text)

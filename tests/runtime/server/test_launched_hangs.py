@@ -1,0 +1,79 @@
+"""What becomes of requests when a process of the pod hangs, or takes its connections along."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from runtime_support.processes import is_alive
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+REPLICAS = 2
+
+
+def ask(pod: Any) -> str:
+    """A greedy answer of some length, asked for again when its frontend is taken away."""
+    patient = pod.openai.with_options(max_retries=20)
+    return str(
+        patient.completions.create(
+            model="chat", prompt=[1, 2, 3], temperature=0, max_tokens=400, extra_body={"ignore_eos": True}
+        )
+        .choices[0]
+        .text
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def test_what_a_killed_frontend_asked_for_leaves_the_engine_and_its_blocks(
+    start_pod: Callable[..., Any], checkpoint: Path
+) -> None:
+    flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--frontend-replicas", "1"]
+    pod = start_pod(*flags, "--no-prefix-caching", "--max-restarts", "0").wait_ready()
+    long = {"model": "chat", "prompt": [1, 2, 3], "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 128}
+    with pod.http.stream("POST", "/v1/completions", json=long) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        pod.signal("pause")  # so that none can end by itself
+        pod.wait_for(lambda state: state["requests"]["running"] > 0)
+        os.kill(pod.child("server.frontend"), signal.SIGKILL)
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    pod.wait_for(lambda state: state["requests"] == {"running": 0, "waiting": 0}, seconds=10)
+    unused = 'megatron_kv_blocks{group="0",state="used"} 0.0'
+    pod.wait_for(lambda _: unused in pod.control.get("/metrics").text, seconds=10)
+    pod.signal("unpause")
+    assert ask(pod)
+
+
+@pytest.mark.parametrize("victim", ["server.frontend", "coordinator_process", "megatron_runtime.rank"])
+def test_a_stopped_process_is_replaced(start_pod: Callable[..., Any], checkpoint: Path, victim: str) -> None:
+    flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--hang-timeout", "3"]
+    pod = start_pod(*flags, "--replicas", str(REPLICAS))
+    pod.wait_for(lambda state: state["ready"] and len(state["replicas"]) == REPLICAS)
+    whole = ask(pod)
+    stopped = pod.child(victim)
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, pod) for _ in range(8)]
+        os.kill(stopped, signal.SIGSTOP)
+        assert [answer.result(60) for answer in answers] == [whole] * 8
+    pod.wait_for(
+        lambda state: (
+            state["restarts"] == 1
+            and state["ready"]
+            and len(state["replicas"]) == REPLICAS
+            and len(pod.children()) == REPLICAS + 3
+        )
+    )
+    assert not is_alive(stopped)
+    assert "gave no sign of life for 3 s and was killed" in pod.log.read_text()
+    assert ask(pod) == whole
