@@ -34,7 +34,7 @@ def decoder(smollm2_path: Path) -> Decoder:
 def plain_decoder(smollm2_path: Path) -> Decoder:
     """The same with its matrices as they were read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Decoder, "pack", lambda _: None)
+        patch.setattr(Decoder, "prepare", lambda _: None)
         return load_model(smollm2_path, dtype="float32")
 
 

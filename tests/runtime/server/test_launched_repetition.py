@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ def ask(pod: Any, key: str, *, retries: int = 20, **fields: Any) -> str:
     return str(answer.choices[0].text)
 
 
+def submit_until_it_waits(pool: ThreadPoolExecutor, pod: Any, key: str, **fields: Any) -> Future[str]:
+    """A request at a paused engine; for a moment after an answer, the same key is answered with what is still kept."""
+    while True:
+        answer = pool.submit(ask, pod, key, **fields)
+        pod.wait_for(lambda state, sent=answer: sent.done() or state["requests"]["waiting"] == 1)
+        if not answer.done():
+            return answer
+
+
 def test_the_same_key_has_the_same_answer_and_another_key_or_body_another(pod: Any) -> None:
     first = ask(pod, "a")
     assert ask(pod, "a") == first
@@ -53,8 +62,7 @@ def test_a_request_with_a_key_outlives_its_frontend(pod: Any) -> None:
     restarts = pod.state()["restarts"]
     pod.signal("pause")
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, pod, "k", max_tokens=500)
-        pod.wait_for(lambda state: state["requests"]["waiting"] == 1)
+        answer = submit_until_it_waits(pool, pod, "k", max_tokens=500)
         os.kill(pod.child("server.frontend"), signal.SIGKILL)
         pod.wait_for(lambda state: state["restarts"] == restarts + 1 and state["ready"])
         pod.wait_for(lambda state: state["requests"] == {"running": 0, "waiting": 1})
