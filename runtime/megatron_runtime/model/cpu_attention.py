@@ -19,8 +19,8 @@ TILE = 16
 
 UNLIMITED = 1 << 40
 
-KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16}
-"""The types that there are kernels for, and what they know them as."""
+KINDS = frozenset({torch.float32, torch.bfloat16})
+"""The types of keys and values that there are kernels for."""
 
 
 class CpuAttention:
