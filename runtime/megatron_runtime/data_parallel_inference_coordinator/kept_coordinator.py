@@ -68,6 +68,11 @@ class KeptCoordinator:
         return None if self._keeper.child is None else self._keeper.child.pid
 
     @property
+    def is_alive(self) -> bool:
+        """Whether there is a process right now."""
+        return self._keeper.child is not None and self._keeper.child.is_alive
+
+    @property
     def restarts(self) -> int:
         """How often it was started again."""
         return self._keeper.restarts

@@ -48,11 +48,15 @@ class EngineLink:
                 service = await self._client.wait_for_state_change(revision, LOAD_SECONDS)
             except (MegatronInferenceError, TimeoutError) as error:
                 logger.debug("the coordinator does not answer: %s", error)
-                self._state.update(engine_state=None, replicas=())
+                self.forget()
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             revision = service.revision
             self._note(service)
+
+    def forget(self) -> None:
+        """What the last coordinator said holds no longer; signals wait until engines register with the next one."""
+        self._state.update(engine_state=None, replicas=())
 
     async def send(self, signal: str, *, timeout: float, wait: bool) -> None:
         """As ``control_api.SignalSender`` says."""

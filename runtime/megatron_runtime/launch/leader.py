@@ -63,7 +63,7 @@ class Leader:
             current_state=lambda: self.link.wish.name,
             hang_timeout=options.hang_timeout,
             on_end=self._coordinator_ended,
-            on_change=on_change,
+            on_change=self._note_coordinator,
         )
         self._frontends: FrontendGroup | None = None
         self._link_run: asyncio.Task[None] | None = None
@@ -128,6 +128,11 @@ class Leader:
     def _coordinator_ended(self, end: ChildEnd) -> None:
         if end.is_bad_input:
             self._on_failure(end)
+
+    def _note_coordinator(self) -> None:
+        if not self._coordinator.is_alive:
+            self.link.forget()
+        self._on_change()
 
     def _note_frontends(self) -> None:
         assert self._frontends is not None

@@ -51,13 +51,22 @@ def test_a_killed_frontend_is_replaced(shared_pod: Any) -> None:
 
 def test_a_paused_service_is_still_paused_after_its_coordinator_was_replaced(shared_pod: Any) -> None:
     shared_pod.signal("pause")
-    victim = shared_pod.child("coordinator_process")
-    os.kill(victim, signal.SIGKILL)
+    restarts = shared_pod.state()["restarts"]
+    os.kill(shared_pod.child("coordinator_process"), signal.SIGKILL)
     shared_pod.wait_for(
-        lambda state: state["engineState"] == "PAUSED" and state["ready"] and shared_pod.child("coordinator") != victim
+        lambda state: state["restarts"] > restarts and state["ready"] and state["engineState"] == "PAUSED"
     )
     assert shared_pod.signal("unpause").json()["engineState"] == "RUNNING"
     assert count(shared_pod)
+
+
+def test_a_pod_without_its_coordinator_is_not_ready(shared_pod: Any) -> None:
+    before = after = shared_pod.wait_for(lambda state: state["ready"])
+    os.kill(shared_pod.child("coordinator_process"), signal.SIGKILL)
+    while after["restarts"] == before["restarts"]:
+        after = shared_pod.control.get("/v1/state", params={"after": after["revision"]}).json()
+    assert (after["ready"], after["engineState"]) == (False, None)
+    shared_pod.wait_for(lambda state: state["ready"])
 
 
 def test_a_rank_that_keeps_dying_ends_the_launcher(start_pod: StartPod, smollm2_path: Path) -> None:
