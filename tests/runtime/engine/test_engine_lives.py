@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_support.log_probs import assert_log_probs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -135,13 +136,7 @@ def test_log_probs_have_their_shape_and_values_with_chunks_caches_pauses_and_evi
     if blocks == 10 and paused is None:
         assert engine.stats().evictions_total > 0
     for prompt, request in zip(prompts, requests, strict=True):
-        expected, before = scored(naive_logits, request, prompt), len(prompt) - 1
-        assert request.generated_log_probs == pytest.approx(expected[before:], abs=1e-3)
-        tops = request.generated_top_n_logprobs
-        assert tops is None if top_n == 0 else [len(top) for top in tops or []] == [top_n] * LENGTH
-        assert request.prompt_log_probs == (None if skip else pytest.approx(expected[:before], abs=1e-3))
-        prompt_tops = request.prompt_top_n_logprobs
-        assert prompt_tops is None if skip or top_n == 0 else [len(top) for top in prompt_tops or []] == [3] * before
+        assert_log_probs(request, params, len(prompt), scored(naive_logits, request, prompt))
 
 
 def test_changes_of_weights_age_tokens_and_what_is_cached_of_them(make_engine: MakeEngine) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_support.log_probs import assert_log_probs
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.errors import ConfigurationError, InvalidRequestError
@@ -225,15 +226,9 @@ def test_log_probs_have_the_right_shape_and_values_however_they_came_about(
         while engine.has_unfinished_requests():
             engine.step_modern()
         requests = [future.result(timeout=0).merge()]
-    before = len(PROMPT) - 1
     for request in requests:
         expected = expected_log_probs(naive_logits, request, mode)
-        assert request.generated_log_probs == pytest.approx(expected[before:], abs=1e-3)
-        tops = request.generated_top_n_logprobs
-        assert tops is None if top_n == 0 else [len(top) for top in tops or []] == [top_n] * LENGTH
-        assert request.prompt_log_probs == (None if skip else pytest.approx(expected[:before], abs=1e-3))
-        prompt_tops = request.prompt_top_n_logprobs
-        assert prompt_tops is None if skip or top_n == 0 else [len(top) for top in prompt_tops or []] == [3] * before
+        assert_log_probs(request, params, len(PROMPT), expected)
 
 
 def test_what_can_not_be_drawn_is_not_among_the_likeliest(make_engine: MakeEngine) -> None:

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from engine_support.scheduling import SchedulerLives, run_pass
+from engine_support.scheduling import SchedulerLives, run_pass, scheduler_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from megatron_runtime.engine.block_allocator import BlockAllocator
-from megatron_runtime.engine.scheduler import Scheduler, SchedulerLimits
 from megatron_runtime.engine.sequence import Sequence
-
-
-def scheduler_of(
-    blocks: int,
-    *,
-    block_size: int = 4,
-    max_requests: int = 8,
-    max_tokens: int = 32,
-    chunked: bool = True,
-    paused_blocks: int = 0,
-) -> Scheduler:
-    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks)
-    return Scheduler(limits, BlockAllocator(blocks))
 
 
 def sequence_of(request_id: int, prompt: int, answer: int) -> Sequence:

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
+from engine_support import scheduling
 from engine_support.scheduling import SchedulerLives, run_pass
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
-from megatron_runtime.engine.block_allocator import BlockAllocator
-from megatron_runtime.engine.prefix_cache import PrefixCache
-from megatron_runtime.engine.scheduler import Schedule, Scheduler, SchedulerLimits
+from megatron_runtime.engine.scheduler import Schedule, Scheduler
 from megatron_runtime.engine.sequence import Sequence
 
 LRU = PrefixCachingEvictionPolicy.LRU
 BLOCK = 4
-
-
-def scheduler_of(
-    blocks: int,
-    policy: PrefixCachingEvictionPolicy = LRU,
-    *,
-    block_size: int = BLOCK,
-    max_requests: int = 8,
-    max_tokens: int = 64,
-    chunked: bool = True,
-    paused_blocks: int = 0,
-) -> Scheduler:
-    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks)
-    return Scheduler(limits, BlockAllocator(blocks, PrefixCache(policy, block_size)))
+scheduler_of = partial(scheduling.scheduler_of, policy=LRU, block_size=BLOCK, max_tokens=64)
 
 
 def sequence_of(
@@ -110,7 +97,7 @@ class RandomSharing(SchedulerLives):
     ) -> None:
         self.scheduler = scheduler_of(
             blocks,
-            policy,
+            policy=policy,
             block_size=block_size,
             max_requests=max_requests,
             max_tokens=max_requests + spare_tokens,
@@ -235,7 +222,7 @@ def test_equal_blocks_after_different_beginnings_are_not_the_same_block() -> Non
 def test_the_policy_decides_whether_a_prefix_outlives_its_last_owner(
     policy: PrefixCachingEvictionPolicy, start: int
 ) -> None:
-    scheduler = scheduler_of(20, policy)
+    scheduler = scheduler_of(20, policy=policy)
     scheduler.add(sequence_of(0, [1] * 9))
     run_pass(scheduler)
     assert scheduler.allocator.num_used == 0

@@ -8,10 +8,29 @@ from typing import ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from megatron_runtime.engine.scheduler import Schedule, Scheduler
+from megatron_runtime.config import PrefixCachingEvictionPolicy
+from megatron_runtime.engine.block_allocator import BlockAllocator
+from megatron_runtime.engine.prefix_cache import PrefixCache
+from megatron_runtime.engine.scheduler import Schedule, Scheduler, SchedulerLimits
 from megatron_runtime.engine.sequence import Sequence
 
 Compute = Callable[[Schedule], None]
+
+
+def scheduler_of(
+    blocks: int,
+    *,
+    policy: PrefixCachingEvictionPolicy | None = None,
+    block_size: int = 4,
+    max_requests: int = 8,
+    max_tokens: int = 32,
+    chunked: bool = True,
+    paused_blocks: int = 0,
+) -> Scheduler:
+    """Over so many blocks; with a ``policy`` they are shared by prefixes."""
+    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks)
+    cache = None if policy is None else PrefixCache(policy, block_size)
+    return Scheduler(limits, BlockAllocator(blocks, cache))
 
 
 def compute_nothing(_: Schedule) -> None:
