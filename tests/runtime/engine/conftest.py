@@ -8,26 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from runtime_support.byte_backend import END, byte_backend
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.token_bytes import byte_of_character
 from megatron_runtime.model.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
     sys.path.append(str(HERE))  # engine_support lies here, and importlib mode puts nothing on the path
 
+from engine_support.random_llama import random_llama  # noqa: E402
+
 BLOCK = 4
 """Tokens per block in these tests: small, so that borders are met often."""
-END = 256
-"""The token that ends an answer."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,37 +35,13 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Tokenizer:
     """Every byte is a token; 256 is the end of text."""
-    backend = Backend(models.BPE(byte_of_character(), []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<end>", special=True)])
-    return Tokenizer(backend, location="bytes", eod=END)
+    return Tokenizer(byte_backend(), location="bytes", eod=END)
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Decoder:
     """Two layers of random weights, wide enough apart that the likeliest token is never in doubt."""
-    config = ModelConfig(
-        architecture="llama",
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        tie_word_embeddings=False,
-    )
-    model = Decoder(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.normal_(std=0.4, generator=generator)
+    model = random_llama(hidden=32, intermediate=64, std=0.4)
     model.head.data[END] = 0.0
     return model
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_support.random_llama import random_llama
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -22,27 +22,7 @@ SHARED = [[*range(70), row, row + 1] for row in range(4)]
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def model(request: pytest.FixtureRequest) -> Decoder:
     """Wide enough for the matrix kernels' own ways with few and with many rows."""
-    config = ModelConfig(
-        architecture="llama",
-        vocab_size=257,
-        hidden_size=128,
-        intermediate_size=2048,
-        num_layers=2,
-        num_attention_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        tie_word_embeddings=False,
-    )
-    model = Decoder(config, dtype=request.param)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.copy_(torch.empty(parameter.shape).normal_(std=0.1, generator=generator))
+    model = random_llama(hidden=128, intermediate=2048, std=0.1, dtype=request.param)
     model.prepare()
     return model
 

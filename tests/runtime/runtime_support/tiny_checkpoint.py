@@ -6,13 +6,8 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from runtime_support.byte_backend import END, END_TEXT, byte_backend
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from megatron_runtime.model.token_bytes import byte_of_character
-
-END = 256
-"""The token that ends an answer; every other one is a byte."""
 
 
 def write_tiny_checkpoint(folder: Path, *, longest: int = 512) -> Path:
@@ -34,10 +29,6 @@ def write_tiny_checkpoint(folder: Path, *, longest: int = 512) -> Path:
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.4)
     model.save_pretrained(folder)
-    backend = Tokenizer(models.BPE(byte_of_character(), []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<end>", special=True)])
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    byte_backend().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_TEXT}))
     return folder

@@ -1,0 +1,35 @@
+"""A small Llama over bytes with random weights, made without a checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from runtime_support.byte_backend import END
+
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
+
+
+def random_llama(*, hidden: int, intermediate: int, std: float, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Two layers of four heads; matrices are normal with ``std``, and norms are ones."""
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=END + 1,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=False,
+    )
+    model = Decoder(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.copy_(torch.empty(parameter.shape).normal_(std=std, generator=generator))
+    return model

@@ -1,0 +1,20 @@
+"""A tokenizer whose tokens are bytes, for models that are made up."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from megatron_runtime.model.token_bytes import byte_of_character
+
+END = 256
+"""The token that ends an answer; every other one is a byte."""
+END_TEXT = "<end>"
+
+
+def byte_backend() -> Tokenizer:
+    """Every byte is a token; 256 is the end of text."""
+    backend = Tokenizer(models.BPE(byte_of_character(), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(END_TEXT, special=True)])
+    return backend
