@@ -5,8 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import pytest_asyncio
+import torch
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 
 HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
@@ -21,3 +27,14 @@ async def fleet() -> AsyncIterator[Fleet]:
     async with Fleet() as started:
         started.start_coordinator()
         yield started
+
+
+@pytest.fixture(scope="module")
+def parts(smollm2_path: Path) -> dict[str, Any]:
+    """What MegatronLLM is made of: real weights of the module's own, since tests put others in their place."""
+    torch.set_num_threads(1)
+    return {
+        "model": load_model(smollm2_path, dtype="float32"),
+        "tokenizer": load_tokenizer(smollm2_path),
+        "inference_config": InferenceConfig(kv_cache_memory_bytes=64 * 2**20),
+    }

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from messaging_support.fleet import Fleet, until
 
 from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.model
@@ -27,14 +25,8 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed(smollm2_path: Path) -> list[list[int]]:
-    torch.set_num_threads(1)
-    llm = MegatronLLM(
-        model=load_model(smollm2_path, dtype="float32"),
-        tokenizer=load_tokenizer(smollm2_path),
-        inference_config=InferenceConfig(kv_cache_memory_bytes=64 * 2**20),
-    )
-    return [request.generated_tokens for request in llm.generate(PROMPTS, PARAMS)]
+def undisturbed(parts: dict[str, Any]) -> list[list[int]]:
+    return [request.generated_tokens for request in MegatronLLM(**parts).generate(PROMPTS, PARAMS)]
 
 
 async def serve_all(client: InferenceClient, seen: list[int]) -> list[list[int]]:

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
 
+from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
 from megatron_runtime.errors import CheckpointError, InvalidStateError, TransitionTimeoutError
 from megatron_runtime.headers import EngineState
+from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(num_tokens_to_generate=5, seed=5)
 
 
-async def versions(client: Any) -> list[int]:
+async def versions(client: InferenceClient) -> list[int]:
     """By the engines' groups: they register in any order."""
     views = (await client.service_state()).engines
     return [view.weight_version for view in sorted(views, key=lambda view: view.group)]
 
 
+async def paused(fleet: Fleet, *engines: FakeEngine) -> tuple[InferenceClient, list[CoordinatedLoop]]:
+    """A client, and the loops of these engines, each a group of its own."""
+    loops = [fleet.add_engine(engine, group=group) for group, engine in enumerate(engines)]
+    client = await fleet.connect()
+    await fleet.ready(client, len(loops))
+    await client.pause_engines()
+    return client, loops
+
+
 @pytest.mark.parametrize("suspends", [False, True])
 async def test_every_engine_gets_the_weights_while_paused_or_suspended(fleet: Fleet, suspends: bool) -> None:
     engines = [FakeEngine(), FakeEngine()]
-    for group, engine in enumerate(engines):
-        fleet.add_engine(engine, group=group)
-    client = await fleet.connect()
-    await fleet.ready(client, 2)
-    await client.pause_engines()
+    client, _ = await paused(fleet, *engines)
     if suspends:
         await client.suspend_engines()
     assert await client.update_weights("/models/2") == 1
@@ -54,12 +60,7 @@ async def test_engines_that_run_are_not_given_other_weights(fleet: Fleet) -> Non
 
 
 async def test_engines_that_can_not_load_them_are_named_and_keep_what_they_have(fleet: Fleet) -> None:
-    able, unable = FakeEngine(), FakeEngine(refuses="/models/2")
-    fleet.add_engine(able, group=0)
-    fleet.add_engine(unable, group=1)
-    client = await fleet.connect()
-    await fleet.ready(client, 2)
-    await client.pause_engines()
+    client, _ = await paused(fleet, FakeEngine(), FakeEngine(refuses="/models/2"))
     with pytest.raises(CheckpointError, match=r"^engine group 1 \(attempt 0\): /models/2: not a checkpoint$"):
         await client.update_weights("/models/2")
     assert await versions(client) == [1, 0]
@@ -70,20 +71,14 @@ async def test_engines_that_can_not_load_them_are_named_and_keep_what_they_have(
 
 
 async def test_an_update_that_takes_too_long_names_who_has_not_answered(fleet: Fleet) -> None:
-    loops = [fleet.add_engine(group=group) for group in range(2)]
-    client = await fleet.connect()
-    await fleet.ready(client, 2)
-    await client.pause_engines()
+    client, loops = await paused(fleet, FakeEngine(), FakeEngine())
     loops[1]._link._on_message = lambda _: None
     with pytest.raises(TransitionTimeoutError, match=r"update_weights was not done .* engine group 1 \(attempt 0\)$"):
         await client.update_weights("/models/2", timeout=0.3)
 
 
 async def test_an_engine_that_vanishes_meanwhile_does_not_hold_it_up(fleet: Fleet) -> None:
-    loops = [fleet.add_engine(group=group) for group in range(2)]
-    client = await fleet.connect()
-    await fleet.ready(client, 2)
-    await client.pause_engines()
+    client, loops = await paused(fleet, FakeEngine(), FakeEngine())
     loops[1]._link._on_message = lambda _: None
     updating = client.update_weights("/models/2")
     await until(lambda: loops[0]._engine.stats().weight_version == 1, "the update of the other")
@@ -92,10 +87,7 @@ async def test_an_engine_that_vanishes_meanwhile_does_not_hold_it_up(fleet: Flee
 
 
 async def test_an_engine_that_comes_later_gets_the_weights_before_any_request(fleet: Fleet) -> None:
-    fleet.add_engine(group=0)
-    client = await fleet.connect()
-    await fleet.ready(client, 1)
-    await client.pause_engines()
+    client, _ = await paused(fleet, FakeEngine())
     await client.update_weights("/models/2")
     await client.unpause_engines()
     late = FakeEngine()
@@ -109,10 +101,7 @@ async def test_an_engine_that_comes_later_gets_the_weights_before_any_request(fl
 
 
 async def test_an_engine_that_comes_later_and_can_not_load_them_is_refused(fleet: Fleet) -> None:
-    fleet.add_engine(group=0)
-    client = await fleet.connect()
-    await fleet.ready(client, 1)
-    await client.pause_engines()
+    client, _ = await paused(fleet, FakeEngine())
     await client.update_weights("/models/2")
     late = fleet.add_engine(FakeEngine(refuses="/models/2"), group=1)
     await until(lambda: late.ended, "the end of the late engine")
@@ -121,10 +110,7 @@ async def test_an_engine_that_comes_later_and_can_not_load_them_is_refused(fleet
 
 
 async def test_weights_that_nobody_could_load_are_asked_of_nobody_who_comes_later(fleet: Fleet) -> None:
-    fleet.add_engine(FakeEngine(refuses="nowhere"), group=0)
-    client = await fleet.connect()
-    await fleet.ready(client, 1)
-    await client.pause_engines()
+    client, _ = await paused(fleet, FakeEngine(refuses="nowhere"))
     with pytest.raises(CheckpointError):
         await client.update_weights("nowhere")
     late = FakeEngine()

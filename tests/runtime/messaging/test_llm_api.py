@@ -8,34 +8,21 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.config import InferenceConfig, PrefixCachingCoordinatorPolicy
 from megatron_runtime.errors import EngineError, InvalidStateError
 from megatron_runtime.inference_request import DynamicInferenceRequest
-from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.model
 
 PROMPTS = ["The capital of France is", "One, two, three,", "def add(a, b):"]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12)
-
-
-@pytest.fixture(scope="module")
-def parts(smollm2_path: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    return {
-        "model": load_model(smollm2_path, dtype="float32"),
-        "tokenizer": load_tokenizer(smollm2_path),
-        "inference_config": InferenceConfig(kv_cache_memory_bytes=64 * 2**20),
-    }
 
 
 @pytest.fixture(scope="module")

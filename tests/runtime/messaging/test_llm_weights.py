@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,7 @@ import torch
 from messaging_support.fleet import until
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM
-from megatron_runtime.config import InferenceConfig
 from megatron_runtime.errors import CheckpointError, EngineError, InvalidRequestError, InvalidStateError
-from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.model
@@ -24,13 +23,10 @@ GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12)
 
 
 @pytest.fixture(scope="module")
-def parts(smollm2_path: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    return {
-        "model": load_model(smollm2_path, dtype="float32"),
-        "tokenizer": load_tokenizer(smollm2_path),
-        "inference_config": InferenceConfig(kv_cache_memory_bytes=64 * 2**20, kv_cache_management_mode="recompute"),
-    }
+def parts(parts: dict[str, Any]) -> dict[str, Any]:
+    """With a cache that gives its memory back."""
+    config = replace(parts["inference_config"], kv_cache_management_mode="recompute")
+    return parts | {"inference_config": config}
 
 
 @pytest.fixture
