@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +19,8 @@ from megatron_runtime.launch.pod_state import PodState
 SIGNALS = tuple(signal.name.lower() for signal in states.SIGNALS)
 LONGEST_POLL = 300.0
 DEFAULT_TRANSITION = 120.0
+Wait = Annotated[bool, Query()]
+TransitionTimeout = Annotated[float, Query(gt=0, le=3600)]
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -93,18 +95,14 @@ def create_control_api(
 
     @app.post("/v1/weights", dependencies=guarded)
     async def update_weights(
-        body: WeightsBody,
-        wait: bool = Query(False),
-        timeout: float = Query(DEFAULT_TRANSITION, gt=0, le=3600),
+        body: WeightsBody, wait: Wait = False, timeout: TransitionTimeout = DEFAULT_TRANSITION
     ) -> JSONResponse:
         await _send(leading().update_weights(body.path, timeout=timeout, wait=wait), state)
         return accepted(wait)
 
     @app.post("/v1/{signal}", dependencies=guarded)
     async def signal_engines(
-        signal: str,
-        wait: bool = Query(False),
-        timeout: float = Query(DEFAULT_TRANSITION, gt=0, le=3600),
+        signal: str, wait: Wait = False, timeout: TransitionTimeout = DEFAULT_TRANSITION
     ) -> JSONResponse:
         if signal not in SIGNALS:
             raise _Refused(404, "NotFound", f"{signal} is no signal; send one of {', '.join(SIGNALS)}")
