@@ -7,10 +7,10 @@ from functools import cached_property
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, Lifecycle, MegatronInference
-from megatron_operator.groups import Group, GroupFailure, Standing, observe_groups
+from megatron_operator.groups import Group, GroupFailure, Standing, observe_groups, running_leader
 from megatron_operator.restarts import GiveUp, Retry, verdict
 from megatron_operator.timestamps import seconds
-from megatron_operator.world import EngineState, ObservedPod, PodPhase, World
+from megatron_operator.world import EngineState, ObservedPod, World
 
 ENGINE_UNREACHABLE = "EngineUnreachable"
 
@@ -95,9 +95,7 @@ class Picture:
     @cached_property
     def leader(self) -> ObservedPod | None:
         """The leader pod while it runs."""
-        pod = self.leading_group.group.first_pod
-        runs = pod is not None and pod.phase is PodPhase.RUNNING and not pod.deleting
-        return pod if runs else None
+        return running_leader([view.group for view in self.groups])
 
     @property
     def engine_state(self) -> EngineState | None:

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
-from megatron_operator.groups import STARTUP_TIMEOUT, Group, Standing, lost_at, observe_groups, startup_deadline
+from megatron_operator.groups import (
+    STARTUP_TIMEOUT,
+    Group,
+    Standing,
+    lost_at,
+    observe_groups,
+    running_leader,
+    startup_deadline,
+)
 from megatron_operator.lifecycle import next_signal
 from megatron_operator.names import PodIdentity
 from megatron_operator.render import grace_seconds, image_of, keys_secret, render_children, render_pod
@@ -23,7 +31,6 @@ from megatron_operator.world import (
     CreatePod,
     DeletePod,
     ObservedPod,
-    PodPhase,
     SendSignal,
     World,
 )
@@ -153,15 +160,9 @@ class _Planner:
     # --- the engine
 
     def _signal(self) -> Iterator[Action]:
-        engine, leader = self.world.engine, self._leader
+        engine, leader = self.world.engine, running_leader(self.groups)
         if engine is None or not engine.reachable or leader is None or leader.address is None:
             return
         signal = next_signal(self.resource.spec.lifecycle, engine.state)
         if signal is not None:
             yield SendSignal(signal, leader.address)
-
-    @property
-    def _leader(self) -> ObservedPod | None:
-        pods = [pod for group in self.groups for pod in group.pods]
-        running = (pod for pod in pods if pod.leader and pod.phase is PodPhase.RUNNING and not pod.deleting)
-        return next(running, None)
