@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
+from runtime_support.reference_models import SIZES, new_model
 from torch import Tensor
 
 from megatron_runtime.model.decoder import Decoder
@@ -25,20 +25,6 @@ ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "qwen3_moe": "qwen3moe"
 """Of GGUF by those of transformers, where they differ."""
 MODEL_ARCH_BY_NAME: dict[str, MODEL_ARCH] = {name: arch for arch, name in MODEL_ARCH_NAMES.items()}
 
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 BLOCK_SIZES = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -47,7 +33,6 @@ BLOCK_SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
-CLASSES = {"Gemma3Config": "Gemma3TextConfig", "GPT2ForCausalLM": "GPT2LMHeadModel"}
 
 
 class PagedRequests:
@@ -134,9 +119,7 @@ def save_model() -> Callable[..., Any]:
 
 
 def _random_model(family: str = "Llama", *, kind: str = "ForCausalLM", std: float = 0.2, **settings: Any) -> Any:
-    torch.manual_seed(0)
-    config_class, model_class = (CLASSES.get(family + end, family + end) for end in ("Config", kind))
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**(SIZES | settings))).eval()
+    model = new_model(family, kind=kind, **(SIZES | settings))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=std)
     return model

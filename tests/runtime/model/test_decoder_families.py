@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from runtime_support.reference_models import CLOSE, LLAMA_3, LONG_ROPE, logits_of, new_model
 
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 
@@ -21,21 +21,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-}
-NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.1, 1.3, 1.7],
-    "long_factor": [1.0, 2.0, 4.0, 7.0],
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
@@ -121,8 +106,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2 with a head of its own and another width": ("GPT2", {"tie_word_embeddings": False, "n_inner": 56}),
     "gpt2 without scaled scores": ("GPT2", {"scale_attn_weights": False}),
 }
-CLASSES = {"Gemma3Config": "Gemma3TextConfig", "GPT2ForCausalLM": "GPT2LMHeadModel"}
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
 
 
 def write_checkpoint(folder: Path, family: str, settings: dict[str, Any], **save_options: Any) -> Any:
@@ -130,10 +113,7 @@ def write_checkpoint(folder: Path, family: str, settings: dict[str, Any], **save
 
     Norms and biases are random too, since ones and zeros would hide mistakes.
     """
-    torch.manual_seed(0)
-    settings = SIZES | NO_SPECIAL_TOKENS | settings
-    config_class, model_class = (CLASSES.get(family + end, family + end) for end in ("Config", "ForCausalLM"))
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**settings)).eval()
+    model = new_model(family, **(SIZES | settings))
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or ".ln_" in name:
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
@@ -145,15 +125,10 @@ def write_checkpoint(folder: Path, family: str, settings: dict[str, Any], **save
     return type(model).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@torch.inference_mode()
-def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    return model(torch.tensor([tokens])).logits[0]
-
-
 def assert_same_logits(folder: Path, model: Any, paged_requests: Any) -> None:
     """In one prefill, then in chunks beside single steps."""
     tokens = torch.randint(0, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    expected = reference_logits(model, tokens)
+    expected = logits_of(model, tokens)
     decoder = load_model(folder, dtype="float32")
     whole = paged_requests(decoder, num_blocks=32, block_size_tokens=4).forward({"it": tokens})["it"]
     torch.testing.assert_close(whole, expected, **CLOSE)
@@ -172,7 +147,7 @@ def assert_same_greedy_tokens(folder: Path, model: Any, paged_requests: Any) -> 
     prompts = {"long": list(range(1, 31)), "short": [7, 5, 3]}
     ours = paged_requests(load_model(folder, dtype="float32")).continue_greedily(prompts, 64)
     for name, prompt in prompts.items():
-        logits = reference_logits(model, prompt + ours[name])
+        logits = logits_of(model, prompt + ours[name])
         assert ours[name] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
@@ -201,9 +176,9 @@ def test_a_checkpoint_in_shards_is_the_same_model(tmp_path: Path, paged_requests
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(tmp_path: Path, paged_requests: Any) -> None:
     model = write_checkpoint(tmp_path, "Llama", {}, dtype=torch.bfloat16)
     tokens = list(range(1, 30))
-    exact = reference_logits(model, tokens)
+    exact = logits_of(model, tokens)
     rounded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    allowed = (reference_logits(rounded, tokens) - exact).abs().max()
+    allowed = (logits_of(rounded, tokens) - exact).abs().max()
     ours = paged_requests(load_model(tmp_path, dtype="bfloat16")).forward({"it": tokens})["it"]
     assert ours.dtype == torch.float32
     assert (ours - exact).abs().max() <= 2 * allowed
@@ -234,7 +209,7 @@ def test_the_cache_keeps_its_contents_when_it_is_offloaded_and_restored(tmp_path
     requests.cache.offload(range(requests.cache.num_blocks))
     assert not requests.cache.is_resident
     requests.cache.restore()
-    torch.testing.assert_close(requests.forward({"it": [8]})["it"], reference_logits(model, [5, 6, 7, 8])[-1:], **CLOSE)
+    torch.testing.assert_close(requests.forward({"it": [8]})["it"], logits_of(model, [5, 6, 7, 8])[-1:], **CLOSE)
 
 
 def test_a_released_cache_comes_back_empty(tmp_path: Path, paged_requests: Any) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from runtime_support.reference_models import CLOSE, logits_of
 
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.decoder import Decoder
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.model
 
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
 CLOSE_PACKED = {"atol": 3e-4, "rtol": 0.0}
 """oneDNN's kernels add in another order, as do those for a single row. Logits reach 38 here: beside the same decoder in
 float64, ours are off by up to 2.0e-4, and those of plain matrices, here as in transformers, by up to 0.9e-4; what is
@@ -48,11 +48,6 @@ def prompt_ids(tokenizer: Tokenizer, prompts: list[str]) -> dict[str, list[int]]
     return {prompt: tokenizer.tokenize(prompt) for prompt in prompts}
 
 
-@torch.inference_mode()
-def reference_logits(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
-    return model(torch.tensor([tokens])).logits[0]
-
-
 def test_every_weight_is_what_transformers_reads_from_the_same_file(
     decoder: Decoder, reference_model: LlamaForCausalLM
 ) -> None:
@@ -66,7 +61,7 @@ def test_prefill_logits_are_those_of_transformers(
 ) -> None:
     for prompt, tokens in prompt_ids.items():
         logits = paged_requests(decoder).forward({prompt: tokens})[prompt]
-        torch.testing.assert_close(logits, reference_logits(reference_model, tokens), **CLOSE_PACKED)
+        torch.testing.assert_close(logits, logits_of(reference_model, tokens), **CLOSE_PACKED)
 
 
 def test_prefill_logits_of_plain_matrices_are_those_of_transformers_to_four_places(
@@ -74,14 +69,14 @@ def test_prefill_logits_of_plain_matrices_are_those_of_transformers_to_four_plac
 ) -> None:
     for prompt, tokens in prompt_ids.items():
         logits = paged_requests(plain_decoder).forward({prompt: tokens})[prompt]
-        torch.testing.assert_close(logits, reference_logits(reference_model, tokens), **CLOSE)
+        torch.testing.assert_close(logits, logits_of(reference_model, tokens), **CLOSE)
 
 
 def test_prompts_prefilled_together_have_the_logits_they_have_alone(
     decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
 ) -> None:
     for prompt, logits in paged_requests(decoder).forward(prompt_ids).items():
-        torch.testing.assert_close(logits, reference_logits(reference_model, prompt_ids[prompt]), **CLOSE_PACKED)
+        torch.testing.assert_close(logits, logits_of(reference_model, prompt_ids[prompt]), **CLOSE_PACKED)
 
 
 def test_tokens_fed_one_by_one_have_the_logits_they_have_at_once(
@@ -90,7 +85,7 @@ def test_tokens_fed_one_by_one_have_the_logits_they_have_at_once(
     tokens = tokenizer.tokenize("The three primary colours are red, yellow and blue; mixed in pairs they give others.")
     requests = paged_requests(decoder, block_size_tokens=4)
     stepped = torch.cat([requests.forward({"it": [token]})["it"] for token in tokens])
-    torch.testing.assert_close(stepped, reference_logits(reference_model, tokens), **CLOSE_PACKED)
+    torch.testing.assert_close(stepped, logits_of(reference_model, tokens), **CLOSE_PACKED)
 
 
 def test_prefill_in_chunks_beside_decoding_requests_changes_no_logits(
@@ -106,12 +101,12 @@ def test_prefill_in_chunks_beside_decoding_requests_changes_no_logits(
         for name, logits in requests.forward({"long": chunk, "short": piece}).items():
             seen[name].append(logits)
     for name, tokens in (("long", long), ("short", short)):
-        torch.testing.assert_close(torch.cat(seen[name]), reference_logits(reference_model, tokens), **CLOSE_PACKED)
+        torch.testing.assert_close(torch.cat(seen[name]), logits_of(reference_model, tokens), **CLOSE_PACKED)
 
 
 def assert_most_likely(model: LlamaForCausalLM, prompt: list[int], made: list[int]) -> None:
     """Every token made is the one that transformers finds most likely after the prompt and those before it."""
-    logits = reference_logits(model, prompt + made)
+    logits = logits_of(model, prompt + made)
     assert made == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
@@ -141,5 +136,5 @@ def test_contexts_of_very_different_length_decode_together(
     requests.forward(contexts)
     after = requests.forward({name: [text[int(name)]] for name in contexts})
     for name, logits in after.items():
-        expected = reference_logits(reference_model, text[: int(name) + 1])[-1:]
+        expected = logits_of(reference_model, text[: int(name) + 1])[-1:]
         torch.testing.assert_close(logits, expected, **CLOSE_PACKED)

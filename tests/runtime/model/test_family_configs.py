@@ -10,33 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from runtime_support.reference_models import CLOSE, EXPERTS, LONG_ROPE, NO_SPECIAL_TOKENS, SIZES, logits_of
 from safetensors.torch import load_file, save_file
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.hugging_face_config import hugging_face_config
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-LONG_ROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.1, 1.3, 1.7],
-    "long_factor": [1.0, 2.0, 4.0, 7.0],
-    "original_max_position_embeddings": 16,
-}
-NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
 
 
 def read_config(folder: Path, fields: dict[str, Any]) -> ModelConfig:
@@ -48,11 +28,6 @@ def read_config(folder: Path, fields: dict[str, Any]) -> ModelConfig:
 
 def plain(model_type: str, **fields: Any) -> dict[str, Any]:
     return SIZES | {"model_type": model_type} | fields
-
-
-@torch.inference_mode()
-def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
-    return model(torch.tensor([tokens])).logits[0]
 
 
 def test_longrope_beyond_the_original_length_uses_the_long_factors(

@@ -11,30 +11,22 @@ import gguf
 import pytest
 import torch
 from gguf import GGUFWriter
+from runtime_support.reference_models import CLOSE, EXPERTS, LLAMA_3, logits_of
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 from megatron_runtime.model.gguf_config import gguf_config
 from megatron_runtime.model.gguf_file import GgufFile
 
-LLAMA_3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+WHOLE_EXPERTS = EXPERTS | {"moe_intermediate_size": 32, "norm_topk_prob": True}
+"""Of sizes that GGUF's blocks of 32 divide."""
 GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 16}
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
 WriteGguf = Callable[..., Path]
 
 
-@torch.inference_mode()
 def assert_same_logits(path: Path, model: Any, paged_requests: Any) -> None:
     tokens = list(range(1, 40))
-    expected = model(torch.tensor([tokens])).logits[0]
+    expected = logits_of(model, tokens)
     logits = paged_requests(load_model(path, dtype="float32")).forward({"it": tokens})["it"]
     torch.testing.assert_close(logits, expected, **CLOSE)
 
@@ -48,7 +40,7 @@ def assert_same_logits(path: Path, model: Any, paged_requests: Any) -> None:
         ("Qwen2", {}),
         ("Qwen3", {"head_dim": 32}),
         ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
-        ("Qwen3Moe", EXPERTS),
+        ("Qwen3Moe", WHOLE_EXPERTS),
         ("Gemma", {}),
         ("Gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
         ("Gemma3", GEMMA | {"num_hidden_layers": 7}),
@@ -184,6 +176,6 @@ def test_experts_that_do_not_fit_the_metadata_are_named(
             writer.kv_data[0].pop(f"qwen3moe.{name}", None)
             writer.add_uint32(f"qwen3moe.{name}", number)
 
-    path = write_gguf(tmp_path / "model.gguf", model_of_blocks("Qwen3Moe", **EXPERTS), metadata=change)
+    path = write_gguf(tmp_path / "model.gguf", model_of_blocks("Qwen3Moe", **WHOLE_EXPERTS), metadata=change)
     with pytest.raises(CheckpointError, match=re.escape(said)):
         inspect_checkpoint(path)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from runtime_support.reference_models import CLOSE, logits_of
 
 from megatron_runtime.model.checkpoint import load_model
 from megatron_runtime.model.gguf_file import GgufFile
@@ -41,7 +42,6 @@ KIN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 KINDS = sorted({GGMLQuantizationType.F32, GGMLQuantizationType.F16, *gguf.quants._type_traits})
 FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
 TOKENS = list(range(1, 20))
 
 
@@ -92,7 +92,7 @@ def test_a_quantized_model_has_the_logits_of_its_dequantized_weights(
     before = model.model.layers[0].self_attn.q_proj.weight.clone()
     path = write_gguf(tmp_path / "model.gguf", model, kind=kind, draw=lambda shape: blocks(kind, shape))
     assert not torch.equal(model.model.layers[0].self_attn.q_proj.weight, before)
-    expected = model(torch.tensor([TOKENS])).logits[0]
+    expected = logits_of(model, TOKENS)
     assert expected.std() > 0.01
     decoder = load_model(path, dtype="float32")
     torch.testing.assert_close(paged_requests(decoder, num_blocks=8).forward({"it": TOKENS})["it"], expected, **CLOSE)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from runtime_support.reference_models import CLOSE
 from safetensors.torch import load_file
 
 from megatron_runtime.errors import CheckpointError
@@ -30,7 +31,7 @@ def assert_megatron_s_logits(folder: Path, expected: Path, paged_requests: Any) 
     stored = load_file(expected)
     with torch.inference_mode():
         ours = paged_requests(load_model(folder, dtype="float32")).forward({"it": stored["tokens"].tolist()})["it"]
-    torch.testing.assert_close(ours, stored["logits"], atol=1e-4, rtol=0.0)
+    torch.testing.assert_close(ours, stored["logits"], **CLOSE)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in WRITTEN.glob("*.zip")))

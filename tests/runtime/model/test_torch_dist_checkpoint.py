@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
+from runtime_support.reference_models import CLOSE, EXPERTS, logits_of
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 NORM = {
     "input_layernorm": "self_attention.linear_qkv.layer_norm_",
     "post_attention_layernorm": "mlp.linear_fc1.layer_norm_",
@@ -103,11 +102,10 @@ def save(folder: Path, model: Any, state: dict[str, Any]) -> None:
     model.config.save_pretrained(folder)
 
 
-@torch.inference_mode()
 def assert_same_logits(folder: Path, model: Any, paged_requests: Any) -> None:
     tokens = list(range(1, 40))
     ours = paged_requests(load_model(folder, dtype="float32")).forward({"it": tokens})["it"]
-    torch.testing.assert_close(ours, model(torch.tensor([tokens])).logits[0], **CLOSE)
+    torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
 
 
 @pytest.mark.parametrize("layout", ["stacked", "layers apart", "all apart"])

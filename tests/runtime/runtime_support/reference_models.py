@@ -1,0 +1,55 @@
+"""Models of transformers to hold ours against: how they are made, what they say, and how close ours must come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+CLOSE = {"atol": 1e-4, "rtol": 0.0}
+"""How far logits in float32 may be from those of transformers."""
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+"""The usual ones are beyond so small a vocabulary."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 2.0, 4.0, 7.0],
+    "original_max_position_embeddings": 16,
+}
+CLASSES = {"Gemma3Config": "Gemma3TextConfig", "GPT2ForCausalLM": "GPT2LMHeadModel"}
+"""Those whose names do not follow from the family's."""
+
+
+def new_model(family: str, *, kind: str = "ForCausalLM", **settings: Any) -> Any:
+    """A model of ``family`` (as transformers spells it in class names) as transformers initialises it, from seed 0."""
+    torch.manual_seed(0)
+    config_class, model_class = (CLASSES.get(family + end, family + end) for end in ("Config", kind))
+    config = getattr(transformers, config_class)(**(NO_SPECIAL_TOKENS | settings))
+    return getattr(transformers, model_class)(config).eval()
+
+
+@torch.inference_mode()
+def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
+    """[tokens, vocab]."""
+    return model(torch.tensor([tokens])).logits[0]
