@@ -150,6 +150,40 @@ async def test_a_manifest_that_cannot_be_a_process_is_refused(
     assert pods.statuses() == []
 
 
+@pytest.mark.parametrize(
+    ("container", "words"),
+    [
+        ({"volumeMounts": [{"mountPath": "/x"}]}, r"volumeMounts\[0\]\.name: missing beside mountPath; .* add it"),
+        ({"volumeMounts": ["/x"]}, r"volumeMounts\[0\]: '/x' is no object; write one that has the field mountPath"),
+        ({"volumeMounts": [{"name": "host", "mountPath": "/x"}]}, r"spec\.volumes\[0\]\.hostPath\.path: missing"),
+        ({"volumeMounts": [{"name": "keys", "mountPath": "/x"}]}, r"spec\.volumes\[1\]\.secret\.items\[0\]\.path: "),
+        ({"env": [{"value": "1"}]}, r"spec\.containers\[0\]\.env\[0\]\.name: missing beside value"),
+        ({"env": [{"name": "X", "valueFrom": {"fieldRef": {}}}]}, r"env X: valueFrom\.fieldRef\.fieldPath: missing"),
+        (
+            {"env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "keys", "optional": True}}}]},
+            r"env X: valueFrom\.secretKeyRef\.key: missing beside name, optional; a pod needs it, add it",
+        ),
+        ({"ports": [{"containerPort": "http"}]}, r"ports\[0\]\.containerPort: 'http' is no number; write one"),
+        ({"readinessProbe": {"httpGet": {"path": "/"}}}, r"readinessProbe\.httpGet\.port: missing beside path"),
+        (
+            {"startupProbe": {"httpGet": {"port": 1}, "periodSeconds": "2s"}},
+            r"startupProbe\.periodSeconds: '2s' is no number",
+        ),
+    ],
+)
+async def test_a_field_that_a_pod_lacks_or_spoils_is_named_with_what_stands_there(
+    pods: ProcessPods, container: dict[str, Any], words: str
+) -> None:
+    manifest = pod("pass", **container)
+    manifest["spec"]["volumes"] = [
+        {"name": "host", "hostPath": {}},
+        {"name": "keys", "secret": {"secretName": "keys", "items": [{"key": "token"}]}},
+    ]
+    with pytest.raises(PodError, match=words):
+        pods.start(manifest)
+    assert pods.statuses() == []
+
+
 async def test_container_paths_become_paths_of_this_machine(tmp_path: Path) -> None:
     mapped = ProcessPods(tmp_path / "pods", paths=PathMap().plus("/models", tmp_path / "here"))
     pods_code = "import sys; print(sys.argv[1:])"

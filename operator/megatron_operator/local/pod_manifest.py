@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,34 @@ SecretReader = Callable[[str, str], Mapping[str, str]]
 """(namespace, Secret's name) -> its keys and plain values; raises KeyError."""
 
 DEFAULT_GRACE_SECONDS = 30
+CONTAINER = "spec.containers[0]"
+"""Where errors say that the one container stands."""
 REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
 FIELD_KEY = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 
 class PodError(Exception):
     """The manifest cannot be run as a process here; ``str()`` names the field, the value and the mend."""
+
+
+def needed(entry: Any, field: str, where: str) -> Any:
+    """What the object ``entry``, found at ``where``, says of a field that a pod can't do without. Raises PodError."""
+    if not isinstance(entry, Mapping):
+        raise PodError(f"{where}: {entry!r} is no object; write one that has the field {field}")
+    if entry.get(field) in (None, ""):
+        found = ", ".join(sorted(entry)) or "nothing"
+        raise PodError(f"{where}.{field}: missing beside {found}; a pod needs it, add it")
+    return entry[field]
+
+
+def number(entry: Json, field: str, where: str, default: float | None = None) -> float:
+    """The same for a field that is a number; it may be missing where there is a ``default``. Raises PodError."""
+    absent = default is not None and entry.get(field) is None
+    value: Any = default if absent else needed(entry, field, where)
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise PodError(f"{where}.{field}: {value!r} is no number; write one") from None
 
 
 @dataclass(frozen=True)
@@ -105,17 +127,22 @@ def main_container(manifest: Json) -> Json:
 
 def container_ports(container: Json) -> list[int]:
     """The ports that the container says it listens on."""
-    return [int(port["containerPort"]) for port in container.get("ports") or []]
+    return [port for port, _ in _ports(container)]
 
 
 def named_ports(container: Json) -> dict[str, int]:
     """Those of the container's ports that have a name, by it."""
-    return {port["name"]: int(port["containerPort"]) for port in container.get("ports") or [] if "name" in port}
+    return {name: port for port, name in _ports(container) if name is not None}
+
+
+def _ports(container: Json) -> Iterator[tuple[int, str | None]]:
+    for index, port in enumerate(container.get("ports") or []):
+        yield int(number(port, "containerPort", f"{CONTAINER}.ports[{index}]")), port.get("name")
 
 
 def numbered_port(container: Json, port: int | str) -> int:
     """A port by number or by name. Raises PodError for a name that the container does not have."""
-    if isinstance(port, int) or port.isdigit():
+    if str(port).isdigit():
         return int(port)
     named = named_ports(container)
     if port not in named:
@@ -129,27 +156,33 @@ def volume_paths(manifest: Json, folder: Path, read_secret: SecretReader, given:
     Raises PodError for a volume that only a cluster has, unless ``given`` maps its mount path.
     """
     namespace = manifest["metadata"].get("namespace", "default")
-    volumes = {volume["name"]: volume for volume in manifest["spec"].get("volumes") or []}
+    volumes: dict[str, tuple[Json, str]] = {}
+    for index, volume in enumerate(manifest["spec"].get("volumes") or []):
+        where = f"spec.volumes[{index}]"
+        volumes[needed(volume, "name", where)] = volume, where
     paths = given
-    for mount in main_container(manifest).get("volumeMounts") or []:
-        mount_path = str(mount["mountPath"])
-        volume = volumes.get(mount["name"], {})
+    for index, mount in enumerate(main_container(manifest).get("volumeMounts") or []):
+        at = f"{CONTAINER}.volumeMounts[{index}]"
+        mount_path, name = str(needed(mount, "mountPath", at)), needed(mount, "name", at)
+        volume, where = volumes.get(name, ({}, ""))
         if given.apply(mount_path) != mount_path or ("emptyDir" in volume and Path(mount_path).is_dir()):
             continue  # mapped by the user, or a folder that every machine has, like /tmp
-        paths = paths.plus(mount_path, _volume_here(volume, mount, folder, namespace, read_secret))
+        paths = paths.plus(mount_path, _volume_here(volume, where, mount, folder, namespace, read_secret))
     return paths
 
 
-def _volume_here(volume: Json, mount: Json, folder: Path, namespace: str, read_secret: SecretReader) -> Path:
-    below = str(mount.get("subPath", ""))
+def _volume_here(
+    volume: Json, where: str, mount: Json, folder: Path, namespace: str, read_secret: SecretReader
+) -> Path:
+    below = str(mount.get("subPath") or "")
     here = folder / "volumes" / str(volume.get("name"))
     if "emptyDir" in volume:
         (here / below).mkdir(parents=True, exist_ok=True)
         return here / below
     if "hostPath" in volume:
-        return Path(volume["hostPath"]["path"]) / below
+        return Path(needed(volume["hostPath"], "path", f"{where}.hostPath")) / below
     if "secret" in volume:
-        _write_secret(here, volume["secret"], namespace, read_secret)
+        _write_secret(here, volume["secret"], f"{where}.secret", namespace, read_secret)
         return here / below
     path = mount["mountPath"]
     kind = ", ".join(sorted(set(volume) - {"name"})) or "nothing"
@@ -158,14 +191,15 @@ def _volume_here(volume: Json, mount: Json, folder: Path, namespace: str, read_s
     )
 
 
-def _write_secret(here: Path, secret: Json, namespace: str, read_secret: SecretReader) -> None:
-    name = secret["secretName"]
+def _write_secret(here: Path, secret: Json, where: str, namespace: str, read_secret: SecretReader) -> None:
+    name = needed(secret, "secretName", where)
     items = secret.get("items") or [{"key": key, "path": key} for key in _secret(read_secret, namespace, name)]
     here.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for item in items:
-        target = here / item["path"]
+    for index, item in enumerate(items):
+        key, path = (needed(item, field, f"{where}.items[{index}]") for field in ("key", "path"))
+        target = here / path
         target.touch(mode=0o600)
-        target.write_text(_secret_value(read_secret, namespace, name, item["key"]))
+        target.write_text(_secret_value(read_secret, namespace, name, key))
 
 
 def _secret(read_secret: SecretReader, namespace: str, name: str) -> Mapping[str, str]:
@@ -206,25 +240,24 @@ def environment(container: Json, pod: PodIdentity, address: str, read_secret: Se
     if container.get("envFrom"):
         raise PodError("envFrom: not possible for processes; list the variables under env")
     values: dict[str, str] = {}
-    for variable in container.get("env") or []:
-        name, source = variable["name"], variable.get("valueFrom") or {}
+    for index, variable in enumerate(container.get("env") or []):
+        name = needed(variable, "name", f"{CONTAINER}.env[{index}]")
+        source, where = variable.get("valueFrom") or {}, f"env {name}: valueFrom"
         if not source:
             values[name] = expand(str(variable.get("value", "")), values)
         elif "fieldRef" in source:
-            values[name] = field_value(source["fieldRef"]["fieldPath"], pod, address)
+            values[name] = field_value(needed(source["fieldRef"], "fieldPath", f"{where}.fieldRef"), pod, address)
         elif "secretKeyRef" in source:
-            _add_secret(values, name, source["secretKeyRef"], pod.namespace, read_secret)
+            ref = source["secretKeyRef"]
+            secret, key = (needed(ref, field, f"{where}.secretKeyRef") for field in ("name", "key"))
+            try:
+                values[name] = _secret_value(read_secret, pod.namespace, secret, key)
+            except PodError:
+                if not ref.get("optional"):
+                    raise
         else:
-            raise PodError(f"env {name}: valueFrom {', '.join(source)} is not possible for processes; write a value")
+            raise PodError(f"{where} {', '.join(source)} is not possible for processes; write a value")
     return values
-
-
-def _add_secret(values: dict[str, str], name: str, ref: Json, namespace: str, read_secret: SecretReader) -> None:
-    try:
-        values[name] = _secret_value(read_secret, namespace, ref["name"], ref["key"])
-    except PodError:
-        if not ref.get("optional"):
-            raise
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from megatron_operator.local.pod_manifest import PodError, numbered_port
+from megatron_operator.local.pod_manifest import PodError, needed, number, numbered_port
 
 LONGEST_WAIT_SECONDS = 0.5
 """A cluster spares its nodes and asks every few seconds; asking oneself costs nothing, and readiness shows sooner."""
@@ -44,16 +44,18 @@ class Probe:
             return None
         if "httpGet" not in spec:
             raise PodError(f"{kind}: only httpGet is possible for processes")
-        get = spec["httpGet"]
+        get, where = spec["httpGet"], f"{kind}.httpGet"
+        port = numbered_port(container, needed(get, "port", where))
+        headers = enumerate(get.get("httpHeaders") or [])
         return cls(
             path=get.get("path", "/"),
-            port=numbered_port(container, get["port"]),
+            port=port,
             scheme=str(get.get("scheme", "HTTP")).lower(),
-            headers={item["name"]: item["value"] for item in get.get("httpHeaders") or []},
-            initial_delay=float(spec.get("initialDelaySeconds", 0)),
-            period=float(spec.get("periodSeconds", 10)),
-            timeout=float(spec.get("timeoutSeconds", 1)),
-            failure_threshold=int(spec.get("failureThreshold", 3)),
+            headers={needed(it, "name", f"{where}.httpHeaders[{i}]"): str(it.get("value", "")) for i, it in headers},
+            initial_delay=number(spec, "initialDelaySeconds", kind, 0),
+            period=number(spec, "periodSeconds", kind, 10),
+            timeout=number(spec, "timeoutSeconds", kind, 1),
+            failure_threshold=int(number(spec, "failureThreshold", kind, 3)),
         )
 
     async def passes(self, client: httpx.AsyncClient, address: str) -> bool:
