@@ -201,11 +201,12 @@ class Launcher:
     async def _control_api(self) -> AsyncIterator[None]:
         sock = bind_control(self._options)
         leader = self._leader
+        folder = None if leader is None else leader.metrics_folder.path
         app = create_control_api(
             self._state,
             None if leader is None else leader.link,
             token=self._options.identity.control_token,
-            metrics=create_exposition(lambda: self._state.facts, None if leader is None else leader.metrics_folder),
+            metrics=create_exposition(lambda: self._state.facts, folder),
         )
         server = HttpServer(app, graceful_seconds=CLOSING_SECONDS)
         serving = asyncio.create_task(server.serve(sockets=[sock]))

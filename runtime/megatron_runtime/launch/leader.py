@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch.engine_link import EngineLink
 from megatron_runtime.launch.keeper import ChildEnd
+from megatron_runtime.launch.metrics_folder import MetricsFolder
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.launch.ports import bind_coordinator, bind_http
@@ -54,7 +52,7 @@ class Leader:
             coordinator_port = int(probe.getsockname()[1])
         self.address = f"tcp://{options.private_host}:{coordinator_port}"
         """Where engines and clients find the coordinator."""
-        self.metrics_folder = Path(tempfile.mkdtemp(prefix="megatron-metrics-"))
+        self.metrics_folder = MetricsFolder()
         self._client = InferenceClient(self.address, key=key)
         self.link = EngineLink(self._client, state, options.identity.lifecycle)
         self._coordinator = KeptCoordinator(
@@ -93,7 +91,7 @@ class Leader:
             replicas=self._options.frontend_replicas,
             request_timeout=self._options.request_timeout,
             api_keys_file=None if keys is None else str(keys),
-            metrics_folder=str(self.metrics_folder),
+            metrics_folder=str(self.metrics_folder.path),
         )
         self._frontends = FrontendGroup(
             options,
@@ -123,7 +121,7 @@ class Leader:
             await asyncio.gather(self._link_run, return_exceptions=True)
         self._client.stop()
         self._http.close()
-        shutil.rmtree(self.metrics_folder, ignore_errors=True)
+        self.metrics_folder.close()
 
     def _coordinator_ended(self, end: ChildEnd) -> None:
         if end.is_bad_input:

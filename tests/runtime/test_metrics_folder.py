@@ -1,0 +1,43 @@
+"""The launcher's folder of metrics does not outlive it for long, however it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_runtime.launch.metrics_folder import MetricsFolder
+
+OWNER = """
+import pathlib, sys, time
+from megatron_runtime.launch.metrics_folder import MetricsFolder
+folder = MetricsFolder(pathlib.Path(sys.argv[1]))
+print(folder.path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_folder_is_gone_when_it_is_closed(tmp_path: Path) -> None:
+    folder = MetricsFolder(tmp_path)
+    (folder.path / "counter_1.db").touch()
+    folder.close()
+    folder.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_launcher_left_is_removed_by_the_next_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
+    stranger = tmp_path / "megatron-metrics-without-a-lock"
+    stranger.mkdir()
+    with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        theirs = Path(owner.stdout.readline().strip())
+        (theirs / "counter_1.db").touch()
+        first = MetricsFolder(tmp_path)
+        assert theirs.exists()
+        owner.kill()
+    assert theirs.exists()
+    second = MetricsFolder(tmp_path)
+    assert not theirs.exists()
+    assert {first.path, second.path, stranger} == set(tmp_path.iterdir())
+    first.close()
+    second.close()
