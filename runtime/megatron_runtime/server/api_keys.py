@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 from pathlib import Path
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.server.errors import ApiError
 
+logger = logging.getLogger(__name__)
+
 
 class ApiKeys:
-    """Follows its file: a key that is added or removed takes effect with the next request."""
+    """Follows its file: a key that is added or removed takes effect with the next request.
+
+    While the file is missing or can't be read the last keys stay in force: its users have done nothing wrong, and
+    nobody else is let in. To take all keys back, empty it.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._version: tuple[int, int] | None = None
         self._digests: list[bytes] = []
+        self._is_readable = True
         try:
-            self._refresh()
-        except OSError as error:
-            raise ConfigurationError(f"MEGATRON_API_KEYS_FILE={path}: can't be read: {error.strerror}") from error
+            self._read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"MEGATRON_API_KEYS_FILE={path}: can't be read: {_reason(error)}") from error
 
     def check(self, authorization: str | None) -> None:
         """Raises ApiError 401 unless the header carries one of the keys."""
@@ -33,6 +41,17 @@ class ApiKeys:
             raise ApiError(401, "no valid API key: send one as Authorization: Bearer <key>", code="invalid_api_key")
 
     def _refresh(self) -> None:
+        try:
+            self._read()
+        except (OSError, UnicodeDecodeError) as error:
+            if self._is_readable:
+                message = "MEGATRON_API_KEYS_FILE=%s: can't be read: %s; the keys read before stay in force"
+                logger.warning(message, self._path, _reason(error))
+            self._is_readable = False
+        else:
+            self._is_readable = True
+
+    def _read(self) -> None:
         status = self._path.stat()
         version = (status.st_mtime_ns, status.st_ino)
         if version == self._version:
@@ -40,6 +59,10 @@ class ApiKeys:
         lines = (line.strip() for line in self._path.read_text().splitlines())
         self._digests = [_digest(line) for line in lines if line and not line.startswith("#")]
         self._version = version
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return str(error.strerror if isinstance(error, OSError) else error)
 
 
 def _digest(key: str) -> bytes:

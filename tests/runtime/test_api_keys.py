@@ -1,0 +1,72 @@
+"""The file of API keys: followed while it is there, and not missed while it is not."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.server.api_keys import ApiKeys
+from megatron_runtime.server.errors import ApiError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nfirst\n")
+    return path
+
+
+def lets_in(keys: ApiKeys, key: str) -> bool:
+    try:
+        keys.check(f"Bearer {key}")
+    except ApiError as refusal:
+        if refusal.status != 401:
+            raise
+        return False
+    return True
+
+
+def replace(file: Path, content: bytes) -> None:
+    """As the kubelet and most editors do it: another file under the same name."""
+    other = file.with_suffix(".new")
+    other.write_bytes(content)
+    other.replace(file)
+
+
+def test_keys_that_come_and_go_take_effect_at_once(file: Path) -> None:
+    keys = ApiKeys(file)
+    assert [lets_in(keys, key) for key in ("first", "second", "# ours", "")] == [True, False, False, False]
+    replace(file, b"second\n")
+    assert [lets_in(keys, key) for key in ("first", "second")] == [False, True]
+    replace(file, b"")
+    assert not lets_in(keys, "second")
+
+
+@pytest.mark.parametrize("loss", ["it vanishes", "it is no text"])
+def test_while_the_file_can_not_be_read_the_last_keys_stay_in_force_and_the_log_says_so_once(
+    loss: str, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys(file)
+    if loss == "it vanishes":
+        file.unlink()
+    else:
+        replace(file, b"\xff\xfe")
+    with caplog.at_level(logging.WARNING):
+        assert [lets_in(keys, key) for key in ("first", "second", "first")] == [True, False, True]
+    (record,) = caplog.records
+    assert f"{file}: can't be read" in record.getMessage()
+    assert "the keys read before stay in force" in record.getMessage()
+    replace(file, b"second\n")
+    assert [lets_in(keys, key) for key in ("first", "second")] == [False, True]
+    file.unlink()
+    with caplog.at_level(logging.WARNING):
+        assert lets_in(keys, "second")
+    assert len(caplog.records) == 2
+
+
+def test_a_file_that_was_never_readable_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"MEGATRON_API_KEYS_FILE=.*nowhere: can't be read: No such file"):
+        ApiKeys(tmp_path / "nowhere")
