@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.errors import ContextOverflowError, InvalidRequestError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
@@ -129,11 +129,10 @@ def _raise_if_failed(request: DynamicInferenceRequest) -> None:
         raise unavailable("the request was aborted", retry_after=RETRY_AFTER_ABORT, code="aborted")
     if not request.failed():
         return
-    payloads = [event.payload for event in request.events if event.payload is not None]
-    error = payloads[-1] if payloads else None
-    message = str(getattr(error, "message", None) or error or "the engine gave no reason")
-    if isinstance(error, InvalidRequestError):
-        raise ApiError(400, message, param=error.field)
-    if error is not None and not getattr(error, "is_transient", True):
-        raise ApiError(400, message, code="context_length_exceeded")
-    raise ApiError(500, f"the engine failed on this request: {message}", kind="server_error", code="engine_error")
+    match error := request.error:
+        case InvalidRequestError():
+            raise ApiError(400, str(error), param=error.field)
+        case ContextOverflowError(is_transient=False):
+            raise ApiError(400, str(error), code="context_length_exceeded")
+    message = f"the engine failed on this request: {error or 'it gave no reason'}"
+    raise ApiError(500, message, kind="server_error", code="engine_error")
