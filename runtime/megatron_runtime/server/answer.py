@@ -13,25 +13,6 @@ from megatron_runtime.server.choice import Delta
 
 
 @dataclass(frozen=True)
-class Usage:
-    """Tokens of prompts and of generated text."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    """Of the prompts' tokens, those that no engine had to compute for this answer."""
-
-    def body(self) -> dict[str, Any]:
-        """As OpenAI's API writes it."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-@dataclass(frozen=True)
 class Answer:
     """One answer to one HTTP request; all chunks of a stream share it."""
 
@@ -44,7 +25,7 @@ class Answer:
 
     def whole(self, kind: str, deltas: Sequence[Delta], choice: Callable[[Delta], dict[str, Any]]) -> dict[str, Any]:
         """The complete answer from the last delta of every choice; ``choice`` writes one as its endpoint does."""
-        usage = UsageMeter(self)
+        usage = _UsageMeter(self)
         for delta in deltas:
             usage.add(delta)
         choices = [choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
@@ -62,7 +43,7 @@ class Answer:
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a stream: the openings, then the pieces of every delta, at last the usage if it is wanted."""
         head = self._head(kind) | ({"usage": None} if include_usage else {})
-        usage = UsageMeter(self)
+        usage = _UsageMeter(self)
         async with aclosing(deltas):
             for opening in openings:
                 yield {**head, "choices": [opening]}
@@ -88,7 +69,7 @@ def _fingerprint(weight_version: int) -> dict[str, Any]:
     return {"system_fingerprint": f"weights-{weight_version}"}
 
 
-class UsageMeter:
+class _UsageMeter:
     """Adds up the usage of an answer from its deltas."""
 
     def __init__(self, answer: Answer) -> None:
@@ -106,4 +87,10 @@ class UsageMeter:
 
     def body(self) -> dict[str, Any]:
         """The usage of all deltas so far, as OpenAI's API writes it."""
-        return Usage(self._answer.prompt_tokens, self._generated, sum(self._cached.values())).body()
+        prompt = self._answer.prompt_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._generated,
+            "total_tokens": prompt + self._generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
