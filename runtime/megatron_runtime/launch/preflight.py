@@ -52,11 +52,12 @@ def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: Avail
         return EnginePlan(wanted, engine.kv_cache_bytes, weights)
     ranks = options.local_ranks
     cache = _cache_bytes(options, facts, weights, available.count // ranks)
-    if ranks * (weights + cache + RANK_OVERHEAD) > available.count:
+    needed = EnginePlan(wanted, cache, weights).total_bytes(ranks)
+    if needed > available.count:
         raise ConfigurationError(
             f"--kv-cache-memory {format_bytes(cache)}: with {format_bytes(weights)} of weights and "
             f"{format_bytes(RANK_OVERHEAD)} for the rest, {ranks} rank(s) need "
-            f"{format_bytes(ranks * (weights + cache + RANK_OVERHEAD))}, but only {available} is available; "
+            f"{format_bytes(needed)}, but only {available} is available; "
             "ask for a smaller cache, a smaller --dtype or fewer replicas, or give the pod more memory"
         )
     return EnginePlan(_length(options, facts, cache, wanted), cache, weights)
@@ -98,24 +99,25 @@ def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, s
             f"{format_bytes(RANK_OVERHEAD)} besides, but its share of the memory is {format_bytes(share)}; give the "
             "pod more memory, or use a smaller --dtype, fewer replicas or a smaller model"
         )
-    least = options.engine.block_size_tokens * facts.kv_bytes_per_token(element_bytes(options.engine))
-    return max(min(USUAL_KV_CACHE, int(left * KV_SHARE)), least)
+    return max(min(USUAL_KV_CACHE, int(left * KV_SHARE)), _block_bytes(options.engine, facts))
+
+
+def _block_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
+    return engine.block_size_tokens * facts.kv_bytes_per_token(element_bytes(engine))
 
 
 def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, wanted: int) -> int:
     """The longest sequence: one must fit into the cache as a whole."""
     engine = options.engine
-    per_token = facts.kv_bytes_per_token(element_bytes(engine))
-    blocks = cache // (per_token * engine.block_size_tokens)
-    fitting = blocks * engine.block_size_tokens
-    if blocks < 1:
-        least = engine.block_size_tokens * per_token
+    block = _block_bytes(engine, facts)
+    fitting = cache // block * engine.block_size_tokens
+    if not fitting:
         raise ConfigurationError(
             f"--kv-cache-memory {format_bytes(cache)}: too small for a single block of {engine.block_size_tokens} "
-            f"tokens; give at least {format_bytes(least)}"
+            f"tokens; give at least {format_bytes(block)}"
         )
     if engine.max_sequence_length is not None and fitting < wanted:
-        needed = (wanted + engine.block_size_tokens) * per_token
+        needed = (wanted + engine.block_size_tokens) * block // engine.block_size_tokens
         raise ConfigurationError(
             f"--max-sequence-length {wanted}: a KV cache of {format_bytes(cache)} holds {fitting} tokens; "
             f"use {fitting} or less, or --kv-cache-memory {format_bytes(needed)} or more"
