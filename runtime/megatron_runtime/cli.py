@@ -13,6 +13,7 @@ import typer
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.launch.identity import TERMINATION_LOG_VARIABLE, Identity
+from megatron_runtime.launch.keeper import HANG_SECONDS, RESET_SECONDS
 from megatron_runtime.launch.launcher import Launcher
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
@@ -66,10 +67,10 @@ def serve(
     max_restarts: Annotated[int, typer.Option(help="Restarts of dead ranks before giving up.")] = 5,
     restart_reset_after: Annotated[
         float, typer.Option(help="Seconds without a restart after which all of them are allowed again.")
-    ] = 3600.0,
+    ] = RESET_SECONDS,
     hang_timeout: Annotated[
         float, typer.Option(help="Seconds of silence after which a process counts as hung and is replaced.")
-    ] = 30.0,
+    ] = HANG_SECONDS,
     replicas: Annotated[int, typer.Option(help="Copies of the model, for a standalone run.")] = 1,
     host: Annotated[str | None, typer.Option(help="Address of the OpenAI endpoint.")] = None,
     port: Annotated[int | None, typer.Option(help="Its port; 0 for any free one. Default: 8000.")] = None,
