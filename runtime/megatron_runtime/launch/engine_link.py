@@ -71,7 +71,7 @@ class EngineLink:
             raise CoordinatorError(f"{name}: no engine is registered with the coordinator")
         task: asyncio.Task[object] = asyncio.create_task(self._signal(name, call, timeout))
         self._signals.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._signal_ended)
         done, _ = await asyncio.wait({task}, timeout=None if wait else EARLY_SECONDS)
         if done:
             task.result()
@@ -86,7 +86,7 @@ class EngineLink:
             raise CoordinatorError(f"{name}: the coordinator did not answer within {timeout:.0f} s") from error
         self._note(await self._client.service_state())
 
-    def _forget(self, task: asyncio.Task[object]) -> None:
+    def _signal_ended(self, task: asyncio.Task[object]) -> None:
         self._signals.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("a signal had no effect: %s", error)
