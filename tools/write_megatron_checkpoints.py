@@ -46,7 +46,8 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 moe_utils.te_general_gemm = None  # it is asked for, but defined with Transformer Engine alone
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "runtime" / "data" / "megatron"
-TOKENS = [(7 * place + 3) % 29 for place in range(24)]
+VOCABULARY = 29
+TOKENS = [(7 * place + 3) % VOCABULARY for place in range(24)]
 ITERATION = 10
 PADDED_VOCABULARY = 32
 
@@ -63,7 +64,7 @@ APART = {"singleton_local_shards": True}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 29,
+    "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
@@ -92,7 +93,7 @@ QWEN3_EXPERTS = LLAMA | {
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
-    "vocab_size": 29,
+    "vocab_size": VOCABULARY,
     "n_embd": 16,
     "n_layer": 2,
     "n_head": 4,
@@ -266,7 +267,7 @@ def write(case: Case, folder: Path) -> None:
         if case.training:
             (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
         (folder / "config.json").write_text(json.dumps(case.hugging_face, indent=1) + "\n")
-        expected = {"tokens": torch.tensor(TOKENS), "logits": found[:, :29].float().contiguous()}
+        expected = {"tokens": torch.tensor(TOKENS), "logits": found[:, :VOCABULARY].float().contiguous()}
         save_file(expected, folder / "expected.safetensors")
 
 
