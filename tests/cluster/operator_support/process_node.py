@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from operator_support.api import Api, Json
+from operator_support.kubelet_status import kubelet_status
 from operator_support.node import PlayedNode
 
 from megatron_operator.local.pod_manifest import PathMap
@@ -46,7 +47,7 @@ class ProcessNode(PlayedNode):
         for status in self.processes.statuses():
             if status.uid in self._pods and self._reported.get(status.uid) != status:
                 self._reported[status.uid] = status
-                await self.report(self._pods[status.uid], status.as_kubernetes(CONTAINER))
+                await self.report(self._pods[status.uid], kubelet_status(status, CONTAINER))
 
     async def close(self) -> None:
         await self.processes.close(grace_seconds=10)
