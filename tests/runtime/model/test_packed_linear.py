@@ -55,18 +55,8 @@ def test_other_devices_and_types_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_loaded_decoder_holds_no_plain_matrix_but_the_embedding(tied: bool, tmp_path: Path) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=tied,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path)
+def test_a_loaded_decoder_holds_no_plain_matrix_but_the_embedding(tied: bool, tmp_path: Path, save_model: Any) -> None:
+    model = save_model(tmp_path, "Llama", tie_word_embeddings=tied)
     decoder = load_model(tmp_path, dtype="float32")
     matrices = {id(parameter) for parameter in decoder.parameters() if parameter.dim() > 1}
     assert matrices == {id(decoder.embedding)}
