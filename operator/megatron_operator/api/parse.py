@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -41,6 +41,11 @@ class InvalidResource(ValueError):
         super().__init__("; ".join(str(error) for error in errors))
         self.errors = tuple(errors)
 
+    @classmethod
+    def of(cls, field: str, value: Any, message: str) -> Self:
+        """For a single mistake."""
+        return cls([FieldError(field, value, message)])
+
 
 def parse_resource(obj: Mapping[str, Any]) -> MegatronInference:
     """The resource that ``obj`` (a parsed YAML document or an API object) describes.
@@ -48,7 +53,7 @@ def parse_resource(obj: Mapping[str, Any]) -> MegatronInference:
     A status left by another version is read as far as it can be. Raises InvalidResource with all mistakes at once.
     """
     if not isinstance(obj, Mapping):
-        raise InvalidResource([FieldError("(document)", obj, f"is no resource; start it with kind: {KIND}")])
+        raise InvalidResource.of("(document)", obj, f"is no resource; start it with kind: {KIND}")
     errors = [*_identity_errors(obj)]
     if errors:
         raise InvalidResource(errors)

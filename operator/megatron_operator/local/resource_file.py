@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatron_operator.api.parse import FieldError, InvalidResource, parse_resource
+from megatron_operator.api.parse import InvalidResource, parse_resource
 from megatron_operator.api.v1alpha1 import KIND, MegatronInference
 
 
@@ -38,13 +38,11 @@ class ResourceFile:
         try:
             documents = [document for document in yaml.safe_load_all(self.path.read_text()) if document is not None]
         except OSError as error:
-            raise InvalidResource(
-                [FieldError("file", str(self.path), f"{error.strerror}; give a readable file")]
-            ) from error
+            raise InvalidResource.of("file", str(self.path), f"{error.strerror}; give a readable file") from error
         except UnicodeDecodeError as error:
-            raise InvalidResource([FieldError("file", str(self.path), "is no text; give a YAML file")]) from error
+            raise InvalidResource.of("file", str(self.path), "is no text; give a YAML file") from error
         except yaml.YAMLError as error:
-            raise InvalidResource([FieldError("file", str(self.path), _yaml_words(error))]) from error
+            raise InvalidResource.of("file", str(self.path), _yaml_words(error)) from error
         return _document(self.path, documents)
 
     def has_changed(self) -> bool:
@@ -76,26 +74,24 @@ def _document(path: Path, documents: list[Any]) -> ResourceDocument:
             resources.append(document)
     if len(resources) != 1:
         found = f"holds {len(resources)} resources; leave one {KIND} in it (Secrets may stand beside it)"
-        raise InvalidResource([FieldError("file", str(path), found)])
+        raise InvalidResource.of("file", str(path), found)
     return ResourceDocument(resources[0], parse_resource(resources[0]), secrets)
 
 
 def _secret(document: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
     name = _object(document, "metadata").get("name")
     if not name:
-        raise InvalidResource([FieldError("Secret.metadata.name", name, "is missing; set it")])
+        raise InvalidResource.of("Secret.metadata.name", name, "is missing; set it")
     values = {}
     for key, value in _object(document, "data").items():
         try:
             values[key] = base64.b64decode(value, validate=True).decode()
         except (binascii.Error, TypeError, ValueError):
             words = "is not base64; write it under stringData instead"
-            raise InvalidResource([FieldError(f"Secret.data.{key}", "(hidden)", words)]) from None
+            raise InvalidResource.of(f"Secret.data.{key}", "(hidden)", words) from None
     for key, value in _object(document, "stringData").items():
         if not isinstance(value, str):
-            raise InvalidResource(
-                [FieldError(f"Secret.stringData.{key}", "(hidden)", "must be text; put it in quotes")]
-            )
+            raise InvalidResource.of(f"Secret.stringData.{key}", "(hidden)", "must be text; put it in quotes")
         values[key] = value
     return {str(name): values}
 
@@ -103,7 +99,7 @@ def _secret(document: Mapping[str, Any]) -> Mapping[str, Mapping[str, str]]:
 def _object(secret: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     found = secret.get(field) or {}
     if not isinstance(found, Mapping):
-        raise InvalidResource([FieldError(f"Secret.{field}", "(hidden)", "must be an object; correct it")])
+        raise InvalidResource.of(f"Secret.{field}", "(hidden)", "must be an object; correct it")
     return found
 
 

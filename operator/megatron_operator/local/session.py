@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_operator.api.parse import FieldError, InvalidResource
+from megatron_operator.api.parse import InvalidResource
 from megatron_operator.api.v1alpha1 import ConditionType, Phase, Status
 from megatron_operator.local.pod_manifest import PathMap
 from megatron_operator.local.process_pod import log_tail
@@ -176,11 +176,11 @@ class LocalSession:
                 old, new = getattr(before, field), getattr(resource.metadata, field)
                 if old != new:
                     mend = f"cannot change while it runs; write {old} again, or end this session first"
-                    raise InvalidResource([FieldError(f"metadata.{field}", new, mend)])
+                    raise InvalidResource.of(f"metadata.{field}", new, mend)
         validated(document.obj, self._settings)
         source = resource.spec.model.source.path
         if source is not None and not Path(self._paths.apply(source)).exists():
-            raise InvalidResource([FieldError("spec.model.source.path", source, self._no_such_path(source))])
+            raise InvalidResource.of("spec.model.source.path", source, self._no_such_path(source))
         self._world.bring(document.secrets)
         self._world.local_ranks = resource.spec.replicas * resource.spec.parallelism.ranks
         if not self._generation or document.obj["spec"] != self._document.obj["spec"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_operator.api.parse import FieldError, InvalidResource
+from megatron_operator.api.parse import InvalidResource
 
 MERGE_KEYS = {
     "containers": "name",
@@ -50,11 +50,11 @@ def merged(base: Mapping[str, Any], override: Mapping[str, Any], path: str = "")
 def _merged_value(field: str, base: Any, override: Any, path: str) -> Any:
     if isinstance(base, Mapping):
         if not isinstance(override, Mapping):
-            raise InvalidResource([FieldError(path, override, "must be an object, as in a pod; correct it")])
+            raise InvalidResource.of(path, override, "must be an object, as in a pod; correct it")
         return merged(base, override, path)
     if isinstance(base, list):
         if not isinstance(override, list):
-            raise InvalidResource([FieldError(path, override, "must be a list, as in a pod; correct it")])
+            raise InvalidResource.of(path, override, "must be a list, as in a pod; correct it")
         return _merged_list(field, base, override, path)
     return override
 
@@ -68,8 +68,8 @@ def _merged_list(field: str, base: list[Any], override: list[Any], path: str) ->
     items = {item[key]: item for item in base}
     for position, item in enumerate(override):
         if not isinstance(item, Mapping) or key not in item:
-            mistake = FieldError(f"{path}[{position}]", item, f"needs the field {key}, by which it is merged; add it")
-            raise InvalidResource([mistake])
+            mend = f"needs the field {key}, by which it is merged; add it"
+            raise InvalidResource.of(f"{path}[{position}]", item, mend)
         name = item[key]
         items[name] = merged(items[name], item, f"{path}[{position}]") if name in items else item
     return list(items.values())
