@@ -12,10 +12,10 @@ from pathlib import Path
 
 import uvloop
 
-from megatron_runtime.errors import MegatronInferenceError
+from megatron_runtime.errors import ConfigurationError, MegatronInferenceError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch.keeper import error_report
-from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
+from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.model.tokenizer_files import load_tokenizer
 from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.api_keys import ApiKeys
@@ -38,12 +38,17 @@ async def _serve(link: ParentLink) -> int:
     options = FrontendOptions.deserialize(link.options)
     try:
         tokenizer = load_tokenizer(options.tokenizer_path)
-        api_keys = ApiKeys(Path(options.api_keys_file)) if options.api_keys_file else None
         client = InferenceClient(options.coordinator_address, key=os.environ.get(KEY_VARIABLE))
     except MegatronInferenceError as error:
         link.report(error=error_report(error))
         logger.error("%s", error)
         return EXIT_BAD_INPUT
+    try:
+        api_keys = ApiKeys(Path(options.api_keys_file)) if options.api_keys_file else None
+    except ConfigurationError as error:
+        # The group could read them when it was made: they may come back, so another try is worth it.
+        logger.error("%s", error)
+        return EXIT_FAILURE
     client.start()
     admission = Admission(client, replica_wait=options.replica_wait, retry_after=options.retry_after)
     app = create_app(Frontend(options, client, tokenizer, admission, api_keys))

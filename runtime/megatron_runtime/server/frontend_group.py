@@ -8,12 +8,14 @@ import signal
 import socket
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_runtime.bell import Bell
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.keeper import HANG_SECONDS, ChildEnd, Keeper
+from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.security import key_environment
 
@@ -29,6 +31,9 @@ class FrontendGroup:
         key: The shared secret of the coordinator, if it has one.
         hang_timeout: Seconds of silence after which a frontend counts as hung, and is replaced.
         on_change: Called whenever a frontend came, went, or begins to listen.
+
+    Raises:
+        ConfigurationError: The file of API keys can't be read.
     """
 
     def __init__(
@@ -40,6 +45,8 @@ class FrontendGroup:
         hang_timeout: float = HANG_SECONDS,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
+        if options.api_keys_file is not None:
+            ApiKeys(Path(options.api_keys_file))
         self.options = options
         self._socket = sock
         self._key = key

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.model
 
@@ -91,6 +92,33 @@ def refused(pod: Any, reason: str) -> str:
     assert written["reason"] == reason
     assert written["message"].splitlines()[0] in pod.words()
     return str(written["message"])
+
+
+def test_a_frontend_that_dies_while_the_file_of_keys_is_gone_comes_back_with_it(
+    start_pod: StartPod, tmp_path: Path
+) -> None:
+    keys, away = tmp_path / "keys", tmp_path / "away"
+    keys.write_text("the-key\n")
+    model = str(write_tiny_checkpoint(tmp_path / "tiny"))
+    flags = ["--model", model, "--kv-cache-memory", "32Mi", "--frontend-replicas", "1"]
+    pod = start_pod(*flags, MEGATRON_API_KEYS_FILE=str(keys)).wait_ready()
+    headers = {"Authorization": "Bearer the-key"}
+    keys.rename(away)
+    assert pod.http.get("/v1/models", headers=headers).status_code == 200
+    os.kill(pod.child("server.frontend"), signal.SIGKILL)
+    pod.wait_for(lambda state: state["restarts"] >= 2)
+    assert f"{keys}: can't be read" in pod.words()
+    away.rename(keys)
+    pod.wait_ready()
+    assert pod.http.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_a_file_of_keys_that_is_not_there_is_refused(start_pod: StartPod, tmp_path: Path) -> None:
+    model = str(write_tiny_checkpoint(tmp_path / "tiny"))
+    pod = start_pod("--model", model, "--kv-cache-memory", "32Mi", MEGATRON_API_KEYS_FILE="/nowhere/keys")
+    assert (
+        refused(pod, "InvalidSpec") == "MEGATRON_API_KEYS_FILE=/nowhere/keys: can't be read: No such file or directory"
+    )
 
 
 def test_a_path_that_does_not_exist_is_refused(start_pod: StartPod) -> None:
