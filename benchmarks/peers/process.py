@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -84,7 +85,8 @@ class StoppedProcess:
         assert self._process.stdin
         assert self._process.stdout
         self._signal(signal.SIGCONT)
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # what it was asked for when it ended is still to be written
+            self._process.stdin.close()
         try:
             self._process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -83,6 +85,16 @@ def test_too_few_tokens_are_an_error(process: ModuleType, tmp_path: Path) -> Non
         pytest.raises(process.ContenderError, match=r"gave \[2, 2\] new tokens, not 3"),
     ):
         contender.run()
+
+
+def test_a_contender_that_died_between_its_turns_is_named_with_its_last_words(
+    process: ModuleType, tmp_path: Path
+) -> None:
+    with process.ContenderProcess("echo", sys.executable, job(process, tmp_path)) as contender:
+        os.kill(contender.run()[1][0][0], signal.SIGKILL)
+        contender._process.wait()
+        with pytest.raises(process.ContenderError, match=r"echo ended while asked to run; (.|\n)*and more of them"):
+            contender.run()
 
 
 def test_a_dtype_that_a_contender_lacks_is_named(process: ModuleType, tmp_path: Path) -> None:
