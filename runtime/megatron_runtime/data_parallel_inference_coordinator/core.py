@@ -16,7 +16,7 @@ from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedule
 from megatron_runtime.data_parallel_inference_coordinator.service import Service
 from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
-from megatron_runtime.data_parallel_inference_coordinator.weight_updates import WeightUpdates
+from megatron_runtime.data_parallel_inference_coordinator.weight_updates import ServiceWeights, WeightUpdates
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message, decode
 from megatron_runtime.wire.complaints import Complaints
@@ -43,6 +43,7 @@ class CoordinatorSettings:
     """Requests with which an engine counts as full in prefix routing."""
     schedule_output_path: str | None = None
     initial_state: CoordinatorState = CoordinatorState.RUNNING
+    initial_weights: ServiceWeights | None = None
     request_timeout: float = 120.0
     """Seconds that a request waits while no engine is there."""
     engine_timeout: float = 5.0
@@ -100,6 +101,7 @@ class Core:
         self.weights = WeightUpdates(
             engines=self.engines,
             outbox=self.outbox,
+            latest=settings.initial_weights,
             is_idle=lambda: self.service.is_idle,
             state=lambda: self.service.state,
         )

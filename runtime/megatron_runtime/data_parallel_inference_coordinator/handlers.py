@@ -105,7 +105,9 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
     core.outbox.put(peer, Headers.REGISTER_ACK, core.epoch)
     core.service.touch()
     core.dispatcher.reconcile(engine, registration.claims, now)
-    core.weights.engine_registered(engine)
+    for outdated in core.weights.engine_registered(engine, registration.weights_path):
+        outdated.ready = False
+        core.service.steer(outdated, now)
     core.service.steer(engine, now)
 
 

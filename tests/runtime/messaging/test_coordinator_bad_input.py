@@ -58,7 +58,7 @@ async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet
     future = client.add_request("mine", PARAMS, request_uuid=name)
     with stranger(fleet.address) as liar:
         load = EngineLoad()
-        liar.send_multipart(codec.encode(Headers.REGISTER, 5, 0, "liar", "RUNNING", True, [], load))
+        liar.send_multipart(codec.encode(Headers.REGISTER, 5, 0, "liar", "RUNNING", True, [], load, ""))
         liar.send_multipart(codec.encode(Headers.ENGINE_REPLY_PARTIAL, [Progress(name, 1, 0, 1)], bodies=[b"x"]))
         liar.send_multipart(codec.encode(Headers.ENGINE_REPLY, [Finished(name, 1)], bodies=[b"x"]))
         assert (await future).generated_tokens == expected_tokens("mine", PARAMS)
@@ -67,7 +67,7 @@ async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet
 async def test_a_reply_that_nobody_can_read_is_an_error_for_its_request_only(fleet: Fleet) -> None:
     client = await fleet.connect()
     with stranger(fleet.address) as engine:
-        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad()))
+        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
         name = b"n" * 16
         future = client.add_request("hello", PARAMS, request_uuid=name)
         await until(lambda: fleet.coordinator and fleet.coordinator.request_id_to_client_id, "the submission")
@@ -80,7 +80,7 @@ async def test_stored_tokens_that_nobody_can_read_fail_their_request_when_the_en
     client = await fleet.connect()
     name = b"n" * 16
     with stranger(fleet.address) as engine:
-        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad()))
+        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
         await fleet.ready(client, 1)
         future = client.add_request("hello", PARAMS, request_uuid=name)
         await until(lambda: fleet.coordinator and fleet.coordinator.request_id_to_client_id, "the submission")

@@ -71,7 +71,7 @@ def bombard(address: str, pid: int) -> int:
     """Send malformed messages as a stranger, as a client and as an engine; returns how many."""
     sent = 0
     rng = random.Random(7)
-    registration = codec.encode(Headers.REGISTER, 7, 0, "x", "RUNNING", True, [], EngineLoad())
+    registration = codec.encode(Headers.REGISTER, 7, 0, "x", "RUNNING", True, [], EngineLoad(), "")
     with stranger(address, KEY) as unknown, stranger(address, KEY) as client, stranger(address, KEY) as engine:
         client.send_multipart(codec.encode(Headers.CONNECT))
         receive(client, Headers.CONNECT_ACK)

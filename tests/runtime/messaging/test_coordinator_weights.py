@@ -131,3 +131,97 @@ async def test_weights_that_nobody_could_load_are_asked_of_nobody_who_comes_late
     fleet.add_engine(late, group=1)
     await fleet.ready(client, 2)
     assert late.weights == []
+
+
+async def test_a_replacement_coordinator_hears_from_the_engines_which_weights_the_service_has(fleet: Fleet) -> None:
+    fleet.add_engine(group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    await asyncio.to_thread(fleet.stop_coordinator)
+    fleet.start_coordinator(initial_state="PAUSED")
+    await fleet.ready(client, 1)
+    late = FakeEngine()
+    fleet.add_engine(late, group=1)
+    await fleet.ready(client, 2)
+    assert late.weights == ["/models/2"]
+    assert await versions(client) == [1, 1]
+    assert await client.update_weights("/models/3") == 2
+    assert await versions(client) == [2, 2]
+
+
+async def test_a_replacement_coordinator_that_is_told_the_weights_has_them_loaded_by_the_first_engine(
+    fleet: Fleet,
+) -> None:
+    await asyncio.to_thread(fleet.stop_coordinator)
+    coordinator = fleet.start_coordinator(initial_weights=(4, "/models/5"))
+    engine = FakeEngine()
+    fleet.add_engine(engine)
+    client = await fleet.connect()
+    result = await client.add_request("hello", PARAMS)
+    assert result.succeeded()
+    assert engine.weights == ["/models/5"]
+    assert await versions(client) == [4]
+    told: list[Any] = []
+    coordinator.on_weights = told.append
+    await client.pause_engines()
+    assert await client.update_weights("/models/6") == 5
+    assert told == [(5, "/models/6")]
+
+
+async def test_weights_that_nobody_could_load_are_taken_back_with_whoever_keeps_them(fleet: Fleet) -> None:
+    fleet.add_engine(FakeEngine(refuses="nowhere"))
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    told: list[Any] = []
+    assert fleet.coordinator is not None
+    fleet.coordinator.on_weights = told.append
+    with pytest.raises(CheckpointError):
+        await client.update_weights("nowhere")
+    assert told == [(2, "nowhere"), (1, "/models/2")]
+
+
+async def test_an_engine_that_was_ready_with_older_weights_is_brought_up_to_date(fleet: Fleet) -> None:
+    updated = FakeEngine()
+    loop = fleet.add_engine(updated, group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    await client.unpause_engines()
+    # The next coordinator meets an engine that was restarted before it meets the one that has the weights.
+    connected = loop._link._register
+    loop._link._dealer._on_connected = lambda: None
+    await asyncio.to_thread(fleet.stop_coordinator)
+    fleet.start_coordinator()
+    behind = FakeEngine()
+    fleet.add_engine(behind, group=1)
+    await fleet.ready(client, 1)
+    assert behind.weights == []
+    connected()
+    await fleet.ready(client, 2)
+    await until(lambda: behind.weights == ["/models/2"], "the update of the other")
+    state = await fleet.ready(client, 2)
+    assert (state.state, [view.state for view in state.engines]) == ("RUNNING", ["RUNNING"] * 2)
+    assert await versions(client) == [1, 1]
+
+
+async def test_tensors_that_an_engine_was_given_beside_the_coordinator_are_told_to_nobody(fleet: Fleet) -> None:
+    loop = fleet.add_engine(group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    assert await loop.update_weights({"a tensor": 1}) == 2  # type: ignore[dict-item]
+    await asyncio.to_thread(fleet.stop_coordinator)
+    fleet.start_coordinator(initial_state="PAUSED")
+    await fleet.ready(client, 1)
+    late = FakeEngine()
+    fleet.add_engine(late, group=1)
+    await fleet.ready(client, 2)
+    assert late.weights == []
+    assert await client.update_weights("/models/2") == 3
+    assert await versions(client) == [3, 3]
