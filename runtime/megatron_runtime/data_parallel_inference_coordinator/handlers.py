@@ -77,12 +77,12 @@ def _stranger(core: Core, peer: bytes) -> MalformedMessage:
 
 
 def _connect(core: Core, peer: bytes, message: Message) -> None:
-    arguments(message, 0)
+    hello = natural(arguments(message, 1)[0], "hello")
     if core.engines.get(peer) is not None:
         raise MalformedMessage("an engine tried to connect as a client")
     client = core.clients.setdefault(peer, ClientEntry(peer, core.clock()))
     client.last_seen = core.clock()
-    core.outbox.put(peer, Headers.CONNECT_ACK, core.epoch, core.settings.hash_block_size)
+    core.outbox.put(peer, Headers.CONNECT_ACK, core.epoch, core.settings.hash_block_size, hello)
 
 
 def _register(core: Core, peer: bytes, message: Message) -> None:

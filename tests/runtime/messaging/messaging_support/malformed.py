@@ -23,7 +23,7 @@ BATCHES = (
     Headers.REQUEST_FAILED,
 )
 TO_COORDINATOR = {
-    Headers.CONNECT: 0,
+    Headers.CONNECT: 1,
     Headers.REGISTER: 8,
     Headers.HEARTBEAT: 2,
     Headers.STATE: 1,
