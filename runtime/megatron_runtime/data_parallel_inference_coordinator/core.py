@@ -169,12 +169,13 @@ class Core:
 
     def lose_engine(self, identity: bytes, reason: str, *, failed: bool = False) -> EngineEntry | None:
         """Take an engine out of the pool and hand its requests on; ``failed`` if its own work was the reason."""
-        engine = self.engines.remove(identity)
+        now = self.clock()
+        engine = self.engines.remove(identity, now)
         if engine is not None:
             logger.info("%s is gone: %s", engine.name, reason)
             self.outbox.forget(identity)
             self.router.forget(identity)
-            self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", self.clock(), failed=failed)
+            self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", now, failed=failed)
             self.service.engine_gone(engine)
             self.weights.engine_gone(engine)
         return engine

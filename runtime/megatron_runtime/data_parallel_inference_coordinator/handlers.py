@@ -89,7 +89,8 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
     registration = Registration.parse(message)
     if peer in core.clients:
         raise MalformedMessage("a client tried to register as an engine")
-    refusal = core.engines.refusal(registration)
+    now = core.clock()
+    refusal = core.engines.refusal(registration, now)
     if refusal is not None:
         logger.warning("refused an engine: %s", refusal)
         core.lose_engine(peer, refusal)
@@ -99,7 +100,6 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
         core.lose_engine(predecessor.identity, f"attempt {registration.attempt} of its group has registered")
         if predecessor.identity != peer:
             core.outbox.put(predecessor.identity, Headers.REGISTER_REFUSED, "another engine serves this group now")
-    now = core.clock()
     engine = core.engines.register(peer, registration, now)
     logger.info("%s registered, %s", engine.name, engine.state.value)
     core.outbox.put(peer, Headers.REGISTER_ACK, core.epoch)
