@@ -131,7 +131,8 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         them, with the keys and values that they have.
 
         Args:
-            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them.
+            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them, which may also
+                be in a safetensors file, given by its path.
 
         Returns:
             How often the weights were updated; results that end from now on say so as ``weight_version``.

@@ -240,7 +240,8 @@ class InferenceClient:
     def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
         """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
 
-        Sent at once, like the signals. Engines that register later load them before they get requests.
+        Sent at once, like the signals. Engines that register later load them before they get requests: keep the files
+        until the next update. Named tensors go by such a file: ``safetensors.torch.save_file`` writes it, say to /dev/shm.
 
         Returns:
             An awaitable of the weights' version, which results have as ``weight_version``.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+from safetensors.torch import save_file
 
+from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.errors import CheckpointError, InvalidStateError, TransitionTimeoutError
 from megatron_runtime.headers import EngineState
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(num_tokens_to_generate=5, seed=5)
@@ -225,3 +230,31 @@ async def test_tensors_that_an_engine_was_given_beside_the_coordinator_are_told_
     assert late.weights == []
     assert await client.update_weights("/models/2") == 3
     assert await versions(client) == [3, 3]
+
+
+async def test_named_tensors_reach_the_engines_of_other_processes_by_a_file(fleet: Fleet, tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "tiny")
+    for group in range(2):
+        fleet.spawn_engine(group=group, checkpoint=checkpoint)
+    model = load_model(checkpoint, dtype="float32")
+    named = {name: -view if "down_proj" in name else view.clone() for name, view in model.destinations().items()}
+    save_file(named, tmp_path / "step.safetensors")
+    client = await fleet.connect()
+    await fleet.ready(client, 2)
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    params = SamplingParams(temperature=0, num_tokens_to_generate=20, ignore_eos=True)
+
+    async def ask_all() -> list[Any]:
+        return [result[-1] for result in await asyncio.gather(*(client.add_request(it, params) for it in prompts))]
+
+    before = await ask_all()
+    await client.pause_engines()
+    assert await client.update_weights(tmp_path / "step.safetensors") == 1
+    await client.unpause_engines()
+    after = await ask_all()
+    direct = MegatronLLM(model=model, tokenizer=load_tokenizer(checkpoint))
+    direct.update_weights(named)
+    expected = [request.generated_tokens for request in direct.generate(prompts, params)]
+    assert [request.generated_tokens for request in after] == expected
+    assert expected != [request.generated_tokens for request in before]
+    assert [request.weight_version for request in [*before, *after]] == [0, 0, 1, 1]
