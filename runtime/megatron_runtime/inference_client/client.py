@@ -241,7 +241,7 @@ class InferenceClient:
         """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
 
         Sent at once, like the signals. Engines that register later load them before they get requests: keep the files
-        until the next update. Named tensors go by such a file: ``safetensors.torch.save_file`` writes it, say to /dev/shm.
+        until the next update. Named tensors go by a file: ``safetensors.torch.save_file`` writes it, say to /dev/shm.
 
         Returns:
             An awaitable of the weights' version, which results have as ``weight_version``.
