@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
 import time
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
 
 import msgpack
 import zmq
 import zmq.asyncio
 
 from coordinators.engines import STEP_SECONDS, Frames, serve_engines
+from coordinators.processes import start_processes
 from coordinators.protocol import Setup, serve
 
 WHOLE, STREAM, PARTIAL, LAST = b"whole", b"stream", b"partial", b"last"
 
 
-def forward(pipe: Connection, engines: int) -> None:
+def forward(pipe: Connection, ready: Event, engines: int) -> None:
     """The coordinator: what comes from an engine names its client; what comes from a client goes to the next engine."""
     router: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
     pipe.send(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
     known = [router.recv_multipart()[0] for _ in range(engines)]
-    pipe.send("ready")
+    ready.set()
     turns = itertools.cycle(known)
     known_set = frozenset(known)
     while True:
@@ -95,15 +97,8 @@ class Forwarder:
 
 async def open_stand(setup: Setup, _prefix_routing: bool) -> Forwarder:
     """The same with prefix routing, which it does not have."""
-    spawn = multiprocessing.get_context("spawn")
-    here, there = spawn.Pipe()
-    coordinator = spawn.Process(target=forward, args=(there, setup.engines), daemon=True)
-    coordinator.start()
-    address = await asyncio.to_thread(here.recv)
-    spawn.Process(target=serve_engines, args=(Engine, address, setup.engines), daemon=True).start()
-    await asyncio.to_thread(here.recv)
-    assert coordinator.pid
-    return Forwarder(coordinator.pid, address)
+    work = partial(serve_engines, Engine, engines=setup.engines)
+    return Forwarder(*await start_processes(forward, setup.engines, work=work))
 
 
 if __name__ == "__main__":

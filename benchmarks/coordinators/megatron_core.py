@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+from functools import partial
 from typing import Any
 
 import msgpack
@@ -15,6 +15,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest, S
 from megatron.core.inference.sampling_params import SamplingParams
 
 from coordinators.engines import Frames, serve_engines
+from coordinators.processes import start_processes
 from coordinators.protocol import Setup, serve
 
 MAX_REQUESTS = 256
@@ -50,7 +51,7 @@ class Engine:
 
 
 class MegatronStand:
-    """Its coordinator with engines and a client."""
+    """Its coordinator with engines and a client. Those that are released so far have no message for single tokens."""
 
     def __init__(self, coordinator: int, address: str) -> None:
         self.coordinator = coordinator
@@ -61,30 +62,22 @@ class MegatronStand:
         params = SamplingParams(num_tokens_to_generate=answer_tokens)
         return len((await self._client.add_request(prompt, params))["generated_tokens"])
 
-    async def stream(self, prompt: list[int], answer_tokens: int) -> int:
-        raise NotImplementedError("the coordinators that are released so far have no message for single tokens")
-
 
 async def open_stand(setup: Setup, prefix_routing: bool) -> MegatronStand:
     """Its own entry point; it is ready once the engines have registered."""
-    spawn = multiprocessing.get_context("spawn")
-    (here, there), ready = spawn.Pipe(), spawn.Event()
-    options = {
-        "hostname": "127.0.0.1",
-        "block_size_tokens": setup.block_size,
-        "enable_prefix_caching": prefix_routing,
-        "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
-    }
-    arguments = (there, ready, setup.engines, Tokenizer(), MAX_REQUESTS)
-    entry = DataParallelInferenceCoordinator.entrypoint
-    coordinator = spawn.Process(target=entry, args=arguments, kwargs=options, daemon=True)
-    coordinator.start()
-    address = await asyncio.to_thread(here.recv)
-    spawn.Process(target=serve_engines, args=(Engine, address, setup.engines), daemon=True).start()
-    await asyncio.to_thread(ready.wait)
-    assert coordinator.pid
-    return MegatronStand(coordinator.pid, address)
+    coordinator, address = await start_processes(
+        DataParallelInferenceCoordinator.entrypoint,
+        setup.engines,
+        Tokenizer(),
+        MAX_REQUESTS,
+        work=partial(serve_engines, Engine, engines=setup.engines),
+        hostname="127.0.0.1",
+        block_size_tokens=setup.block_size,
+        enable_prefix_caching=prefix_routing,
+        prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
+    )
+    return MegatronStand(coordinator, address)
 
 
 if __name__ == "__main__":
-    serve(open_stand, "megatron-core", "torch", "pyzmq", "msgpack", streams=False)
+    serve(open_stand, "megatron-core", "torch", "pyzmq", "msgpack")

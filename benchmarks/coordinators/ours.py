@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+from functools import partial
 
 from coordinators.engines import STEP_SECONDS
+from coordinators.processes import start_processes
 from coordinators.protocol import Setup, serve
 from megatron_runtime.config import PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
@@ -36,7 +37,7 @@ class Engine:
             group=group,
             attempt=0,
             key=None,
-            describe=lambda: (EngineState.RUNNING, False, [], EngineLoad()),
+            describe=lambda: (EngineState.RUNNING, False, [], EngineLoad(), ""),
             on_message=self._take,
             on_refused=print,
         )
@@ -101,26 +102,21 @@ class OurStand:
 
 async def open_stand(setup: Setup, prefix_routing: bool) -> OurStand:
     """Our own entry point, and all engines registered."""
-    spawn = multiprocessing.get_context("spawn")
-    (here, there), ready = spawn.Pipe(), spawn.Event()
-    options = {
-        "block_size_tokens": setup.block_size,
-        "enable_prefix_caching": prefix_routing,
-        "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
-        "engine_timeout": PATIENT,
-    }
-    entry = DataParallelInferenceCoordinator.entrypoint
-    coordinator = spawn.Process(target=entry, args=(there, ready, setup.engines), kwargs=options, daemon=True)
-    coordinator.start()
-    address = await asyncio.to_thread(here.recv)
-    spawn.Process(target=serve_engines, args=(address, setup.engines), daemon=True).start()
+    coordinator, address = await start_processes(
+        DataParallelInferenceCoordinator.entrypoint,
+        setup.engines,
+        work=partial(serve_engines, engines=setup.engines),
+        block_size_tokens=setup.block_size,
+        enable_prefix_caching=prefix_routing,
+        prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
+        engine_timeout=PATIENT,
+    )
     client = InferenceClient(address, deserialize=False, coordinator_timeout=PATIENT)
     await client.start()
     state = await client.service_state()
     while sum(engine.ready for engine in state.engines) < setup.engines:
         state = await client.wait_for_state_change(state.revision, PATIENT)
-    assert coordinator.pid
-    return OurStand(coordinator.pid, client)
+    return OurStand(coordinator, client)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from peers.protocol import answer_requests, versions
 
@@ -72,24 +72,32 @@ class Stand(Protocol):
         """One request from its submission to its answer; the number of tokens that came."""
         ...
 
+
+@runtime_checkable
+class StreamingStand(Stand, Protocol):
+    """One that can pass on single tokens; for others there are no workloads with streams."""
+
     async def stream(self, prompt: list[int], answer_tokens: int) -> int:
         """As `ask`, token by token."""
         ...
 
 
-def serve(open_stand: Callable[[Setup, bool], Awaitable[Stand]], *packages: str, streams: bool = True) -> None:
+Ask = Callable[[list[int], int], Awaitable[int]]
+
+
+def serve(open_stand: Callable[[Setup, bool], Awaitable[Stand]], *packages: str) -> None:
     """Answer requests until stdin ends.
 
     Args:
         open_stand: Starts a coordinator, with prefix routing or without.
         packages: The distributions whose versions a result depends on.
-        streams: Whether this coordinator passes on single tokens.
     """
     stands: dict[bool, Stand] = {}
 
     def load(**setup: int) -> dict[str, object]:
         for prefix_routing in (False, True):
             stands[prefix_routing] = runner.run(_opened(open_stand(Setup(**setup), prefix_routing)))
+        streams = isinstance(stands[False], StreamingStand)
         return {"versions": versions(*packages) | {"python": sys.version.split()[0]}, "streams": streams}
 
     def run(**fields: int) -> dict[str, object]:
@@ -107,35 +115,43 @@ async def _opened(stand: Awaitable[Stand]) -> Stand:
 
 async def _measure(stand: Stand, workload: Workload) -> dict[str, object]:
     """Both parts of a turn, after as many requests as the window holds, which wake everybody up."""
+    ask = _way_to_ask(stand, workload)
     prompts = workload.prompts(workload.window + workload.requests + workload.round_trips)
     warm_up = [next(prompts) for _ in range(workload.window)]
     crowd = [next(prompts) for _ in range(workload.requests)]
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await _keep_busy(stand, workload, warm_up)
+        await _keep_busy(ask, workload, warm_up)
         cpu, started = cpu_seconds(stand.coordinator), time.perf_counter()
-        await _keep_busy(stand, workload, crowd)
+        await _keep_busy(ask, workload, crowd)
         seconds, cpu = time.perf_counter() - started, cpu_seconds(stand.coordinator) - cpu
-        trips = [await _round_trip(stand, workload, prompt) for prompt in prompts]
+        trips = [await _round_trip(ask, workload, prompt) for prompt in prompts]
     return {"seconds": seconds, "cpu_seconds": cpu, "round_trips": trips}
 
 
-async def _keep_busy(stand: Stand, workload: Workload, prompts: list[list[int]]) -> None:
+def _way_to_ask(stand: Stand, workload: Workload) -> Ask:
+    if not workload.streaming:
+        return stand.ask
+    if isinstance(stand, StreamingStand):
+        return stand.stream
+    raise ValueError("this coordinator passes on no single tokens")
+
+
+async def _keep_busy(ask: Ask, workload: Workload, prompts: list[list[int]]) -> None:
     """All prompts, with as many outstanding as the window has room for."""
     left = iter(prompts)
 
     async def one_after_the_other() -> None:
         for prompt in left:
-            await _round_trip(stand, workload, prompt)
+            await _round_trip(ask, workload, prompt)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(workload.window):
             group.create_task(one_after_the_other())
 
 
-async def _round_trip(stand: Stand, workload: Workload, prompt: list[int]) -> float:
+async def _round_trip(ask: Ask, workload: Workload, prompt: list[int]) -> float:
     started = time.perf_counter()
-    act = stand.stream if workload.streaming else stand.ask
-    tokens = await act(prompt, workload.answer_tokens)
+    tokens = await ask(prompt, workload.answer_tokens)
     seconds = time.perf_counter() - started
     if tokens != workload.answer_tokens:
         raise ValueError(f"{tokens} tokens came, not {workload.answer_tokens}")

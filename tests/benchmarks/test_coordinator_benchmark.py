@@ -26,15 +26,12 @@ class Echo:
     async def ask(self, prompt, answer_tokens):
         return answer_tokens - (prompt[0] == 7919)
 
-    async def stream(self, prompt, answer_tokens):
-        return answer_tokens
-
 
 async def open_stand(setup, prefix_routing):
     return Echo()
 
 
-serve(open_stand, "pytest", streams=False)
+serve(open_stand, "pytest")
 """
 
 
@@ -62,7 +59,6 @@ def test_a_turn_has_the_time_the_cpu_and_a_round_trip_for_each_request_that_was_
     with program.CoordinatorProcess("echo", sys.executable, program.Setup(4, 16), tmp_path) as contender:
         turn = contender.run(workload(program))
     assert contender.versions["pytest"] == pytest.__version__
-    assert not contender.streams
     assert turn.seconds > 0
     assert turn.cpu_seconds > 0
     assert len(turn.round_trips) == 4
@@ -74,6 +70,13 @@ def test_a_wrong_number_of_tokens_is_an_error(program: ModuleType, tmp_path: Pat
         pytest.raises(program.ContenderError, match="4 tokens came, not 5"),
     ):
         contender.run(workload(program, seed=1))
+
+
+def test_a_contender_that_does_not_stream_says_so_and_is_not_asked_to(program: ModuleType, tmp_path: Path) -> None:
+    with program.CoordinatorProcess("echo", sys.executable, program.Setup(4, 16), tmp_path) as contender:
+        assert not contender.streams
+        with pytest.raises(program.ContenderError, match="passes on no single tokens"):
+            contender.run(workload(program, streaming=True))
 
 
 def test_the_cpu_of_a_process_is_what_its_threads_used(program: ModuleType) -> None:

@@ -41,7 +41,8 @@ def test_the_llm_classes_have_their_methods_and_parameters(kind: type) -> None:
     assert list(signature.parameters) == LLM
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in signature.parameters.values())
     assert signature.parameters["use_coordinator"].default is False
-    assert parameters(kind.generate) == ["prompts", "sampling_params"]
+    assert parameters(kind.generate) == ["prompts", "sampling_params", "multi_modal_data"]
+    assert parameters(kind.submit) == parameters(kind.run_sync) == ["coro"]
     assert parameters(kind.serve) == ["serve_config", "blocking"]
     assert inspect.signature(kind.serve).parameters["blocking"].default is True
     for name in [*LIFECYCLE, "generate", "serve"]:
@@ -107,7 +108,7 @@ def test_the_coordinator_has_its_methods_and_parameters() -> None:
 def test_the_request_module_has_its_names() -> None:
     named = "Status InferenceRequest DynamicInferenceEventType DynamicInferenceEvent DynamicInferenceRequest"
     functions = "serialize_tensor deserialize_tensor compute_block_hashes_batched HASH_PRIME HASH_BASE"
-    for name in [*named.split(), *functions.split(), "DynamicInferenceRequestRecord"]:
+    for name in [*named.split(), *functions.split(), "DynamicInferenceRequestRecord", "VLMInferenceRequest"]:
         assert hasattr(inference_request, name), name
     events = "add_engine add_context generated_token pause evict finish fail error_transient error_nontransient"
     for event in events.split():

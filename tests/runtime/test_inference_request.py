@@ -8,7 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.errors import BlockOverflowError, EngineError, MaxSequenceLengthOverflowError
+from megatron_runtime.errors import (
+    BlockOverflowError,
+    EngineError,
+    InvalidRequestError,
+    MaxSequenceLengthOverflowError,
+)
 from megatron_runtime.inference_request import (
     HASH_BASE,
     HASH_PRIME,
@@ -18,6 +23,7 @@ from megatron_runtime.inference_request import (
     DynamicInferenceRequestRecord,
     InferenceRequest,
     Status,
+    VLMInferenceRequest,
     compute_block_hashes,
     compute_block_hashes_batched,
     deserialize_tensor,
@@ -326,3 +332,9 @@ def test_a_record_survives_a_journey_as_msgpack() -> None:
     assert back.request_id == 1
     assert back.merge().generated_text == "ab"
     assert back.latency == back.merge().latency == 2.5
+
+
+def test_a_request_with_images_is_refused_in_words() -> None:
+    with pytest.raises(InvalidRequestError, match="read text only"):
+        VLMInferenceRequest(request_id=1, imgs=torch.zeros(1, 3, 2, 2))
+    assert not isinstance(DynamicInferenceRequest(request_id=1), VLMInferenceRequest)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +19,8 @@ from megatron_runtime.engine.text_generation_controller import TextGenerationCon
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.tokenizer import Tokenizer
+
+_Result = TypeVar("_Result")
 
 
 class _MegatronLLMBase:
@@ -100,6 +104,30 @@ class _MegatronLLMBase:
     def frontend_address(self) -> tuple[str, int] | None:
         """Host and port of the HTTP frontend, while this rank serves one."""
         return None if self._runtime is None else self._runtime.frontend_address
+
+    def submit(self, coro: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
+        """Run a coroutine on the background loop, beside the engine's; cancelling the future cancels it.
+
+        Raises:
+            RuntimeError: In direct mode, and after a shutdown.
+        """
+        return self._thread_for("submit", coro).submit(coro)
+
+    def run_sync(self, coro: Coroutine[Any, Any, _Result]) -> _Result:
+        """As `submit`, and wait for what it returns or raises.
+
+        Raises:
+            RuntimeError: In direct mode, after a shutdown, and on the background loop itself, which would wait for
+                itself.
+        """
+        return self._thread_for("run_sync", coro).run(coro)
+
+    def _thread_for(self, method: str, coro: Coroutine[Any, Any, Any]) -> RuntimeThread:
+        try:
+            return self._require_runtime(method)[1]
+        except BaseException:
+            coro.close()
+            raise
 
     def _require_primary(self) -> None:
         if not self.is_primary_rank:

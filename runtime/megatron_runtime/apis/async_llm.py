@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from megatron_runtime.apis._llm_base import _MegatronLLMBase
-from megatron_runtime.apis.prompts import Prompts, params_for, split_prompts
+from megatron_runtime.apis.prompts import Prompts, params_for, refuse_media, split_prompts
 from megatron_runtime.apis.runtime_thread import RuntimeThread
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.apis.streaming import GenerationUpdate, follow
@@ -36,13 +36,18 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         _MegatronLLMBase._check_mode(use_coordinator, host, port)
 
     async def generate(
-        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        multi_modal_data: None = None,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Serve prompts to their end.
 
         Args:
             prompts: Text, token ids, a list of texts, or a list of token id lists.
             sampling_params: For all prompts, or one for each.
+            multi_modal_data: None. Images and the like are refused: the models that are served here read text only.
 
         Returns:
             The merged request for a single prompt with a single sample, else a list of them in the order of the
@@ -52,9 +57,11 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         Raises:
             RuntimeError: On a rank that is not the primary one.
             TypeError: prompts have another form.
+            InvalidRequestError: multi_modal_data is not None, or sampling_params are not as many as the prompts.
             EngineError: The engine failed.
         """
         self._require_primary()
+        refuse_media(multi_modal_data)
         several, is_single = split_prompts(prompts)
         params = params_for(several, sampling_params)
         if not several:
@@ -124,7 +131,8 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         them, with the keys and values that they have.
 
         Args:
-            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them.
+            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them, which may also
+                be in a safetensors file, given by its path.
 
         Returns:
             How often the weights were updated; results that end from now on say so as ``weight_version``.

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from megatron_runtime.apis._llm_base import _MegatronLLMBase
-from megatron_runtime.apis.prompts import Prompts, params_for, split_prompts
+from megatron_runtime.apis.prompts import Prompts, params_for, refuse_media, split_prompts
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.inference_request import DynamicInferenceRequest
@@ -23,13 +23,18 @@ class MegatronLLM(_MegatronLLMBase):
     """
 
     def generate(
-        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        multi_modal_data: None = None,
     ) -> list[DynamicInferenceRequest]:
         """Serve prompts to their end.
 
         Args:
             prompts: Text, token ids, a list of texts, or a list of token id lists.
             sampling_params: For all prompts, or one for each.
+            multi_modal_data: None. Images and the like are refused: the models that are served here read text only.
 
         Returns:
             A merged request for each prompt, in their order; a list also for a single prompt. The ``n`` samples of a
@@ -38,9 +43,11 @@ class MegatronLLM(_MegatronLLMBase):
         Raises:
             RuntimeError: On a rank that is not the primary one.
             TypeError: prompts have another form.
+            InvalidRequestError: multi_modal_data is not None, or sampling_params are not as many as the prompts.
             EngineError: The engine failed.
         """
         self._require_primary()
+        refuse_media(multi_modal_data)
         several, _ = split_prompts(prompts)
         params = params_for(several, sampling_params)
         if not several:
@@ -85,7 +92,8 @@ class MegatronLLM(_MegatronLLMBase):
         dropped them, with the keys and values that they have.
 
         Args:
-            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them.
+            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them, which may also
+                be in a safetensors file, given by its path.
 
         Returns:
             How often the weights were updated; results that end from now on say so as ``weight_version``.

@@ -33,6 +33,14 @@ def split_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     raise TypeError(_complaint(f"a list of {', '.join(sorted({type(item).__name__ for item in prompts}))}"))
 
 
+def refuse_media(multi_modal_data: Any) -> None:
+    """Raise InvalidRequestError unless there are no media at all."""
+    if multi_modal_data is not None:
+        raise InvalidRequestError(
+            "multi_modal_data: the models that are served here read text only; leave it out", field="multi_modal_data"
+        )
+
+
 def params_for(
     prompts: Sequence[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[SamplingParams]:

@@ -16,6 +16,7 @@ from megatron_runtime.data_parallel_inference_coordinator import states
 from megatron_runtime.data_parallel_inference_coordinator.core import CoordinatorSettings, Core
 from megatron_runtime.data_parallel_inference_coordinator.handlers import handlers
 from megatron_runtime.data_parallel_inference_coordinator.socket_loop import RouterSocket
+from megatron_runtime.data_parallel_inference_coordinator.weight_updates import ServiceWeights
 from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.inference_request import compute_block_hashes
 
@@ -56,6 +57,8 @@ class DataParallelInferenceCoordinator:
         key: Shared secret of all peers; None means plain sockets.
         initial_state: Where engines are brought before they get requests. A coordinator that replaces one that died has
             to be given the state that its service was in.
+        initial_weights: Version and path of the weights that engines load before they get requests; None lets them keep
+            what they have. As for initial_state: those that `on_weights` was called with last.
         request_timeout: Seconds that a request waits while there is no engine.
         engine_timeout: Seconds of silence after which an engine is taken for dead.
         prefix_caching_routing_alpha: Weight, 0 to 1, of a known prefix against the load.
@@ -84,6 +87,7 @@ class DataParallelInferenceCoordinator:
         host: str = "127.0.0.1",
         key: str | None = None,
         initial_state: states.CoordinatorState | str = states.CoordinatorState.RUNNING,
+        initial_weights: tuple[int, str] | None = None,
         request_timeout: float = 120.0,
         engine_timeout: float = 5.0,
         prefix_caching_routing_alpha: float = 0.5,
@@ -104,6 +108,7 @@ class DataParallelInferenceCoordinator:
             max_requests=max_requests,
             schedule_output_path=schedule_output_path,
             initial_state=initial_state,
+            initial_weights=None if initial_weights is None else ServiceWeights(*initial_weights),
             request_timeout=request_timeout,
             engine_timeout=engine_timeout,
         )
@@ -114,6 +119,9 @@ class DataParallelInferenceCoordinator:
         """Where engines and clients connect to: ``tcp://host:port``."""
         self.on_tick: Callable[[], None] = lambda: None
         """Called about twice a second by the loop."""
+        self.on_weights: Callable[[tuple[int, str] | None], None] = lambda _: None
+        """Called with version and path of the service's weights when they change."""
+        self._core.weights.on_change = lambda weights: self.on_weights(weights)
         if pipe_connection is not None:
             pipe_connection.send(self.address)
             pipe_connection.close()

@@ -35,6 +35,7 @@ def main() -> None:
     if link.options.get("schedule_output_path") is not None:
         link.take_death_of_parent_as(signal.SIGTERM)  # the schedule is written at the end
     coordinator.on_tick = link.beat
+    coordinator.on_weights = lambda weights: link.report(weights=weights)
     link.report(phase="Serving", address=coordinator.address)
     coordinator.start()
     sys.exit(EXIT_DRAINED)

@@ -16,7 +16,7 @@ from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedule
 from megatron_runtime.data_parallel_inference_coordinator.service import Service
 from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
-from megatron_runtime.data_parallel_inference_coordinator.weight_updates import WeightUpdates
+from megatron_runtime.data_parallel_inference_coordinator.weight_updates import ServiceWeights, WeightUpdates
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message, decode
 from megatron_runtime.wire.complaints import Complaints
@@ -43,6 +43,7 @@ class CoordinatorSettings:
     """Requests with which an engine counts as full in prefix routing."""
     schedule_output_path: str | None = None
     initial_state: CoordinatorState = CoordinatorState.RUNNING
+    initial_weights: ServiceWeights | None = None
     request_timeout: float = 120.0
     """Seconds that a request waits while no engine is there."""
     engine_timeout: float = 5.0
@@ -100,6 +101,7 @@ class Core:
         self.weights = WeightUpdates(
             engines=self.engines,
             outbox=self.outbox,
+            latest=settings.initial_weights,
             is_idle=lambda: self.service.is_idle,
             state=lambda: self.service.state,
         )
@@ -167,12 +169,13 @@ class Core:
 
     def lose_engine(self, identity: bytes, reason: str, *, failed: bool = False) -> EngineEntry | None:
         """Take an engine out of the pool and hand its requests on; ``failed`` if its own work was the reason."""
-        engine = self.engines.remove(identity)
+        now = self.clock()
+        engine = self.engines.remove(identity, now)
         if engine is not None:
             logger.info("%s is gone: %s", engine.name, reason)
             self.outbox.forget(identity)
             self.router.forget(identity)
-            self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", self.clock(), failed=failed)
+            self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", now, failed=failed)
             self.service.engine_gone(engine)
             self.weights.engine_gone(engine)
         return engine

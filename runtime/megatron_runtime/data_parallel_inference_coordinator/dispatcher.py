@@ -149,11 +149,11 @@ class Dispatcher:
             forwarded = Forwarded(item.uuid, item.start, item.length)
             self._outbox.add(entry.client, Headers.ENGINE_REPLY_PARTIAL, forwarded, body)
 
-    def finish(self, engine: EngineEntry, item: Finished, body: bytes) -> RequestEntry | None:
-        """Pass a result on and confirm it; the entry if there was anybody to pass it on to."""
+    def finish(self, engine: EngineEntry, item: Finished, body: bytes) -> None:
+        """Pass a result on, or keep it while its client is away, and confirm it."""
         entry = self._owned_entry(engine, item.uuid, item.dispatch)
         if entry is None:
-            return None
+            return
         # An engine that drains waits for this one; others only keep a result for a moment longer.
         confirm = self._outbox.add if engine.draining else self._outbox.add_later
         confirm(engine.identity, Headers.REPLY_ACK, item.uuid)
@@ -163,7 +163,6 @@ class Dispatcher:
         else:
             entry.reply, entry.engine = body, None
             engine.owned.discard(item.uuid)
-        return entry
 
     def _owned_entry(self, engine: EngineEntry, uuid: bytes, dispatch: int) -> RequestEntry | None:
         """The entry, if this engine is the one that works on it; tells the engine to stop if somebody else does."""

@@ -9,6 +9,10 @@ from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.wire.items import EngineLoad, Registration
 from megatron_runtime.wire.service_state import EngineView
 
+OUTDATED_SECONDS = 60.0
+"""How long older attempts of a group are refused after the newest one has gone. No longer, so that one with a number
+that is too high, by mistake or by malice, does not shut the others out for good."""
+
 
 @dataclass(eq=False)
 class EngineEntry:
@@ -48,12 +52,13 @@ class EngineEntry:
 
 
 class EngineRegistry:
-    """At most one engine per group: a newer attempt replaces an older one, and an older one is refused."""
+    """At most one engine per group: a newer attempt replaces an older one, which is refused from then on."""
 
     def __init__(self, *, sort_by_group: bool) -> None:
         self._sort_by_group = sort_by_group
         self._entries: dict[bytes, EngineEntry] = {}
-        self._newest_attempt: dict[int, int] = {}
+        self._newest: dict[int, tuple[int, float | None]] = {}
+        """By group: the newest attempt, and since when it is gone."""
 
     def __iter__(self) -> Iterator[EngineEntry]:
         return iter(list(self._entries.values()))
@@ -65,15 +70,15 @@ class EngineRegistry:
         """The engine behind this socket identity."""
         return self._entries.get(identity)
 
-    def refusal(self, registration: Registration) -> str | None:
+    def refusal(self, registration: Registration, now: float) -> str | None:
         """Why this engine may not register, or None if it may."""
-        newest = self._newest_attempt.get(registration.group, registration.attempt)
-        if registration.attempt < newest:
-            return (
-                f"attempt {registration.attempt} of engine group {registration.group} is outdated: "
-                f"attempt {newest} has registered"
-            )
-        return None
+        newest, gone_since = self._newest.get(registration.group, (registration.attempt, None))
+        if registration.attempt >= newest or (gone_since is not None and now - gone_since >= OUTDATED_SECONDS):
+            return None
+        return (
+            f"attempt {registration.attempt} of engine group {registration.group} is outdated: attempt {newest} has "
+            f"registered. It is taken again once that one has been gone for {OUTDATED_SECONDS:g} s"
+        )
 
     def predecessors(self, identity: bytes, registration: Registration) -> list[EngineEntry]:
         """The engines that this registration replaces: others of its group, and others behind its socket identity."""
@@ -87,7 +92,7 @@ class EngineRegistry:
 
     def register(self, identity: bytes, registration: Registration, now: float) -> EngineEntry:
         """Enter a new engine, or refresh one that registers again; predecessors must be gone."""
-        self._newest_attempt[registration.group] = registration.attempt
+        self._newest[registration.group] = registration.attempt, None
         entry = self._entries.get(identity)
         if entry is None:
             entry = EngineEntry(
@@ -107,9 +112,12 @@ class EngineRegistry:
         entry.load, entry.last_seen, entry.signal = registration.load, now, None
         return entry
 
-    def remove(self, identity: bytes) -> EngineEntry | None:
+    def remove(self, identity: bytes, now: float) -> EngineEntry | None:
         """Take an engine out of the pool."""
-        return self._entries.pop(identity, None)
+        entry = self._entries.pop(identity, None)
+        if entry is not None:
+            self._newest[entry.group] = entry.attempt, now
+        return entry
 
     def candidates(self) -> list[EngineEntry]:
         """The engines that new requests may go to, in routing order."""

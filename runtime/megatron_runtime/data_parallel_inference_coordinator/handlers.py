@@ -77,19 +77,20 @@ def _stranger(core: Core, peer: bytes) -> MalformedMessage:
 
 
 def _connect(core: Core, peer: bytes, message: Message) -> None:
-    arguments(message, 0)
+    hello = natural(arguments(message, 1)[0], "hello")
     if core.engines.get(peer) is not None:
         raise MalformedMessage("an engine tried to connect as a client")
     client = core.clients.setdefault(peer, ClientEntry(peer, core.clock()))
     client.last_seen = core.clock()
-    core.outbox.put(peer, Headers.CONNECT_ACK, core.epoch, core.settings.hash_block_size)
+    core.outbox.put(peer, Headers.CONNECT_ACK, core.epoch, core.settings.hash_block_size, hello)
 
 
 def _register(core: Core, peer: bytes, message: Message) -> None:
     registration = Registration.parse(message)
     if peer in core.clients:
         raise MalformedMessage("a client tried to register as an engine")
-    refusal = core.engines.refusal(registration)
+    now = core.clock()
+    refusal = core.engines.refusal(registration, now)
     if refusal is not None:
         logger.warning("refused an engine: %s", refusal)
         core.lose_engine(peer, refusal)
@@ -99,13 +100,14 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
         core.lose_engine(predecessor.identity, f"attempt {registration.attempt} of its group has registered")
         if predecessor.identity != peer:
             core.outbox.put(predecessor.identity, Headers.REGISTER_REFUSED, "another engine serves this group now")
-    now = core.clock()
     engine = core.engines.register(peer, registration, now)
     logger.info("%s registered, %s", engine.name, engine.state.value)
     core.outbox.put(peer, Headers.REGISTER_ACK, core.epoch)
     core.service.touch()
     core.dispatcher.reconcile(engine, registration.claims, now)
-    core.weights.engine_registered(engine)
+    for outdated in core.weights.engine_registered(engine, registration.weights_path):
+        outdated.ready = False
+        core.service.steer(outdated, now)
     core.service.steer(engine, now)
 
 

@@ -15,7 +15,8 @@ _MODULE = "megatron_runtime.data_parallel_inference_coordinator.coordinator_proc
 
 
 class KeptCoordinator:
-    """Every process after the first takes over at the same port, in the state that the service is in by then.
+    """Every process after the first takes over at the same port, in the state that the service is in by then, and with
+    the weights that the last one had.
 
     They die with the thread whose event loop this lives on.
 
@@ -124,6 +125,8 @@ class KeptCoordinator:
         )
 
     def _take(self, report: Report) -> None:
+        if "weights" in report:
+            self._options["initial_weights"] = report["weights"]
         if "address" in report and not self._address.done():
             address = str(report["address"])
             self._options |= {"inference_coordinator_port": int(address.rpartition(":")[2]), "may_move": False}

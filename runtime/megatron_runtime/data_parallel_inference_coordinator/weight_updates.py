@@ -13,7 +13,9 @@ from megatron_runtime.headers import EngineState, Headers
 _TAKES_WEIGHTS = (EngineState.PAUSED, EngineState.SUSPENDED)
 
 
-class _Weights(NamedTuple):
+class ServiceWeights(NamedTuple):
+    """What every engine is to have."""
+
     version: int
     path: str
 
@@ -23,8 +25,8 @@ class _Update:
     client: bytes
     call_id: int
     deadline: float
-    weights: _Weights
-    before: _Weights | None
+    weights: ServiceWeights
+    before: ServiceWeights | None
     missing: set[bytes]
     failures: dict[str, str] = field(default_factory=dict)
     succeeded: int = 0
@@ -33,23 +35,32 @@ class _Update:
 class WeightUpdates:
     """Sends updates to the engines, and brings those that come later up to date before they get requests.
 
-    What was updated is forgotten with this process: a coordinator that replaces one that died tells later engines
-    nothing. Every engine's version can be seen in the state of the service.
+    A coordinator that replaces one that died is told the service's weights by whoever starts it, and hears of them from
+    the engines that have them.
 
     Args:
+        latest: The weights that the service had already; None means those that its engines start with.
         is_idle: Whether the service is paused or suspended, and on its way nowhere else.
         state: Its state's name.
     """
 
     def __init__(
-        self, *, engines: EngineRegistry, outbox: Outbox, is_idle: Callable[[], bool], state: Callable[[], str]
+        self,
+        *,
+        engines: EngineRegistry,
+        outbox: Outbox,
+        latest: ServiceWeights | None,
+        is_idle: Callable[[], bool],
+        state: Callable[[], str],
     ) -> None:
         self._engines = engines
         self._outbox = outbox
         self._is_idle = is_idle
         self._state = state
-        self._latest: _Weights | None = None
+        self._latest = latest
         self._open: dict[int, _Update] = {}
+        self.on_change: Callable[[ServiceWeights | None], None] = lambda _: None
+        """Called with the service's weights whenever they are others."""
 
     def start(self, client: bytes, call_id: int, path: str, deadline: float) -> None:
         """Send an update to every engine, or answer why not."""
@@ -58,10 +69,12 @@ class WeightUpdates:
             self._reply(client, call_id, {"outcome": "refused", "allowed": allowed})
             return
         known = [engine.load.weight_version for engine in self._engines]
-        weights = _Weights(1 + max(known + ([] if self._latest is None else [self._latest.version]), default=0), path)
+        before = 0 if self._latest is None else self._latest.version
+        weights = ServiceWeights(1 + max([before, *known]), path)
         missing = {engine.identity for engine in self._engines}
         update = _Update(client, call_id, deadline, weights, self._latest, missing)
-        self._latest, self._open[weights.version] = weights, update
+        self._open[weights.version] = update
+        self._change(weights)
         for engine in self._engines:
             self._send(engine, weights)
         self._settle(update)
@@ -81,11 +94,23 @@ class WeightUpdates:
         self._settle(update)
         return True
 
-    def engine_registered(self, engine: EngineEntry) -> None:
-        """Repeat what it may have missed while its connection was gone."""
+    def engine_registered(self, engine: EngineEntry, path: str) -> list[EngineEntry]:
+        """Repeat what it may have missed while its connection was gone, and learn from it.
+
+        Args:
+            path: Of the weights that a coordinator gave it last; empty if none did.
+
+        Returns:
+            The engines that have turned out to have older weights than the service.
+        """
         for update in self._open.values():
             if engine.identity in update.missing:
                 self._send(engine, update.weights)
+        weights = ServiceWeights(engine.load.weight_version, path)
+        if not path or (self._latest is not None and weights.version <= self._latest.version):
+            return []
+        self._change(weights)
+        return [other for other in self._engines if other.load.weight_version < weights.version]
 
     def engine_gone(self, engine: EngineEntry) -> None:
         """Nobody waits for a vanished engine."""
@@ -118,10 +143,14 @@ class WeightUpdates:
             self._reply(update.client, update.call_id, {"outcome": "done", "version": update.weights.version})
             return
         if not update.succeeded and self._latest is update.weights:
-            self._latest = update.before
+            self._change(update.before)
         self._reply(update.client, update.call_id, {"outcome": "failed", "failures": update.failures})
 
-    def _send(self, engine: EngineEntry, weights: _Weights) -> None:
+    def _change(self, weights: ServiceWeights | None) -> None:
+        self._latest = weights
+        self.on_change(weights)
+
+    def _send(self, engine: EngineEntry, weights: ServiceWeights) -> None:
         self._outbox.put(engine.identity, Headers.UPDATE_WEIGHTS, *weights)
 
     def _reply(self, client: bytes, call_id: int, content: Mapping[str, object]) -> None:

@@ -315,8 +315,8 @@ class CoordinatedLoop:
 
     # Link and life
 
-    def _describe(self) -> tuple[EngineState, bool, list[bytes], EngineLoad]:
-        return self.state, self._draining, self._requests.uuids, self._load()
+    def _describe(self) -> tuple[EngineState, bool, list[bytes], EngineLoad, str]:
+        return self.state, self._draining, self._requests.uuids, self._load(), self._weights.given_path
 
     def _load(self) -> EngineLoad:
         stats = self._engine.stats()

@@ -273,7 +273,8 @@ class DynamicInferenceEngine(RunningEngine):
         go on with them; where `suspend` drops the KV cache, everything is computed with the new weights.
 
         Args:
-            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them.
+            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them, which may also
+                be in a safetensors file, given by its path.
             version: What to call them; None counts on.
 
         Returns:

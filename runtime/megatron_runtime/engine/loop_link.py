@@ -24,7 +24,8 @@ class EngineLink:
     answered with what it missed.
 
     Args:
-        describe: What to tell about the engine: its state, whether it drains, the UUIDs that it holds, its load.
+        describe: What to tell about the engine: its state, whether it drains, the UUIDs that it holds, its load, and
+            the path of the weights that a coordinator gave it last.
         on_message: Called with every message but those of the registration.
         on_refused: Called with the reason when the coordinator doesn't want this engine.
     """
@@ -36,7 +37,7 @@ class EngineLink:
         group: int,
         attempt: int,
         key: str | None,
-        describe: Callable[[], tuple[EngineState, bool, list[bytes], EngineLoad]],
+        describe: Callable[[], tuple[EngineState, bool, list[bytes], EngineLoad, str]],
         on_message: Callable[[Message], None],
         on_refused: Callable[[str], None],
     ) -> None:
@@ -133,8 +134,7 @@ class EngineLink:
     def _register(self) -> None:
         """Introduce this engine with all it holds; after each (re-)connection, and when the coordinator asks."""
         self.registered.clear()
-        state, draining, held, load = self._describe()
-        registration = Registration(self._group, self._attempt, self._incarnation, state, draining, held, load)
+        registration = Registration(self._group, self._attempt, self._incarnation, *self._describe())
         self._dealer.send(Headers.REGISTER, *registration.wire())
 
     def _disconnected(self) -> None:
@@ -144,5 +144,5 @@ class EngineLink:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             if self.registered.is_set():
-                state, _, _, load = self._describe()
+                state, _, _, load, _ = self._describe()
                 self._dealer.send(Headers.HEARTBEAT, state.value, load)

@@ -45,11 +45,16 @@ class WeightUpdates:
         self._engine = engine
         self._state = state
         self._wanted: deque[tuple[Weights, int | None, asyncio.Future[int]]] = deque()
-        self._version: int | None = None
+        self._given: tuple[int, str] | None = None
         self._closed = False
 
     def __len__(self) -> int:
         return len(self._wanted)
+
+    @property
+    def given_path(self) -> str:
+        """Where the weights come from that the engine has; empty unless they were given by path and version."""
+        return "" if self._given is None else self._given[1]
 
     def put(self, weights: Weights, version: int | None = None) -> asyncio.Future[int]:
         """Want an update; the future brings the version, or what the engine said, and then it has its old weights."""
@@ -63,7 +68,7 @@ class WeightUpdates:
         """Carry them out in the engine's thread. What fails is its caller's concern, since it changes nothing."""
         while self._wanted:
             weights, version, answer = self._wanted.popleft()
-            if version is not None and version == self._version:
+            if version is not None and (version, weights) == self._given:
                 answer.set_result(version)  # it was sent again, because its answer was lost
                 continue
             try:
@@ -73,7 +78,7 @@ class WeightUpdates:
                 if not answer.done():
                     answer.set_exception(error)
             else:
-                self._version = made
+                self._given = (version, weights) if version is not None and isinstance(weights, str) else None
                 if not answer.done():
                     answer.set_result(made)
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_runtime.bell import Bell
 from megatron_runtime.errors import (
@@ -25,6 +25,7 @@ from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 ANSWER_GRACE_SECONDS = 5.0
 """The coordinator answers a signal at its timeout; only a coordinator that is gone leaves it open for longer."""
 
@@ -86,19 +87,11 @@ class ClientCalls:
 
     def signal(self, header: Headers, timeout: float | None) -> Awaitable[None]:
         """Send a control signal now; awaiting the answer waits until all engines have got there."""
-        limit = self._transition_timeout if timeout is None else timeout
-        call = self._start(header, limit)
-        task = asyncio.ensure_future(self._await_signal(call, limit))
-        task.add_done_callback(_log_ignored_failure)
-        return task
+        return self._command(lambda _: None, header, timeout)
 
     def update_weights(self, path: str, timeout: float | None) -> Awaitable[int]:
         """As `signal`, with the version that the weights have then."""
-        limit = self._transition_timeout if timeout is None else timeout
-        call = self._start(Headers.UPDATE_WEIGHTS, limit, path)
-        task = asyncio.ensure_future(self._await_update(call, limit))
-        task.add_done_callback(_log_ignored_failure)
-        return task
+        return self._command(lambda content: int(content["version"]), Headers.UPDATE_WEIGHTS, timeout, path)
 
     async def service_state(self, limit: float) -> ServiceState:
         """Ask for the state of the service, and subscribe to its changes."""
@@ -133,6 +126,19 @@ class ClientCalls:
         if call is not None and not call.answer.done():
             call.answer.set_result(content)
 
+    def _command(
+        self, result_of: Callable[[Any], _Result], header: Headers, timeout: float | None, *args: Any
+    ) -> Awaitable[_Result]:
+        limit = self._transition_timeout if timeout is None else timeout
+        call = self._start(header, limit, *args)
+
+        async def wait() -> _Result:
+            return result_of(await self._await_done(call, limit))
+
+        task = asyncio.ensure_future(wait())
+        task.add_done_callback(_log_ignored_failure)
+        return task
+
     def _start(self, header: Headers, *args: Any) -> _Call:
         call = _Call(header, args, asyncio.get_running_loop().create_future())
         call_id = next(self._ids)
@@ -149,12 +155,6 @@ class ClientCalls:
         except TimeoutError:
             why = "the coordinator is silent" if self.is_open else self._why_unreachable()
             raise CoordinatorError(f"no answer to {call.header.name.lower()} within {limit:g} s: {why}") from None
-
-    async def _await_signal(self, call: _Call, limit: float) -> None:
-        await self._await_done(call, limit)
-
-    async def _await_update(self, call: _Call, limit: float) -> int:
-        return int((await self._await_done(call, limit))["version"])
 
     async def _await_done(self, call: _Call, limit: float) -> Any:
         content = await self._answer(call, limit + ANSWER_GRACE_SECONDS)

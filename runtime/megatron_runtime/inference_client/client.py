@@ -88,6 +88,7 @@ class InferenceClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._welcome: asyncio.Future[None] | None = None
         self._away_since = 0.0
+        self._hello = 0
         self.coordinator_epoch: str | None = None
         """Names the coordinator process; None before the first contact."""
         self.listener_task: asyncio.Task[None] | None = None
@@ -239,7 +240,8 @@ class InferenceClient:
     def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
         """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
 
-        Sent at once, like the signals. Engines that register later load them before they get requests.
+        Sent at once, like the signals. Engines that register later load them before they get requests: keep the files
+        until the next update. Named tensors go by a file: ``safetensors.torch.save_file`` writes it, say to /dev/shm.
 
         Returns:
             An awaitable of the weights' version, which results have as ``weight_version``.
@@ -292,14 +294,17 @@ class InferenceClient:
 
     def _connect_with_inference_coordinator(self) -> None:
         """Introduce ourselves; after each (re-)connection, since the coordinator may be another process."""
-        self._dealer.send(Headers.CONNECT)
+        self._hello += 1
+        self._dealer.send(Headers.CONNECT, self._hello)
 
     def _disconnected(self) -> None:
         self._away_since = time.monotonic()
         self._calls.close()
 
     def _welcomed(self, message: Message) -> None:
-        epoch, block_size = arguments(message, 2)
+        epoch, block_size, hello = arguments(message, 3)
+        if natural(hello, "hello") != self._hello:
+            return  # what is submitted now would be submitted again after the next answer, and may be served by then
         self.coordinator_epoch = text(epoch, "epoch")
         self._requests.hash_block_size = natural(block_size, "block size")
         self._calls.open()

@@ -13,6 +13,7 @@ from megatron_runtime.inference_request.event import DynamicInferenceEvent, Dyna
 from megatron_runtime.inference_request.record import DynamicInferenceRequestRecord
 from megatron_runtime.inference_request.request import InferenceRequest, Status
 from megatron_runtime.inference_request.tensor_codec import deserialize_tensor, serialize_tensor
+from megatron_runtime.inference_request.vlm_request import VLMInferenceRequest
 
 __all__ = [
     "HASH_BASE",
@@ -23,6 +24,7 @@ __all__ = [
     "DynamicInferenceRequestRecord",
     "InferenceRequest",
     "Status",
+    "VLMInferenceRequest",
     "compute_block_hashes",
     "compute_block_hashes_batched",
     "deserialize_tensor",

@@ -15,11 +15,14 @@ from megatron_runtime.model.checkpoint_path import checkpoint_path
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.origin import Origin
+from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
 from megatron_runtime.model.tensor_names import tensor_names
-from megatron_runtime.model.weights import StoredTensor
+from megatron_runtime.model.weights import StoredTensor, WeightSource
 
 Weights = Path | str | Mapping[str, Tensor]
-"""A checkpoint's path, or all of a model's tensors by the names that Hugging Face gives them."""
+"""A checkpoint's path, or all of a model's tensors by the names that Hugging Face gives them: in memory, or the path of
+one safetensors file, which may lie in shared memory."""
+_TENSORS_SUFFIX = ".safetensors"
 
 
 class NamedTensors:
@@ -59,7 +62,7 @@ def update_weights(model: Decoder, weights: Weights) -> None:
         CheckpointError: It can't be read, is of another configuration, lacks tensors, has others, or misshapen ones, or
             some that hold NaN or infinity; each named.
     """
-    fresh = _read_tensors(model, weights) if isinstance(weights, Mapping) else _read_checkpoint(model, Path(weights))
+    fresh = _read(model, weights)
     if model.device.type in ("cpu", "meta"):
         if model.is_packed or model.device.type == "meta":
             fresh.prepare()
@@ -72,7 +75,7 @@ def offload_weights(model: Decoder) -> None:
     """Make room where the model computes.
 
     From a GPU the weights move to the host. A CPU has no other place for them: they are released, to be read again from
-    the checkpoint's files; weights that are in no file, having come as named tensors, stay.
+    the checkpoint's files; weights that are in no checkpoint, having come as named tensors, stay.
     """
     if model.device.type != "cpu":
         model.to("cpu")
@@ -99,6 +102,15 @@ def bring_weights_back(model: Decoder, device: torch.device) -> None:
     update_weights(model, model.origin.path)
 
 
+def _read(model: Decoder, weights: Weights) -> Decoder:
+    if isinstance(weights, Mapping):
+        return _read_tensors(model, NamedTensors(weights, model.config))
+    path = Path(weights)
+    if path.suffix == _TENSORS_SUFFIX and path.is_file():
+        return _read_tensors(model, SafetensorsWeights(path, model.config))
+    return _read_checkpoint(model, path)
+
+
 def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
     path = checkpoint_path(given)
     origin = Origin.of(path)
@@ -120,8 +132,8 @@ def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
     return fresh
 
 
-def _read_tensors(model: Decoder, tensors: Mapping[str, Tensor]) -> Decoder:
-    source = NamedTensors(tensors, model.config)
+def _read_tensors(model: Decoder, source: WeightSource) -> Decoder:
+    """Without an origin: a file of tensors alone is made for one update, and rarely there when weights are released."""
     check_fit(model.config, source)
     fresh = Decoder(model.config, dtype=model.dtype, device="cpu")
     fill(fresh, source, None, check_finite=True)

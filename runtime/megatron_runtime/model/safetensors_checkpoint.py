@@ -1,4 +1,4 @@
-"""A folder of safetensors files, whole or in shards, as a source of weights."""
+"""Safetensors, in one file or in a folder, whole or in shards, as a source of weights."""
 
 from __future__ import annotations
 
@@ -24,17 +24,20 @@ _COMPUTED_ELSEWHERE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"
 
 
 class SafetensorsWeights:
-    """The tensors of a checkpoint folder. Raises CheckpointError for files missing, damaged or of a wrong type."""
+    """The tensors of a checkpoint's folder, or of one file.
 
-    def __init__(self, folder: Path, config: ModelConfig) -> None:
-        self._folder = folder
+    Raises CheckpointError for files missing, damaged or of a wrong type.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self._path = path
         self._config = config
         self._last: tuple[Path, Any] | None = None
 
     @property
     def location(self) -> str:
-        """The folder's path."""
-        return str(self._folder)
+        """The path."""
+        return str(self._path)
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -83,18 +86,20 @@ class SafetensorsWeights:
         return self._last[1]
 
     def _paths(self) -> list[Path]:
-        if (index := self._folder / _INDEX).exists():
+        if self._path.is_file():
+            return [self._path]
+        if (index := self._path / _INDEX).exists():
             shards = read_json(index).get("weight_map")
             if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
                 raise CheckpointError(f"{index}: weight_map is missing or damaged. Fetch the file again")
-            paths = [self._folder / name for name in sorted(set(shards.values()))]
+            paths = [self._path / name for name in sorted(set(shards.values()))]
             if missing := [path.name for path in paths if not path.exists()]:
-                raise CheckpointError(f"{self._folder}: {', '.join(missing)} missing, named by {_INDEX}. Fetch them")
+                raise CheckpointError(f"{self._path}: {', '.join(missing)} missing, named by {_INDEX}. Fetch them")
             return paths
-        if (single := self._folder / _SINGLE).exists():
+        if (single := self._path / _SINGLE).exists():
             return [single]
         raise CheckpointError(
-            f"{self._folder}: neither {_SINGLE} nor {_INDEX} found. "
+            f"{self._path}: neither {_SINGLE} nor {_INDEX} found. "
             "Weights are read from safetensors only: convert a checkpoint of another kind"
         )
 
@@ -104,7 +109,7 @@ class SafetensorsWeights:
         if kind not in _ELEMENT_BYTES:
             known = ", ".join(_ELEMENT_BYTES)
             raise CheckpointError(
-                f"{self._folder}: tensor {name} has type {kind}, expected one of {known}. "
+                f"{self._path}: tensor {name} has type {kind}, expected one of {known}. "
                 "Choose a checkpoint that isn't quantized, or a GGUF file"
             )
         num_bytes = _ELEMENT_BYTES[kind]

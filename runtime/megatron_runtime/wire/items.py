@@ -197,10 +197,12 @@ class Registration(NamedTuple):
     claims: list[bytes]
     """UUIDs of the requests that it works on or whose results it still keeps."""
     load: EngineLoad
+    weights_path: str
+    """Of the weights that a coordinator gave it last, if it still has them; else empty."""
 
     @classmethod
     def parse(cls, message: Message) -> Registration:
-        group, attempt, incarnation, state, draining, claims, load = arguments(message, 7)
+        group, attempt, incarnation, state, draining, claims, load, weights_path = arguments(message, 8)
         if type(claims) is not list:
             raise MalformedMessage("claims are no list")
         return cls(
@@ -211,6 +213,7 @@ class Registration(NamedTuple):
             flag(draining, "draining"),
             [uuid_bytes(uuid) for uuid in claims],
             EngineLoad.parse(load),
+            text(weights_path, "weights path"),
         )
 
     def wire(self) -> Sequence[Any]:

@@ -58,7 +58,7 @@ async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet
     future = client.add_request("mine", PARAMS, request_uuid=name)
     with stranger(fleet.address) as liar:
         load = EngineLoad()
-        liar.send_multipart(codec.encode(Headers.REGISTER, 5, 0, "liar", "RUNNING", True, [], load))
+        liar.send_multipart(codec.encode(Headers.REGISTER, 5, 0, "liar", "RUNNING", True, [], load, ""))
         liar.send_multipart(codec.encode(Headers.ENGINE_REPLY_PARTIAL, [Progress(name, 1, 0, 1)], bodies=[b"x"]))
         liar.send_multipart(codec.encode(Headers.ENGINE_REPLY, [Finished(name, 1)], bodies=[b"x"]))
         assert (await future).generated_tokens == expected_tokens("mine", PARAMS)
@@ -67,7 +67,7 @@ async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet
 async def test_a_reply_that_nobody_can_read_is_an_error_for_its_request_only(fleet: Fleet) -> None:
     client = await fleet.connect()
     with stranger(fleet.address) as engine:
-        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad()))
+        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
         name = b"n" * 16
         future = client.add_request("hello", PARAMS, request_uuid=name)
         await until(lambda: fleet.coordinator and fleet.coordinator.request_id_to_client_id, "the submission")
@@ -80,7 +80,7 @@ async def test_stored_tokens_that_nobody_can_read_fail_their_request_when_the_en
     client = await fleet.connect()
     name = b"n" * 16
     with stranger(fleet.address) as engine:
-        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad()))
+        engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
         await fleet.ready(client, 1)
         future = client.add_request("hello", PARAMS, request_uuid=name)
         await until(lambda: fleet.coordinator and fleet.coordinator.request_id_to_client_id, "the submission")
@@ -96,7 +96,7 @@ async def test_stored_tokens_that_nobody_can_read_fail_their_request_when_the_en
 async def test_a_submission_with_a_body_that_nobody_can_read_comes_back_failed(fleet: Fleet) -> None:
     fleet.add_engine()
     with stranger(fleet.address) as client:
-        client.send_multipart(codec.encode(Headers.CONNECT))
+        client.send_multipart(codec.encode(Headers.CONNECT, 1))
         submission = Submission(b"n" * 16, False, 0, [])
         client.send_multipart(codec.encode(Headers.SUBMIT_REQUEST, [submission], bodies=[b"\xc1"]))
         replies = await asyncio.to_thread(lambda: receive(client, Headers.ENGINE_REPLY))
@@ -121,7 +121,7 @@ async def test_one_request_that_can_not_be_hashed_does_not_take_others_along() -
         fleet.start_coordinator()
         fleet.add_engine()
         with stranger(fleet.address) as client:
-            client.send_multipart(codec.encode(Headers.CONNECT))
+            client.send_multipart(codec.encode(Headers.CONNECT, 1))
             names = [b"a" * 16, b"b" * 16]
             bodies = [b"\xc1", RequestBody("hello", PARAMS.serialize()).pack()]
             submissions = [Submission(name, False, 0, []) for name in names]
@@ -143,7 +143,7 @@ async def test_only_the_right_key_is_let_in() -> None:
         for wrong in ("w" * 40, None):
             dropped = (await client.service_state()).dropped_messages
             with stranger(fleet.address, wrong) as unknown:
-                unknown.send_multipart(codec.encode(Headers.CONNECT))
+                unknown.send_multipart(codec.encode(Headers.CONNECT, 1))
                 assert not unknown.poll(300)
             assert (await client.service_state()).dropped_messages > dropped
         fleet.key = "w" * 40

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from messaging_support.fake_engine import FakeEngine, expected_tokens
+from messaging_support.false_coordinator import FalseCoordinator
 from messaging_support.fleet import Fleet, free_port, until
 from messaging_support.malformed import SECRET, Frames, answers, everything
 from messaging_support.stranger import receive, stranger
@@ -71,9 +71,9 @@ def bombard(address: str, pid: int) -> int:
     """Send malformed messages as a stranger, as a client and as an engine; returns how many."""
     sent = 0
     rng = random.Random(7)
-    registration = codec.encode(Headers.REGISTER, 7, 0, "x", "RUNNING", True, [], EngineLoad())
+    registration = codec.encode(Headers.REGISTER, 7, 0, "x", "RUNNING", True, [], EngineLoad(), "")
     with stranger(address, KEY) as unknown, stranger(address, KEY) as client, stranger(address, KEY) as engine:
-        client.send_multipart(codec.encode(Headers.CONNECT))
+        client.send_multipart(codec.encode(Headers.CONNECT, 1))
         receive(client, Headers.CONNECT_ACK)
         engine.send_multipart(registration)
         receive(engine, Headers.REGISTER_ACK)
@@ -95,7 +95,7 @@ def bombard(address: str, pid: int) -> int:
                 sent += 1
         # Answered in order, so all before has arrived.
         for peer in (unknown, client):
-            peer.send_multipart(codec.encode(Headers.CONNECT))
+            peer.send_multipart(codec.encode(Headers.CONNECT, 1))
             receive(peer, Headers.CONNECT_ACK)
         engine.send_multipart(registration)
         receive(engine, Headers.REGISTER_ACK)
@@ -136,64 +136,40 @@ async def test_20000_malformed_messages_disturb_nobody_and_each_is_counted(capfd
     assert SECRET not in log
 
 
-class FalseCoordinator:
-    """A socket that clients and engines connect to, and that says whatever it likes."""
+def bombard_peers(false: FalseCoordinator) -> tuple[bytes, bytes, int]:
+    """Malformed messages to both: (client, engine, number of messages to each)."""
+    heard: dict[Headers, tuple[bytes, codec.Message]] = {}
+    while len(heard) < 2:
+        peer, message = false.hear(Headers.CONNECT, Headers.REGISTER)
+        heard[message.header] = peer, message
+    client, hello = heard[Headers.CONNECT]
+    engine, _ = heard[Headers.REGISTER]
+    sent = 0
 
-    def __init__(self, port: int) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.bind(f"tcp://127.0.0.1:{port}")
+    @settings(FUZZ, max_examples=80)
+    @given(st.lists(answers, min_size=AT_ONCE, max_size=AT_ONCE))
+    def send(messages: list[Frames]) -> None:
+        nonlocal sent
+        for frames in messages:
+            for peer in (client, engine):
+                false.send(peer, frames)
+        sent += len(messages)
 
-    def hear(self, *headers: Headers) -> tuple[bytes, codec.Message]:
-        """The next message of one of these types, and who sent it."""
-        while self._socket.poll(20_000):
-            peer, *frames = self._socket.recv_multipart()
-            if (message := codec.decode(frames)).header in headers:
-                return peer, message
-        pytest.fail(f"none of {headers} came")
+    send()
+    false.say(client, Headers.CONNECT_ACK, "epoch", 0, *hello.args)
+    false.say(engine, Headers.REGISTER_ACK, "epoch")
+    return client, engine, sent
 
-    def bombard(self) -> tuple[bytes, bytes, int]:
-        """Malformed messages to both: (client, engine, number of messages to each)."""
-        peers: dict[Headers, bytes] = {}
-        while len(peers) < 2:
-            peer, message = self.hear(Headers.CONNECT, Headers.REGISTER)
-            peers[message.header] = peer
-        client, engine = peers[Headers.CONNECT], peers[Headers.REGISTER]
-        sent = 0
 
-        @settings(FUZZ, max_examples=80)
-        @given(st.lists(answers, min_size=AT_ONCE, max_size=AT_ONCE))
-        def send(messages: list[Frames]) -> None:
-            nonlocal sent
-            for frames in messages:
-                for peer in (client, engine):
-                    self._socket.send_multipart([peer, *frames])
-            sent += len(messages)
-
-        send()
-        self._socket.send_multipart([client, *codec.encode(Headers.CONNECT_ACK, "epoch", 0)])
-        self._socket.send_multipart([engine, *codec.encode(Headers.REGISTER_ACK, "epoch")])
-        return client, engine, sent
-
-    def pass_on(self, client: bytes, engine: bytes) -> None:
-        """One request and its answer, as a true coordinator does."""
-        _, message = self.hear(Headers.SUBMIT_REQUEST)
-        (submission,) = items(message, Submission.parse)
-        assignment = Assignment(submission.uuid, 1, False)
-        self._socket.send_multipart(
-            [engine, *codec.encode(Headers.SUBMIT_REQUEST, [assignment], bodies=list(message.bodies))]
-        )
-        _, reply = self.hear(Headers.ENGINE_REPLY)
-        (finished,) = items(reply, Finished.parse)
-        self._socket.send_multipart(
-            [client, *codec.encode(Headers.ENGINE_REPLY, [finished.uuid], bodies=list(reply.bodies))]
-        )
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
+def pass_on(false: FalseCoordinator, client: bytes, engine: bytes) -> None:
+    """One request and its answer, as a true coordinator does."""
+    _, message = false.hear(Headers.SUBMIT_REQUEST)
+    (submission,) = items(message, Submission.parse)
+    assignment = Assignment(submission.uuid, 1, False)
+    false.say(engine, Headers.SUBMIT_REQUEST, [assignment], bodies=message.bodies)
+    _, reply = false.hear(Headers.ENGINE_REPLY)
+    (finished,) = items(reply, Finished.parse)
+    false.say(client, Headers.ENGINE_REPLY, [finished.uuid], bodies=reply.bodies)
 
 
 async def test_clients_and_engines_survive_whatever_a_coordinator_says(caplog: pytest.LogCaptureFixture) -> None:
@@ -204,12 +180,12 @@ async def test_clients_and_engines_survive_whatever_a_coordinator_says(caplog: p
     client = InferenceClient(port)
     welcome = client.start()
     try:
-        names_and_count: tuple[Any, ...] = await asyncio.to_thread(false.bombard)
+        names_and_count: tuple[Any, ...] = await asyncio.to_thread(bombard_peers, false)
         *names, sent = names_and_count
         await welcome
         params = SamplingParams(num_tokens_to_generate=20, seed=5)
         answer = client.add_request(SECRET, params)
-        await asyncio.to_thread(false.pass_on, *names)
+        await asyncio.to_thread(pass_on, false, *names)
         assert (await answer).generated_tokens == expected_tokens(SECRET, params)
         await until(lambda: loop._link.complaints.total() == sent, "the engine's count")
         assert client._dealer.complaints.total() == sent

@@ -8,11 +8,14 @@ import signal
 
 import pytest
 from messaging_support.fake_engine import FakeEngine, expected_tokens
-from messaging_support.fleet import Fleet, until
+from messaging_support.false_coordinator import FalseCoordinator
+from messaging_support.fleet import Fleet, free_port, until
 
 from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
+from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.items import Failure, Submission, items
 
 LONG = SamplingParams(num_tokens_to_generate=200, seed=5)
 
@@ -182,3 +185,30 @@ async def test_a_newer_attempt_of_a_group_replaces_the_older_which_may_not_come_
     await until(lambda: late.ended, "the refusal")
     assert "attempt 1 of engine group 0 is outdated" in str(late.failure)
     assert not new.ended
+
+
+async def test_a_client_that_says_hello_twice_submits_its_requests_once() -> None:
+    """The answer to the first one may bring the result before the second one is answered."""
+    port = free_port()
+    false = FalseCoordinator(port)
+    client = InferenceClient(port)
+    welcome = client.start()
+    outstanding = client.add_request("hello", LONG)
+    try:
+        peer, first = await asyncio.to_thread(false.hear, Headers.CONNECT)
+        false.say(peer, Headers.UNKNOWN_PEER, "epoch")  # as if something had come before the first hello
+        _, second = await asyncio.to_thread(false.hear, Headers.CONNECT)
+        for hello in (first, second):
+            false.say(peer, Headers.CONNECT_ACK, "epoch", 0, *hello.args)
+        await welcome
+        _, message = await asyncio.to_thread(false.hear, Headers.SUBMIT_REQUEST)
+        (submission,) = items(message, Submission.parse)
+        false.say(peer, Headers.REQUEST_FAILED, [Failure(submission.uuid, "EngineError", "enough")])
+        with pytest.raises(EngineError, match="enough"):
+            await outstanding
+        client.shutdown_coordinator()
+        _, next_message = await asyncio.to_thread(false.hear, Headers.SUBMIT_REQUEST, Headers.SHUTDOWN)
+        assert next_message.header is Headers.SHUTDOWN
+    finally:
+        client.stop()
+        false.close()

@@ -71,6 +71,7 @@ async def test_what_nobody_comes_for_is_given_up(
     client._dealer.close()
     await until(lambda: entry(fleet) is None, "the end")
     await until(lambda: len(loop._requests) == 0 and not engine.has_unfinished_requests(), "the release")
+    assert (await (await fleet.connect()).service_state()).outstanding_requests == 0
 
 
 async def test_an_orphan_of_a_lost_engine_goes_on_at_another(fleet: Fleet) -> None:
@@ -97,6 +98,7 @@ async def test_a_client_that_says_goodbye_leaves_nothing_behind(fleet: Fleet) ->
     await until(engine.has_unfinished_requests, "the start")
     client.stop()
     await until(lambda: entry(fleet) is None and not engine.has_unfinished_requests(), "the abort")
+    assert (await (await fleet.connect()).service_state()).outstanding_requests == 0
 
 
 async def test_a_client_whose_request_another_one_takes_over_is_told(fleet: Fleet) -> None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+from safetensors.torch import save_file
 
+from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
 from megatron_runtime.errors import CheckpointError, InvalidStateError, TransitionTimeoutError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(num_tokens_to_generate=5, seed=5)
@@ -117,3 +123,125 @@ async def test_weights_that_nobody_could_load_are_asked_of_nobody_who_comes_late
     fleet.add_engine(late, group=1)
     await fleet.ready(client, 2)
     assert late.weights == []
+
+
+async def test_a_replacement_coordinator_hears_from_the_engines_which_weights_the_service_has(fleet: Fleet) -> None:
+    fleet.add_engine(group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    await asyncio.to_thread(fleet.stop_coordinator)
+    fleet.start_coordinator(initial_state="PAUSED")
+    await fleet.ready(client, 1)
+    late = FakeEngine()
+    fleet.add_engine(late, group=1)
+    await fleet.ready(client, 2)
+    assert late.weights == ["/models/2"]
+    assert await versions(client) == [1, 1]
+    assert await client.update_weights("/models/3") == 2
+    assert await versions(client) == [2, 2]
+
+
+async def test_a_replacement_coordinator_that_is_told_the_weights_has_them_loaded_by_the_first_engine(
+    fleet: Fleet,
+) -> None:
+    await asyncio.to_thread(fleet.stop_coordinator)
+    coordinator = fleet.start_coordinator(initial_weights=(4, "/models/5"))
+    engine = FakeEngine()
+    fleet.add_engine(engine)
+    client = await fleet.connect()
+    result = await client.add_request("hello", PARAMS)
+    assert result.succeeded()
+    assert engine.weights == ["/models/5"]
+    assert await versions(client) == [4]
+    told: list[Any] = []
+    coordinator.on_weights = told.append
+    await client.pause_engines()
+    assert await client.update_weights("/models/6") == 5
+    assert told == [(5, "/models/6")]
+
+
+async def test_weights_that_nobody_could_load_are_taken_back_with_whoever_keeps_them(fleet: Fleet) -> None:
+    fleet.add_engine(FakeEngine(refuses="nowhere"))
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    told: list[Any] = []
+    assert fleet.coordinator is not None
+    fleet.coordinator.on_weights = told.append
+    with pytest.raises(CheckpointError):
+        await client.update_weights("nowhere")
+    assert told == [(2, "nowhere"), (1, "/models/2")]
+
+
+async def test_an_engine_that_was_ready_with_older_weights_is_brought_up_to_date(fleet: Fleet) -> None:
+    updated = FakeEngine()
+    loop = fleet.add_engine(updated, group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    await client.unpause_engines()
+    # The next coordinator meets an engine that was restarted before it meets the one that has the weights.
+    connected = loop._link._register
+    loop._link._dealer._on_connected = lambda: None
+    await asyncio.to_thread(fleet.stop_coordinator)
+    fleet.start_coordinator()
+    behind = FakeEngine()
+    fleet.add_engine(behind, group=1)
+    await fleet.ready(client, 1)
+    assert behind.weights == []
+    connected()
+    await fleet.ready(client, 2)
+    await until(lambda: behind.weights == ["/models/2"], "the update of the other")
+    state = await fleet.ready(client, 2)
+    assert (state.state, [view.state for view in state.engines]) == ("RUNNING", ["RUNNING"] * 2)
+    assert await versions(client) == [1, 1]
+
+
+async def test_tensors_that_an_engine_was_given_beside_the_coordinator_are_told_to_nobody(fleet: Fleet) -> None:
+    loop = fleet.add_engine(group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    assert await loop.update_weights({"a tensor": 1}) == 2  # type: ignore[dict-item]
+    await asyncio.to_thread(fleet.stop_coordinator)
+    fleet.start_coordinator(initial_state="PAUSED")
+    await fleet.ready(client, 1)
+    late = FakeEngine()
+    fleet.add_engine(late, group=1)
+    await fleet.ready(client, 2)
+    assert late.weights == []
+    assert await client.update_weights("/models/2") == 3
+    assert await versions(client) == [3, 3]
+
+
+async def test_named_tensors_reach_the_engines_of_other_processes_by_a_file(fleet: Fleet, tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "tiny")
+    for group in range(2):
+        fleet.spawn_engine(group=group, checkpoint=checkpoint)
+    model = load_model(checkpoint, dtype="float32")
+    named = {name: -view if "down_proj" in name else view.clone() for name, view in model.destinations().items()}
+    save_file(named, tmp_path / "step.safetensors")
+    client = await fleet.connect()
+    await fleet.ready(client, 2)
+    prompts = [[1, 2, 3], [4, 5, 6]]
+    params = SamplingParams(temperature=0, num_tokens_to_generate=20, ignore_eos=True)
+
+    async def ask_all() -> list[Any]:
+        return [result[-1] for result in await asyncio.gather(*(client.add_request(it, params) for it in prompts))]
+
+    before = await ask_all()
+    await client.pause_engines()
+    assert await client.update_weights(tmp_path / "step.safetensors") == 1
+    await client.unpause_engines()
+    after = await ask_all()
+    direct = MegatronLLM(model=model, tokenizer=load_tokenizer(checkpoint))
+    direct.update_weights(named)
+    expected = [request.generated_tokens for request in direct.generate(prompts, params)]
+    assert [request.generated_tokens for request in after] == expected
+    assert expected != [request.generated_tokens for request in before]
+    assert [request.weight_version for request in [*before, *after]] == [0, 0, 1, 1]

@@ -64,6 +64,32 @@ async def test_a_killed_coordinator_is_replaced_at_the_same_port_in_the_state_of
     assert not is_alive(coordinator.pid)
 
 
+async def test_the_next_process_is_told_which_weights_the_service_has() -> None:
+    coordinator = kept(None, "PAUSED", may_move=True)
+    coordinator.start()
+    address = await coordinator.wait_serving(30)
+    client = InferenceClient(address, key=KEY)
+    await client.start()
+    first = asyncio.create_task(CoordinatedLoop(FakeEngine(), coordinator_address=address, key=KEY).run())
+    state = await client.service_state()
+    while not any(view.ready for view in state.engines):
+        state = await client.wait_for_state_change(state.revision, 5.0)
+    assert await client.update_weights("/models/2") == 1
+    first.cancel()
+    epoch = client.coordinator_epoch
+    assert coordinator.pid is not None
+    os.kill(coordinator.pid, signal.SIGKILL)
+    await until(lambda: client.coordinator_epoch not in (epoch, None), "the contact with the next one")
+    late = FakeEngine()
+    second = asyncio.create_task(CoordinatedLoop(late, coordinator_address=address, key=KEY).run())
+    await until(lambda: late.weights == ["/models/2"], "the update")
+    client.stop()
+    for task in (first, second):
+        task.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
+    await coordinator.stop(5)
+
+
 async def test_one_that_ends_well_is_left_alone_if_that_is_wanted() -> None:
     ends: list[ChildEnd] = []
     coordinator = kept(free_port(), restart_success=False, on_end=ends.append)

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.config import InferenceConfig, PrefixCachingCoordinatorPolicy
-from megatron_runtime.errors import EngineError, InvalidStateError
+from megatron_runtime.errors import EngineError, InvalidRequestError, InvalidStateError
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -84,6 +84,35 @@ def test_all_prompt_shapes_are_served_in_both_modes_with_the_same_tokens(
 def test_prompts_of_another_form_are_refused(llm: MegatronLLM, prompts: Any) -> None:
     with pytest.raises(TypeError, match="prompts must be text"):
         llm.generate(prompts)
+
+
+def test_images_are_refused_in_words_in_both_modes(parts: dict[str, Any], llm: MegatronLLM) -> None:
+    for either in (llm, MegatronLLM(**parts)):
+        with pytest.raises(InvalidRequestError, match=r"multi_modal_data: .* read text only"):
+            either.generate(PROMPTS, multi_modal_data=[None, {"image": b""}, None])  # type: ignore[arg-type]
+
+
+def test_coroutines_of_the_caller_run_on_the_background_loop(llm: MegatronLLM) -> None:
+    async def where(fails: bool = False) -> str:
+        if fails:
+            raise ArithmeticError("on purpose")
+        return threading.current_thread().name
+
+    async def wait_for_itself() -> str:
+        return llm.run_sync(where())
+
+    assert llm.run_sync(where()) == llm.submit(where()).result(10) == "megatron-runtime"
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        llm.run_sync(where(fails=True))
+    with pytest.raises(RuntimeError, match="background loop"):
+        llm.submit(wait_for_itself()).result(10)
+
+
+def test_direct_mode_has_no_background_loop(parts: dict[str, Any]) -> None:
+    llm = MegatronLLM(**parts)
+    for run in (llm.submit, llm.run_sync):
+        with pytest.raises(RuntimeError, match="needs a coordinator: construct with use_coordinator=True"):
+            run(asyncio.sleep(0))
 
 
 def test_each_prompt_may_have_its_own_parameters(llm: MegatronLLM) -> None:

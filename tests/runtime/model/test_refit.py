@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import load_model
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.refit import bring_weights_back, offload_weights, update_weights
+from megatron_runtime.model.refit import Weights, bring_weights_back, offload_weights, update_weights
 
 CPU = torch.device("cpu")
 SaveModel = Callable[..., Any]
@@ -42,14 +42,26 @@ def assert_same(model: Decoder, expected: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("from_file", [True, False])
+def in_one_file(checkpoint: Path) -> Weights:
+    return str((checkpoint / "model.safetensors").rename(checkpoint.parent / "step.safetensors"))
+
+
+def in_memory(checkpoint: Path) -> Weights:
+    return tensors(load_model(checkpoint, dtype="float32"))
+
+
+def in_a_folder(checkpoint: Path) -> Weights:
+    return checkpoint
+
+
+@pytest.mark.parametrize("source", [in_memory, in_one_file, in_a_folder])
 def test_new_weights_make_the_decoder_that_loading_them_makes(
-    checkpoints: tuple[Path, Path], paged_requests: Callable[..., Any], from_file: bool
+    checkpoints: tuple[Path, Path], paged_requests: Callable[..., Any], source: Callable[[Path], Weights]
 ) -> None:
     model, other = (load_model(path, dtype="float32") for path in checkpoints)
     expected = paged_requests(other).continue_greedily({"a": [1, 2, 3]}, 8)
     assert paged_requests(model).continue_greedily({"a": [1, 2, 3]}, 8) != expected
-    update_weights(model, checkpoints[1] if from_file else tensors(other))
+    update_weights(model, source(checkpoints[1]))
     assert model.is_packed == other.is_packed
     assert_same(model, tensors(other))
     assert paged_requests(model).continue_greedily({"a": [1, 2, 3]}, 8) == expected
@@ -102,6 +114,20 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path, save_model: 
         update_weights(model, tmp_path / "1")
     with pytest.raises(CheckpointError, match="nowhere"):
         update_weights(model, tmp_path / "nowhere")
+    assert_same(model, before)
+
+
+def test_a_file_that_holds_no_tensors_is_named_and_changes_nothing(checkpoints: tuple[Path, Path]) -> None:
+    model = load_model(checkpoints[0], dtype="float32")
+    before = tensors(model)
+    broken = checkpoints[1] / "broken.safetensors"
+    broken.write_bytes(b"x" * 100)
+    for path, complaint in (
+        (broken, "can't be read as safetensors"),
+        (broken.with_name("no.safetensors"), "not exist"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{path}: .*{complaint}"):
+            update_weights(model, path)
     assert_same(model, before)
 
 

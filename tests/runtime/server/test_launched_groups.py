@@ -48,6 +48,29 @@ def test_a_worker_pod_joins_the_leader_and_leaves_it_without_loss(
     assert "Paris" in ask(leader)
 
 
+def test_a_replica_that_is_restarted_with_its_coordinator_loads_the_weights_that_the_service_has(
+    start_pod: Callable[..., Any], smollm2_path: Path
+) -> None:
+    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "128Mi", "--replicas", "2")
+
+    def has_versions(wanted: int) -> Callable[[Any], bool]:
+        return lambda state: [replica["weightVersion"] for replica in state["replicas"]] == [wanted] * 2
+
+    pod.wait_for(has_versions(0))
+    pod.signal("pause")
+    asked = {"wait": "true", "timeout": 60}
+    assert pod.control.post("/v1/weights", params=asked, json={"path": str(smollm2_path)}).status_code == 200
+    pod.wait_for(has_versions(1))
+    pod.signal("unpause")
+    restarts = pod.state()["restarts"]
+    for victim in ("coordinator_process", "megatron_runtime.rank"):
+        os.kill(pod.child(victim), signal.SIGKILL)
+    pod.wait_for(lambda state: state["restarts"] == restarts + 2 and has_versions(1)(state) and state["ready"])
+    for _ in range(4):
+        answer = pod.openai.chat.completions.create(model="chat", messages=FRANCE, temperature=0, max_tokens=20)
+        assert answer.system_fingerprint == "weights-1"
+
+
 def test_a_model_alone_is_enough_on_a_laptop(smollm2_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_runtime.cli", "--model", str(smollm2_path), "--replicas", "2"]
     flags = ["--kv-cache-memory", "128Mi", "--threads-per-rank", "1", "--frontend-replicas", "1"]

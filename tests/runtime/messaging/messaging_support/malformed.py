@@ -23,11 +23,13 @@ BATCHES = (
     Headers.REQUEST_FAILED,
 )
 TO_COORDINATOR = {
-    Headers.CONNECT: 0,
-    Headers.REGISTER: 7,
+    Headers.CONNECT: 1,
+    Headers.REGISTER: 8,
     Headers.HEARTBEAT: 2,
     Headers.STATE: 1,
     Headers.SERVICE_STATE: 2,
+    Headers.UPDATE_WEIGHTS: 3,
+    Headers.WEIGHTS_UPDATED: 2,
     Headers.DRAIN: 0,
     Headers.DISCONNECT: 2,
     Headers.SHUTDOWN: 0,
