@@ -6,9 +6,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_runtime.model.cpu_attention import KINDS, CpuAttention
+from megatron_runtime.model.compiled import KINDS
+from megatron_runtime.model.cpu_attention import CpuAttention
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache, LayerCache
+from megatron_runtime.model.rotary import Rotation
 from megatron_runtime.model.torch_attention import TorchAttention
 
 
@@ -17,18 +19,17 @@ class AttentionPlan(Protocol):
 
     def attend(
         self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        heads: Tensor,
+        rotation: Rotation | None,
         cache: LayerCache,
         window: int | None,
         soft_cap: float | None = None,
     ) -> Tensor:
-        """Write the new keys and values into ``cache`` and return what every query sees.
+        """Write the new keys and values into ``cache`` and return what every query sees: [T, heads, head_dim].
 
-        ``queries`` is [T, heads, head_dim], ``keys`` and ``values`` are [T, kv heads, head_dim], queries and keys
-        rotated; the result has the shape of ``queries``. A query looks back over at most ``window`` tokens; scores are
-        squeezed smoothly into plus or minus ``soft_cap``.
+        ``heads`` is [T, heads + 2 * kv heads, head_dim], contiguous: each token's queries, keys and values, of which
+        queries and keys are still to be turned by ``rotation``. A query looks back over at most ``window`` tokens;
+        scores are squeezed smoothly into plus or minus ``soft_cap``.
         """
         ...
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_runtime.model.attention_kernels import attention_kernel, store_kernel
+from megatron_runtime.model.attention_kernels import attention_kernel
+from megatron_runtime.model.compiled import KINDS, as_array, even_shares
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import LayerCache
+from megatron_runtime.model.rotary import Rotation
 from megatron_runtime.model.threads import kernel_threads
 
 TILE = 16
 """Queries that meet a stretch of keys while it is near to the processor."""
 
 UNLIMITED = 1 << 40
-
-KINDS = frozenset({torch.float32, torch.bfloat16})
-"""The types of keys and values that there are kernels for."""
 
 
 class CpuAttention:
@@ -37,33 +34,32 @@ class CpuAttention:
         rows = np.minimum(TILE, lengths[requests] - begins)
         positions = (contexts - lengths)[requests] + begins
         self._tiles = np.stack((requests, starts[requests] + begins, positions, rows), axis=1).astype(np.int32)
-        self._shares: dict[tuple[int | None, int], NDArray[np.int64]] = {}
+        self._rows = even_shares(len(self._slots))
+        self._pairs: dict[int | None, NDArray[np.int64]] = {}
 
     def attend(
         self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        heads: Tensor,
+        rotation: Rotation | None,
         cache: LayerCache,
         window: int | None,
         soft_cap: float | None = None,
     ) -> Tensor:
         """As in AttentionPlan."""
-        narrow = cache[0].dtype is torch.bfloat16
-        pools = [_array(stored) for stored in cache]
-        store, attend = store_kernel(narrow), attention_kernel(queries.shape[-1], narrow)
-        for new, stored in zip((keys, values), pools, strict=True):
-            store(_array(new), stored, self._slots)
-        wide = queries.float().contiguous()
-        seen = torch.empty_like(wide)
-        arrays = (wide.numpy(), seen.numpy(), *pools, self._tables, self._tiles)
+        keys, values = (as_array(stored) for stored in cache)
+        kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        seen = heads.new_empty(len(heads), heads.shape[1] - 2 * kv_heads, head_dim)
+        cosines, sines = rotation or (heads.new_empty(len(heads), 0),) * 2
+        arrays = (as_array(heads), as_array(seen), keys, values, self._slots, self._tables, self._tiles, self._rows)
+        turns = as_array(cosines.flatten(1)), as_array(sines.flatten(1))
         reach = UNLIMITED if window is None else window
-        attend(*arrays, self._shares_of(window, keys.shape[1]), reach, soft_cap or 0.0)
-        return seen.to(queries.dtype)
+        attend = attention_kernel(head_dim, heads.dtype is torch.bfloat16)
+        attend(*arrays, self._pairs_of(window, kv_heads), *turns, reach, soft_cap or 0.0)
+        return seen
 
-    def _shares_of(self, window: int | None, kv_heads: int) -> NDArray[np.int64]:
+    def _pairs_of(self, window: int | None, kv_heads: int) -> NDArray[np.int64]:
         """Where the threads' shares of the pairs of a tile and a kv head begin and end, by what they look at."""
-        known = self._shares.get((window, kv_heads))
+        known = self._pairs.get(window)
         if known is None:
             ends = self._tiles[:, 2] + self._tiles[:, 3]
             reach = ends if window is None else np.minimum(ends, window + TILE)
@@ -71,17 +67,11 @@ class CpuAttention:
             threads = kernel_threads()
             known = np.searchsorted(done, np.arange(threads + 1) * done[-1] // threads)
             known[-1] = len(done)
-            self._shares[window, kv_heads] = known
+            self._pairs[window] = known
         return known
 
 
 def prepare(head_dim: int, dtype: torch.dtype) -> None:
-    """Compile the kernels for a model now, lest its first request waits for it."""
+    """Compile the kernel for a model now, lest its first request waits for it."""
     if dtype in KINDS:
-        narrow = dtype is torch.bfloat16
-        store_kernel(narrow)
-        attention_kernel(head_dim, narrow)
-
-
-def _array(tensor: Tensor) -> NDArray[Any]:
-    return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+        attention_kernel(head_dim, dtype is torch.bfloat16)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_runtime.model import cpu_attention
+from megatron_runtime.model import cpu_attention, row_kernels
 from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder_layer import DecoderLayer
@@ -68,6 +68,7 @@ class Decoder(nn.Module):
         """
         if self.device.type == "cpu":
             cpu_attention.prepare(self.config.head_dim, self.dtype)
+            row_kernels.prepare(self.dtype)
         if not can_pack(self.dtype, self.device):
             return
         pack_linears(self.layers)

@@ -14,7 +14,8 @@ from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.norms import Norm, make_norm
-from megatron_runtime.model.rotary import Rotation, rotate
+from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.row_kernels import gated_silu, has_row_kernels
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -63,16 +64,16 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
         """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys aren't turned."""
         heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
-        queries, keys, values = heads.split(self.heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
-            queries, keys = self._normalize(self.query_norm, queries), self._normalize(self.key_norm, keys)
+            queries, keys, values = heads.split(self.heads, dim=1)
+            heads = torch.cat(
+                (self._normalize(self.query_norm, queries), self._normalize(self.key_norm, keys), values), 1
+            )
         if self.clip is not None:
-            queries, keys, values = (part.clamp(-self.clip, self.clip) for part in (queries, keys, values))
-        if rotary is not None:
-            queries, keys = rotate(queries, *rotary), rotate(keys, *rotary)
+            heads = heads.clamp(-self.clip, self.clip)
         if self.query_multiplier is not None:
-            queries = queries * self.query_multiplier
-        seen = plan.attend(queries, keys, values, cache, self.window, self.soft_cap)
+            heads[:, : self.heads[0]] *= self.query_multiplier
+        seen = plan.attend(heads, rotary, cache, self.window, self.soft_cap)
         projected: Tensor = self.output(seen.flatten(1))
         return projected
 
@@ -87,6 +88,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, intermediate_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.gated = config.gated_feed_forward
+        self.is_silu_gated = self.gated and config.activation == "silu"
         self.activate = _ACTIVATIONS[config.activation]
         widened = 2 * intermediate_size if self.gated else intermediate_size
         self.gate_up = Linear(config.hidden_size, widened, bias=config.mlp_bias, dtype=dtype)
@@ -95,7 +97,9 @@ class FeedForward(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         widened = self.gate_up(hidden)
-        if self.gated:
+        if self.is_silu_gated and has_row_kernels(widened):
+            widened = gated_silu(widened)
+        elif self.gated:
             gate, up = widened.chunk(2, dim=-1)
             widened = self.activate(gate) * up
         else:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.row_kernels import has_row_kernels, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -19,6 +20,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Normalize over the last dimension."""
+        if has_row_kernels(inputs):
+            return rms_norm(inputs, self.weight, self.eps)
         return self.weight * self._scaled(inputs).to(inputs.dtype)
 
     def _scaled(self, inputs: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.origin import Origin
 from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
-from megatron_runtime.model.tensor_names import tensor_names
+from megatron_runtime.model.tensor_names import name_of_tied_head
 from megatron_runtime.model.weights import StoredTensor, WeightSource
 
 Weights = Path | str | Mapping[str, Tensor]
@@ -29,15 +30,15 @@ class NamedTensors:
     """Tensors in memory as a source of weights. A head that is tied to the embedding may be among them, as a copy."""
 
     def __init__(self, given: Mapping[str, Tensor], config: ModelConfig) -> None:
-        tied_head = f"{tensor_names(config.architecture).head}.weight" if config.tie_word_embeddings else None
-        self._given = {name: tensor.detach() for name, tensor in given.items() if name != tied_head}
+        copy = name_of_tied_head(config)
+        self._given = {name: tensor.detach() for name, tensor in given.items() if name != copy}
 
     @property
     def location(self) -> str:
         """For errors."""
         return "the named tensors"
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Their shapes."""
         return {

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.config_fields import read_json
-from megatron_runtime.model.tensor_names import tensor_names
+from megatron_runtime.model.tensor_names import name_of_tied_head, tensor_names
 from megatron_runtime.model.weights import StoredTensor, row_pieces
 
 _SINGLE = "model.safetensors"
@@ -43,10 +43,10 @@ class SafetensorsWeights:
     def tensors(self) -> Mapping[str, StoredTensor]:
         """What the files hold, but for other parts of the model, the copy of a tied head, and implied buffers."""
         names = tensor_names(self._config.architecture)
-        tied_head = f"{names.head}.weight" if self._config.tie_word_embeddings else None
+        copy = name_of_tied_head(self._config)
         found: dict[str, StoredTensor] = {}
         for name, path in self._files.items():
-            of_no_use = name.endswith(_COMPUTED_ELSEWHERE) or name.startswith(names.passed_over) or name == tied_head
+            of_no_use = name.endswith(_COMPUTED_ELSEWHERE) or name.startswith(names.passed_over) or name == copy
             if not of_no_use:
                 found[self._missing_prefix + name] = self._describe(name, self._open(path))
         return found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatron_runtime.model.config import ModelConfig
+
 
 @dataclass(frozen=True)
 class TensorNames:
@@ -76,3 +78,8 @@ _OTHERS = {
 def tensor_names(architecture: str) -> TensorNames:
     """The names in a checkpoint of ``architecture``."""
     return _OTHERS.get(architecture, _LLAMA)
+
+
+def name_of_tied_head(config: ModelConfig) -> str | None:
+    """The tensor that may be beside the embedding as a copy of it; None where the head is one of its own."""
+    return f"{tensor_names(config.architecture).head}.weight" if config.tie_word_embeddings else None

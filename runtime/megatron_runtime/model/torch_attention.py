@@ -9,6 +9,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from megatron_runtime.model.capped_attention import capped_attention
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import LayerCache
+from megatron_runtime.model.rotary import Rotation, rotate
 
 
 class TorchAttention:
@@ -35,14 +36,17 @@ class TorchAttention:
 
     def attend(
         self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        heads: Tensor,
+        rotation: Rotation | None,
         cache: LayerCache,
         window: int | None,
         soft_cap: float | None = None,
     ) -> Tensor:
         """As in AttentionPlan."""
+        kv_heads = cache[0].shape[1]
+        queries, keys, values = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if rotation is not None:
+            queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
         for stored, new in zip(cache, (keys, values), strict=True):
             stored[self._blocks, :, self._offsets] = new
         seen = torch.empty_like(queries)

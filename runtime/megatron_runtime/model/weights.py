@@ -93,7 +93,8 @@ def load_weights(
 
     With ``check_finite``, CheckpointError names the first tensor that is not all numbers once it has its final type.
     """
-    total = sum(source.tensors[name].num_bytes for name in destinations)
+    stored = source.tensors
+    total = sum(stored[name].num_bytes for name in destinations)
     loaded, start = 0, time.monotonic()
     for name, destination in destinations.items():
         for num_bytes in source.read(name, destination):

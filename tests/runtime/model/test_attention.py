@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.cpu_attention import CpuAttention
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.rotary import rotate, rotation
 from megatron_runtime.model.torch_attention import TorchAttention
 
 KV_HEADS, HEADS, HEAD_DIM, POOL = 2, 6, 8, 60
@@ -90,10 +91,8 @@ def attend(
     plan: AttentionPlan = CpuAttention(batch) if kind == "cpu" else TorchAttention(batch, block_size)
     if kind == "torch":
         cache = (cache[0].nan_to_num(), cache[1].nan_to_num())
-    keys, values = (
-        torch.cat([getattr(one, name)[one.context - one.new :] for one in requests]) for name in ("keys", "values")
-    )
-    seen = plan.attend(torch.cat([one.queries for one in requests]), keys, values, cache, window, soft_cap)
+    tokens = [torch.cat((one.queries, one.keys[-one.new :], one.values[-one.new :]), dim=1) for one in requests]
+    seen = plan.attend(torch.cat(tokens), None, cache, window, soft_cap)
     return list(seen.split([one.new for one in requests]))
 
 
@@ -136,6 +135,23 @@ def test_bfloat16_is_as_exact_as_its_digits(kind: str) -> None:
     for one, rows in zip(requests, attend(requests, kind=kind), strict=True):
         assert rows.dtype is torch.bfloat16
         torch.testing.assert_close(rows.double(), plain(one, None, None), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+@pytest.mark.parametrize("channels", [HEAD_DIM, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_and_keys_are_turned_on_the_way(kind: str, channels: int, dtype: torch.dtype) -> None:
+    one = request(9, 9, dtype)
+    batch, cache = lay_out([one], block_size=4, scattered=True)
+    plan: AttentionPlan = CpuAttention(batch) if kind == "cpu" else TorchAttention(batch, 4)
+    turns = rotation(batch.positions, torch.arange(1.0, channels / 2 + 1) / 10, dtype)
+    seen = plan.attend(torch.cat((one.queries, one.keys, one.values), dim=1), turns, cache, None)
+    wide = (turns[0].double(), turns[1].double())
+    turned = Request(9, 9, rotate(one.keys.double(), *wide), one.values, rotate(one.queries.double(), *wide))
+    close = {"atol": 2e-6, "rtol": 0} if dtype is torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
+    torch.testing.assert_close(seen.double(), plain(turned, None, None), **close)
+    stored = cache[0][batch.slots // 4, :, batch.slots % 4]
+    torch.testing.assert_close(stored.double(), turned.keys, **close)
 
 
 @pytest.mark.parametrize("window", [None, 7, 66])

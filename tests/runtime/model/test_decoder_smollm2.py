@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from runtime_support.reference_models import CLOSE, logits_of
+from runtime_support.reference_models import CLOSE, assert_most_likely, logits_of
 
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.decoder import Decoder
@@ -102,12 +102,6 @@ def test_prefill_in_chunks_beside_decoding_requests_changes_no_logits(
             seen[name].append(logits)
     for name, tokens in (("long", long), ("short", short)):
         torch.testing.assert_close(torch.cat(seen[name]), logits_of(reference_model, tokens), **CLOSE_PACKED)
-
-
-def assert_most_likely(model: LlamaForCausalLM, prompt: list[int], made: list[int]) -> None:
-    """Every token made is the one that transformers finds most likely after the prompt and those before it."""
-    logits = logits_of(model, prompt + made)
-    assert made == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 def test_twenty_prompts_continued_together_say_what_transformers_says(

@@ -53,3 +53,13 @@ def new_model(family: str, *, kind: str = "ForCausalLM", **settings: Any) -> Any
 def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
     """[tokens, vocab]."""
     return model(torch.tensor([tokens])).logits[0]
+
+
+def assert_most_likely(model: Any, prompt: list[int], made: list[int]) -> None:
+    """Every token made is the one that transformers finds most likely after the prompt and those before it.
+
+    Two tokens whose logits differ in nothing but the last digit of a float32 are equally likely.
+    """
+    logits = logits_of(model, prompt + made)[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(made)[:, None])[:, 0]
+    torch.testing.assert_close(chosen, logits.amax(-1), atol=2e-7, rtol=2e-7)

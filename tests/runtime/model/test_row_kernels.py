@@ -1,0 +1,82 @@
+"""Kernels over rows: what PyTorch's operators give, and the same bits for a row in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from megatron_runtime.model.row_kernels import gated_silu, rms_norm
+
+SIZE, EPS = 52, 1e-5
+WEIGHT = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))
+
+
+def normalized(rows: Tensor) -> Tensor:
+    return rms_norm(rows, WEIGHT.to(rows.dtype), EPS)
+
+
+def plainly_normalized(rows: Tensor) -> Tensor:
+    wide = rows.double()
+    scaled = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+    return WEIGHT.to(rows.dtype).double() * scaled.to(rows.dtype).double()
+
+
+def plainly_gated(rows: Tensor) -> Tensor:
+    gate, up = rows.double().chunk(2, dim=-1)
+    return silu(gate).to(rows.dtype).double() * up
+
+
+KERNELS = pytest.mark.parametrize(
+    ("kernel", "plain"), [(normalized, plainly_normalized), (gated_silu, plainly_gated)], ids=["norm", "gate"]
+)
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+Rows = Callable[[Tensor], Tensor]
+
+
+def random_rows(count: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(count, SIZE, generator=torch.Generator().manual_seed(2)) * 5).to(dtype)
+
+
+@KERNELS
+@TYPES
+def test_a_kernel_computes_its_formula(kernel: Rows, plain: Rows, dtype: torch.dtype) -> None:
+    rows = random_rows(7, dtype)
+    # A bfloat16 that lies in the middle of two may go either way.
+    close = {"atol": 2e-5, "rtol": 1e-6} if dtype is torch.float32 else {"atol": 0.0, "rtol": 2**-7}
+    torch.testing.assert_close(kernel(rows).double(), plain(rows), **close)
+
+
+@KERNELS
+@TYPES
+def test_a_row_has_the_same_bits_in_any_company(kernel: Rows, plain: Rows, dtype: torch.dtype) -> None:
+    del plain
+    rows = random_rows(9, dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    together = kernel(rows)
+    torch.set_num_threads(before)
+    assert all(torch.equal(kernel(rows[i : i + 1])[0], together[i]) for i in range(len(rows)))
+
+
+@KERNELS
+@TYPES
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_comes_out_as_such(kernel: Rows, plain: Rows, dtype: torch.dtype, bad: float) -> None:
+    rows = random_rows(3, dtype)
+    rows[1, 5] = bad
+    assert torch.equal(kernel(rows).isfinite().all(-1), plain(rows).isfinite().all(-1))
+
+
+@pytest.mark.parametrize("shape", [(4, 3, SIZE), (2, 1, 1, SIZE), (0, SIZE)])
+def test_a_norm_is_over_the_last_of_any_dimensions(shape: tuple[int, ...]) -> None:
+    rows = torch.randn(*shape)
+    assert torch.equal(normalized(rows), normalized(rows.view(-1, SIZE)).view(shape))
+
+
+def test_a_norm_takes_rows_that_lie_apart() -> None:
+    rows = torch.randn(5, 3 * SIZE)[:, SIZE : 2 * SIZE]
+    assert torch.equal(normalized(rows), normalized(rows.contiguous()))
