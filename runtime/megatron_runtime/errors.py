@@ -6,7 +6,9 @@ MegatronInferenceError
 ├── CheckpointError                         a model folder or file that can't be read
 ├── EngineError                             the engine failed while it ran
 │   ├── EngineSuspendedError                asked to compute while its memory is given back
-│   └── InvalidLogitsError                  the model answered with NaN
+│   ├── InvalidLogitsError                  the model answered with NaN
+│   ├── LostRankError                       ranks of the replica are gone or late; names them
+│   └── LockStepError                       ranks of the replica have gone different ways
 ├── InvalidStateError (RuntimeError)        a lifecycle signal in the wrong state
 ├── TransitionTimeoutError (TimeoutError)   a lifecycle signal that nobody acknowledged in time
 ├── RequestTimeoutError (TimeoutError)      a request that was not done by its deadline
@@ -70,6 +72,23 @@ class EngineSuspendedError(EngineError):
 
 class InvalidLogitsError(EngineError):
     """The model answered with NaN for this request, so that no token can be chosen."""
+
+
+class LostRankError(EngineError):
+    """Ranks of the replica are gone, or did not come in time.
+
+    Args:
+        message: Says what was waited for, how long, and who is missing.
+        missing: Those ranks, counted within the replica; empty when all answer, and one is only late.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class LockStepError(EngineError):
+    """Ranks of one replica, which all have to make the same schedules, have made different ones."""
 
 
 class InvalidStateError(MegatronInferenceError, RuntimeError):
@@ -165,6 +184,8 @@ _PLAIN: dict[str, type[MegatronInferenceError]] = {
         EngineError,
         EngineSuspendedError,
         InvalidLogitsError,
+        LostRankError,
+        LockStepError,
         TransitionTimeoutError,
         RequestTimeoutError,
         CoordinatorError,

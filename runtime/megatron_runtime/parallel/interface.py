@@ -1,0 +1,49 @@
+"""Which of this machine's network interfaces leads to another machine.
+
+Left alone, gloo and NCCL take what the machine's own name resolves to, which may be an address that no other machine
+reaches, or none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def use_interface_towards(host: str) -> None:
+    """Have gloo and NCCL take the interface through which ``host`` is reached, unless the environment says which."""
+    name = interface_of(address_towards(host))
+    for variable in _VARIABLES:
+        if name is not None:
+            os.environ.setdefault(variable, name)
+
+
+def address_towards(host: str) -> str | None:
+    """The IPv4 address of this machine that ``host`` would see; None where there is no such way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str | None) -> str | None:
+    """The name of the interface that has ``address``."""
+    if address is None:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

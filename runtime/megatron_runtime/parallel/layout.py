@@ -1,0 +1,170 @@
+"""Who is who among the ranks: pure arithmetic, without a device or a process.
+
+A replica is one copy of the model, on tensor x pipeline ranks. The tensor rank turns fastest, then the stage of the
+pipeline, then the replica. There are two worlds: one over all replicas (torchrun), and one per replica that is told
+from outside which one it is (Kubernetes, the launcher).
+
+The experts of a mixture are divided over the ranks that share a layer, so they need no ranks of their own: with an
+expert size e of a tensor size t, the t ranks form e groups of t / e; a group has its share of the experts, and a rank
+of it has a slice of each. With e = t every expert lies whole on one rank, with e = 1 every expert is sliced t times.
+Either way the ranks' results are parts of one sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron_runtime.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """How many ranks share what. ConfigurationError names the field, its value and the mend."""
+
+    tensor: int = 1
+    """Ranks that share each layer."""
+    pipeline: int = 1
+    """Stages that the layers are spread over."""
+    expert: int = 1
+    """Groups of the ranks of a layer that its experts are divided over; divides ``tensor``."""
+    data: int = 1
+    """Copies of the model."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if type(size) is not int or size < 1:
+                raise ConfigurationError(
+                    f"{field.name} parallel size is {size!r}, expected a whole number of at least 1", field=field.name
+                )
+        if self.tensor % self.expert:
+            fitting = ", ".join(str(size) for size in range(1, self.tensor + 1) if self.tensor % size == 0)
+            raise ConfigurationError(
+                f"expert parallel size is {self.expert}, but a layer's experts are divided over its {self.tensor} "
+                f"tensor parallel ranks; use one of {fitting}, or a larger tensor parallel size",
+                field="expert",
+            )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks of one copy of the model."""
+        return self.tensor * self.pipeline
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all copies."""
+        return self.ranks_per_replica * self.data
+
+    def check_world(self, world_size: int) -> None:
+        """Raise ConfigurationError unless a world over all replicas has as many ranks as these sizes need."""
+        if world_size != self.world_size:
+            raise ConfigurationError(
+                f"the world has {world_size} ranks, but tensor {self.tensor} x pipeline {self.pipeline} x data "
+                f"{self.data} need {self.world_size}; start as many, or change a size",
+                field="world_size",
+            )
+
+    def position(self, world_rank: int) -> RankPosition:
+        """The place of a rank in a world over all replicas."""
+        if not 0 <= world_rank < self.world_size:
+            raise ConfigurationError(
+                f"rank is {world_rank}, expected 0 to {self.world_size - 1} in a world of {self.world_size}",
+                field="rank",
+            )
+        return RankPosition(self, *reversed(divmod(world_rank, self.ranks_per_replica)))
+
+    def position_in_replica(self, rank: int, replica: int = 0) -> RankPosition:
+        """The place of a rank in the world of one replica; ``replica`` is its data parallel rank.
+
+        There may be more replicas than ``data`` says, since they come and go while others serve.
+        """
+        if not 0 <= rank < self.ranks_per_replica:
+            raise ConfigurationError(
+                f"rank is {rank}, expected 0 to {self.ranks_per_replica - 1}, since tensor {self.tensor} x pipeline "
+                f"{self.pipeline} are {self.ranks_per_replica} ranks",
+                field="rank",
+            )
+        if replica < 0:
+            raise ConfigurationError(f"data parallel rank is {replica}, expected 0 or more", field="replica")
+        return RankPosition(self, rank, replica)
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """One rank's place. ``rank`` counts within the replica."""
+
+    sizes: ParallelSizes = ParallelSizes()
+    rank: int = 0
+    replica: int = 0
+    """The data parallel rank."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (tensor {self.tensor_rank}, stage {self.stage}) of replica {self.replica}"
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place among the ranks that share this one's layers."""
+        return self.rank % self.sizes.tensor
+
+    @property
+    def stage(self) -> int:
+        """Place in the pipeline."""
+        return self.rank // self.sizes.tensor
+
+    @property
+    def expert_group(self) -> int:
+        """Which share of a layer's experts is here."""
+        return self.tensor_rank // self.expert_slices
+
+    @property
+    def expert_slice(self) -> int:
+        """Which slice of each of them."""
+        return self.tensor_rank % self.expert_slices
+
+    @property
+    def expert_slices(self) -> int:
+        """Slices that an expert is cut into."""
+        return self.sizes.tensor // self.sizes.expert
+
+    @property
+    def tensor_peers(self) -> range:
+        """Ranks of the replica that share this one's layers, this one among them."""
+        start = self.stage * self.sizes.tensor
+        return range(start, start + self.sizes.tensor)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank takes the replica's requests in."""
+        return self.rank == 0
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this is global rank 0."""
+        return self.is_first and self.replica == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether tokens are embedded here."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether logits are computed here."""
+        return self.stage == self.sizes.pipeline - 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank chooses the replica's tokens."""
+        return self.rank == self.sampler
+
+    @property
+    def sampler(self) -> int:
+        """The rank of the replica that does: the first of the last stage."""
+        return self.sizes.ranks_per_replica - self.sizes.tensor
+
+
+def share(total: int, parts: int, index: int) -> range:
+    """The ``index``-th of ``parts`` stretches of ``range(total)``, which differ by at most one; longer ones first."""
+    size, longer = divmod(total, parts)
+    start = index * size + min(index, longer)
+    return range(start, start + size + (index < longer))

@@ -1,0 +1,73 @@
+"""A replica of one rank: nobody to speak with, so everything is done at once and costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
+
+
+@dataclass(frozen=True)
+class Done:
+    """A message that is there."""
+
+    message: bytes
+
+    def wait(self) -> bytes:
+        """The message."""
+        return self.message
+
+
+class LoneRank:
+    """The `Ranks` of a replica that has one. No process group is made."""
+
+    def __init__(self, replica: int = 0) -> None:
+        self.position = RankPosition(ParallelSizes(), 0, replica)
+
+    def share_inbox(self, inbox: bytes | None) -> bytes:
+        """Its own."""
+        assert inbox is not None
+        return inbox
+
+    def share_outcome(self, outcome: bytes | None, *, checksum: int) -> Done:
+        """Its own."""
+        del checksum
+        assert outcome is not None
+        return Done(outcome)
+
+    def barrier(self, name: str, timeout: float | None = None) -> None:
+        """Nobody to wait for."""
+
+    def least(self, number: int) -> int:
+        """The number."""
+        return number
+
+    def first_complaint(self, complaint: str | None) -> str | None:
+        """The complaint."""
+        return complaint
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The part is all."""
+        return part
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """The part is all."""
+        del widths
+        return part
+
+    def send(self, hidden: Tensor) -> None:
+        """There is no next stage."""
+        del hidden
+        raise AssertionError("a lone rank has no next stage")
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """There is no stage before."""
+        del shape, dtype
+        raise AssertionError("a lone rank has no stage before it")
+
+    def close(self) -> None:
+        """Nothing to leave."""

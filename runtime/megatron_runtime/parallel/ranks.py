@@ -1,0 +1,87 @@
+"""What a rank may ask of the other ranks of its replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_runtime.parallel.layout import RankPosition
+
+
+class Pending(Protocol):
+    """A message that may still be on its way."""
+
+    def wait(self) -> bytes:
+        """The message; LostRankError when it doesn't come in time. To be called once."""
+        ...
+
+
+class Ranks(Protocol):
+    """The replica as one of its ranks sees it.
+
+    All ranks call the same methods in the same order, but for `share_outcome`, which has an order of its own. What
+    waits for other ranks raises LostRankError after the group's timeout, or as soon as a connection breaks; the error
+    names who is missing. Nothing works after that but `close`. None of it uses the processor while it waits.
+    """
+
+    @property
+    def position(self) -> RankPosition:
+        """Which one this is."""
+        ...
+
+    def share_inbox(self, inbox: bytes | None) -> bytes:
+        """What the first rank gives, on all ranks; the others give None, and wait.
+
+        The first rank doesn't wait for the others. They wait for the group's timeout at most, so it has to share
+        something well within that, if only ``b""``.
+        """
+        ...
+
+    def share_outcome(self, outcome: bytes | None, *, checksum: int) -> Pending:
+        """What the rank that samples gives, on all ranks; the others give None. Nobody waits before ``wait``.
+
+        So the outcomes of as many passes can be under way as there are stages. Each is compared by ``checksum`` (64
+        bits, unsigned) of the schedule it comes from: LockStepError on the rank whose own is another.
+        """
+        ...
+
+    def barrier(self, name: str, timeout: float | None = None) -> None:
+        """Wait until all ranks are in the barrier of this name; LostRankError after ``timeout`` seconds."""
+        ...
+
+    def least(self, number: int) -> int:
+        """The smallest of the numbers that the ranks give."""
+        ...
+
+    def first_complaint(self, complaint: str | None) -> str | None:
+        """What the first rank of those that complain says, on all ranks; None when nobody does."""
+        ...
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum over the ranks of this layer, alike to the bit on all; on a GPU ``part`` becomes it."""
+        ...
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """The columns of all ranks of this layer side by side, on the first of them; None on the others.
+
+        ``part`` is [rows, widths[tensor rank]].
+        """
+        ...
+
+    def send(self, hidden: Tensor) -> None:
+        """Hand activations to the next stage, without waiting for it unless a batch per stage is under way.
+
+        ``hidden`` must not be written to any more.
+        """
+        ...
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Activations from the stage before, in the order in which they were sent."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group; to be called on all ranks, in any order."""
+        ...

@@ -1,0 +1,247 @@
+"""A replica of several ranks, over torch.distributed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_runtime.errors import LockStepError
+from megatron_runtime.parallel.channel import Channel, Message
+from megatron_runtime.parallel.layout import RankPosition
+from megatron_runtime.parallel.roll_call import COMPUTING, RollCall
+
+T = TypeVar("T")
+
+_INBOX, _OUTCOME, _MEETING = 0, 2, 4
+"""Tags of what goes over the control group."""
+_CARD = 512
+"""Bytes that each rank brings to a meeting."""
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """What torch.distributed made for a rank, and where its replica begins in torch's world."""
+
+    control: dist.ProcessGroup
+    """All ranks of the replica, over gloo."""
+    pipeline: dist.ProcessGroup
+    """The same, for activations."""
+    tensor: dist.ProcessGroup
+    """The ranks that share a layer."""
+    first: int
+    """Number of the replica's rank 0 in torch's world."""
+    owns_world: bool
+    """Whether torch's world was made for this replica, and ends with it."""
+
+
+class ReplicaGroup:
+    """The `Ranks` of a replica that has several; made by `join_replica` or `replica_of_world`.
+
+    Args:
+        position: Who this is.
+        groups: Its process groups.
+        roll_call: Finds out who is missing.
+        device_type: ``cuda`` or ``cpu``.
+        timeout: Seconds after which another rank is late.
+    """
+
+    def __init__(
+        self, position: RankPosition, groups: ProcessGroups, roll_call: RollCall, *, device_type: str, timeout: float
+    ) -> None:
+        self.position = position
+        self._groups = groups
+        self._roll_call = roll_call
+        self._on_cpu = device_type == "cpu"
+        self._device = (
+            torch.device(device_type, torch.cuda.current_device()) if not self._on_cpu else torch.device("cpu")
+        )
+        self._timeout = timeout
+        self._others = [rank for rank in range(position.sizes.ranks_per_replica) if rank != position.rank]
+        self._inbox = self._channel(0, _INBOX)
+        self._outcome = self._channel(position.sampler, _OUTCOME)
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._meetings = 0
+
+    def share_inbox(self, inbox: bytes | None) -> bytes:
+        """As in Ranks."""
+        if inbox is not None:
+            assert self.position.is_first
+            self._do("sharing the inbox", self._inbox.send, inbox)
+            return inbox
+        message: Message = self._do("waiting for the inbox", lambda: self._inbox.expect()())
+        return message.body
+
+    def share_outcome(self, outcome: bytes | None, *, checksum: int) -> SharedOutcome:
+        """As in Ranks."""
+        if outcome is not None:
+            assert self.position.samples
+            self._do("sharing an outcome", self._outcome.send, outcome, checksum)
+            return SharedOutcome(lambda: outcome)
+        wait = self._do("expecting an outcome", self._outcome.expect)
+        return SharedOutcome(lambda: self._do("waiting for an outcome", self._checked, wait, checksum))
+
+    def barrier(self, name: str, timeout: float | None = None) -> None:
+        """As in Ranks."""
+        self._meet(f"barrier {name}", b"", timeout)
+
+    def least(self, number: int) -> int:
+        """As in Ranks."""
+        return min(int(card) for card in self._meet("finding the least number", str(number).encode()))
+
+    def first_complaint(self, complaint: str | None) -> str | None:
+        """As in Ranks; a long complaint loses its end."""
+        cards = self._meet("hearing complaints", (complaint or "").encode())
+        return next((card.decode(errors="ignore") for card in cards if card), None)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """As in Ranks.
+
+        On a CPU the parts are added in the order of the ranks: a ring, which is what gloo's reduction is, begins at
+        another rank for each stretch of a tensor, and a row's bits would depend on the rows beside it.
+        """
+        if self.position.sizes.tensor == 1:
+            return part
+        return self._do("adding up a layer", self._sum, part)
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        """As in Ranks."""
+        if self.position.sizes.tensor == 1:
+            return part
+        return self._do("gathering logits", self._gather, part, widths)
+
+    def send(self, hidden: Tensor) -> None:
+        """As in Ranks."""
+        self._do("sending activations", self._send, hidden.contiguous())
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """As in Ranks."""
+        hidden = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        source = self._groups.first + self.position.rank - self.position.sizes.tensor
+        self._do("waiting for activations", dist.recv, hidden, source, self._groups.pipeline)
+        return hidden
+
+    def close(self) -> None:
+        """As in Ranks. What was sent is delivered before, if it is taken within the timeout."""
+        try:
+            self._inbox.flush()
+            self._outcome.flush()
+            while self._sent:
+                self._sent.popleft()[0].wait()
+        except RuntimeError:
+            pass  # somebody is gone, who needs nothing any more
+        self._roll_call.close()
+        if self._groups.owns_world:
+            dist.destroy_process_group()
+            return
+        for group in (self._groups.tensor, self._groups.pipeline, self._groups.control):
+            dist.destroy_process_group(group)
+
+    def _channel(self, source: int, tag: int) -> Channel:
+        first, depth = self._groups.first, 1 + self.position.sizes.pipeline
+        others = [first + rank for rank in self._others]
+        return Channel(self._groups.control, first + source, others, tag=tag, depth=depth)
+
+    def _do(self, doing: str, operation: Callable[..., T], *args: Any) -> T:
+        """Run what may wait for others; what torch.distributed raises becomes an error that names who is missing."""
+        self._roll_call.doing = doing
+        try:
+            return operation(*args)
+        except RuntimeError as error:
+            raise self._roll_call.lost(doing, error) from error
+        finally:
+            self._roll_call.doing = COMPUTING
+
+    def _checked(self, wait: Callable[[], Message], checksum: int) -> bytes:
+        message = wait()
+        if message.checksum != checksum:
+            raise LockStepError(
+                f"{self.position}: its schedule has the checksum {checksum:x}, that of rank {self.position.sampler} "
+                f"{message.checksum:x}; they no longer do the same"
+            )
+        return message.body
+
+    def _sum(self, part: Tensor) -> Tensor:
+        if not self._on_cpu:
+            dist.all_reduce(part, group=self._groups.tensor)
+            return part
+        parts = part.new_empty((self.position.sizes.tensor * len(part), *part.shape[1:]))
+        _all_gather(parts, part.contiguous(), group=self._groups.tensor)
+        total, *others = parts.chunk(self.position.sizes.tensor)
+        for other in others:
+            total += other
+        return total
+
+    def _gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
+        widest = max(widths)
+        padded = torch.nn.functional.pad(part, (0, widest - part.shape[1])).contiguous()
+        first = self.position.tensor_peers[0]
+        gathered = [torch.empty_like(padded) for _ in widths] if self.position.rank == first else None
+        dist.gather(padded, gathered, dst=self._groups.first + first, group=self._groups.tensor)
+        if gathered is None:
+            return None
+        return torch.cat([columns[:, :width] for columns, width in zip(gathered, widths, strict=True)], dim=1)
+
+    def _send(self, hidden: Tensor) -> None:
+        target = self._groups.first + self.position.rank + self.position.sizes.tensor
+        work = dist.isend(hidden, target, self._groups.pipeline)
+        assert work is not None
+        self._sent.append((work, hidden))
+        while len(self._sent) > self.position.sizes.pipeline:
+            self._sent.popleft()[0].wait()
+
+    def _meet(self, doing: str, card: bytes, timeout: float | None = None) -> list[bytes]:
+        """Everybody's card, by rank. Who comes leaves a note in the store, to be found by those who wait in vain."""
+        self._meetings += 1
+        prefix, seconds = f"meeting/{self._meetings}/", self._timeout if timeout is None else timeout
+        self._roll_call.doing = f"in {doing}"
+        try:
+            self._roll_call.store.set(prefix + str(self.position.rank), "")
+            cards = self._exchange(doing.encode() + b"\0" + card, time.monotonic() + seconds)
+        except RuntimeError as error:
+            what = f"{doing}, for up to {seconds:g} s"
+            raise self._roll_call.lost(what, error, self._absent(prefix) or None) from error
+        finally:
+            self._roll_call.doing = COMPUTING
+        meetings = [card.partition(b"\0") for card in cards]
+        for rank, (meeting, _, _) in enumerate(meetings):
+            if meeting != meetings[self.position.rank][0]:
+                raise LockStepError(f"{self.position} is at {doing}, but rank {rank} at {meeting.decode()}")
+        return [brought for _, _, brought in meetings]
+
+    def _exchange(self, card: bytes, deadline: float) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(card[:_CARD].ljust(_CARD, b"\0")), dtype=torch.uint8)
+        cards = {rank: torch.empty_like(mine) for rank in self._others}
+        works = [
+            work(tensor, self._groups.first + rank, self._groups.control, _MEETING)
+            for work, tensors in ((dist.isend, dict.fromkeys(self._others, mine)), (dist.irecv, cards))
+            for rank, tensor in tensors.items()
+        ]
+        for work in works:
+            assert work is not None
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        cards[self.position.rank] = mine
+        return [cards[rank].numpy().tobytes().rstrip(b"\0") for rank in sorted(cards)]
+
+    def _absent(self, prefix: str) -> list[int]:
+        """Who has left no note."""
+        try:
+            return [rank for rank in self._others if not self._roll_call.store.check([f"{prefix}{rank}"])]
+        except RuntimeError:
+            return []
+
+
+class SharedOutcome:
+    """What `ReplicaGroup.share_outcome` gives."""
+
+    def __init__(self, wait: Callable[[], bytes]) -> None:
+        self.wait = wait

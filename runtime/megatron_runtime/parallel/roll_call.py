@@ -1,0 +1,129 @@
+"""Finding out who is missing, once something has failed: every rank that lives answers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from datetime import timedelta
+
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+
+from megatron_runtime.errors import LostRankError
+from megatron_runtime.parallel.layout import RankPosition
+from megatron_runtime.parallel.meeting_place import MeetingPlace
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 2.0
+"""Seconds in which a living rank answers."""
+COMPUTING = "computing"
+_PAUSE = 0.2
+_FOREVER = timedelta(days=365)
+_CLOSED = "closed"
+_EVERYBODY = "-"
+
+
+class RollCall:
+    """One rank's part in it. A thread waits in the store, without using the processor, for the call that ends it all.
+
+    The first rank that meets a failure calls; what it finds is the verdict of all, so that those who fail because it
+    leaves don't blame it.
+
+    Args:
+        place: Where the ranks meet; kept as long as this lives.
+        position: Who this is.
+    """
+
+    def __init__(self, place: MeetingPlace, position: RankPosition) -> None:
+        self._place = place
+        self.store = place.connect(PATIENCE)
+        self.doing = COMPUTING
+        """What this rank is at, for the others to read."""
+        self._position = position
+        self._others = [rank for rank in range(position.sizes.ranks_per_replica) if rank != position.rank]
+        self._verdict: str | None = None
+        self._thread = threading.Thread(
+            target=self._answer, args=(place.connect(PATIENCE),), name="roll-call", daemon=True
+        )
+        self._thread.start()
+
+    def lost(self, doing: str, cause: Exception, missing: list[int] | None = None) -> LostRankError:
+        """The error that names who is missing: ``missing``, or else those who don't answer; takes PATIENCE seconds."""
+        found = self._find(missing)
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        return LostRankError(f"{self._position}: {doing}: {self._describe(found)} ({reason})", missing=found)
+
+    def close(self) -> None:
+        """End the thread."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(_call(self._position.rank), _CLOSED)
+            self._thread.join(PATIENCE)
+
+    def _describe(self, missing: list[int]) -> str:
+        if missing:
+            named = ", ".join(_full_name(self._position, rank) for rank in missing)
+            return f"{named} {'is' if len(missing) == 1 else 'are'} missing"
+        doings = [f"rank {rank} is {doing}" for rank, doing in self._doings()]
+        return "all ranks answer, so one is late" + "".join(f"; {doing}" for doing in doings)
+
+    def _find(self, known: list[int] | None) -> list[int]:
+        """Who doesn't answer; the first rank when there is no store any more, unless it left a verdict."""
+        try:
+            if self.store.add("calls", 1) == 1:
+                return self._call(known)
+            verdict = self._wait_for_verdict(self.store)
+            return self._call(known) if verdict is None else _read(verdict)
+        except RuntimeError:
+            self._thread.join(2 * PATIENCE)
+            return [0] if self._verdict is None else _read(self._verdict)
+
+    def _call(self, known: list[int] | None) -> list[int]:
+        for rank in self._others:
+            self.store.set(_call(rank), "")
+        missing = self._unanswered() if known is None else known
+        self.store.set("verdict", ",".join(map(str, missing)) or _EVERYBODY)
+        if self._position.is_first:
+            time.sleep(_PAUSE)  # the store may end with this rank, and the others have to hear the verdict before
+        return missing
+
+    def _unanswered(self) -> list[int]:
+        answers = {rank: f"answer/{rank}" for rank in self._others}
+        with contextlib.suppress(DistStoreError):
+            self.store.wait(list(answers.values()), timedelta(seconds=PATIENCE))
+        return [rank for rank, key in answers.items() if not self.store.check([key])]
+
+    def _answer(self, store: Store) -> None:
+        with contextlib.suppress(RuntimeError):
+            store.wait([_call(self._position.rank)], _FOREVER)
+            if store.get(_call(self._position.rank)).decode() == _CLOSED:
+                return
+            logger.warning("%s answers a roll call: %s", self._position, self.doing)
+            store.set(f"answer/{self._position.rank}", self.doing)
+            self._verdict = self._wait_for_verdict(store)
+
+    def _wait_for_verdict(self, store: Store) -> str | None:
+        with contextlib.suppress(DistStoreError):
+            store.wait(["verdict"], timedelta(seconds=2 * PATIENCE))
+            return str(store.get("verdict").decode())
+        return None
+
+    def _doings(self) -> list[tuple[int, str]]:
+        with contextlib.suppress(RuntimeError):
+            answered = [rank for rank in self._others if self.store.check([f"answer/{rank}"])]
+            return [(rank, self.store.get(f"answer/{rank}").decode()) for rank in answered]
+        return []
+
+
+def _call(rank: int) -> str:
+    return f"call/{rank}"
+
+
+def _read(verdict: str) -> list[int]:
+    return [] if verdict == _EVERYBODY else [int(rank) for rank in verdict.split(",")]
+
+
+def _full_name(me: RankPosition, rank: int) -> str:
+    other = me.sizes.position_in_replica(rank, me.replica)
+    return f"rank {rank} (tensor {other.tensor_rank}, stage {other.stage})"

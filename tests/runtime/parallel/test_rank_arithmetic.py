@@ -1,0 +1,98 @@
+"""Who is who among the ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.parallel.layout import ParallelSizes, RankPosition, share
+
+
+def test_the_tensor_rank_turns_fastest_then_the_stage_then_the_replica() -> None:
+    sizes = ParallelSizes(tensor=2, pipeline=3, data=2)
+    found = [(place.tensor_rank, place.stage, place.replica) for place in map(sizes.position, range(12))]
+    assert found == [(tensor, stage, data) for data in range(2) for stage in range(3) for tensor in range(2)]
+
+
+def test_a_world_per_replica_counts_within_it() -> None:
+    sizes = ParallelSizes(tensor=2, pipeline=2, data=3)
+    for world_rank in range(sizes.world_size):
+        replica, rank = divmod(world_rank, 4)
+        assert sizes.position(world_rank) == sizes.position_in_replica(rank, replica)
+    assert sizes.position_in_replica(0, 7).replica == 7
+
+
+def test_every_role_has_one_rank_of_a_replica() -> None:
+    places = [ParallelSizes(tensor=2, pipeline=3).position_in_replica(rank, 1) for rank in range(6)]
+    assert [place.rank for place in places if place.is_first] == [0]
+    assert [place.rank for place in places if place.samples] == [4]
+    assert [place.rank for place in places if place.is_first_stage] == [0, 1]
+    assert [place.rank for place in places if place.is_last_stage] == [4, 5]
+    assert [list(place.tensor_peers) for place in places[::2]] == [[0, 1], [2, 3], [4, 5]]
+    assert not any(place.is_primary for place in places)
+    assert RankPosition().is_primary
+    assert RankPosition().samples
+
+
+@pytest.mark.parametrize(
+    ("expert", "expected"),
+    [
+        (1, [(0, 0), (0, 1), (0, 2), (0, 3)]),
+        (2, [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        (4, [(0, 0), (1, 0), (2, 0), (3, 0)]),
+    ],
+)
+def test_experts_are_divided_over_the_ranks_of_a_layer_and_then_sliced(
+    expert: int, expected: list[tuple[int, int]]
+) -> None:
+    places = [ParallelSizes(tensor=4, expert=expert).position(rank) for rank in range(4)]
+    assert [(place.expert_group, place.expert_slice) for place in places] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "complaint"),
+    [
+        ({"tensor": 0}, "tensor", "tensor parallel size is 0, expected a whole number of at least 1"),
+        ({"pipeline": True}, "pipeline", "pipeline parallel size is True"),
+        (
+            {"tensor": 4, "expert": 3},
+            "expert",
+            "size is 3, .* 4 tensor parallel ranks; use one of 1, 2, 4",
+        ),
+        ({"expert": 2}, "expert", "use one of 1, or a larger tensor parallel size"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused_with_the_mend(settings: dict[str, int], field: str, complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint) as refused:
+        ParallelSizes(**settings)
+    assert refused.value.field == field
+
+
+def test_ranks_that_there_are_not_are_refused() -> None:
+    sizes = ParallelSizes(tensor=2, data=2)
+    with pytest.raises(ConfigurationError, match="rank is 4, expected 0 to 3 in a world of 4"):
+        sizes.position(4)
+    with pytest.raises(ConfigurationError, match="rank is 2, expected 0 to 1, since tensor 2 x pipeline 1 are 2 ranks"):
+        sizes.position_in_replica(2)
+    with pytest.raises(ConfigurationError, match="data parallel rank is -1"):
+        sizes.position_in_replica(0, -1)
+    with pytest.raises(ConfigurationError, match="the world has 3 ranks, but tensor 2 x pipeline 1 x data 2 need 4"):
+        sizes.check_world(3)
+    sizes.check_world(4)
+
+
+def test_shares_are_neighbours_that_differ_by_one_at_most() -> None:
+    for total in (1, 4, 7, 61):
+        for parts in range(1, total + 1):
+            shares = [share(total, parts, index) for index in range(parts)]
+            assert [item for part in shares for item in part] == list(range(total))
+            assert {len(part) for part in shares} <= {total // parts, total // parts + 1}
+            assert [len(part) for part in shares] == sorted(map(len, shares), reverse=True)
+
+
+def test_arithmetic_needs_no_torch() -> None:
+    code = "import sys; import megatron_runtime.parallel.layout; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -1,0 +1,135 @@
+"""What the ranks of a replica say to each other, in real processes over gloo."""
+
+from __future__ import annotations
+
+import socket
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from runtime_support import group_scenarios
+from runtime_support.rank_processes import free_port, run_ranks
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.parallel.layout import ParallelSizes
+from megatron_runtime.parallel.lone_rank import LoneRank
+from megatron_runtime.parallel.rendezvous import join_replica, replica_of_world
+
+
+@cache
+def said_by(sizes: ParallelSizes) -> list[Any]:
+    return run_ranks(group_scenarios.speak, sizes.ranks_per_replica, sizes, free_port())
+
+
+@pytest.mark.parametrize("sizes", [ParallelSizes(tensor=4), ParallelSizes(tensor=2, pipeline=2)], ids=str)
+def test_ranks_hear_what_each_other_say(sizes: ParallelSizes) -> None:
+    said = said_by(sizes)
+    for rank, heard in enumerate(said):
+        place = sizes.position_in_replica(rank)
+        assert heard["inbox"] == b"short"
+        assert heard["large inbox"] == bytes(range(256)) * 100
+        assert heard["empty inbox"] == b""
+        assert heard["outcomes"] == [True] * 3
+        assert heard["least"] == 97
+        assert heard["complaint"] == "rank 1 has something to say"
+        assert heard["no complaint"] is None
+        if place.tensor_rank == 0:
+            columns = [float(peer) for peer in place.tensor_peers for _ in range(3 + (peer == place.tensor_peers[0]))]
+            assert heard["gathered"].tolist() == [columns] * 2
+        else:
+            assert heard["gathered"] is None
+        assert heard["received"] == [batch + 100.0 * place.stage for batch in range(2 * sizes.pipeline)]
+
+
+def test_a_sum_is_alike_on_all_ranks_and_a_row_of_it_does_not_depend_on_the_others() -> None:
+    said = said_by(ParallelSizes(tensor=4))
+    parts = [torch.randn(7, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(4)]
+    for heard in said:
+        torch.testing.assert_close(heard["sum"], sum(parts))
+        assert torch.equal(heard["sum"], said[0]["sum"])
+        assert torch.equal(heard["row alone"], heard["sum"][3:4])
+        torch.testing.assert_close(heard["sum in bfloat16"].float(), sum(parts), atol=0.1, rtol=0.0)
+
+
+def test_in_one_world_over_all_replicas_each_keeps_to_itself() -> None:
+    sizes = ParallelSizes(tensor=2, pipeline=1, data=2)
+    said = run_ranks(group_scenarios.speak_in_world, 4, sizes, free_port())
+    assert [heard["name"] for heard in said] == [str(sizes.position(rank)) for rank in range(4)]
+    assert [heard["inbox"].decode() for heard in said] == [f"inbox of replica {rank // 2}" for rank in range(4)]
+    assert [heard["least"] for heard in said] == [0, 0, 2, 2]
+    assert [heard["sum"] for heard in said] == [1.0, 1.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_dies_is_named_by_all_others_at_once(victim: int) -> None:
+    sizes = ParallelSizes(tensor=2, pipeline=2)
+    found = run_ranks(group_scenarios.fail, 4, sizes, free_port(), "death", victim)
+    assert found.pop(victim) is None
+    place = sizes.position_in_replica(victim)
+    for noticed in found:
+        assert noticed["missing"] == [victim], noticed
+        assert f"rank {victim} (tensor {place.tensor_rank}, stage {place.stage}) is missing" in noticed["message"]
+        assert noticed["seconds"] < 10.0
+
+
+def test_a_rank_that_is_late_is_told_from_one_that_is_gone() -> None:
+    found = run_ranks(group_scenarios.fail, 2, ParallelSizes(tensor=2), free_port(), "stall", 1)
+    assert "all ranks answer, so one is late; rank 1 is computing" in found[0]["message"]
+
+
+def test_ranks_whose_schedules_differ_say_so() -> None:
+    found = run_ranks(group_scenarios.fail, 2, ParallelSizes(tensor=2), free_port(), "stray", 1)
+    assert "its schedule has the checksum 2, that of rank 0 1; they no longer do the same" in found[1]["message"]
+
+
+def test_a_barrier_names_who_does_not_come() -> None:
+    found = run_ranks(group_scenarios.miss_barrier, 3, ParallelSizes(tensor=3), free_port())
+    for rank in (0, 2):
+        assert "barrier resume, for up to 1 s: rank 1 (tensor 1, stage 0) is missing" in found[rank]
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rendezvous_names_who_does_not_come(absent: int) -> None:
+    found = run_ranks(group_scenarios.miss_rendezvous, 3, ParallelSizes(tensor=3), free_port(), absent)
+    found.pop(absent)
+    for message in found:
+        assert "rendezvous at 127.0.0.1:" in message
+        assert f"rank {absent} did not" in message
+        assert "within 2 s" in message
+
+
+def test_waiting_ranks_use_no_processor() -> None:
+    used = run_ranks(group_scenarios.use_processor, 2, ParallelSizes(pipeline=2), free_port())
+    assert used[1] < 0.1
+
+
+def test_a_lone_rank_starts_nothing() -> None:
+    ranks = join_replica(ParallelSizes().position_in_replica(0, 5), host="nowhere.invalid", port=1)
+    assert isinstance(ranks, LoneRank)
+    assert ranks.position.replica == 5
+    assert isinstance(replica_of_world(ParallelSizes()), LoneRank)
+    assert not torch.distributed.is_initialized()
+    part = torch.ones(2, 3)
+    assert ranks.sum(part) is part
+    assert ranks.gather(part, [3]) is part
+    assert ranks.share_inbox(b"it") == b"it"
+    assert ranks.share_outcome(b"it", checksum=1).wait() == b"it"
+    assert ranks.least(3) == 3
+    assert ranks.first_complaint("no") == "no"
+    ranks.barrier("resume")
+    ranks.close()
+
+
+def test_a_world_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"2 ranks are asked for, but torch\.distributed has no world"):
+        replica_of_world(ParallelSizes(tensor=2))
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"rendezvous at 127.0.0.1:{port}: can't listen there"):
+            join_replica(ParallelSizes(tensor=2).position(0), host="127.0.0.1", port=port)

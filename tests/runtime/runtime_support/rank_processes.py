@@ -1,0 +1,73 @@
+"""The ranks of a replica as processes, forked from one that has imported torch, so that each starts at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PATIENCE = 100.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "megatron_runtime.model.checkpoint", "megatron_runtime.parallel.rendezvous"])
+
+
+def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    """What ``function(rank, *args)`` returns in a process per rank; None of a process that died.
+
+    What it raises fails the test. The function has to be importable.
+    """
+    ends, processes = {}, []
+    for rank in range(ranks):
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=_run, args=(theirs, function, rank, args), daemon=True)
+        process.start()
+        theirs.close()
+        ends[ours] = rank
+        processes.append(process)
+    results: list[Any] = [None] * ranks
+    problems = []
+    waiting: list[Any] = list(ends)
+    while waiting:
+        ready = wait(waiting, PATIENCE)
+        if not ready:
+            problems.append(f"ranks {[ends[end] for end in waiting]} did not end")
+            break
+        for end in ready:
+            assert isinstance(end, Connection)
+            waiting.remove(end)
+            try:
+                results[ends[end]], problem = pickle.loads(end.recv_bytes())
+            except EOFError:
+                continue
+            problems += [f"rank {ends[end]}: {problem}"] if problem else []
+    for process in processes:
+        if problems:
+            process.kill()
+        process.join()
+    assert not problems, "\n".join(problems)
+    return results
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(end: Connection, function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:
+    import torch
+
+    # torch looks up the names of the addresses it meets; where the answer is lost, the usual 5 seconds are a long test.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    torch.set_num_threads(1)
+    try:
+        outcome = function(rank, *args), None
+    except BaseException:
+        outcome = None, traceback.format_exc()
+    end.send_bytes(pickle.dumps(outcome))  # by value: the tensors have to outlive this process
