@@ -20,6 +20,7 @@ from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
 from megatron_runtime.model.source import resolve_source
 from megatron_runtime.model.tokenizer_files import load_tokenizer
 from megatron_runtime.model.weights import ProgressCallback, WeightSource, check_weights, load_weights
+from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.processor import has_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -89,6 +90,7 @@ def load_model(
     max_sequence_length: int | None = None,
     check_finite: bool = False,
     on_progress: ProgressCallback | None = None,
+    ranks: Ranks | None = None,
 ) -> Decoder:
     """The decoder in a GGUF file or a folder, its weights as ``dtype`` on ``device``.
 
@@ -97,6 +99,7 @@ def load_model(
     ``max_sequence_length`` becomes the configuration's ``max_position_embeddings``; more than the model was made for is
     a ConfigurationError. With ``check_finite`` a tensor that holds NaN or infinity is a CheckpointError that names it.
     Needs little memory beyond the weights. CheckpointError as in `inspect_checkpoint`.
+    With ``ranks``, only what this rank has of it is read; ConfigurationError when the model can't be divided so.
     """
     path = checkpoint_path(path)
     origin = Origin.of(path)
@@ -104,7 +107,7 @@ def load_model(
     check_fit(config, source)
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
-    decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device)
+    decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device, ranks=ranks)
     fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
     decoder.origin = origin
     decoder.prepare()
@@ -136,7 +139,7 @@ def fill(
     check_finite: bool,
 ) -> None:
     """Pour a source's weights, checked with `check_fit`, into a decoder that isn't packed."""
-    load_weights(source, decoder.destinations(), on_progress, check_finite=check_finite)
+    load_weights(source, decoder.placements(), on_progress, check_finite=check_finite)
     if rotary_factors is not None:
         decoder.positions.frequencies /= rotary_factors.to(decoder.device)
 

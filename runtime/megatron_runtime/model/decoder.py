@@ -4,41 +4,56 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megatron_runtime.model import cpu_attention, row_kernels
 from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder_layer import DecoderLayer
-from megatron_runtime.model.destinations import layer_destinations, norm_destinations
+from megatron_runtime.model.embedding import Embedding
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.head import Head
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.norms import make_norm
 from megatron_runtime.model.origin import Origin
-from megatron_runtime.model.packed_linear import PackedLinear, can_pack, pack_linears
+from megatron_runtime.model.packed_linear import can_pack, pack_linears
+from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.shard import Shard
 from megatron_runtime.model.tensor_names import tensor_names
+from megatron_runtime.parallel.lone_rank import LoneRank
+from megatron_runtime.parallel.ranks import Ranks
 
 
 class Decoder(nn.Module):
-    """Token ids to next-token logits over a paged cache.
+    """Token ids to next-token logits over a paged cache; or the part of it that one of ``ranks`` has.
 
-    The weights are uninitialized; `load_model` fills them through `destinations`.
+    The weights are uninitialized; `load_model` fills them through `placements`.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.dtype = dtype
-        # Rounded to the weights' type, as in the training of the models that have one.
-        self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype))
+        self.ranks: Ranks = LoneRank() if ranks is None else ranks
+        self.shard = Shard(config, self.ranks.position)
+        """What of the model is here."""
+        self.embedding: Embedding | None = None
+        self.head: Head | None = None
         with torch.device(device):
-            self.embedding = self._table(config.vocab_size)
-            self.learned_positions = self._table(config.learned_positions) if config.learned_positions else None
-            self.layers = nn.ModuleList(DecoderLayer(config, layer, dtype) for layer in range(config.num_layers))
-            self.norm = make_norm(config, config.hidden_size, dtype)
-            self.head = self.embedding if config.tie_word_embeddings else self._table(config.vocab_size)
-        self._packed_head: PackedLinear | None = None
+            if self.ranks.position.is_first_stage:
+                self.embedding = Embedding(self.shard, dtype, self.ranks)
+            self.layers = nn.ModuleList(DecoderLayer(self.shard, n, dtype, self.ranks) for n in self.shard.layers)
+            if self.ranks.position.is_last_stage:
+                tied = self.embedding if config.tie_word_embeddings else None
+                self.head = Head(self.shard, dtype, self.ranks, None if tied is None else tied.table)
+        self.is_packed = False
+        """Whether `prepare` has put the weights into the kernels' order."""
         self.origin: Origin | None = None
         """The files that the weights are in; None for those that were made in memory."""
         self.positions = Positions(config, dtype, device)
@@ -46,19 +61,25 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights lie."""
-        return self.embedding.device
+        return next(self.parameters()).device
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
-        """Logits of the wanted rows, float32 [L, vocab]; the new tokens' keys and values are written to the cache."""
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor | None:
+        """Logits of the wanted rows, float32 [L, vocab]; the new tokens' keys and values are written to the cache.
+
+        In a pipeline a stage takes the activations of the one before and hands its own on; of a replica of several
+        ranks, the one that samples has the logits, the others None.
+        """
         plan = plan_attention(batch, kv_cache)
         rotations = self.positions(batch.positions)
-        hidden = self._embed(batch)
-        for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, rotations[index], plan, kv_cache.layer(index))
-        wanted = self.norm(hidden[batch.logit_rows])
-        logits = functional.linear(wanted, self.head) if self._packed_head is None else self._packed_head(wanted)
-        return self._finish(logits.float())
+        hidden = self._begin(batch)
+        for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
+            hidden = layer(hidden, rotations[number], plan, kv_cache.layer(index))
+        if self.head is None:
+            self.ranks.send(hidden)
+            return None
+        logits: Tensor | None = self.head(hidden[batch.logit_rows])
+        return logits
 
     def prepare(self) -> None:
         """Get ready to compute on this device, and put the weights into its matrix kernels' own order; after loading.
@@ -72,14 +93,9 @@ class Decoder(nn.Module):
         if not can_pack(self.dtype, self.device):
             return
         pack_linears(self.layers)
-        self._packed_head = PackedLinear(self.head)
-        if not self.config.tie_word_embeddings:
-            del self.head
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether `prepare` has put the weights into the kernels' order."""
-        return self._packed_head is not None
+        if self.head is not None:
+            self.head.pack()
+        self.is_packed = True
 
     def become(self, other: Decoder) -> None:
         """Take over all that the other one is, which is not to be used any more; what was here is let go."""
@@ -97,35 +113,32 @@ class Decoder(nn.Module):
     def destinations(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: Hugging Face's name to a view into this decoder's weights.
 
-        After `prepare` the matrices are copies, good for reading only.
+        Of a replica of several ranks each has its part of the tensors, or none. After `prepare` the matrices are
+        copies, good for reading only.
         """
+        return {name: place.view for name, place in self.placements().items()}
+
+    def placements(self) -> dict[str, Placement]:
+        """The same, with what part of the tensor goes there."""
         names = tensor_names(self.config.architecture)
-        named: dict[str, Tensor] = {f"{names.embedding}.weight": self.embedding}
-        if self.learned_positions is not None:
-            named[f"{names.learned_positions}.weight"] = self.learned_positions
-        named |= norm_destinations(self.norm, names.final_norm)
-        if not self.config.tie_word_embeddings:
-            named[f"{names.head}.weight"] = self.head if self._packed_head is None else self._packed_head.weight
-        for index, layer in enumerate(self.layers):
+        rows = (self.shard.vocabulary,)
+        named: dict[str, Placement] = {}
+        if self.embedding is not None:
+            named[f"{names.embedding}.weight"] = Placement(self.embedding.table, rows)
+            if self.embedding.learned_positions is not None:
+                named[f"{names.learned_positions}.weight"] = whole(self.embedding.learned_positions)
+        if self.head is not None:
+            named |= norm_placements(self.head.norm, names.final_norm)
+            table = names.embedding if self.config.tie_word_embeddings else names.head
+            named.setdefault(f"{table}.weight", Placement(self.head.weight, rows))
+        for number, layer in zip(self.shard.layers, self.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
-            prefix = names.layer.format(index)
-            named |= {prefix + name: view for name, view in layer_destinations(layer, names)}
+            prefix = names.layer.format(number)
+            named |= {prefix + name: place for name, place in layer_placements(layer, names, self.shard)}
         return named
 
-    def _table(self, rows: int) -> nn.Parameter:
-        return nn.Parameter(torch.empty((rows, self.config.hidden_size), dtype=self.dtype), requires_grad=False)
-
-    def _embed(self, batch: ForwardBatch) -> Tensor:
-        hidden = functional.embedding(batch.tokens, self.embedding)
-        if self._embedding_multiplier != 1.0:
-            hidden = hidden * self._embedding_multiplier
-        if self.learned_positions is not None:
-            hidden = hidden + functional.embedding(batch.positions, self.learned_positions)
+    def _begin(self, batch: ForwardBatch) -> Tensor:
+        if self.embedding is None:
+            return self.ranks.receive((len(batch.tokens), self.config.hidden_size), self.dtype)
+        hidden: Tensor = self.embedding(batch)
         return hidden
-
-    def _finish(self, logits: Tensor) -> Tensor:
-        if self.config.logit_divisor != 1.0:
-            logits = logits / self.config.logit_divisor
-        if (cap := self.config.logit_soft_cap) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits

@@ -6,19 +6,24 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.attention import AttentionPlan
-from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.layers import FeedForward, SelfAttention
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.shard import Shard
+from megatron_runtime.parallel.ranks import Ranks
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward beside a residual path, normalized on the way in, on the way out, or both."""
+    """Attention and feed-forward beside a residual path, normalized on the way in, on the way out, or both.
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+    Each rank that shares the layer has the whole residual path, and computes parts of what is added to it.
+    """
+
+    def __init__(self, shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__()
+        config = shard.local
 
         def norm(*placements: str) -> Norm | nn.Identity:
             wanted = config.norm_placement in placements
@@ -26,18 +31,21 @@ class DecoderLayer(nn.Module):
 
         self.residual_multiplier = config.residual_multiplier
         self.attention_norm = norm("before", "around")
-        self.attention = SelfAttention(config, layer, dtype)
+        self.attention = SelfAttention(config, layer, dtype, ranks)
         self.attention_output_norm = norm("after", "around")
         self.feed_forward_norm = norm("before", "around")
         experts = config.experts_of(layer)
         self.feed_forward: FeedForward | Experts = (
-            FeedForward(config, config.intermediate_size, dtype) if experts is None else Experts(config, experts, dtype)
+            FeedForward(config, len(shard.channels), dtype, adds_bias=shard.position.tensor_rank == 0)
+            if experts is None
+            else Experts(shard, experts, dtype)
         )
+        self.sum_parts = ranks.sum
         self.feed_forward_output_norm = norm("after", "around")
 
     def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
         """[T, hidden] to [T, hidden]."""
-        attended = self.attention(self.attention_norm(hidden), rotary, plan, cache)
+        attended = self.sum_parts(self.attention(self.attention_norm(hidden), rotary, plan, cache))
         hidden = hidden.add(self.attention_output_norm(attended), alpha=self.residual_multiplier)
-        fed = self.feed_forward(self.feed_forward_norm(hidden))
+        fed = self.sum_parts(self.feed_forward(self.feed_forward_norm(hidden)))
         return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)

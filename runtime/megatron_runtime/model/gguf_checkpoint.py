@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,23 +49,23 @@ class GgufWeights:
         """What the file holds, but for the rotary factors."""
         return {name: StoredTensor(rows.shape, rows.num_bytes, rows.kind) for name, rows in self._by_name.items()}
 
-    def read(self, name: str, into: Tensor) -> Iterator[int]:
-        """Dequantize into ``into`` piece by piece; yields the stored bytes of each."""
+    def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
+        """Dequantize a part into ``into`` piece by piece; yields the elements of each."""
         rows = self._by_name[name]
         tensor = rows.tensor
-        order = self._row_order(name, tensor)
+        order = self._row_order(name, into.shape[0])
         if into.dim() == 1:
-            values = torch.from_numpy(self._file.rows(tensor, slice(0, 1))[0])
+            values = torch.from_numpy(self._file.rows(tensor, slice(0, 1))[0, start[0] : start[0] + len(into)])
             if self._config.norm == "rms_plus_one" and name.endswith("norm.weight"):
                 values = values - 1.0  # the converter added the one that our norm adds
             into[slice(None) if order is None else order] = values.to(device=into.device, dtype=into.dtype)
-            yield tensor.num_bytes
+            yield len(into)
             return
-        for part in row_pieces(rows.shape):
-            stored = slice(rows.start + part.start, rows.start + part.stop)
-            values = torch.from_numpy(self._file.rows(tensor, stored))
+        first, columns = rows.start + start[0], slice(start[1], start[1] + into.shape[1])
+        for part in row_pieces((into.shape[0], rows.shape[1])):
+            values = torch.from_numpy(self._file.rows(tensor, slice(first + part.start, first + part.stop))[:, columns])
             into[part if order is None else order[part]] = values.to(device=into.device, dtype=into.dtype)
-            yield (part.stop - part.start) * tensor.row_bytes
+            yield values.numel()
 
     def rotary_factors(self) -> Tensor | None:
         """float32 [head_dim / 2], by which the rotary frequencies are divided (Llama 3.1); None without scaling."""
@@ -77,14 +77,14 @@ class GgufWeights:
             raise CheckpointError(f"{self.location}: {_ROPE_FACTORS} has shape {tensor.shape}, expected {expected}")
         return torch.from_numpy(self._file.rows(tensor, slice(0, 1))[0].copy())
 
-    def _row_order(self, name: str, tensor: GgufTensor) -> Tensor | None:
+    def _row_order(self, name: str, rows: int) -> Tensor | None:
         """int64 [rows]: where each stored row of queries or keys goes; None where the order is the same.
 
         Stored per head are pairs (0, h/2), (1, h/2 + 1)... for a rotation of neighbours; ours turns half against half.
+        The rows are those of whole heads, so that they keep among themselves.
         """
         if self._config.architecture not in _INTERLEAVED_ROTARY or not re.search(r"\.[qk]_proj\.", name):
             return None
-        rows = tensor.shape[0]
         return torch.arange(rows).view(-1, 2, self._config.head_dim // 2).transpose(1, 2).reshape(rows)
 
 

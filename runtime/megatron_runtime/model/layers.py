@@ -1,4 +1,8 @@
-"""Attention and feed-forward of a decoder. Weights are uninitialized until a checkpoint fills them."""
+"""Attention and feed-forward of a decoder. Weights are uninitialized until a checkpoint fills them.
+
+Of a layer that ranks share, each has its heads and channels alone: the matrices that widen have fewer rows, those that
+narrow fewer columns, and what comes out is a part of a sum over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation
 from megatron_runtime.model.row_kernels import gated_silu, has_row_kernels
+from megatron_runtime.parallel.ranks import Ranks
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -38,9 +43,12 @@ class Linear(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; the projections of queries, keys and values are one matrix."""
+    """Grouped-query attention; the projections of queries, keys and values are one matrix.
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype) -> None:
+    The heads are those of ``config``; ``ranks`` have others.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
@@ -58,8 +66,9 @@ class SelfAttention(nn.Module):
         self.key_norm: Norm | None = None
         if config.query_key_norm != "none":
             query_heads, key_heads = self.heads[:2] if self.norms_whole_projection else (1, 1)
-            self.query_norm = make_norm(config, query_heads * config.head_dim, dtype)
-            self.key_norm = make_norm(config, key_heads * config.head_dim, dtype)
+            among = ranks if self.norms_whole_projection else None
+            self.query_norm = make_norm(config, query_heads * config.head_dim, dtype, among)
+            self.key_norm = make_norm(config, key_heads * config.head_dim, dtype, among)
 
     def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
         """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys aren't turned."""
@@ -83,16 +92,21 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """``down(act(gate(x)) * up(x))`` (Shazeer), gate and up one matrix; or, not gated, ``down(act(up(x)))``."""
+    """``down(act(gate(x)) * up(x))`` (Shazeer), gate and up one matrix; or, not gated, ``down(act(up(x)))``.
 
-    def __init__(self, config: ModelConfig, intermediate_size: int, dtype: torch.dtype) -> None:
+    ``adds_bias`` says whether the bias of ``down`` is added here, if there is one, or by the rank that has it.
+    """
+
+    def __init__(
+        self, config: ModelConfig, intermediate_size: int, dtype: torch.dtype, *, adds_bias: bool = True
+    ) -> None:
         super().__init__()
         self.gated = config.gated_feed_forward
         self.is_silu_gated = self.gated and config.activation == "silu"
         self.activate = _ACTIVATIONS[config.activation]
         widened = 2 * intermediate_size if self.gated else intermediate_size
         self.gate_up = Linear(config.hidden_size, widened, bias=config.mlp_bias, dtype=dtype)
-        self.down = Linear(intermediate_size, config.hidden_size, bias=config.mlp_bias, dtype=dtype)
+        self.down = Linear(intermediate_size, config.hidden_size, bias=config.mlp_bias and adds_bias, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.row_kernels import has_row_kernels, rms_norm
+from megatron_runtime.parallel.ranks import Ranks
 
 
 class RMSNorm(nn.Module):
@@ -39,6 +41,23 @@ class RMSNormPlusOne(RMSNorm):
         return (self._scaled(inputs) * (1.0 + self.weight.float())).to(inputs.dtype)
 
 
+class SharedRMSNorm(RMSNorm):
+    """RMSNorm over the channels of all ranks of a layer, of which ``size`` are here and as many on each other one.
+
+    Channels that several ranks have, those of a replicated key head, all count equally often.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, ranks: Ranks) -> None:
+        super().__init__(size, eps, dtype)
+        self._ranks = ranks
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Normalize over the last dimension and the ranks."""
+        wide = inputs.float()
+        mean_square = self._ranks.sum(wide.square().mean(-1, keepdim=True)) / self._ranks.position.sizes.tensor
+        return self.weight * (wide * torch.rsqrt(mean_square + self.eps)).to(inputs.dtype)
+
+
 class LayerNorm(nn.Module):
     """Normalization by mean and variance, with a bias (Ba et al.)."""
 
@@ -57,6 +76,17 @@ Norm = RMSNorm | LayerNorm
 _KINDS: dict[str, type[Norm]] = {"rms": RMSNorm, "rms_plus_one": RMSNormPlusOne, "layer": LayerNorm}
 
 
-def make_norm(config: ModelConfig, size: int, dtype: torch.dtype) -> Norm:
-    """The kind of norm that ``config`` names, over ``size`` channels; its weights are uninitialized."""
+def make_norm(config: ModelConfig, size: int, dtype: torch.dtype, among: Ranks | None = None) -> Norm:
+    """The kind of norm that ``config`` names, over ``size`` channels; its weights are uninitialized.
+
+    With ``among``, over the channels of all ranks that share a layer. ConfigurationError for a kind that can't be.
+    """
+    if among is not None and (tensor := among.position.sizes.tensor) > 1:
+        if config.norm != "rms":
+            raise ConfigurationError(
+                f"tensor parallel size is {tensor}, but {config.architecture} normalizes all its heads together in a "
+                "way that ranks can't share; use 1",
+                field="tensor",
+            )
+        return SharedRMSNorm(size, config.rms_norm_eps, dtype, among)
     return _KINDS[config.norm](size, config.rms_norm_eps, dtype)

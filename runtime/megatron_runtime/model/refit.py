@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,18 +46,23 @@ class NamedTensors:
             for name, tensor in self._given.items()
         }
 
-    def read(self, name: str, into: Tensor) -> Iterator[int]:
-        """Copy one, converting its type."""
-        tensor = self._given[name]
-        into.copy_(tensor)
-        yield tensor.numel() * tensor.element_size()
+    def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
+        """Copy a part of one, converting its type."""
+        within = tuple(slice(begin, begin + size) for begin, size in zip(start, into.shape, strict=True))
+        into.copy_(self._given[name][within])
+        yield into.numel()
+
+
+READ_TIMEOUT = 1800.0
+"""Seconds that one rank may take longer to read its part than another."""
 
 
 def update_weights(model: Decoder, weights: Weights) -> None:
     """Give a decoder the weights of another checkpoint of the same architecture, all of them or, on an error, none.
 
     They are read and checked beside the present ones, on the host, which needs room for both for that time. On a GPU
-    the new ones are then copied to where the old ones lie.
+    the new ones are then copied to where the old ones lie. Of a replica of several ranks all call this, with the same
+    weights; each takes its part, and an error on one of them is an error on all.
 
     Raises:
         CheckpointError: It can't be read, is of another configuration, lacks tensors, has others, or misshapen ones, or
@@ -81,7 +86,7 @@ def offload_weights(model: Decoder) -> None:
     if model.device.type != "cpu":
         model.to("cpu")
     elif model.origin is not None:
-        released = Decoder(model.config, dtype=model.dtype, device="meta")
+        released = Decoder(model.config, dtype=model.dtype, device="meta", ranks=model.ranks)
         released.origin, released.positions = model.origin, model.positions
         model.become(released)
 
@@ -104,6 +109,22 @@ def bring_weights_back(model: Decoder, device: torch.device) -> None:
 
 
 def _read(model: Decoder, weights: Weights) -> Decoder:
+    fresh: Decoder | None = None
+    failure: Exception | None = None
+    try:
+        fresh = _read_here(model, weights)
+    except Exception as error:  # whatever it is, the other ranks must not take what this one can't
+        failure = error
+    complaint = None if failure is None else str(failure)
+    heard = model.ranks.first_complaint(complaint, READ_TIMEOUT)
+    if failure is not None:
+        raise failure
+    if heard is not None or fresh is None:
+        raise CheckpointError(f"on another rank: {heard}")
+    return fresh
+
+
+def _read_here(model: Decoder, weights: Weights) -> Decoder:
     if isinstance(weights, Mapping):
         return _read_tensors(model, NamedTensors(weights, model.config))
     path = Path(weights)
@@ -127,7 +148,7 @@ def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
                 "Choose a checkpoint of the same model, or start again with this one"
             )
     check_fit(config, source)
-    fresh = Decoder(config, dtype=model.dtype, device="cpu")
+    fresh = Decoder(config, dtype=model.dtype, device="cpu", ranks=model.ranks)
     fill(fresh, source, rotary_factors, check_finite=True)
     fresh.origin = origin
     return fresh
@@ -136,7 +157,7 @@ def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
 def _read_tensors(model: Decoder, source: WeightSource) -> Decoder:
     """Without an origin: a file of tensors alone is made for one update, and rarely there when weights are released."""
     check_fit(model.config, source)
-    fresh = Decoder(model.config, dtype=model.dtype, device="cpu")
+    fresh = Decoder(model.config, dtype=model.dtype, device="cpu", ranks=model.ranks)
     fill(fresh, source, None, check_finite=True)
     # What files say about positions beyond the configuration is in no tensor with a name.
     fresh.positions = model.positions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,15 +51,15 @@ class SafetensorsWeights:
                 found[self._missing_prefix + name] = self._describe(name, self._open(path))
         return found
 
-    def read(self, name: str, into: Tensor) -> Iterator[int]:
-        """Copy into ``into`` piece by piece; yields the stored bytes of each."""
-        stored = self.tensors[name]
-        rows_bytes = stored.num_bytes // max(stored.shape[0], 1)
+    def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
+        """Copy a part into ``into`` piece by piece; yields the elements of each."""
         in_file = name.removeprefix(self._missing_prefix)
         view = self._open(self._files[in_file]).get_slice(in_file)
-        for part in row_pieces(stored.shape):
-            into[part] = view[part].to(device=into.device, dtype=into.dtype)
-            yield rows_bytes * (part.stop - part.start)
+        columns = [slice(begin, begin + size) for begin, size in zip(start[1:], into.shape[1:], strict=True)]
+        for part in row_pieces(tuple(into.shape)):
+            rows = slice(start[0] + part.start, start[0] + part.stop)
+            into[part] = view[(rows, *columns)].to(device=into.device, dtype=into.dtype)
+            yield into[part].numel()
 
     @cached_property
     def _missing_prefix(self) -> str:

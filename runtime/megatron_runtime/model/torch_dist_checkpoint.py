@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -85,17 +85,31 @@ class TorchDistWeights:
                 tensors[name] = StoredTensor(tuple(stored.size), 0, str(stored.properties.dtype))
         return tensors
 
-    def read(self, name: str, into: Tensor) -> Iterator[int]:
-        """Copy into ``into``; yields the stored bytes once."""
+    def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
+        """Copy a part into ``into``; yields its elements once."""
         part = self._parts[name]
-        to = into.t() if part.transposed else into
-        done = 0
+        to, (first, *columns) = (into.t(), reversed(start)) if part.transposed else (into, start)
+        within = tuple(slice(begin, begin + size) for begin, size in zip(columns, to.shape[1:], strict=True))
+        before = 0
         for found in part.found:
-            stored = self._file.read(found.name, found.index)
+            wanted = []
             for rows in found.rows:
-                to[done : done + len(rows)] = stored[rows.start : rows.stop].to(device=into.device, dtype=into.dtype)
-                done += len(rows)
-        yield self.tensors[name].num_bytes
+                low, high = max(before, first), min(before + len(rows), first + len(to))
+                if low < high:
+                    wanted.append((low - first, range(rows.start + low - before, rows.start + high - before)))
+                before += len(rows)
+            self._copy(found, wanted, within, to)
+        yield into.numel()
+
+    def _copy(self, found: _Found, wanted: list[tuple[int, range]], within: tuple[slice, ...], to: Tensor) -> None:
+        """The ``wanted`` rows of a stored tensor, each stretch to the row that stands before it."""
+        if not wanted:
+            return
+        lowest = min(rows.start for _, rows in wanted)
+        stored = self._file.read(found.name, found.index, range(lowest, max(rows.stop for _, rows in wanted)))
+        for place, rows in wanted:
+            values = stored[(slice(rows.start - lowest, rows.stop - lowest), *within)]
+            to[place : place + len(rows)] = values.to(device=to.device, dtype=to.dtype)
 
     @cached_property
     def _parts(self) -> dict[str, _Part]:

@@ -26,7 +26,7 @@ class _Chunk:
 
 
 class TorchDistFile:
-    """Reads whole tensors, or one entry of stacked ones. Keeps one chunk in memory, that of the last read."""
+    """Reads rows of tensors, or of one entry of stacked ones. Keeps one chunk in memory, that of the last read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,11 +39,12 @@ class TorchDistFile:
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder}: its metadata is damaged ({error}). Fetch the checkpoint again") from None
 
-    def read(self, name: str, index: tuple[int, ...] = ()) -> Tensor:
-        """The tensor, or what is at ``index`` of its first dimensions; on the CPU and in the type of the file."""
+    def read(self, name: str, index: tuple[int, ...], rows: range) -> Tensor:
+        """Some rows of what is at ``index`` of a tensor's first dimensions; on the CPU and in the type of the file."""
         stored = self.tensors[name]
-        start = [*index, *(0 for _ in stored.size[len(index) :])]
-        shape = [*(1 for _ in index), *stored.size[len(index) :]]
+        _, *width = stored.size[len(index) :]
+        start = [*index, rows.start, *(0 for _ in width)]
+        shape = [*(1 for _ in index), len(rows), *width]
         whole = torch.empty(shape, dtype=stored.properties.dtype)
         filled = 0
         for chunk in self._chunks[name]:

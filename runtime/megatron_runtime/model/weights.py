@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.placements import Placement
 
 CHUNK_ELEMENTS = 4 * 1024 * 1024
 """Tensors are read in pieces of about this many elements, so that loading needs little more than the weights."""
@@ -57,12 +59,18 @@ class WeightSource(Protocol):
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Every tensor that a decoder may want, without the ones known to be of no use."""
 
-    def read(self, name: str, into: Tensor) -> Iterable[int]:
-        """Copy the tensor into ``into``, converting its type; yields the stored bytes of each piece as it is done."""
+    def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterable[int]:
+        """Copy the part of the tensor that begins at ``start`` and has the shape of ``into``, converting its type.
+
+        Reads little more than that part; yields how many elements each piece had, as it is done.
+        """
 
 
 def check_weights(source: WeightSource, destinations: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError when tensors are missing, left over or of another shape than the configuration says."""
+    """Raise CheckpointError when tensors are missing, left over or of another shape than the configuration says.
+
+    The destinations are those of a whole model.
+    """
     stored = source.tensors
     if missing := [name for name in destinations if name not in stored]:
         raise CheckpointError(
@@ -84,27 +92,31 @@ def check_weights(source: WeightSource, destinations: Mapping[str, Tensor]) -> N
 
 def load_weights(
     source: WeightSource,
-    destinations: Mapping[str, Tensor],
+    placements: Mapping[str, Placement],
     on_progress: ProgressCallback | None = None,
     *,
     check_finite: bool = False,
 ) -> None:
-    """Fill every destination, reporting after each piece. The source was checked with `check_weights`.
+    """Fill every placement, reporting after each piece. The source was checked with `check_weights`.
 
     With ``check_finite``, CheckpointError names the first tensor that is not all numbers once it has its final type.
     """
-    stored = source.tensors
-    total = sum(stored[name].num_bytes for name in destinations)
+    tensors = source.tensors
+    total = sum(_part_bytes(tensors[name], place.view.numel()) for name, place in placements.items())
     loaded, start = 0, time.monotonic()
-    for name, destination in destinations.items():
-        for num_bytes in source.read(name, destination):
-            loaded += num_bytes
-            if on_progress is not None:
-                on_progress(LoadProgress(loaded, total, time.monotonic() - start))
-        if check_finite and (wrong := _count_not_finite(destination)):
+    for name, placement in placements.items():
+        stored, done = tensors[name], 0
+        for part, begin in placement.pieces():
+            for elements in source.read(name, part, begin):
+                done += elements
+                if on_progress is not None:
+                    progress = LoadProgress(loaded + _part_bytes(stored, done), total, time.monotonic() - start)
+                    on_progress(progress)
+        loaded, view = loaded + _part_bytes(stored, done), placement.view
+        if check_finite and (wrong := _count_not_finite(view)):
             raise CheckpointError(
-                f"{source.location}: {wrong:,} of the {destination.numel():,} numbers in tensor {name} are NaN or "
-                f"infinite as {str(destination.dtype).removeprefix('torch.')}. Fetch the checkpoint again, or choose "
+                f"{source.location}: {wrong:,} of the {view.numel():,} numbers in tensor {name} are NaN or "
+                f"infinite as {str(view.dtype).removeprefix('torch.')}. Fetch the checkpoint again, or choose "
                 "another dtype"
             )
 
@@ -116,6 +128,11 @@ def row_pieces(shape: tuple[int, ...]) -> list[slice]:
         row_elements *= size
     step = max(1, CHUNK_ELEMENTS // row_elements)
     return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+
+
+def _part_bytes(stored: StoredTensor, elements: int) -> int:
+    """Stored bytes of some elements of a tensor."""
+    return stored.num_bytes * elements // max(math.prod(stored.shape), 1)
 
 
 def _count_not_finite(tensor: Tensor) -> int:

@@ -12,7 +12,7 @@ Either way the ranks' results are parts of one sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megatron_runtime.errors import ConfigurationError
 
@@ -29,14 +29,22 @@ class ParallelSizes:
     """Groups of the ranks of a layer that its experts are divided over; divides ``tensor``."""
     data: int = 1
     """Copies of the model."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage; empty: as even as can be, the first ones with one more."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
+        for name in ("tensor", "pipeline", "expert", "data"):
+            size = getattr(self, name)
             if type(size) is not int or size < 1:
                 raise ConfigurationError(
-                    f"{field.name} parallel size is {size!r}, expected a whole number of at least 1", field=field.name
+                    f"{name} parallel size is {size!r}, expected a whole number of at least 1", field=name
                 )
+        if self.stage_layers and (len(self.stage_layers) != self.pipeline or min(self.stage_layers) < 1):
+            raise ConfigurationError(
+                f"stage_layers is {list(self.stage_layers)}, expected {self.pipeline} numbers of at least 1, one for "
+                "each stage of the pipeline",
+                field="stage_layers",
+            )
         if self.tensor % self.expert:
             fitting = ", ".join(str(size) for size in range(1, self.tensor + 1) if self.tensor % size == 0)
             raise ConfigurationError(

@@ -46,8 +46,9 @@ class LoneRank:
         """The number."""
         return number
 
-    def first_complaint(self, complaint: str | None) -> str | None:
+    def first_complaint(self, complaint: str | None, timeout: float | None = None) -> str | None:
         """The complaint."""
+        del timeout
         return complaint
 
     def sum(self, part: Tensor) -> Tensor:

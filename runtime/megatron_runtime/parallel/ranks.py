@@ -56,8 +56,11 @@ class Ranks(Protocol):
         """The smallest of the numbers that the ranks give."""
         ...
 
-    def first_complaint(self, complaint: str | None) -> str | None:
-        """What the first rank of those that complain says, on all ranks; None when nobody does."""
+    def first_complaint(self, complaint: str | None, timeout: float | None = None) -> str | None:
+        """What the first rank of those that complain says, on all ranks; None when nobody does.
+
+        LostRankError after ``timeout`` seconds, or those of the group.
+        """
         ...
 
     def sum(self, part: Tensor) -> Tensor:

@@ -98,9 +98,9 @@ class ReplicaGroup:
         """As in Ranks."""
         return min(int(card) for card in self._meet("finding the least number", str(number).encode()))
 
-    def first_complaint(self, complaint: str | None) -> str | None:
+    def first_complaint(self, complaint: str | None, timeout: float | None = None) -> str | None:
         """As in Ranks; a long complaint loses its end."""
-        cards = self._meet("hearing complaints", (complaint or "").encode())
+        cards = self._meet("hearing complaints", (complaint or "").encode(), timeout)
         return next((card.decode(errors="ignore") for card in cards if card), None)
 
     def sum(self, part: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""A paged cache with requests in it, without an engine around it; and a writer of GGUF files."""
+"""Small random models, requests to run through them, and a writer of GGUF files."""
 
 from __future__ import annotations
 
-import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,9 @@ import pytest
 import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
+from runtime_support.paged_requests import PagedRequests
 from runtime_support.reference_models import SIZES, new_model
 from torch import Tensor
-
-from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.forward_batch import ForwardBatch
-from megatron_runtime.model.kv_cache import KVCache
 
 ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "qwen3_moe": "qwen3moe"}
 """Of GGUF by those of transformers, where they differ."""
@@ -33,59 +29,6 @@ BLOCK_SIZES = {
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
-
-
-class PagedRequests:
-    """Requests by name, whose blocks are drawn from the pool in random order."""
-
-    def __init__(self, decoder: Decoder, *, num_blocks: int = 512, block_size_tokens: int = 16, seed: int = 0) -> None:
-        self.decoder = decoder
-        self.cache = KVCache(decoder.config, num_blocks, block_size_tokens, decoder.dtype)
-        self._free = random.Random(seed).sample(range(num_blocks), num_blocks)
-        self._tables: dict[str, list[int]] = {}
-        self._lengths: dict[str, int] = {}
-
-    def forward(self, new_tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """One pass over the new tokens of each request; the logits of every one of them, [new tokens, vocab]."""
-        batch = self._batch(new_tokens)
-        logits = self.decoder(batch, self.cache)
-        return dict(zip(new_tokens, logits.split([len(tokens) for tokens in new_tokens.values()]), strict=True))
-
-    def continue_greedily(self, prompts: Mapping[str, Sequence[int]], num_tokens: int) -> dict[str, list[int]]:
-        """Prefill all prompts in one pass, then decode them together."""
-        made: dict[str, list[int]] = {name: [] for name in prompts}
-        new = {name: list(tokens) for name, tokens in prompts.items()}
-        for _ in range(num_tokens):
-            new = {name: [int(rows[-1].argmax())] for name, rows in self.forward(new).items()}
-            for name, tokens in new.items():
-                made[name] += tokens
-        return made
-
-    def _batch(self, new_tokens: Mapping[str, Sequence[int]]) -> ForwardBatch:
-        size = self.cache.block_size_tokens
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        for name, tokens in new_tokens.items():
-            table, old = self._tables.setdefault(name, []), self._lengths.get(name, 0)
-            self._lengths[name] = old + len(tokens)
-            while len(table) * size < self._lengths[name]:
-                table.append(self._free.pop())
-            mine = range(old, self._lengths[name])
-            positions += mine
-            slots += [table[position // size] * size + position % size for position in mine]
-            starts.append(starts[-1] + len(tokens))
-        tables = [self._tables[name] for name in new_tokens]
-        width = max(map(len, tables))
-        return ForwardBatch(
-            tokens=torch.tensor([token for tokens in new_tokens.values() for token in tokens]),
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            query_starts=torch.tensor(starts, dtype=torch.int32),
-            context_lengths=torch.tensor([self._lengths[name] for name in new_tokens], dtype=torch.int32),
-            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
-            logit_rows=torch.arange(starts[-1]),
-        )
 
 
 @pytest.fixture(scope="session")

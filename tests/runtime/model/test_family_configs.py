@@ -52,8 +52,8 @@ def test_a_table_of_learned_positions_is_read_whole_whatever_length_is_served(tm
     save_model(tmp_path, "GPT2")
     decoder = load_model(tmp_path, max_sequence_length=16, dtype="float32")
     assert decoder.config.max_position_embeddings == 16
-    assert decoder.learned_positions is not None
-    assert len(decoder.learned_positions) == 64
+    assert decoder.embedding.learned_positions is not None
+    assert len(decoder.embedding.learned_positions) == 64
 
 
 def test_a_checkpoint_saved_without_its_head_is_read_under_the_names_it_has(

@@ -1,0 +1,56 @@
+"""From token ids to what the first layer takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.shard import Shard
+from megatron_runtime.parallel.ranks import Ranks
+
+
+class Embedding(nn.Module):
+    """A table of the vocabulary, of which each rank of a layer has some rows; and one of positions, if they're learned.
+
+    The weights are uninitialized until a checkpoint fills them.
+    """
+
+    def __init__(self, shard: Shard, dtype: torch.dtype, ranks: Ranks) -> None:
+        super().__init__()
+        config = shard.config
+        self._ranks = ranks
+        self._tokens = shard.vocabulary
+        self._is_whole = len(shard.vocabulary) == config.vocab_size
+        # Rounded to the weights' type, as in the training of the models that have one.
+        self._multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype, device="cpu"))
+        self.table = vocabulary_table(shard, dtype)
+        self.learned_positions: nn.Parameter | None = None
+        if config.learned_positions:
+            self.learned_positions = _table(config.learned_positions, config.hidden_size, dtype)
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """[T, hidden]."""
+        hidden = functional.embedding(batch.tokens, self.table) if self._is_whole else self._look_up(batch.tokens)
+        if self._multiplier != 1.0:
+            hidden = hidden * self._multiplier
+        if self.learned_positions is not None:
+            hidden = hidden + functional.embedding(batch.positions, self.learned_positions)
+        return hidden
+
+    def _look_up(self, tokens: Tensor) -> Tensor:
+        """The rows that are here, and zeros for the others; one rank has each, so the sum is exact."""
+        rows = tokens - self._tokens.start
+        elsewhere = (rows < 0) | (rows >= len(self._tokens))
+        found = functional.embedding(rows.masked_fill(elsewhere, 0), self.table)
+        return self._ranks.sum(found.masked_fill(elsewhere[:, None], 0.0))
+
+
+def vocabulary_table(shard: Shard, dtype: torch.dtype) -> nn.Parameter:
+    """Room for this rank's rows of the embedding or the head, [tokens here, hidden]."""
+    return _table(len(shard.vocabulary), shard.config.hidden_size, dtype)
+
+
+def _table(rows: int, hidden_size: int, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty((rows, hidden_size), dtype=dtype), requires_grad=False)

@@ -1,0 +1,143 @@
+"""Which part of a layer's weights each tensor of a checkpoint fills, and from which part of the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron_runtime.model.decoder_layer import DecoderLayer
+from megatron_runtime.model.experts import Experts
+from megatron_runtime.model.layers import FeedForward, Linear, SelfAttention
+from megatron_runtime.model.shard import Shard
+from megatron_runtime.model.tensor_names import TensorNames
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a stored tensor goes, or the part of it that a rank has."""
+
+    view: Tensor
+    """Into the weights."""
+    stored: tuple[range, ...]
+    """Which stretches of the tensor's dimension ``dim`` fill the view, in order; of the other dimension all does."""
+    dim: int = 0
+
+    def pieces(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+        """Parts of the view, and where in the tensor the part begins that fills each."""
+        for part, stretch in zip(
+            torch.split(self.view, [len(each) for each in self.stored], self.dim), self.stored, strict=True
+        ):
+            yield part, tuple(stretch.start if dim == self.dim else 0 for dim in range(self.view.dim()))
+
+
+Placements = Iterator[tuple[str, Placement]]
+"""By names without the layer's prefix."""
+
+
+def whole(view: Tensor) -> Placement:
+    """All of a tensor."""
+    return Placement(view, (range(len(view)),))
+
+
+def layer_placements(layer: DecoderLayer, names: TensorNames, shard: Shard) -> Placements:
+    """Every tensor of one layer that has a part in ``shard``."""
+    # No mapping by name: some names serve two places, of which a family has one.
+    norms = [
+        (names.attention_norm, layer.attention_norm),
+        (names.attention_output_norm, layer.attention_output_norm),
+        (names.feed_forward_norm, layer.feed_forward_norm),
+        (names.feed_forward_output_norm, layer.feed_forward_output_norm),
+    ]
+    for name, norm in norms:
+        yield from norm_placements(norm, name).items()
+    yield from _attention(layer.attention, names, shard)
+    if isinstance(layer.feed_forward, Experts):
+        yield from _experts(layer.feed_forward, names, shard)
+    else:
+        channels = _Part(shard.channels, shard.config.intermediate_size)
+        yield from _feed_forward(layer.feed_forward, names.gate_up, names.down, names, channels)
+
+
+def norm_placements(norm: nn.Module, name: str, channels: range | None = None) -> dict[str, Placement]:
+    """The weight of a norm, and its bias if it has one, as far as ``channels`` go; nothing where no norm is."""
+    return {
+        f"{name}.{kind}": whole(parameter) if channels is None else Placement(parameter, (channels,))
+        for kind, parameter in norm.named_parameters()
+    }
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows or columns of a stored matrix that has ``total``."""
+
+    stretch: range
+    total: int
+
+    def shift(self, by: int) -> range:
+        return range(self.stretch.start + by, self.stretch.stop + by)
+
+
+def _attention(attention: SelfAttention, names: TensorNames, shard: Shard) -> Placements:
+    size, config = attention.head_dim, shard.config
+    queries = _heads(shard.query_heads, config.num_attention_heads, size)
+    keys = _heads(shard.kv_heads, config.num_kv_heads, size)
+    if attention.query_norm is not None and attention.key_norm is not None:
+        together = attention.norms_whole_projection
+        yield from norm_placements(
+            attention.query_norm, names.query_norm, queries.stretch if together else None
+        ).items()
+        yield from norm_placements(attention.key_norm, names.key_norm, keys.stretch if together else None).items()
+    yield from _rows(attention.qkv, names.qkv, [queries, keys, keys], names)
+    yield from _columns(attention.output, names.attention_output, queries, names)
+
+
+def _heads(heads: range, total: int, size: int) -> _Part:
+    return _Part(range(heads.start * size, heads.stop * size), total * size)
+
+
+def _feed_forward(
+    network: FeedForward, gate_up: Sequence[str], down: str, names: TensorNames, channels: _Part
+) -> Placements:
+    yield from _rows(network.gate_up, gate_up, [channels] * (2 if network.gated else 1), names)
+    yield from _columns(network.down, down, channels, names)
+
+
+def _experts(experts: Experts, names: TensorNames, shard: Shard) -> Placements:
+    config = shard.config.experts
+    assert config is not None
+    channels = _Part(shard.expert_channels(config), config.intermediate_size)
+    router = _Part(range(config.count), config.count)
+    yield from _rows(experts.router, [names.router], [router], names)
+    for index, network in zip(experts.here, experts.networks, strict=True):
+        assert isinstance(network, FeedForward)
+        prefix = names.expert.format(index)
+        gate_up = [prefix + name for name in names.expert_gate_up]
+        yield from _feed_forward(network, gate_up, prefix + names.expert_down, names, channels)
+
+
+def _rows(linear: Linear, stored: Sequence[str], parts: Sequence[_Part], names: TensorNames) -> Placements:
+    """The rows of a fused matrix, and of its bias if it has one: ``parts`` of as many tensors, or of one with all."""
+    if len(stored) == len(parts):
+        stretches: list[tuple[range, ...]] = [(part.stretch,) for part in parts]
+    else:
+        before = [sum(part.total for part in parts[:index]) for index in range(len(parts))]
+        stretches = [tuple(part.shift(by) for part, by in zip(parts, before, strict=True))]
+    sizes = [sum(map(len, each)) for each in stretches]
+    for name, weight, each in zip(stored, torch.split(linear.weight, sizes), stretches, strict=True):
+        yield f"{name}.weight", _matrix(weight, each, 0, names)
+    if linear.bias is not None:
+        for name, bias, each in zip(stored, torch.split(linear.bias, sizes), stretches, strict=True):
+            yield f"{name}.bias", Placement(bias, each)
+
+
+def _columns(linear: Linear, stored: str, part: _Part, names: TensorNames) -> Placements:
+    yield f"{stored}.weight", _matrix(linear.weight, (part.stretch,), 1, names)
+    if linear.bias is not None:
+        yield f"{stored}.bias", whole(linear.bias)
+
+
+def _matrix(weight: Tensor, stretches: tuple[range, ...], dim: int, names: TensorNames) -> Placement:
+    return Placement(weight.t(), stretches, 1 - dim) if names.transposed else Placement(weight, stretches, dim)

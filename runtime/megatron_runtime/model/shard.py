@@ -1,0 +1,156 @@
+"""Which part of a model a rank holds: pure arithmetic over the model's sizes and the rank's place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.config import ExpertsConfig, ModelConfig
+from megatron_runtime.parallel.layout import RankPosition, share
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of the model that ``config`` describes; of a replica of one rank, all of it.
+
+    The ranks of a layer share its query heads with the key and value heads that these look at, the channels of its
+    feed-forward networks, and the rows of embedding and head. A key and value head that several ranks' queries look at
+    is on all of them. What a rank computes from its part is a part of a sum, to which the first one adds the bias.
+
+    Raises:
+        ConfigurationError: The model can't be divided so; names the size and those that it can be divided by.
+    """
+
+    config: ModelConfig
+    position: RankPosition = field(default_factory=RankPosition)
+
+    def __post_init__(self) -> None:
+        sizes, config = self.position.sizes, self.config
+        if not _can_share_layer(config, sizes.tensor):
+            fitting = [size for size in range(1, config.num_attention_heads + 1) if _can_share_layer(config, size)]
+            raise ConfigurationError(
+                f"tensor parallel size is {sizes.tensor}, but the model has {config.num_attention_heads} attention "
+                f"heads on {config.num_kv_heads} key/value heads, an intermediate size of {config.intermediate_size} "
+                f"and {config.vocab_size} tokens; use one of {', '.join(map(str, fitting))}",
+                field="tensor",
+            )
+        self._check_experts(sizes.expert)
+        self._check_stages()
+
+    @cached_property
+    def layers(self) -> range:
+        """The layers that are here."""
+        return self._stage_layers(self.position.stage)
+
+    @cached_property
+    def local(self) -> ModelConfig:
+        """The model as one layer of it appears here: with the heads, and the bias of their sum, that are here."""
+        config = self.config
+        return replace(
+            config,
+            num_attention_heads=len(self.query_heads),
+            num_kv_heads=len(self.kv_heads),
+            attention_output_bias=config.attention_output_bias and self.position.tensor_rank == 0,
+        )
+
+    @cached_property
+    def cache_config(self) -> ModelConfig:
+        """The model as the cache of this rank sees it."""
+        return replace(self.local, num_layers=len(self.layers))
+
+    @cached_property
+    def largest_cache_config(self) -> ModelConfig:
+        """The same of the stage with most layers: every rank of the replica has to have as many blocks as that one."""
+        stages = range(self.position.sizes.pipeline)
+        return replace(self.local, num_layers=max(len(self._stage_layers(stage)) for stage in stages))
+
+    @cached_property
+    def query_heads(self) -> range:
+        """The query heads that are here."""
+        return self._of_layer(self.config.num_attention_heads)
+
+    @cached_property
+    def kv_heads(self) -> range:
+        """The key and value heads that these look at."""
+        heads, ranks = self.config.num_kv_heads, self.position.sizes.tensor
+        if heads >= ranks:
+            return self._of_layer(heads)
+        shared = self.position.tensor_rank * heads // ranks
+        return range(shared, shared + 1)
+
+    @cached_property
+    def channels(self) -> range:
+        """The channels between the two matrices of a feed-forward network that are here."""
+        return self._of_layer(self.config.intermediate_size)
+
+    def experts(self, experts: ExpertsConfig) -> range:
+        """The experts that are here."""
+        return share(experts.count, self.position.sizes.expert, self.position.expert_group)
+
+    def expert_channels(self, experts: ExpertsConfig) -> range:
+        """The channels of each of them that are here."""
+        return share(experts.intermediate_size, self.position.expert_slices, self.position.expert_slice)
+
+    @cached_property
+    def vocabulary(self) -> range:
+        """The tokens whose rows of embedding and head are here."""
+        return self._of_layer(self.config.vocab_size)
+
+    @cached_property
+    def vocabulary_widths(self) -> list[int]:
+        """How many tokens each rank of a layer has."""
+        ranks = self.position.sizes.tensor
+        return [len(share(self.config.vocab_size, ranks, rank)) for rank in range(ranks)]
+
+    def _of_layer(self, total: int) -> range:
+        return share(total, self.position.sizes.tensor, self.position.tensor_rank)
+
+    def _stage_layers(self, stage: int) -> range:
+        sizes = self.position.sizes
+        if not sizes.stage_layers:
+            return share(self.config.num_layers, sizes.pipeline, stage)
+        start = sum(sizes.stage_layers[:stage])
+        return range(start, start + sizes.stage_layers[stage])
+
+    def _check_experts(self, expert: int) -> None:
+        experts = self.config.experts
+        if experts is None and expert > 1:
+            raise ConfigurationError(
+                f"expert parallel size is {expert}, but the model has no experts; use 1", field="expert"
+            )
+        if experts is None:
+            return
+        tensor = self.position.sizes.tensor
+        if experts.count % expert or experts.intermediate_size < tensor // expert:
+            fitting = [
+                size
+                for size in range(1, tensor + 1)
+                if tensor % size == 0 and experts.count % size == 0 and experts.intermediate_size >= tensor // size
+            ]
+            raise ConfigurationError(
+                f"expert parallel size is {expert}, but the model has {experts.count} experts of {tensor // expert} "
+                f"slices; use one of {', '.join(map(str, fitting))} with a tensor parallel size of {tensor}",
+                field="expert",
+            )
+
+    def _check_stages(self) -> None:
+        sizes, layers = self.position.sizes, self.config.num_layers
+        if sizes.pipeline > layers:
+            raise ConfigurationError(
+                f"pipeline parallel size is {sizes.pipeline}, but the model has {layers} layers; use {layers} or less",
+                field="pipeline",
+            )
+        if sizes.stage_layers and sum(sizes.stage_layers) != layers:
+            raise ConfigurationError(
+                f"stage_layers are {list(sizes.stage_layers)}, {sum(sizes.stage_layers)} layers together, but the "
+                f"model has {layers}; make them so many",
+                field="stage_layers",
+            )
+
+
+def _can_share_layer(config: ModelConfig, tensor: int) -> bool:
+    """Whether so many ranks can share a layer: heads evenly, all else as evenly as can be."""
+    heads, kv_heads = config.num_attention_heads, config.num_kv_heads
+    even = heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
+    return even and min(config.intermediate_size, config.vocab_size) >= tensor

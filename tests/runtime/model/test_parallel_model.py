@@ -1,0 +1,151 @@
+"""A model that several ranks share answers as on one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_support import model_scenarios
+from runtime_support.model_scenarios import Answers
+from runtime_support.rank_processes import free_port, run_ranks
+from safetensors.torch import load_file, save_file
+
+from megatron_runtime.parallel.layout import ParallelSizes
+
+WRITTEN_BY_MEGATRON = Path(__file__).parent.parent / "data" / "megatron"
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 81,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 24}
+CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True, "num_experts": 4}
+NARROW = {"moe_intermediate_size": 23}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama with a tied head and biases": (
+        "Llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {}),
+    "mistral": ("Mistral", {"sliding_window": 7}),
+    "phi3": ("Phi3", {}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "granite": ("Granite", {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}),
+    "olmo2": ("Olmo2", {}),
+    "gemma": ("Gemma", {}),
+    "gemma2": ("Gemma2", GEMMA | CAPS),
+    "gemma3": ("Gemma3", GEMMA | {"sliding_window_pattern": 2}),
+    "gpt2": ("GPT2", {}),
+    "gpt2 with a head of its own": ("GPT2", {"tie_word_embeddings": False, "n_inner": 57}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3 with experts": ("Qwen3Moe", EXPERTS | NARROW),
+    "qwen3 with experts in some layers": ("Qwen3Moe", EXPERTS | NARROW | {"mlp_only_layers": [1]}),
+    "olmoe": ("Olmoe", EXPERTS | {"clip_qkv": 0.4}),
+}
+MIXTURES = ["mixtral", "qwen3 with experts", "olmoe"]
+LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
+    "tensor 2": (ParallelSizes(tensor=2), list(MODELS)),
+    "tensor 4, which share key heads": (ParallelSizes(tensor=4), ["llama", "olmo2", "gpt2", "phi3"]),
+    "pipeline 2": (ParallelSizes(pipeline=2), ["llama with a tied head and biases", "gpt2", "gemma3", "mixtral"]),
+    "pipeline 2, uneven": (ParallelSizes(pipeline=2, stage_layers=(1, 2)), ["llama", "smollm3", "gemma2"]),
+    "pipeline 3": (ParallelSizes(pipeline=3), ["llama with a tied head and biases", "granite"]),
+    "tensor 2, pipeline 2": (ParallelSizes(tensor=2, pipeline=2), ["llama", "gpt2 with a head of its own", "olmoe"]),
+    "expert 2": (ParallelSizes(tensor=2, expert=2), [*MIXTURES, "qwen3 with experts in some layers"]),
+    "expert 2 of 4": (ParallelSizes(tensor=4, expert=2), MIXTURES),
+    "expert 4": (ParallelSizes(tensor=4, expert=4), MIXTURES),
+}
+LONG, SHORT = 64, 4
+"""Steps of the first model of a layout, and of the others."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., Any]) -> Callable[[str], Path]:
+    """The checkpoint of a model in MODELS."""
+
+    @cache
+    def folder(name: str) -> Path:
+        family, settings = MODELS[name]
+        path = tmp_path_factory.mktemp("models") / name.replace(" ", "-")
+        save_model(path, family, **(SIZES | settings))
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folders: Callable[[str], Path]) -> Callable[[str], Answers]:
+    """What one rank answers."""
+    return cache(lambda name: model_scenarios.answer(folders(name)))
+
+
+def assert_same(answers: list[Answers], expected: Answers, sizes: ParallelSizes, steps: int) -> None:
+    for rank, answer in enumerate(answers):
+        assert answer.tokens == {name: tokens[:steps] for name, tokens in expected.tokens.items()}
+        if rank == sizes.position(0).sampler:
+            torch.testing.assert_close(answer.logits, expected.logits, atol=1e-4, rtol=0.0)
+        else:
+            assert answer.logits is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_share_a_model_answer_as_one_rank_does(
+    layout: str, folders: Callable[[str], Path], alone: Callable[[str], Answers]
+) -> None:
+    sizes, names = LAYOUTS[layout]
+    steps = [LONG] + [SHORT] * (len(names) - 1)
+    models = list(zip(map(folders, names), steps, strict=True))
+    answers = run_ranks(model_scenarios.answer_all, sizes.ranks_per_replica, sizes, free_port(), models)
+    for index, name in enumerate(names):
+        assert_same([answer[index] for answer in answers], alone(name), sizes, steps[index])
+
+
+def test_every_format_can_be_shared(
+    tmp_path: Path, random_model: Callable[..., Any], write_gguf: Callable[..., Path]
+) -> None:
+    sizes = ParallelSizes(tensor=2)
+    families = {"Llama": {}, "Gemma2": GEMMA | CAPS, "Mixtral": {"num_local_experts": 4}}
+    models = {family: random_model(family, head_dim=8, **(SIZES | settings)) for family, settings in families.items()}
+    paths = [write_gguf(tmp_path / f"{family}.gguf", model) for family, model in models.items()]
+    for name in ("training", "experts", "experts_two_ranks", "gpt2"):
+        shutil.unpack_archive(WRITTEN_BY_MEGATRON / f"{name}.zip", tmp_path / name)
+        paths.append(tmp_path / name)
+    answers = run_ranks(model_scenarios.answer_all, 2, sizes, free_port(), [(path, SHORT) for path in paths])
+    for index, path in enumerate(paths):
+        expected = model_scenarios.answer(path, steps=SHORT)
+        assert_same([answer[index] for answer in answers], expected, sizes, SHORT)
+
+
+def test_ranks_take_their_part_of_new_weights_all_or_none(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+    for number, std in enumerate((0.2, 0.5)):
+        save_model(tmp_path / str(number), "Llama", std=std, **SIZES)
+    shutil.copytree(tmp_path / "0", tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][-1] = float("nan")  # of the last rank's rows alone
+    save_file(weights, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    sizes = ParallelSizes(tensor=2)
+    paths = [tmp_path / name for name in ("0", "1", "broken")]
+    old, new = (model_scenarios.answer(path, steps=SHORT) for path in paths[:2])
+    said = run_ranks(model_scenarios.renew, 2, sizes, free_port(), *paths)
+    for name in ("from files", "after a complaint", "brought back"):
+        assert_same([heard[name] for heard in said], new, sizes, SHORT)
+    assert_same([heard["by name"] for heard in said], old, sizes, SHORT)
+    complaint = "numbers in tensor model.layers.1.mlp.up_proj.weight are NaN"
+    assert "on another rank: " in said[0]["complaint"]
+    assert all(complaint in heard["complaint"] for heard in said)
+    assert all(heard["released"] == {"meta"} for heard in said)
+    shapes = said[0]["shapes"]
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (32, 64)
+    assert shapes["model.layers.0.self_attn.o_proj.weight"] == (64, 32)
+    assert shapes["model.layers.0.mlp.up_proj.weight"] == (41, 64)
+    assert shapes["model.embed_tokens.weight"] == (49, 64)

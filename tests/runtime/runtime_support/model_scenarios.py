@@ -1,0 +1,90 @@
+"""What each rank does in the tests of models that several ranks share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from runtime_support.group_scenarios import join
+from runtime_support.paged_requests import PagedRequests
+
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.checkpoint import load_model
+from megatron_runtime.model.refit import bring_weights_back, offload_weights, update_weights
+from megatron_runtime.parallel.layout import ParallelSizes
+from megatron_runtime.parallel.ranks import Ranks
+
+PROMPTS = {"long": list(range(3, 26)), "short": [7, 5, 3]}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model answers to PROMPTS."""
+
+    logits: torch.Tensor | None
+    """Of every token, prefilled in two chunks; None on ranks that don't sample."""
+    tokens: dict[str, list[int]]
+    """How each prompt goes on."""
+
+
+def answer(path: Path, ranks: Ranks | None = None, steps: int = 64) -> Answers:
+    """Ask the model at ``path``, or the part of it that is here together with its other ranks."""
+    return _ask(load_model(path, dtype="float32", ranks=ranks), steps)
+
+
+def _ask(decoder: Any, steps: int) -> Answers:
+    requests = PagedRequests(decoder, num_blocks=64, block_size_tokens=4)
+    parts = [requests.logits({name: tokens[a:b] for name, tokens in PROMPTS.items()}) for a, b in ((0, 2), (2, None))]
+    logits = None if parts[0] is None else torch.cat([part for part in parts if part is not None])
+    return Answers(logits, PagedRequests(decoder, num_blocks=64, block_size_tokens=4).continue_greedily(PROMPTS, steps))
+
+
+def answer_all(rank: int, sizes: ParallelSizes, port: int, models: list[tuple[Path, int]]) -> list[Answers]:
+    """One model after the other, each for some steps, by the same ranks."""
+    ranks = join(sizes, rank, port)
+    answers = [answer(path, ranks, steps) for path, steps in models]
+    ranks.close()
+    return answers
+
+
+def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path, broken: Path) -> dict[str, Any]:
+    """Other weights in a shared model, from files and by name; weights that only one rank finds wrong; and released."""
+    ranks = join(sizes, rank, port)
+    model = load_model(old, dtype="float32", ranks=ranks)
+    said: dict[str, Any] = {"shapes": {name: tuple(view.shape) for name, view in model.destinations().items()}}
+    update_weights(model, new)
+    said["from files"] = _ask(model, 4)
+    try:
+        update_weights(model, broken)
+    except CheckpointError as error:
+        said["complaint"] = str(error)
+    said["after a complaint"] = _ask(model, 4)
+    update_weights(model, load_model(old, dtype="float32").destinations())
+    said["by name"] = _ask(model, 4)
+    update_weights(model, new)
+    offload_weights(model)
+    said["released"] = {parameter.device.type for parameter in model.parameters()}
+    bring_weights_back(model, torch.device("cpu"))
+    said["brought back"] = _ask(model, 4)
+    ranks.close()
+    return said
+
+
+def measure_load(rank: int, sizes: ParallelSizes, port: int, small: Path, large: Path) -> dict[str, int]:
+    """By how many bytes the memory of a rank grows at most while it loads its part, and how many that part has."""
+    ranks = join(sizes, rank, port)
+    load_model(small, dtype="float32", ranks=ranks)  # what is imported and allocated once
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    model = load_model(large, dtype="float32", ranks=ranks)
+    peak = _resident("VmHWM") - before
+    weights = sum(view.nbytes for view in model.destinations().values())
+    ranks.close()
+    return {"peak": peak, "weights": weights}
+
+
+def _resident(name: str) -> int:
+    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
