@@ -64,12 +64,13 @@ def tiny_model() -> Decoder:
     )
     model = Decoder(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
+    tables, others = (model.embedding.table, model.head.table), (model.layers, model.head.norm)
+    for parameter in (*tables, *(parameter for module in others for parameter in module.parameters())):
         if parameter.dim() == 1:
             parameter.data.fill_(1.0)
         else:
             parameter.data.normal_(std=0.4, generator=generator)
-    model.head.data[END] = 0.0
+    model.head.table.data[END] = 0.0
     return model
 
 
