@@ -331,12 +331,12 @@ def test_everyone_hears_of_an_engine_that_is_lost(make_engine: MakeEngine) -> No
 def test_a_model_that_answers_with_nan_fails_the_request_and_not_the_engine(make_engine: MakeEngine) -> None:
     engine = make_engine()
     model = engine.controller.model
-    good = model.head.data.clone()
+    good = model.head.table.data.clone()
     try:
-        model.head.data[5] = torch.nan
+        model.head.table.data[5] = torch.nan
         failed = serve(engine, greedy(num_tokens_to_generate=3))
     finally:
-        model.head.data.copy_(good)
+        model.head.table.data.copy_(good)
     assert isinstance(failed.error, InvalidLogitsError)
     assert serve(engine, greedy(num_tokens_to_generate=3)).succeeded()
 
