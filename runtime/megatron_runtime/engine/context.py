@@ -21,6 +21,7 @@ from megatron_runtime.engine.sequence import Sequence, SequenceSlice
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.shard import Shard
 from megatron_runtime.sampling_params import SamplingParams
 
 
@@ -50,6 +51,7 @@ class DynamicInferenceContext:
         inference_config: How much memory, and how many requests and tokens at a time.
         dtype: Of keys and values.
         device: Where the model computes.
+        shard: What of the model is here; None means all. The limits are those of the largest one, on all ranks.
 
     Raises:
         ConfigurationError: The settings leave no room for a single block, or the memory can't be had.
@@ -62,16 +64,20 @@ class DynamicInferenceContext:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        shard: Shard | None = None,
     ) -> None:
+        shard = shard or Shard(model_config)
         self.config = inference_config
         self.device = torch.device(device)
-        self.limits = ContextLimits.derive(model_config, inference_config, dtype=dtype, device_type=self.device.type)
+        self.limits = ContextLimits.derive(
+            shard.largest_cache_config, inference_config, dtype=dtype, device_type=self.device.type
+        )
         self.block_size_tokens = inference_config.block_size_tokens
         prefixes = None
         if inference_config.enable_prefix_caching:
             prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens)
         self.allocator = BlockAllocator(self.limits.num_blocks, prefixes)
-        self.kv_cache: KVCache = self.limits.allocate(model_config, dtype, self.device)
+        self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device)
         self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
         self._block_tables = np.zeros((self.limits.max_requests, self.limits.max_blocks_per_sequence), np.int32)
         self._num_blocks_known = [0] * self.limits.max_requests

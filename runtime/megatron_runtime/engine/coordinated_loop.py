@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_runtime.bell import Bell
@@ -43,6 +44,7 @@ class Engine(RequestTaker, WeightTaker, Protocol):
     def fail_all_requests(self, error: Exception) -> None: ...
     def suspend(self) -> None: ...
     def resume(self) -> None: ...
+    def assemble(self, occasion: str) -> None: ...
     def stats(self) -> Any: ...
 
 
@@ -264,14 +266,16 @@ class CoordinatedLoop:
     async def _apply(self, signal: Headers) -> bool:
         """Carry out a signal; in a wrong state, say where the engine is instead. True if the loop is to end."""
         if signal is Headers.STOP:
-            return self._stop()
+            return await self._stop()
         if self.state is not _LEAVES[signal]:
             self._link.tell_state(self.state)
             return False
         match signal:
             case Headers.PAUSE:
+                await self._in_thread(partial(self._engine.assemble, "pause"))
                 self._reach(EngineState.PAUSED)
             case Headers.UNPAUSE:
+                await self._in_thread(partial(self._engine.assemble, "unpause"))
                 self._reach(EngineState.RUNNING)
             case Headers.SUSPEND:
                 self._reach(EngineState.SUSPENDING)
@@ -284,12 +288,13 @@ class CoordinatedLoop:
                 self._reach(EngineState.PAUSED)
         return False
 
-    def _stop(self) -> bool:
+    async def _stop(self) -> bool:
         """Answer every unfinished request as aborted, and end; only out of PAUSED or SUSPENDED."""
         if self.state not in (EngineState.PAUSED, EngineState.SUSPENDED):
             self._link.tell_state(self.state)
             return False
         self._reach(EngineState.STOPPING)
+        await self._in_thread(partial(self._engine.assemble, "stop"))
         for request in self._requests.unfinished():
             self._requests.abort(request.uuid)
         self._report(*self._engine.take_reports())

@@ -87,7 +87,7 @@ class DynamicInferenceEngine(RunningEngine):
             ConfigurationError: As in DynamicInferenceContext.
         """
         context = DynamicInferenceContext(
-            model.config, config or InferenceConfig(), dtype=model.dtype, device=model.device
+            model.config, config or InferenceConfig(), dtype=model.dtype, device=model.device, shard=model.shard
         )
         return cls(TextGenerationController(model, tokenizer), context)
 

@@ -7,9 +7,11 @@ from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampler import NO_TOKEN
 from megatron_runtime.engine.scheduler import Schedule, Scheduler
 from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.shared_output import share_output
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
 from megatron_runtime.errors import InvalidLogitsError
+from megatron_runtime.model.forward_batch import ForwardBatch
 
 
 class PassRunner:
@@ -82,9 +84,19 @@ class PassRunner:
             self.evictions_total += 1
 
     def _run(self, slices: list[SequenceSlice]) -> StepOutput:
+        ranks = self._controller.model.ranks
+        batch = self._context.forward_batch(slices)
+        if ranks.position.sizes.ranks_per_replica == 1:
+            return self._sample(batch, slices)
+        if ranks.position.samples:
+            return share_output(ranks, slices, self._sample(batch, slices))
+        self._controller.model(batch, self._context.kv_cache)
+        return share_output(ranks, slices)
+
+    def _sample(self, batch: ForwardBatch, slices: list[SequenceSlice]) -> StepOutput:
         top_n = max(self._requests[part.sequence.request_id].params.top_n_logprobs for part in slices)
         return self._controller.run(
-            self._context.forward_batch(slices),
+            batch,
             self._context.kv_cache,
             self._context.sampling_rules(slices),
             self._context.sampled_logit_rows(slices),

@@ -36,6 +36,10 @@ class RunningEngine(ABC):
     def fail_all_requests(self, error: Exception) -> None:
         """End every unfinished request with the error."""
 
+    def assemble(self, occasion: str) -> None:
+        """Wait until all ranks of the replica have done what came before. An engine by itself waits for nobody."""
+        del occasion
+
     @property
     def state(self) -> EngineState:
         """Where the engine stands; without a coordinator it is either RUNNING or SUSPENDED."""

@@ -46,7 +46,7 @@ class TextGenerationController:
         sampled_rows: Tensor | None,
         wanted: LogProbRows | None,
     ) -> StepOutput:
-        """Compute the batch and sample.
+        """Compute the batch and sample; of a replica of several ranks, for the one that samples.
 
         Args:
             batch: What to compute.
@@ -55,7 +55,8 @@ class TextGenerationController:
             sampled_rows: int64 [S], rows of the logits to sample; None means all.
             wanted: Log probabilities to report.
         """
-        logits: Tensor = self.model(batch, kv_cache)
+        logits: Tensor | None = self.model(batch, kv_cache)
+        assert logits is not None, "this rank samples"
         sampled = logits if sampled_rows is None else logits[sampled_rows]
         if rules.edits is not None:
             # Log probabilities are the model's own, so their logits have to stay as they are.

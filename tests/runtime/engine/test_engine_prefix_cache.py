@@ -131,6 +131,7 @@ def test_prompts_that_collide_are_answered_as_if_they_did_not(make_engine: MakeE
 
 def test_new_weights_are_never_mixed_with_what_the_old_ones_computed(make_engine: MakeEngine) -> None:
     engine = make_engine(enable_prefix_caching=True)
+    assert engine.controller.model.head is not None
     weight = engine.controller.model.head.table
     before = tokens_of(engine.generate([STEM], GREEDY))
     parameters = [each for each in engine.controller.model.parameters() if each is not weight and each.dim() > 1]

@@ -331,6 +331,7 @@ def test_everyone_hears_of_an_engine_that_is_lost(make_engine: MakeEngine) -> No
 def test_a_model_that_answers_with_nan_fails_the_request_and_not_the_engine(make_engine: MakeEngine) -> None:
     engine = make_engine()
     model = engine.controller.model
+    assert model.head is not None
     good = model.head.table.data.clone()
     try:
         model.head.table.data[5] = torch.nan

@@ -10,7 +10,7 @@ from runtime_support.byte_backend import END, END_TEXT, byte_backend
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def write_tiny_checkpoint(folder: Path, *, longest: int = 512) -> Path:
+def write_tiny_checkpoint(folder: Path, *, longest: int = 512, seed: int = 3) -> Path:
     """Weights so wide apart that the likeliest token is never in doubt, in Hugging Face's form."""
     config = LlamaConfig(
         vocab_size=END + 1,
@@ -23,7 +23,7 @@ def write_tiny_checkpoint(folder: Path, *, longest: int = 512) -> Path:
         bos_token_id=None,
         eos_token_id=END,
     )
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:

@@ -27,7 +27,10 @@ def random_llama(*, hidden: int, intermediate: int, std: float, dtype: torch.dty
     )
     model = Decoder(config, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
+    assert model.embedding is not None
+    assert model.head is not None
+    tables, others = (model.embedding.table, model.head.table), (model.layers, model.head.norm)
+    for parameter in (*tables, *(parameter for module in others for parameter in module.parameters())):
         if parameter.dim() == 1:
             parameter.data.fill_(1.0)
         else:

@@ -108,6 +108,9 @@ class FakeEngine:
     def suspend(self) -> None:
         self.is_suspended = True
 
+    def assemble(self, occasion: str) -> None:
+        """It is alone."""
+
     def resume(self) -> None:
         self.is_suspended = False
 

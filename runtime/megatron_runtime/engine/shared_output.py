@@ -1,0 +1,44 @@
+"""What a pass brought, from the rank that samples to all others of its replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Slices
+
+import msgpack
+
+from megatron_runtime.engine.log_probs import LogProbs
+from megatron_runtime.engine.sequence import SequenceSlice
+from megatron_runtime.engine.text_generation_controller import StepOutput
+from megatron_runtime.parallel.ranks import Ranks
+
+_BITS_64 = 2**64 - 1
+
+
+def share_output(ranks: Ranks, slices: Slices[SequenceSlice], output: StepOutput | None = None) -> StepOutput:
+    """The output of the rank that samples, on all ranks; the others give none, and wait for it.
+
+    Raises:
+        LockStepError: The rank that sampled computed other slices than this one.
+        LostRankError: It doesn't come; names who is missing.
+    """
+    packed = None if output is None else _pack(output)
+    arrived = ranks.share_outcome(packed, checksum=schedule_checksum(slices)).wait()
+    return _unpack(arrived) if output is None else output
+
+
+def schedule_checksum(slices: Slices[SequenceSlice]) -> int:
+    """64 bits that tell schedules apart: who computes which tokens, and where the last of them go."""
+    parts = ((part.sequence.request_id, part.start, part.length, part.sequence.blocks[-1]) for part in slices)
+    return hash(tuple(parts)) & _BITS_64  # of whole numbers alone, which is the same in all processes
+
+
+def _pack(output: StepOutput) -> bytes:
+    scores = output.log_probs
+    values = None if scores is None else (scores.chosen, scores.top_ids, scores.top_values)
+    packed: bytes = msgpack.packb((output.tokens, values))
+    return packed
+
+
+def _unpack(packed: bytes) -> StepOutput:
+    tokens, values = msgpack.unpackb(packed)
+    return StepOutput(tokens, None if values is None else LogProbs(*values))

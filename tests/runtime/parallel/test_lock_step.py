@@ -1,0 +1,76 @@
+"""Engines on several ranks, in real processes: they answer as one rank does, and go the same way."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_support import lock_step_scenarios
+from runtime_support.rank_processes import free_port, run_ranks
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+from megatron_runtime.engine.lock_step import LockStepEngine
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.parallel.layout import ParallelSizes
+from megatron_runtime.parallel.lone_rank import LoneRank
+
+TENSOR, PIPELINE, BOTH = ParallelSizes(tensor=2), ParallelSizes(pipeline=2), ParallelSizes(tensor=2, pipeline=2)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two layers."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@cache
+def alone(path: Path) -> list[Any]:
+    """What one rank answers."""
+    torch.set_num_threads(1)
+    return lock_step_scenarios.serve(lock_step_scenarios.build(path))
+
+
+@pytest.mark.parametrize(("sizes", "mode"), [(TENSOR, "offload"), (PIPELINE, "recompute"), (BOTH, "persist")], ids=str)
+def test_ranks_answer_as_one_does_through_eviction_pause_and_suspension(
+    tiny: Path, sizes: ParallelSizes, mode: str
+) -> None:
+    said = run_ranks(lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica, sizes, free_port(), tiny, mode)
+    assert said[0]["answers"] == alone(tiny)
+    assert said[0]["evictions"] > 0
+    assert said[0]["stats"].prefix_hits_total > 0
+    assert (said[0]["too long"], said[0]["aborted"]) == ("FAILED", "abort")
+    assert all(rank["stats"] == said[0]["stats"] for rank in said)
+
+
+def test_weights_are_taken_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -> None:
+    other = write_tiny_checkpoint(tmp_path / "other", seed=4)
+    said = run_ranks(lock_step_scenarios.renew, 2, TENSOR, free_port(), tiny, other)
+    assert "nowhere" in said[0]["complaints"][0]
+    assert "takes weights from files; give their path" in said[0]["complaints"][1]
+    assert said[0]["answers"] == alone(other) != alone(tiny)
+    assert (said[0]["version"], said[1]["own version"]) == (1, 1)
+
+
+def test_a_rank_that_goes_its_own_way_is_noticed(tiny: Path) -> None:
+    said = run_ranks(lock_step_scenarios.stray, 2, PIPELINE, free_port(), tiny)
+    assert any("LockStepError" in words or "LostRankError" in words for words in said)
+    assert "nothing" not in said
+
+
+def test_a_rank_that_does_not_suspend_in_time_is_named(tiny: Path) -> None:
+    said = run_ranks(lock_step_scenarios.miss_suspension, 2, TENSOR, free_port(), tiny)
+    assert "barrier suspend, for up to 1.5 s: rank 1 (tensor 1, stage 0) is missing" in said[0]
+
+
+def test_ranks_without_requests_use_no_processor(tiny: Path) -> None:
+    used = run_ranks(lock_step_scenarios.wait_idle, 2, TENSOR, free_port(), tiny)
+    assert max(used) < 0.3
+
+
+def test_a_timeout_of_requests_is_refused_since_ranks_have_no_clock_in_common(tiny: Path) -> None:
+    engine = lock_step_scenarios.build(tiny, request_timeout=3.0)
+    with pytest.raises(ConfigurationError, match=r"request_timeout=3\.0: the ranks of a replica have no clock"):
+        LockStepEngine(engine, LoneRank())

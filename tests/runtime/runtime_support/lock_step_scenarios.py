@@ -1,0 +1,189 @@
+"""What each rank does in the tests of engines in lock step; here, where the ranks' processes can import it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_support.group_scenarios import join
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.lock_step import LockStepEngine, follow
+from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.parallel.layout import ParallelSizes
+from megatron_runtime.parallel.ranks import Ranks
+from megatron_runtime.sampling_params import SamplingParams
+
+BLOCK = 4
+STEM = list(range(40, 61))
+PROMPTS: list[Any] = [[*STEM, 1], [*STEM, 2, 3], "as text", [7] * 11, [9]]
+PARAMS = [
+    SamplingParams(temperature=0, num_tokens_to_generate=64, return_log_probs=True, top_n_logprobs=2),
+    SamplingParams(seed=5, temperature=1.5, top_p=0.9, num_tokens_to_generate=64),
+    SamplingParams(temperature=0, num_tokens_to_generate=30, repetition_penalty=1.4, skip_prompt_log_probs=True),
+    SamplingParams(seed=6, min_p=0.01, num_tokens_to_generate=20, return_log_probs=True, skip_prompt_log_probs=False),
+    SamplingParams(temperature=0, num_tokens_to_generate=64, stop_token_ids=[3]),
+]
+"""What is asked for in every way that ranks could disagree about: text, drawn tokens, scores, penalties and stops."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request."""
+
+    tokens: list[int]
+    text: str
+    reason: str
+    log_probs: list[float]
+
+    def __eq__(self, other: object) -> bool:
+        """Sums over ranks differ in the last digits from those of one."""
+        assert isinstance(other, Answer)
+        said = (self.tokens, self.text, self.reason) == (other.tokens, other.text, other.reason)
+        return said and self.log_probs == pytest.approx(other.log_probs, abs=1e-3)
+
+
+def build(path: Path, ranks: Ranks | None = None, blocks: int = 24, **settings: Any) -> DynamicInferenceEngine:
+    """An engine of small passes and so few blocks that requests are evicted; all of it, or this rank's part."""
+    model = load_model(path, dtype="float32", ranks=ranks)
+    config = InferenceConfig(
+        block_size_tokens=BLOCK,
+        kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.shard.largest_cache_config, BLOCK, model.dtype),
+        max_requests=4,
+        max_tokens=16,
+        enable_prefix_caching=True,
+        **settings,
+    )
+    return DynamicInferenceEngine.build(model, load_tokenizer(path), config)
+
+
+def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> list[Answer]:
+    """All prompts, the last two after some steps; what became of each. ``interrupt`` is called before every step."""
+    futures = [engine.add_request(i, PROMPTS[i], PARAMS[i]) for i in range(3)]
+    step = 0
+    while engine.has_unfinished_requests():
+        if step == 5:
+            futures += [engine.add_request(i, PROMPTS[i], PARAMS[i]) for i in (3, 4)]
+        interrupt(step)
+        engine.step_modern()
+        step += 1
+    merged = [future.result(timeout=0).merge() for future in futures]
+    return [
+        Answer(
+            request.generated_tokens,
+            request.generated_text or "",
+            str(request.finish_reason),
+            [*(request.prompt_log_probs or []), *(request.generated_log_probs or [])],
+        )
+        for request in merged
+    ]
+
+
+def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str) -> dict[str, Any]:
+    """The same by several ranks, with a pause and a suspension in the middle."""
+    ranks = join(sizes, rank, port)
+    engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True)
+    said: dict[str, Any] = {}
+    if rank:
+        follow(engine, ranks)
+    else:
+        first = LockStepEngine(engine, ranks)
+
+        def interrupt(step: int) -> None:
+            if step == 12:
+                first.assemble("pause")
+            if step == 15:
+                first.suspend()
+                first.resume()
+
+        said["answers"] = serve(first, interrupt=interrupt)
+        said["evictions"] = first.stats().evictions_total
+        future = first.add_request(9, [1], SamplingParams(num_tokens_to_generate=1000))
+        said["too long"] = future.result(timeout=0).merge().status.name
+        aborted = first.add_request(10, [1, 2], SamplingParams(num_tokens_to_generate=9))
+        first.step_modern()
+        first.abort_request(10)
+        said["aborted"] = aborted.result(timeout=0).merge().finish_reason
+        first.assemble("pause")
+        first.dismiss()
+    engine.check_integrity()
+    said["stats"] = engine.stats()
+    ranks.close()
+    return said
+
+
+def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> dict[str, Any]:
+    """Other weights between requests, after some that are nowhere."""
+    ranks = join(sizes, rank, port)
+    engine = build(old, ranks)
+    said: dict[str, Any] = {}
+    if rank:
+        follow(engine, ranks)
+    else:
+        first = LockStepEngine(engine, ranks)
+        for weights in (old / "nowhere", {"norm": None}):
+            try:
+                first.update_weights(weights)  # type: ignore[arg-type]
+            except CheckpointError as error:
+                said.setdefault("complaints", []).append(str(error))
+        said["version"] = first.update_weights(new)
+        said["answers"] = serve(first)
+        first.dismiss()
+    said["own version"] = engine.weight_version
+    ranks.close()
+    return said
+
+
+def stray(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
+    """A rank that has done something on its own account."""
+    ranks = join(sizes, rank, port, timeout=5.0)
+    engine = build(path, ranks)
+    try:
+        if rank:
+            engine.add_request(77, [1, 2, 3, 4, 5], SamplingParams(num_tokens_to_generate=4))
+            engine.scheduler.schedule()
+            engine.abort_request(77)
+            engine.add_request(78, [1], SamplingParams(num_tokens_to_generate=4))
+            follow(engine, ranks)
+        else:
+            serve(LockStepEngine(engine, ranks))
+    except (LockStepError, LostRankError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def miss_suspension(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
+    """The last rank takes its time when it should suspend."""
+    ranks = join(sizes, rank, port, timeout=1.5)
+    engine = build(path, ranks)
+    try:
+        if rank == sizes.ranks_per_replica - 1:
+            engine.suspend = lambda: time.sleep(6.0)  # type: ignore[method-assign]
+        if rank:
+            follow(engine, ranks)
+        else:
+            LockStepEngine(engine, ranks).suspend()
+    except LostRankError as error:
+        return str(error)
+    return "nothing"
+
+
+def wait_idle(rank: int, sizes: ParallelSizes, port: int, path: Path) -> float:
+    """Seconds of processor time that a rank uses in three seconds without a request."""
+    ranks = join(sizes, rank, port)
+    engine = build(path, ranks)
+    first = LockStepEngine(engine, ranks) if rank == 0 else None
+    before = time.process_time()
+    if first is None:
+        follow(engine, ranks)
+        return time.process_time() - before
+    time.sleep(3.0)
+    first.dismiss()
+    return time.process_time() - before
