@@ -1,4 +1,7 @@
-"""One rank: ``python -m megatron_runtime.rank``, started by the launcher. Loads its part of the model and serves it."""
+"""One rank: ``python -m megatron_runtime.rank``, started by the launcher. Loads its part of the model and serves it.
+
+Of a replica of several ranks the first one talks to the coordinator, and the others do what it does.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,25 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError, LockStepError, LostRankError
 from megatron_runtime.launch.keeper import error_report
-from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
+from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.launch.pod_state import RankPhase
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+    from megatron_runtime.engine.lock_step import LockStepEngine
     from megatron_runtime.model.weights import LoadProgress
+    from megatron_runtime.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 0.1
 """Least time between two reports of progress."""
+LOAD_SECONDS = 1800.0
+"""How much longer than others a rank may take to load its part."""
 CUDA_SHARE = 0.9
 """Part of the device's free memory that a KV cache of unasked size takes; the rest is for activations."""
 
@@ -34,12 +41,21 @@ def main() -> None:
     link = ParentLink.from_arguments()
     try:
         engine = _build_engine(link)
-        asyncio.run(_serve(link, engine))
+        ranks = engine.controller.model.ranks
+        ranks.barrier("ready", LOAD_SECONDS)
+        asyncio.run(_serve(link, engine, ranks) if ranks.position.is_first else _follow(link, engine, ranks))
+        ranks.close()
     except (CheckpointError, ConfigurationError) as error:
-        link.report(error=error_report(error))
-        logger.error("%s", error)
-        sys.exit(EXIT_BAD_INPUT)
+        _end_with(link, error, EXIT_BAD_INPUT)
+    except (LostRankError, LockStepError) as error:
+        _end_with(link, error, EXIT_FAILURE)
     sys.exit(EXIT_DRAINED)
+
+
+def _end_with(link: ParentLink, error: Exception, exit_code: int) -> None:
+    link.report(error=error_report(error))
+    logger.error("%s", error)
+    sys.exit(exit_code)
 
 
 def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
@@ -54,6 +70,7 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     options = link.options["engine"]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device(options["device"], link.options["local_rank"]) if options["device"] == "cuda" else "cpu"
+    ranks = _join_replica(link)
     model = load_model(
         link.options["checkpoint"],
         dtype=options["dtype"],
@@ -61,17 +78,36 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
         max_sequence_length=options["max_sequence_length"],
         on_progress=_Progress(link),
         check_finite=options["check_finite"],
+        ranks=ranks,
     )
     tokenizer = load_tokenizer(link.options["checkpoint"])
-    return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options))
+    return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options, ranks))
 
 
-def _inference_config(options: dict[str, Any]) -> Any:
+def _join_replica(link: ParentLink) -> Ranks:
+    """Meets the other ranks of this copy of the model, if there are any."""
+    from megatron_runtime.parallel.layout import ParallelSizes
+    from megatron_runtime.parallel.rendezvous import join_replica
+
+    options, port = link.options["engine"], link.options["rendezvous_port"]
+    sizes = ParallelSizes(
+        tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"], expert=options["expert_parallel"]
+    )
+    position = sizes.position_in_replica(link.options["rank"] % sizes.ranks_per_replica, link.options["group"])
+    if port is not None:
+        _report_phase(link, RankPhase.RENDEZVOUS)
+    try:
+        return join_replica(position, host="127.0.0.1", port=port or 0, device_type=options["device"])
+    except ConfigurationError as error:
+        raise EngineError(str(error)) from error  # the port was free when it was chosen; the next one may be again
+
+
+def _inference_config(options: dict[str, Any], ranks: Ranks) -> Any:
     from megatron_runtime.config import InferenceConfig
 
     return InferenceConfig(
         block_size_tokens=options["block_size_tokens"],
-        kv_cache_memory_bytes=options["kv_cache_bytes"] or _free_device_memory(),
+        kv_cache_memory_bytes=options["kv_cache_bytes"] or ranks.least(_free_device_memory()),
         max_requests=options["max_requests"],
         max_sequence_length=options["max_sequence_length"],
         enable_prefix_caching=options["prefix_caching"],
@@ -89,12 +125,14 @@ def _free_device_memory() -> int:
     return int(free * CUDA_SHARE)
 
 
-async def _serve(link: ParentLink, engine: DynamicInferenceEngine) -> None:
+async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
     """Works for the coordinator until it says stop, or until SIGTERM has been obeyed by a drain."""
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+    from megatron_runtime.engine.lock_step import LockStepEngine
 
+    together = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica > 1 else None
     loop = CoordinatedLoop(
-        engine,
+        together or engine,
         coordinator_address=link.options["coordinator_address"],
         data_parallel_rank=link.options["group"],
         attempt=link.options["attempt"],
@@ -110,11 +148,37 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine) -> None:
     _report_phase(link, RankPhase.REGISTERING)
     reporting = [asyncio.create_task(work) for work in (_report_registration(link, loop), link.keep_beating())]
     try:
-        await loop.run()
+        await (loop.run() if together is None else _lead(loop, together))
     finally:
         for task in reporting:
             task.cancel()
         await asyncio.gather(*reporting, *drains, return_exceptions=True)
+
+
+async def _lead(loop: CoordinatedLoop, engine: LockStepEngine) -> None:
+    """Runs the loop as long as the other ranks are there, and lets them go at its end."""
+    work, touch = asyncio.create_task(loop.run()), asyncio.create_task(engine.keep_in_touch())
+    await asyncio.wait({work, touch}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (touch, work):
+        task.cancel()
+    for failure in await asyncio.gather(touch, work, return_exceptions=True):
+        if isinstance(failure, Exception):
+            raise failure
+    await asyncio.to_thread(engine.dismiss)
+
+
+async def _follow(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+    """Does what the first rank does until that lets it go; SIGTERM is for that one."""
+    from megatron_runtime.engine.lock_step import follow
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
+    beating = asyncio.create_task(link.keep_beating())
+    _report_phase(link, RankPhase.SERVING)
+    try:
+        await asyncio.to_thread(follow, engine, ranks)
+    finally:
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
 
 
 async def _report_registration(link: ParentLink, loop: CoordinatedLoop) -> None:

@@ -15,6 +15,7 @@ from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.tasks import rank_task
+from megatron_runtime.parallel.lone_rank import LoneRank
 
 FACTS = CheckpointFacts(
     path="/m", architecture="llama", parameters=1000, longest=512, layers=4, attention_heads=8, kv_heads=2, head_dim=16
@@ -51,7 +52,7 @@ def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     [((), "raw_logprobs"), (("--logprobs-mode", "processed_logprobs"), "processed_logprobs")],
 )
 def test_the_kind_of_log_probs_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], mode: str) -> None:
-    assert rank._inference_config(rank_options(*flags)["engine"]).logprobs_mode == mode
+    assert rank._inference_config(rank_options(*flags)["engine"], LoneRank()).logprobs_mode == mode
 
 
 def test_an_unknown_kind_of_log_probs_is_refused_in_words(tmp_path: Path) -> None:

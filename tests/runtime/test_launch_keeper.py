@@ -17,6 +17,7 @@ from runtime_support.processes import is_alive
 
 from megatron_runtime.launch.child import Child, ChildTask
 from megatron_runtime.launch.keeper import Keeper, RestartBudget
+from megatron_runtime.launch.replica_keeper import ReplicaKeeper
 
 PROGRAM = """
 import os, signal, sys, time
@@ -182,6 +183,47 @@ async def test_a_child_that_never_gave_a_sign_of_life_is_not_taken_for_hung(prog
     assert not done
     await keeper.stop(5)
     assert (await life).exit_code == -signal.SIGTERM
+
+
+async def test_the_ranks_of_a_replica_end_together_and_start_again_together(program: str) -> None:
+    pids: dict[int, list[int]] = {0: [], 1: []}
+    serving = asyncio.Condition()
+
+    def hear(place: int, report: Any) -> None:
+        pids[place].append(report["pid"])
+        notices.append(asyncio.create_task(notify()))
+
+    async def notify() -> None:
+        async with serving:
+            serving.notify_all()
+
+    async def starts(count: int) -> None:
+        async with asyncio.timeout(30), serving:
+            await serving.wait_for(lambda: all(len(seen) == count for seen in pids.values()))
+
+    notices: list[asyncio.Task[None]] = []
+    keeper = ReplicaKeeper(
+        lambda: [task(program, "wait"), task(program, "wait")], RestartBudget(1), on_report=hear, log=io.StringIO()
+    )
+    run = asyncio.create_task(keeper.run())
+    await starts(1)
+    os.kill(pids[0][0], signal.SIGKILL)
+    await starts(2)
+    assert not is_alive(pids[1][0])
+    assert all(keeper.is_alive(place) for place in (0, 1))
+    os.kill(pids[1][1], signal.SIGKILL)
+    end = await asyncio.wait_for(run, 30)
+    assert (keeper.restarts, keeper.culprit, end.exit_code) == (1, 1, -signal.SIGKILL)
+    assert "hello from the child" in end.message
+    assert not is_alive(pids[0][1])
+
+
+async def test_a_rank_that_ends_well_lets_the_others_end_by_themselves(program: str) -> None:
+    tasks = [task(program, "end"), task(program, "end", code=5)]
+    for order in (tasks, tasks[::-1]):
+        keeper = ReplicaKeeper(lambda order=order: order, RestartBudget(0), log=io.StringIO())  # type: ignore[misc]
+        end = await asyncio.wait_for(keeper.run(), 30)
+        assert (end.exit_code, order[keeper.culprit]) == (5, tasks[1])
 
 
 def test_the_restart_budget_is_whole_again_after_a_time_without_a_restart() -> None:

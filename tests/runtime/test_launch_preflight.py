@@ -119,8 +119,9 @@ def test_no_room_for_the_weights_is_said_of_the_model(options: LaunchOptions) ->
             {"tensor_parallel": 3},
             "--tensor-parallel 3: does not divide the model's 8 attention heads; use one of 1, 2, 4, 8",
         ),
-        ({"tensor_parallel": 2}, "--tensor-parallel 2: this version serves one rank per model copy"),
         ({"pipeline_parallel": 5}, "--pipeline-parallel 5: the model has only 4 layers"),
+        ({"tensor_parallel": 2, "device": "cuda"}, "--device cuda: 2 ranks per copy of the model work on a CPU alone"),
+        ({"expert_parallel": 2}, "--expert-parallel 2: the model has no experts; use --expert-parallel 1"),
         ({"max_sequence_length": 513}, "--max-sequence-length 513: the model was made for 512 tokens"),
         (
             {"kv_cache_bytes": 100},
@@ -138,6 +139,37 @@ def test_what_the_checkpoint_does_not_allow_is_refused(
     with pytest.raises(ConfigurationError) as caught:
         plan_engine(with_engine(options, **changes), FACTS, PLENTY)
     assert str(caught.value).startswith(words)
+
+
+def test_experts_are_divided_over_the_ranks_of_a_layer(options: LaunchOptions) -> None:
+    mixture = replace(FACTS, has_experts=True)
+    with pytest.raises(ConfigurationError, match=r"--expert-parallel 4: .* over its 2 tensor parallel ranks"):
+        plan_engine(with_engine(options, tensor_parallel=2, expert_parallel=4), mixture, PLENTY)
+    plan_engine(with_engine(options, tensor_parallel=4, expert_parallel=2), mixture, PLENTY)
+
+
+def test_key_heads_are_divided_or_repeated_but_not_torn(options: LaunchOptions) -> None:
+    facts = replace(FACTS, attention_heads=12, kv_heads=6)
+    with pytest.raises(ConfigurationError, match="--tensor-parallel 4: neither divides the model's 6 key/value heads"):
+        plan_engine(with_engine(options, tensor_parallel=4), facts, PLENTY)
+    plan_engine(with_engine(options, tensor_parallel=12), facts, PLENTY)
+
+
+def test_a_rank_needs_room_for_its_part_alone(options: LaunchOptions) -> None:
+    cache = 64 * PER_TOKEN // 4
+    plan = plan_engine(
+        with_engine(options, tensor_parallel=2, pipeline_parallel=2, kv_cache_bytes=cache), FACTS, PLENTY
+    )
+    assert (plan.weight_bytes, plan.max_sequence_length) == (1000, 64)
+
+
+def test_a_copy_of_the_model_over_several_pods_is_refused(options: LaunchOptions) -> None:
+    wide = with_engine(options, tensor_parallel=2)
+    assert refusal(wide) is None
+    assert refusal(replace(wide, ranks_per_pod=2)) is None
+    words = refusal(replace(wide, ranks_per_pod=1))
+    assert words is not None
+    assert words.startswith("--ranks-per-pod 1: this version runs all 2 ranks of a copy of the model in one pod")
 
 
 def test_the_smaller_limit_counts(tmp_path: Path) -> None:
@@ -173,7 +205,7 @@ def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions, monkeypatc
     )
     assert task.environment["OMP_NUM_THREADS"] == "3"
     assert task.environment["GOMP_SPINCOUNT"] == "1000"
-    assert task.environment["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert task.environment["GLIBC_TUNABLES"].startswith("glibc.malloc.hugetlb=1:")
     assert task.options["group"] == 4
     assert "secret" not in str(task.options)
 

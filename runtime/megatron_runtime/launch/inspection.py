@@ -27,10 +27,7 @@ class CheckpointFacts:
     head_dim: int
     tied_head_parameters: int = 0
     """Of the parameters, those of a head that is the embedding; a CPU holds them twice."""
-
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes that one token's keys and values take in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+    has_experts: bool = False
 
 
 async def inspect_source(source: ModelSource) -> CheckpointFacts:
@@ -92,6 +89,7 @@ def _inspect(options: dict[str, Any]) -> CheckpointFacts:
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         tied_head_parameters=config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0,
+        has_experts=config.experts is not None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Keeps one child running: starts it again with growing delays until its policy gives up or it is told to stop."""
+"""Keeps what a pod needs running: starts it again with growing delays until it is told to stop or gives up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -85,42 +86,28 @@ class RestartBudget:
         self._last = self._clock()
 
 
-class Keeper:
-    """One place in the pod that a child has to fill.
+class Restarter(ABC):
+    """One place in the pod that has to be filled: lives again and again, until it is told to stop or gives up.
 
-    ``make_task`` is asked anew for every start, so that a restarted child gets what holds by then. ``on_change`` is
-    called whenever the child started, ended or was restarted. Without ``restart_success`` exit code 0 is final.
-
-    A child that beats (see ``ParentLink.keep_beating``) and then is silent for ``hang_timeout`` seconds hangs, or was
-    stopped by a signal: it is killed, and started again like one that died.
+    Without ``restart_success`` exit code 0 is final. ``on_change`` is called whenever a life began, ended or is to
+    begin again.
     """
 
     def __init__(
-        self,
-        make_task: Callable[[], ChildTask],
-        budget: RestartBudget | None = None,
-        *,
-        restart_success: bool = True,
-        hang_timeout: float = HANG_SECONDS,
-        on_report: Callable[[Report], None] = lambda _: None,
-        on_change: Callable[[], None] = lambda: None,
-        log: TextIO | None = None,
+        self, budget: RestartBudget | None = None, *, restart_success: bool, on_change: Callable[[], None]
     ) -> None:
-        self._make_task = make_task
         self._budget = budget or RestartBudget()
         self._restart_success = restart_success
-        self._hang_timeout = hang_timeout
-        self._on_report = on_report
         self._on_change = on_change
-        self._log = log
         self._stopping = asyncio.Event()
-        self._error: Report | None = None
-        self._silence: float | None = None
-        self.child: Child | None = None
         self.restarts = 0
 
+    @abstractmethod
+    async def _live_once(self) -> ChildEnd:
+        """From a start to its end. Cancelled, it leaves no process."""
+
     async def run(self) -> ChildEnd:
-        """Returns how the child ended last, once it is not to be started again. Cancelled, it kills the child."""
+        """Returns how the last life ended, once there is to be no other. Cancelled, it ends the present one."""
         delay = FIRST_DELAY
         while True:
             started = time.monotonic()
@@ -138,66 +125,14 @@ class Keeper:
                 return end
             delay = min(2 * delay, LONGEST_DELAY)
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """Signals the child as it is now, if there is one."""
-        if self.child is not None:
-            self.child.send_signal(number)
-
     def release(self) -> None:
-        """From now on the child is not started again; it is left to end by itself."""
+        """From now on nothing is started again; what lives is left to end by itself."""
         self._stopping.set()
-
-    async def stop(self, grace_seconds: float) -> None:
-        """Ends the child for good."""
-        self.release()
-        if self.child is not None and self.child.is_alive:
-            await self.child.stop(grace_seconds)
-
-    async def _live_once(self) -> ChildEnd:
-        task = self._make_task()
-        self._error = self._silence = None
-        child = Child(task, self._receive, self._log)
-        try:
-            await child.start()
-        except OSError as error:
-            return ChildEnd(task.role, EXIT_FAILURE, (f"could not be started: {error}",))
-        self.child = child
-        self._on_change()
-        watch = asyncio.create_task(self._kill_when_hung(child))
-        try:
-            if self._stopping.is_set():
-                child.send_signal(signal.SIGTERM)
-            code = await child.wait()
-        except asyncio.CancelledError:
-            await child.kill()
-            raise
-        finally:
-            watch.cancel()
-        return ChildEnd(task.role, code, tuple(child.tail), self._error)
-
-    async def _kill_when_hung(self, child: Child) -> None:
-        """Counts its own turns and asks no clock: a launcher that was stopped itself must not blame its children."""
-        while self._silence is None or self._silence < self._hang_timeout:
-            await asyncio.sleep(BEAT_SECONDS)
-            if self._silence is not None:
-                self._silence += BEAT_SECONDS
-        message = f"{child.task.role} gave no sign of life for {self._hang_timeout:g} s and was killed"
-        logger.error(message)
-        self._error = {"reason": "Hung", "message": message}
-        child.send_signal(signal.SIGKILL)
 
     def _is_worth_another(self, end: ChildEnd) -> bool:
         if end.is_bad_input or (end.exit_code == EXIT_DRAINED and not self._restart_success):
             return False
         return self._budget.can_restart()
-
-    def _receive(self, report: Report) -> None:
-        if "beat" in report:
-            self._silence = 0.0
-            return
-        if isinstance(error := report.get("error"), dict):
-            self._error = error
-        self._on_report(report)
 
     async def _stopped_within(self, seconds: float) -> bool:
         try:
@@ -206,6 +141,104 @@ class Keeper:
         except TimeoutError:
             return False
         return True
+
+
+class Keeper(Restarter):
+    """A place that one child fills.
+
+    ``make_task`` is asked anew for every start, so that a restarted child gets what holds by then.
+
+    A child that beats (see ``ParentLink.keep_beating``) and then is silent for ``hang_timeout`` seconds hangs, or was
+    stopped by a signal: it is killed, and started again like one that died.
+    """
+
+    def __init__(
+        self,
+        make_task: Callable[[], ChildTask],
+        budget: RestartBudget | None = None,
+        *,
+        restart_success: bool = True,
+        hang_timeout: float = HANG_SECONDS,
+        on_report: Callable[[Report], None] = lambda _: None,
+        on_change: Callable[[], None] = lambda: None,
+        log: TextIO | None = None,
+    ) -> None:
+        super().__init__(budget, restart_success=restart_success, on_change=on_change)
+        self._make_task = make_task
+        self._hang_timeout = hang_timeout
+        self._on_report = on_report
+        self._log = log
+        self.child: Child | None = None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signals the child as it is now, if there is one."""
+        if self.child is not None:
+            self.child.send_signal(number)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Ends the child for good."""
+        self.release()
+        if self.child is not None and self.child.is_alive:
+            await self.child.stop(grace_seconds)
+
+    async def _live_once(self) -> ChildEnd:
+        return await ChildLife(self._make_task(), self._on_report, self._log, self._hang_timeout).run(self._started)
+
+    def _started(self, child: Child) -> None:
+        self.child = child
+        self._on_change()
+        if self._stopping.is_set():
+            child.send_signal(signal.SIGTERM)
+
+
+class ChildLife:
+    """One child from its start to its end, which comes early if it hangs."""
+
+    def __init__(
+        self, task: ChildTask, on_report: Callable[[Report], None], log: TextIO | None, hang_timeout: float
+    ) -> None:
+        self._task = task
+        self._on_report = on_report
+        self._hang_timeout = hang_timeout
+        self._error: Report | None = None
+        self._silence: float | None = None
+        self.child = Child(task, self._receive, log)
+
+    async def run(self, on_start: Callable[[Child], None]) -> ChildEnd:
+        """Calls ``on_start`` once the process is there, and waits for its end. Cancelled, it kills the child."""
+        try:
+            await self.child.start()
+        except OSError as error:
+            return ChildEnd(self._task.role, EXIT_FAILURE, (f"could not be started: {error}",))
+        on_start(self.child)
+        watch = asyncio.create_task(self._kill_when_hung())
+        try:
+            code = await self.child.wait()
+        except asyncio.CancelledError:
+            await self.child.kill()
+            raise
+        finally:
+            watch.cancel()
+        return ChildEnd(self._task.role, code, tuple(self.child.tail), self._error)
+
+    async def _kill_when_hung(self) -> None:
+        """Counts its own turns and asks no clock: a launcher that was stopped itself must not blame its children."""
+        while self._silence is None or self._silence < self._hang_timeout:
+            await asyncio.sleep(BEAT_SECONDS)
+            if self._silence is not None:
+                self._silence += BEAT_SECONDS
+        message = f"{self._task.role} gave no sign of life for {self._hang_timeout:g} s and was killed"
+        logger.error(message)
+        self._error = {"reason": "Hung", "message": message}
+        self.child.send_signal(signal.SIGKILL)
+
+    def _receive(self, report: Report) -> None:
+        if "beat" in report:
+            self._silence = 0.0
+            return
+        if isinstance(error := report.get("error"), dict):
+            self._error = error
+        self._on_report(report)
 
 
 def error_report(error: BaseException, reason: str | None = None) -> dict[str, Any]:

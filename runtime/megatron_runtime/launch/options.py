@@ -87,7 +87,8 @@ class LaunchOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     served_name: str | None = None
     replicas: int = 1
-    ranks_per_pod: int = 1
+    ranks_per_pod: int | None = None
+    """None: all ranks of a copy of the model."""
     threads_per_rank: int | None = None
     routing_policy: str = "round-robin"
     routing_alpha: float = 0.5
@@ -120,8 +121,13 @@ class LaunchOptions:
     @property
     def group_ranks(self) -> int:
         """Ranks that this pod runs for one replica group."""
-        left = self.engine.ranks_per_group - self.identity.pod_index * self.ranks_per_pod
-        return min(self.ranks_per_pod, left)
+        left = self.engine.ranks_per_group - self.first_group_rank
+        return left if self.ranks_per_pod is None else min(self.ranks_per_pod, left)
+
+    @property
+    def first_group_rank(self) -> int:
+        """The lowest of this pod's ranks, counted within the replica group."""
+        return self.identity.pod_index * (self.ranks_per_pod or self.engine.ranks_per_group)
 
     @property
     def local_ranks(self) -> int:
@@ -185,10 +191,16 @@ class LaunchOptions:
     def _check_parallelism(self) -> None:
         for flag, size in self.engine.parallel_sizes.items():
             _at_least(flag, size, 1)
+        ranks = self.engine.ranks_per_group
         if self.group_ranks < 1:
             raise ConfigurationError(
-                f"MEGATRON_POD_INDEX={self.identity.pod_index}: the group's {self.engine.ranks_per_group} rank(s) "
-                f"fit into fewer pods of --ranks-per-pod {self.ranks_per_pod}"
+                f"MEGATRON_POD_INDEX={self.identity.pod_index}: the group's {ranks} rank(s) "
+                f"fit into fewer pods of --ranks-per-pod {self.ranks_per_pod or ranks}"
+            )
+        if self.group_ranks < ranks:
+            raise ConfigurationError(
+                f"--ranks-per-pod {self.ranks_per_pod}: this version runs all {ranks} ranks of a copy of the model in "
+                f"one pod; use --ranks-per-pod {ranks}, or smaller parallel sizes"
             )
 
     def _check_identity(self) -> None:

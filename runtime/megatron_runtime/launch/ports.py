@@ -1,4 +1,4 @@
-"""The three ports of a pod: which flag names each, and where it is unless that flag says otherwise."""
+"""The three ports of a pod - which flag names each, and where it is unless that flag says otherwise - and others."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def bind_control(options: LaunchOptions) -> socket.socket:
 def bind_coordinator(options: LaunchOptions) -> socket.socket:
     """Only to see that it can be had, and which one: the coordinator binds it itself."""
     return _bind(options, options.private_host, options.coordinator_port, COORDINATOR_PORT, "--coordinator-port")
+
+
+def free_loopback_port() -> int:
+    """A port of 127.0.0.1 that nobody listens at; another process may take it before it is used."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _bind(options: LaunchOptions, host: str, port: int | None, usual: int, flag: str) -> socket.socket:

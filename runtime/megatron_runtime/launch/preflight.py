@@ -72,20 +72,36 @@ def element_bytes(engine: EngineOptions) -> int:
 
 def _check_parallelism(engine: EngineOptions, facts: CheckpointFacts) -> None:
     tensor = engine.tensor_parallel
+    if engine.ranks_per_group > 1 and engine.device != "cpu":
+        raise ConfigurationError(
+            f"--device {engine.device}: {engine.ranks_per_group} ranks per copy of the model work on a CPU alone in "
+            "this version; use --tensor-parallel 1 and --pipeline-parallel 1, or --device cpu"
+        )
     if facts.attention_heads % tensor:
         fitting = [str(size) for size in range(1, facts.attention_heads + 1) if facts.attention_heads % size == 0]
         raise ConfigurationError(
             f"--tensor-parallel {tensor}: does not divide the model's {facts.attention_heads} attention heads; "
             f"use one of {', '.join(fitting)}"
         )
+    if facts.kv_heads % tensor and tensor % facts.kv_heads:
+        raise ConfigurationError(
+            f"--tensor-parallel {tensor}: neither divides the model's {facts.kv_heads} key/value heads nor is a "
+            "multiple of them"
+        )
     if engine.pipeline_parallel > facts.layers:
         raise ConfigurationError(
             f"--pipeline-parallel {engine.pipeline_parallel}: the model has only {facts.layers} layers; use "
             "fewer stages"
         )
-    for flag, size in engine.parallel_sizes.items():
-        if size != 1:
-            raise ConfigurationError(f"{flag} {size}: this version serves one rank per model copy; use {flag} 1")
+    if engine.expert_parallel > 1 and not facts.has_experts:
+        raise ConfigurationError(
+            f"--expert-parallel {engine.expert_parallel}: the model has no experts; use --expert-parallel 1"
+        )
+    if tensor % engine.expert_parallel:
+        raise ConfigurationError(
+            f"--expert-parallel {engine.expert_parallel}: a layer's experts are divided over its {tensor} tensor "
+            "parallel ranks; use a size that divides --tensor-parallel"
+        )
 
 
 def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, share: int) -> int:
@@ -103,7 +119,10 @@ def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, s
 
 
 def _block_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
-    return engine.block_size_tokens * facts.kv_bytes_per_token(element_bytes(engine))
+    """Of the rank that has most layers."""
+    heads = max(facts.kv_heads // engine.tensor_parallel, 1)
+    layers = -(-facts.layers // engine.pipeline_parallel)
+    return engine.block_size_tokens * 2 * layers * heads * facts.head_dim * element_bytes(engine)
 
 
 def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, wanted: int) -> int:

@@ -1,4 +1,4 @@
-"""The ranks of this pod: what they report, and their restarts."""
+"""The ranks of this pod by replica: what they report, and their restarts."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any
 
 from megatron_runtime.launch.child import Report
 from megatron_runtime.launch.inspection import CheckpointFacts
-from megatron_runtime.launch.keeper import ChildEnd, Keeper, RestartBudget
+from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState, RankPhase
 from megatron_runtime.launch.preflight import EnginePlan
-from megatron_runtime.launch.tasks import first_rank, rank_task
+from megatron_runtime.launch.replica_keeper import ReplicaKeeper
+from megatron_runtime.launch.tasks import first_rank, replica_tasks
 
 DRAIN_GRACE = 3.0
 """Seconds beyond the time to drain before a rank is killed; it stops computing by itself before."""
 
 
 class RankGroup:
-    """Starts the ranks and starts them again within the budget that they share.
-
-    In a group that spans several pods a rank can't come back alone, so there its first end is final.
+    """Starts the ranks, and those of a replica again together, within the budget that all replicas share.
 
     Args:
-        on_end: Called with the rank and how it ended, once it is not started again.
-        on_change: Called when a rank was restarted.
+        on_end: Called with the rank that ended first and how it ended, once its replica is not started again.
+        on_change: Called when a replica was restarted.
     """
 
     def __init__(
@@ -42,30 +41,28 @@ class RankGroup:
         self._state = state
         self._on_end = on_end
         self._on_change = on_change
-        spans_pods = options.engine.ranks_per_group > options.group_ranks
-        limit = 0 if spans_pods else options.max_restarts
-        self._budget = RestartBudget(limit, reset_after=options.restart_reset_after)
-        self._keepers: dict[int, Keeper] = {}
+        self._budget = RestartBudget(options.max_restarts, reset_after=options.restart_reset_after)
+        self._keepers: dict[range, ReplicaKeeper] = {}
         self._lives: list[asyncio.Task[None]] = []
 
     @property
     def restarts(self) -> int:
-        """Restarts of all ranks together."""
+        """Restarts of all replicas together."""
         return sum(keeper.restarts for keeper in self._keepers.values())
 
     def start(self, facts: CheckpointFacts, plan: EnginePlan, *, address: str, key: str | None) -> None:
         """Starts all ranks of this pod."""
-        first = first_rank(self._options)
-        for rank in range(first, first + self._options.local_ranks):
-            self._keepers[rank] = Keeper(
-                partial(rank_task, self._options, facts, plan, rank=rank, address=address, key=key),
+        first, size = first_rank(self._options), self._options.group_ranks
+        for start in range(first, first + self._options.local_ranks, size):
+            ranks = range(start, start + size)
+            self._keepers[ranks] = ReplicaKeeper(
+                partial(replica_tasks, self._options, facts, plan, ranks=ranks, address=address, key=key),
                 self._budget,
-                restart_success=False,
                 hang_timeout=self._options.hang_timeout,
-                on_report=partial(self._report, rank),
-                on_change=partial(self._note, rank),
+                on_report=partial(self._report, ranks),
+                on_change=partial(self._note, ranks),
             )
-            self._lives.append(asyncio.create_task(self._live(rank)))
+            self._lives.append(asyncio.create_task(self._live(ranks)))
 
     async def drain(self, timeout: float) -> None:
         """Has the engines finish what they have; kills what is left after ``timeout`` seconds and a little."""
@@ -82,19 +79,21 @@ class RankGroup:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
 
-    async def _live(self, rank: int) -> None:
-        self._on_end(rank, await self._keepers[rank].run())
+    async def _live(self, ranks: range) -> None:
+        keeper = self._keepers[ranks]
+        end = await keeper.run()
+        self._on_end(ranks[keeper.culprit], end)
 
-    def _report(self, rank: int, report: Report) -> None:
+    def _report(self, ranks: range, place: int, report: Report) -> None:
         if "phase" not in report:
             return
         changes: dict[str, Any] = {"phase": RankPhase(report["phase"]), "message": str(report.get("message", ""))}
         if "totalBytes" in report:
             changes |= {"loaded_bytes": int(report["loadedBytes"]), "total_bytes": int(report["totalBytes"])}
-        self._state.update_rank(rank, **changes)
+        self._state.update_rank(ranks[place], **changes)
 
-    def _note(self, rank: int) -> None:
-        child = self._keepers[rank].child
-        alive = child is not None and child.is_alive
-        self._state.update_rank(rank, phase=RankPhase.STARTING if alive else RankPhase.EXITED, loaded_bytes=0)
+    def _note(self, ranks: range) -> None:
+        for place, rank in enumerate(ranks):
+            alive = self._keepers[ranks].is_alive(place)
+            self._state.update_rank(rank, phase=RankPhase.STARTING if alive else RankPhase.EXITED, loaded_bytes=0)
         self._on_change()

@@ -11,6 +11,7 @@ from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import usable_cores
 from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime.launch.ports import free_loopback_port
 from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.wire.security import key_environment
 
@@ -39,8 +40,25 @@ def coordinator_options(options: LaunchOptions, port: int) -> dict[str, Any]:
     }
 
 
+def replica_tasks(
+    options: LaunchOptions, facts: CheckpointFacts, plan: EnginePlan, *, ranks: range, address: str, key: str | None
+) -> list[ChildTask]:
+    """The ranks of one replica, for one start: they meet at a port that no other start uses."""
+    port = free_loopback_port() if len(ranks) > 1 else None
+    return [
+        rank_task(options, facts, plan, rank=rank, address=address, key=key, rendezvous_port=port) for rank in ranks
+    ]
+
+
 def rank_task(
-    options: LaunchOptions, facts: CheckpointFacts, plan: EnginePlan, *, rank: int, address: str, key: str | None
+    options: LaunchOptions,
+    facts: CheckpointFacts,
+    plan: EnginePlan,
+    *,
+    rank: int,
+    address: str,
+    key: str | None,
+    rendezvous_port: int | None = None,
 ) -> ChildTask:
     """One rank. Its share of the cores must be set before it imports torch, hence in the environment."""
     threads = str(threads_per_rank(options))
@@ -57,6 +75,7 @@ def rank_task(
             "group": rank // options.engine.ranks_per_group,
             "attempt": options.identity.attempt,
             "local_rank": rank - first_rank(options),
+            "rendezvous_port": rendezvous_port,
             "engine": engine,
             "coordinator_address": address,
             "drain_timeout": options.drain_timeout,
@@ -75,8 +94,7 @@ def compute_environment() -> dict[str, str]:
 
 def first_rank(options: LaunchOptions) -> int:
     """The lowest of this pod's ranks, counted over all pods."""
-    identity = options.identity
-    return identity.group * options.engine.ranks_per_group + identity.pod_index * options.ranks_per_pod
+    return options.identity.group * options.engine.ranks_per_group + options.first_group_rank
 
 
 def threads_per_rank(options: LaunchOptions) -> int:

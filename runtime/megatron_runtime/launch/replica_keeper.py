@@ -1,0 +1,85 @@
+"""Keeps the ranks of one copy of the model running: they live and die together."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import TextIO
+
+from megatron_runtime.launch.child import Child, ChildTask, Report
+from megatron_runtime.launch.keeper import HANG_SECONDS, ChildEnd, ChildLife, RestartBudget, Restarter
+from megatron_runtime.launch.parent_link import EXIT_DRAINED
+
+FAREWELL_SECONDS = 10.0
+"""How long the other ranks may take to end after one that has ended well."""
+
+
+class ReplicaKeeper(Restarter):
+    """A place that several ranks fill. The first that ends takes the others with it; all start again together.
+
+    Ranks that were left alone would find out themselves, but later, and each with a message about another one.
+
+    Args:
+        make_tasks: Asked for the ranks' tasks before every start.
+        on_report: Called with a rank's place among the tasks, and its report.
+    """
+
+    def __init__(
+        self,
+        make_tasks: Callable[[], list[ChildTask]],
+        budget: RestartBudget,
+        *,
+        hang_timeout: float = HANG_SECONDS,
+        on_report: Callable[[int, Report], None] = lambda _, __: None,
+        on_change: Callable[[], None] = lambda: None,
+        log: TextIO | None = None,
+    ) -> None:
+        super().__init__(budget, restart_success=False, on_change=on_change)
+        self._make_tasks = make_tasks
+        self._hang_timeout = hang_timeout
+        self._on_report = on_report
+        self._log = log
+        self._ranks: list[ChildLife] = []
+        self.culprit = 0
+        """The place of the rank whose end was that of all, the last time."""
+
+    def is_alive(self, place: int) -> bool:
+        """Whether the process of this rank is there."""
+        return place < len(self._ranks) and self._ranks[place].child.is_alive
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signals all ranks as they are now."""
+        for rank in self._ranks:
+            rank.child.send_signal(number)
+
+    async def _live_once(self) -> ChildEnd:
+        tasks = self._make_tasks()
+        self._ranks = [
+            ChildLife(task, partial(self._on_report, place), self._log, self._hang_timeout)
+            for place, task in enumerate(tasks)
+        ]
+        lives = [asyncio.create_task(rank.run(self._started)) for rank in self._ranks]
+        try:
+            await asyncio.wait(lives, return_when=asyncio.FIRST_COMPLETED)
+            self.culprit = self._first_ended(lives)
+            if lives[self.culprit].result().exit_code == EXIT_DRAINED:
+                await asyncio.wait(lives, timeout=FAREWELL_SECONDS)
+                self.culprit = self._first_ended(lives)
+            return lives[self.culprit].result()
+        finally:
+            for life in lives:
+                life.cancel()
+            await asyncio.gather(*lives, return_exceptions=True)
+
+    def _started(self, child: Child) -> None:
+        if all(rank.child.is_alive for rank in self._ranks):
+            self._on_change()
+        if self._stopping.is_set():
+            child.send_signal(signal.SIGTERM)
+
+    def _first_ended(self, lives: list[asyncio.Task[ChildEnd]]) -> int:
+        """Of the ranks that have ended, one that has not ended well, if there is one."""
+        ended = [place for place, life in enumerate(lives) if life.done()]
+        return next((place for place in ended if lives[place].result().exit_code != EXIT_DRAINED), ended[0])

@@ -1,0 +1,120 @@
+"""A model that several ranks share, through the launcher: it answers as on one, and its ranks live and die together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_support.processes import is_alive
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+
+PROMPT = [5, 6, 7, 8, 9]
+LENGTH = 300
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
+FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def pod(pod_type: type[Any], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two replicas of two ranks; the tests leave them running."""
+    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--replicas", "2")
+    started = pod_type(tmp_path_factory.mktemp("pod"), *flags)
+    try:
+        started.wait_for(lambda state: state["ready"] and len(state["replicas"]) == 2)
+        yield started
+    finally:
+        started.end()
+
+
+@pytest.fixture(scope="module")
+def whole(checkpoint: Path) -> str:
+    """What one rank answers."""
+    model = load_model(checkpoint, dtype="float32")
+    engine = DynamicInferenceEngine.build(model, load_tokenizer(checkpoint), InferenceConfig(buffer_size_gb=0.01))
+    params = SamplingParams(temperature=0, num_tokens_to_generate=LENGTH, ignore_eos=True)
+    return str(engine.generate([PROMPT], params)[0].merge().generated_text)
+
+
+def ask(pod: Any) -> str:
+    answer = pod.openai.completions.create(
+        model="chat", prompt=PROMPT, temperature=0, max_tokens=LENGTH, extra_body={"ignore_eos": True}
+    )
+    return str(answer.choices[0].text)
+
+
+def ranks_of(pod: Any) -> dict[int, int]:
+    """Process ids by rank."""
+    commands = {pid: command for pid, command in pod.children().items() if "megatron_runtime.rank" in command}
+    return {
+        json.loads(command.split(" -m megatron_runtime.rank ")[1])["rank"]: pid for pid, command in commands.items()
+    }
+
+
+def test_shared_models_answer_as_whole_ones_through_pause_and_suspension(pod: Any, whole: str) -> None:
+    assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 4
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, pod) for _ in range(4)]
+        pod.wait_for(lambda state: state["requests"]["running"] == 4)
+        for signal_name, state in (("pause", "PAUSED"), ("suspend", "SUSPENDED"), ("resume", "PAUSED")):
+            assert pod.signal(signal_name).json()["engineState"] == state
+        assert not any(answer.done() for answer in answers)
+        assert pod.signal("unpause").json()["engineState"] == "RUNNING"
+        assert [answer.result(60) for answer in answers] == [whole] * 4
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_dies_takes_its_replica_along_and_no_other(pod: Any, whole: str, victim: int) -> None:
+    before, restarts = ranks_of(pod), pod.state()["restarts"]
+    fellows = [pid for rank, pid in before.items() if rank // 2 == victim // 2]
+    others = {rank: pid for rank, pid in before.items() if rank // 2 != victim // 2}
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, pod) for _ in range(4)]
+        pod.wait_for(lambda state: state["requests"]["running"] == 4)
+        os.kill(before[victim], signal.SIGKILL)
+        pod.wait_for(lambda _: not any(is_alive(pid) for pid in fellows), seconds=10)
+        assert [answer.result(60) for answer in answers] == [whole] * 4
+    pod.wait_for(lambda state: state["restarts"] == restarts + 1 and len(state["replicas"]) == 2)
+    after = ranks_of(pod)
+    assert others.items() <= after.items()
+    assert after.keys() == before.keys()
+    assert ask(pod) == whole
+
+
+def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
+    start_pod: Callable[..., Any], checkpoint: Path
+) -> None:
+    flags = ("--model", str(checkpoint), *FLAGS, "--pipeline-parallel", "2", "--max-restarts", "0")
+    dies, stops = start_pod(*flags), start_pod(*flags)
+    dies.wait_ready()
+    os.kill(ranks_of(dies)[1], signal.SIGKILL)
+    assert dies.process.wait(10) == 1
+    reason = json.loads(dies.termination_log.read_text())
+    assert (reason["reason"], reason["rank"], reason["exitCode"]) == ("RankFailed", 1, -signal.SIGKILL)
+    assert reason["message"].startswith("rank 1 was ended by SIGKILL; its last words:\n")
+    assert "Loaded" in reason["message"]
+    stops.wait_ready()
+    stops.process.send_signal(signal.SIGTERM)
+    assert stops.process.wait(30) == 0
+
+
+@pytest.mark.model
+def test_three_ranks_share_smollm2(start_pod: Callable[..., Any], smollm2_path: Path) -> None:
+    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "64Mi", "--tensor-parallel", "3").wait_ready()
+    answer = pod.openai.chat.completions.create(model="chat", messages=FRANCE, temperature=0, max_tokens=20)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
