@@ -1,19 +1,24 @@
-"""Messages from one rank to all others of its replica, in order."""
+"""Messages from one rank to all others of its replica, in order.
+
+Over sockets of our own: gloo's thread and the one that receives meet at a lock, and where every core computes, each
+message costs the processor some milliseconds.
+"""
 
 from __future__ import annotations
 
+import secrets
+import socket
 import struct
-from collections import deque
-from collections.abc import Callable
+import time
 from dataclasses import dataclass
+from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-FRAME = 4096
-"""Bytes that go out at first; what a message has beyond them follows in a second piece."""
+from megatron_runtime.parallel.layout import RankPosition
+
 _HEADER = struct.Struct("=QQ")
+_TOKEN_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -25,65 +30,79 @@ class Message:
 
 
 class Channel:
-    """Point to point over a gloo group, so that nobody waits before it has to: the sender has a few messages under way.
+    """One rank sends, all others receive. What the system's buffers hold is sent without waiting for the receivers.
+
+    Opened on all ranks at once; OSError or RuntimeError when they don't come together, later when one is gone or later
+    than the timeout.
 
     Args:
-        group: Of the ranks.
-        source: The one that sends, counted in torch's world.
-        others: The ones that receive, likewise.
-        tag: This channel's own; the next number is its own too.
-        depth: Messages that may be under way.
+        store: Where the sender leaves its address.
+        name: Of this channel.
+        position: Who this is.
+        source: The rank that sends.
+        address: Of this machine, as the other ranks see it.
+        timeout: Seconds that another rank may take.
     """
 
-    def __init__(self, group: dist.ProcessGroup, source: int, others: list[int], *, tag: int, depth: int) -> None:
-        self._group = group
-        self._source = source
-        self._others = others
-        self._tag = tag
-        self._depth = depth
-        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+    def __init__(
+        self, store: Store, name: str, position: RankPosition, *, source: int, address: str, timeout: float
+    ) -> None:
+        self._timeout = timeout
+        self._ends: list[socket.socket] = []
+        key = f"channel/{name}"
+        if position.rank == source:
+            self._accept(store, key, address, position.sizes.ranks_per_replica - 1)
+        else:
+            self._connect(store, key)
 
     def send(self, body: bytes, checksum: int = 0) -> None:
-        """Send to all others; waits for the oldest of ``depth`` messages if there are more."""
-        first = bytearray(FRAME)
-        _HEADER.pack_into(first, 0, len(body), checksum)
-        room = FRAME - _HEADER.size
-        first[_HEADER.size : _HEADER.size + min(room, len(body))] = body[:room]
-        self._isend(first, self._tag)
-        if len(body) > room:
-            self._isend(bytearray(body[room:]), self._tag + 1)
-        self.flush(2 * self._depth * len(self._others))
+        """Send to all others."""
+        message = _HEADER.pack(len(body), checksum) + body
+        for end in self._ends:
+            end.sendall(message)
 
-    def expect(self) -> Callable[[], Message]:
-        """Begin to receive the next message; what is returned waits for it."""
-        frame = torch.empty(FRAME, dtype=torch.uint8)
-        work = _posted(dist.irecv(frame, self._source, self._group, self._tag))
+    def receive(self) -> Message:
+        """The next message."""
+        length, checksum = _HEADER.unpack(_read(self._ends[0], _HEADER.size))
+        return Message(_read(self._ends[0], length), checksum)
 
-        def wait() -> Message:
-            work.wait()
-            first = frame.numpy().tobytes()
-            length, checksum = _HEADER.unpack_from(first)
-            room = FRAME - _HEADER.size
-            body = first[_HEADER.size : _HEADER.size + min(room, length)]
-            if length > room:
-                rest = torch.empty(length - room, dtype=torch.uint8)
-                _posted(dist.irecv(rest, self._source, self._group, self._tag + 1)).wait()
-                body += rest.numpy().tobytes()
-            return Message(body, checksum)
+    def close(self) -> None:
+        """What was sent still arrives."""
+        for end in self._ends:
+            end.close()
 
-        return wait
+    def _accept(self, store: Store, key: str, address: str, others: int) -> None:
+        token, deadline = secrets.token_hex(_TOKEN_BYTES // 2), time.monotonic() + self._timeout
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server(("", 0), family=family, backlog=others) as server:
+            store.set(key, f"{address} {server.getsockname()[1]} {token}")
+            while len(self._ends) < others:
+                server.settimeout(max(deadline - time.monotonic(), 0.001))
+                end, _ = server.accept()
+                end.settimeout(self._timeout)
+                if _read(end, _TOKEN_BYTES) == token.encode():
+                    self._keep(end)
+                else:
+                    end.close()
 
-    def flush(self, left: int = 0) -> None:
-        """Wait until no more than ``left`` pieces are under way."""
-        while len(self._under_way) > left:
-            self._under_way.popleft()[0].wait()
+    def _connect(self, store: Store, key: str) -> None:
+        store.wait([key], timedelta(seconds=self._timeout))
+        address, port, token = store.get(key).decode().split()
+        end = socket.create_connection((address, int(port)), self._timeout)
+        end.sendall(token.encode())
+        self._keep(end)
 
-    def _isend(self, content: bytearray, tag: int) -> None:
-        piece = torch.frombuffer(content, dtype=torch.uint8)
-        for rank in self._others:
-            self._under_way.append((_posted(dist.isend(piece, rank, self._group, tag)), piece))
+    def _keep(self, end: socket.socket) -> None:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._ends.append(end)
 
 
-def _posted(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank belongs to the group"
-    return work
+def _read(end: socket.socket, size: int) -> bytes:
+    content = bytearray(size)
+    view, done = memoryview(content), 0
+    while done < size:
+        count = end.recv_into(view[done:])
+        if count == 0:
+            raise ConnectionResetError("the connection was closed")
+        done += count
+    return bytes(content)

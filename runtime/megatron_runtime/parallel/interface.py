@@ -24,17 +24,23 @@ def use_interface_towards(host: str) -> None:
 
 
 def address_towards(host: str) -> str | None:
-    """The IPv4 address of this machine that ``host`` would see; None where there is no such way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+    """The address of this machine that ``host`` would see; None where there is no such way."""
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, _, _, place in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.connect(place)  # sends nothing
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return None
 
 
 def interface_of(address: str | None) -> str | None:
-    """The name of the interface that has ``address``."""
+    """The name of the interface that has ``address``, of IPv4."""
     if address is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

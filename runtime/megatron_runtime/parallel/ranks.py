@@ -43,7 +43,8 @@ class Ranks(Protocol):
     def share_outcome(self, outcome: bytes | None, *, checksum: int) -> Pending:
         """What the rank that samples gives, on all ranks; the others give None. Nobody waits before ``wait``.
 
-        So the outcomes of as many passes can be under way as there are stages. Each is compared by ``checksum`` (64
+        So the outcomes of as many passes can be under way as there are stages; they come in the order in which they
+        were shared, and are to be waited for in it. Each is compared by ``checksum`` (64
         bits, unsigned) of the schedule it comes from: LockStepError on the rank whose own is another.
         """
         ...

@@ -60,7 +60,9 @@ def join_replica(
         "gloo", store=store, rank=position.rank, world_size=position.sizes.ranks_per_replica, timeout=limit
     )
     groups = _make_groups([position.replica], position, device_type, limit, owns_world=True)
-    return ReplicaGroup(position, groups, RollCall(place, position), device_type=device_type, timeout=timeout)
+    address = address_towards(host) or host
+    roll_call = RollCall(place, position)
+    return ReplicaGroup(position, groups, roll_call, address=address, device_type=device_type, timeout=timeout)
 
 
 def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT) -> Ranks:
@@ -84,9 +86,11 @@ def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout:
     towards = os.environ.get("MASTER_ADDR", "127.0.0.1")
     use_interface_towards(towards)
     groups = _make_groups(range(sizes.data), position, device_type, timedelta(seconds=timeout), owns_world=False)
-    place = _open_place(position, address_towards(towards) or towards, groups)
+    address = address_towards(towards) or towards
+    place = _open_place(position, address, groups)
     place.await_all(timeout)
-    return ReplicaGroup(position, groups, RollCall(place, position), device_type=device_type, timeout=timeout)
+    roll_call = RollCall(place, position)
+    return ReplicaGroup(position, groups, roll_call, address=address, device_type=device_type, timeout=timeout)
 
 
 def _make_groups(

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +21,6 @@ from megatron_runtime.parallel.roll_call import COMPUTING, RollCall
 
 T = TypeVar("T")
 
-_INBOX, _OUTCOME, _MEETING = 0, 2, 4
-"""Tags of what goes over the control group."""
 _CARD = 512
 """Bytes that each rank brings to a meeting."""
 
@@ -51,12 +50,20 @@ class ReplicaGroup:
         position: Who this is.
         groups: Its process groups.
         roll_call: Finds out who is missing.
+        address: Of this machine, as the other ranks see it.
         device_type: ``cuda`` or ``cpu``.
         timeout: Seconds after which another rank is late.
     """
 
     def __init__(
-        self, position: RankPosition, groups: ProcessGroups, roll_call: RollCall, *, device_type: str, timeout: float
+        self,
+        position: RankPosition,
+        groups: ProcessGroups,
+        roll_call: RollCall,
+        *,
+        address: str,
+        device_type: str,
+        timeout: float,
     ) -> None:
         self.position = position
         self._groups = groups
@@ -67,8 +74,8 @@ class ReplicaGroup:
         )
         self._timeout = timeout
         self._others = [rank for rank in range(position.sizes.ranks_per_replica) if rank != position.rank]
-        self._inbox = self._channel(0, _INBOX)
-        self._outcome = self._channel(position.sampler, _OUTCOME)
+        self._inbox = self._open_channel("inbox", 0, address)
+        self._outcome = self._open_channel("outcome", position.sampler, address)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._meetings = 0
 
@@ -78,8 +85,7 @@ class ReplicaGroup:
             assert self.position.is_first
             self._do("sharing the inbox", self._inbox.send, inbox)
             return inbox
-        message: Message = self._do("waiting for the inbox", lambda: self._inbox.expect()())
-        return message.body
+        return self._do("waiting for the inbox", self._inbox.receive).body
 
     def share_outcome(self, outcome: bytes | None, *, checksum: int) -> SharedOutcome:
         """As in Ranks."""
@@ -87,8 +93,7 @@ class ReplicaGroup:
             assert self.position.samples
             self._do("sharing an outcome", self._outcome.send, outcome, checksum)
             return SharedOutcome(lambda: outcome)
-        wait = self._do("expecting an outcome", self._outcome.expect)
-        return SharedOutcome(lambda: self._do("waiting for an outcome", self._checked, wait, checksum))
+        return SharedOutcome(lambda: self._checked(self._do("waiting for an outcome", self._outcome.receive), checksum))
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
         """As in Ranks."""
@@ -133,12 +138,12 @@ class ReplicaGroup:
     def close(self) -> None:
         """As in Ranks. What was sent is delivered before, if it is taken within the timeout."""
         try:
-            self._inbox.flush()
-            self._outcome.flush()
             while self._sent:
                 self._sent.popleft()[0].wait()
         except RuntimeError:
             pass  # somebody is gone, who needs nothing any more
+        self._inbox.close()
+        self._outcome.close()
         self._roll_call.close()
         if self._groups.owns_world:
             dist.destroy_process_group()
@@ -146,23 +151,22 @@ class ReplicaGroup:
         for group in (self._groups.tensor, self._groups.pipeline, self._groups.control):
             dist.destroy_process_group(group)
 
-    def _channel(self, source: int, tag: int) -> Channel:
-        first, depth = self._groups.first, 1 + self.position.sizes.pipeline
-        others = [first + rank for rank in self._others]
-        return Channel(self._groups.control, first + source, others, tag=tag, depth=depth)
+    def _open_channel(self, name: str, source: int, address: str) -> Channel:
+        store, timeout = self._roll_call.store, self._timeout
+        opening = partial(Channel, store, name, self.position, source=source, address=address, timeout=timeout)
+        return self._do(f"opening the channel of the {name}", opening)
 
     def _do(self, doing: str, operation: Callable[..., T], *args: Any) -> T:
         """Run what may wait for others; what torch.distributed raises becomes an error that names who is missing."""
         self._roll_call.doing = doing
         try:
             return operation(*args)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise self._roll_call.lost(doing, error) from error
         finally:
             self._roll_call.doing = COMPUTING
 
-    def _checked(self, wait: Callable[[], Message], checksum: int) -> bytes:
-        message = wait()
+    def _checked(self, message: Message, checksum: int) -> bytes:
         if message.checksum != checksum:
             raise LockStepError(
                 f"{self.position}: its schedule has the checksum {checksum:x}, that of rank {self.position.sampler} "
@@ -222,7 +226,7 @@ class ReplicaGroup:
         mine = torch.frombuffer(bytearray(card[:_CARD].ljust(_CARD, b"\0")), dtype=torch.uint8)
         cards = {rank: torch.empty_like(mine) for rank in self._others}
         works = [
-            work(tensor, self._groups.first + rank, self._groups.control, _MEETING)
+            work(tensor, self._groups.first + rank, self._groups.control)
             for work, tensors in ((dist.isend, dict.fromkeys(self._others, mine)), (dist.irecv, cards))
             for rank, tensor in tensors.items()
         ]
