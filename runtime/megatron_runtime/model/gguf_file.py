@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -90,8 +89,10 @@ class GgufFile:
 
     def rows(self, tensor: GgufTensor, part: slice) -> npt.NDArray[np.float32]:
         """Dequantized rows of ``tensor`` seen as a matrix, float32 [rows, last dimension]."""
-        data = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        raw = data.reshape(tensor.num_rows, tensor.row_bytes)[part]
+        first, last, _ = part.indices(tensor.num_rows)
+        # Read, not mapped: what was touched of a mapped file counts as memory in use.
+        place, count = tensor.offset + first * tensor.row_bytes, (last - first) * tensor.row_bytes
+        raw = np.fromfile(self.path, np.uint8, count, offset=place).reshape(last - first, tensor.row_bytes)
         try:
             values = dequantize(raw, tensor.kind)
         except NotImplementedError:
@@ -100,10 +101,6 @@ class GgufFile:
                 "Choose another quantization, such as Q8_0 or Q4_K_M"
             ) from None
         return np.require(values, np.float32, "W")
-
-    @cached_property
-    def _data(self) -> npt.NDArray[np.uint8]:
-        return np.memmap(self.path, dtype=np.uint8, mode="r")
 
     def _read_header(self, reader: _HeaderReader) -> None:
         reader.check_preamble()

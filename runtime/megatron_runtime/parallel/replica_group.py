@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_runtime.errors import LockStepError
 from megatron_runtime.parallel.channel import Channel, Message
+from megatron_runtime.parallel.exchange import Exchange
 from megatron_runtime.parallel.layout import RankPosition
 from megatron_runtime.parallel.roll_call import COMPUTING, RollCall
 
@@ -23,8 +24,6 @@ T = TypeVar("T")
 
 _CARD = 512
 """Bytes that each rank brings to a meeting."""
-
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,10 @@ class ReplicaGroup:
         self._others = [rank for rank in range(position.sizes.ranks_per_replica) if rank != position.rank]
         self._inbox = self._open_channel("inbox", 0, address)
         self._outcome = self._open_channel("outcome", position.sampler, address)
+        self._exchange: Exchange | None = None
+        if self._on_cpu and position.sizes.tensor > 1:
+            opening = partial(Exchange, roll_call.store, position, address=address, timeout=timeout)
+            self._exchange = self._do("opening the connections of a layer", opening)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._meetings = 0
 
@@ -142,8 +145,9 @@ class ReplicaGroup:
                 self._sent.popleft()[0].wait()
         except RuntimeError:
             pass  # somebody is gone, who needs nothing any more
-        self._inbox.close()
-        self._outcome.close()
+        for opened in (self._inbox, self._outcome, self._exchange):
+            if opened is not None:
+                opened.close()
         self._roll_call.close()
         if self._groups.owns_world:
             dist.destroy_process_group()
@@ -175,12 +179,11 @@ class ReplicaGroup:
         return message.body
 
     def _sum(self, part: Tensor) -> Tensor:
-        if not self._on_cpu:
+        if self._exchange is None:
             dist.all_reduce(part, group=self._groups.tensor)
             return part
-        parts = part.new_empty((self.position.sizes.tensor * len(part), *part.shape[1:]))
-        _all_gather(parts, part.contiguous(), group=self._groups.tensor)
-        total, *others = parts.chunk(self.position.sizes.tensor)
+        first, second, *others = self._exchange.parts(part)
+        total = first + second
         for other in others:
             total += other
         return total
@@ -210,7 +213,7 @@ class ReplicaGroup:
         self._roll_call.doing = f"in {doing}"
         try:
             self._roll_call.store.set(prefix + str(self.position.rank), "")
-            cards = self._exchange(doing.encode() + b"\0" + card, time.monotonic() + seconds)
+            cards = self._swap_cards(doing.encode() + b"\0" + card, time.monotonic() + seconds)
         except RuntimeError as error:
             what = f"{doing}, for up to {seconds:g} s"
             raise self._roll_call.lost(what, error, self._absent(prefix) or None) from error
@@ -222,7 +225,7 @@ class ReplicaGroup:
                 raise LockStepError(f"{self.position} is at {doing}, but rank {rank} at {meeting.decode()}")
         return [brought for _, _, brought in meetings]
 
-    def _exchange(self, card: bytes, deadline: float) -> list[bytes]:
+    def _swap_cards(self, card: bytes, deadline: float) -> list[bytes]:
         mine = torch.frombuffer(bytearray(card[:_CARD].ljust(_CARD, b"\0")), dtype=torch.uint8)
         cards = {rank: torch.empty_like(mine) for rank in self._others}
         works = [

@@ -9,9 +9,17 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
+from runtime_support import model_scenarios
+from runtime_support.rank_processes import free_port, run_ranks
+
+from megatron_runtime.parallel.layout import ParallelSizes
+
 MIB = 2**20
 SLACK = 7 * MIB
 """For what the allocator keeps and the code that is paged in; less than a second shard, which would be seen."""
+FORKED = 4 * MIB
+"""For pages that a forked process has in common with others until it writes to them."""
 LARGE = {
     "vocab_size": 2000,
     "hidden_size": 512,
@@ -37,6 +45,26 @@ MEASURE = """
     model = load_model(sys.argv[2], dtype="float32")
     print(resident("VmHWM") - before)
 """
+
+
+@pytest.mark.parametrize("sizes", [ParallelSizes(tensor=2), ParallelSizes(pipeline=2)], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_a_rank_peaks_at_its_part_and_one_shard(
+    form: str, sizes: ParallelSizes, tmp_path: Path, random_model: Any, write_gguf: Any
+) -> None:
+    models = {"small": random_model("Llama"), "large": random_model("Llama", **LARGE)}
+    beside = 0
+    for name, model in models.items():
+        if form == "gguf":
+            write_gguf(tmp_path / name, model)
+        else:
+            model.save_pretrained(tmp_path / name, max_shard_size="10MB")
+            beside = max(path.stat().st_size for path in (tmp_path / name).glob("*.safetensors"))
+    found = run_ranks(model_scenarios.measure_load, 2, sizes, free_port(), tmp_path / "small", tmp_path / "large")
+    whole = 4 * models["large"].num_parameters()
+    for measured in found:
+        assert 0.45 * whole < measured["weights"] < 0.55 * whole
+        assert measured["weights"] <= measured["peak"] <= measured["weights"] + beside + SLACK + FORKED
 
 
 def test_loading_peaks_at_the_model_and_one_shard(tmp_path: Path, random_model: Any) -> None:

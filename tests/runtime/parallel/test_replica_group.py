@@ -32,6 +32,7 @@ def test_ranks_hear_what_each_other_say(sizes: ParallelSizes) -> None:
         assert heard["empty inbox"] == b""
         assert heard["outcomes"] == [True] * 3
         assert heard["least"] == 97
+        assert heard["large sum"] == [sum(place.tensor_peers)]
         assert heard["complaint"] == "rank 1 has something to say"
         assert heard["no complaint"] is None
         if place.tensor_rank == 0:

@@ -1,0 +1,81 @@
+"""Sockets between the ranks of a replica, which find each other through its store."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import time
+from datetime import timedelta
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+_GREETING = struct.Struct("=16sQ")
+
+
+class Listener:
+    """Takes in the ranks that know the secret in the store.
+
+    Args:
+        store: Where the address is left.
+        key: Under which.
+        address: Of this machine, as the other ranks see it.
+        timeout: Seconds that others may take to come, and later to send what is expected.
+    """
+
+    def __init__(self, store: Store, key: str, address: str, timeout: float) -> None:
+        self._timeout = timeout
+        self._token = secrets.token_hex(8)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server(("", 0), family=family)
+        store.set(_key(key), f"{address} {self._server.getsockname()[1]} {self._token}")
+
+    def accept(self, count: int) -> dict[int, socket.socket]:
+        """Connections to ``count`` others, by rank; OSError when they don't come. Listens no more after that."""
+        deadline = time.monotonic() + self._timeout
+        found: dict[int, socket.socket] = {}
+        with self._server:
+            while len(found) < count:
+                self._server.settimeout(max(deadline - time.monotonic(), 0.001))
+                end, _ = self._server.accept()
+                end.settimeout(self._timeout)
+                token, rank = _GREETING.unpack(read(end, _GREETING.size))
+                if token == self._token.encode():
+                    found[rank] = _without_delay(end)
+                else:
+                    end.close()
+        return found
+
+
+def connect(store: Store, key: str, rank: int, timeout: float) -> socket.socket:
+    """A connection to the listener of this key, for ``rank``; OSError or RuntimeError when there is none in time."""
+    store.wait([_key(key)], timedelta(seconds=timeout))
+    address, port, token = store.get(_key(key)).decode().split()
+    end = socket.create_connection((address, int(port)), timeout)
+    end.sendall(_GREETING.pack(token.encode(), rank))
+    return _without_delay(end)
+
+
+def read(end: socket.socket, size: int) -> bytes:
+    """So many bytes; OSError when the connection ends before, or when they take longer than its timeout."""
+    content = bytearray(size)
+    view, done = memoryview(content), 0
+    while done < size:
+        done += received(end.recv_into(view[done:]))
+    return bytes(content)
+
+
+def received(count: int) -> int:
+    """What was received; ConnectionResetError when that says that the other side is gone."""
+    if count == 0:
+        raise ConnectionResetError("the connection was closed")
+    return count
+
+
+def _key(key: str) -> str:
+    return f"listener/{key}"
+
+
+def _without_delay(end: socket.socket) -> socket.socket:
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return end

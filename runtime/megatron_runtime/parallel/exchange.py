@@ -1,0 +1,81 @@
+"""Tensors of equal size from each of some ranks to each other one, on a CPU.
+
+Over sockets of our own, for the reason that `channel` tells: in every layer ranks meet twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+
+import torch
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from megatron_runtime.parallel.connections import Listener, connect, received
+from megatron_runtime.parallel.layout import RankPosition
+
+
+class Exchange:
+    """Among the ranks that share a layer. Opened on all of them at once; errors are those of a `Channel`."""
+
+    def __init__(self, store: Store, position: RankPosition, *, address: str, timeout: float) -> None:
+        self._timeout = timeout
+        self._rank = position.rank
+        self._peers = position.tensor_peers
+        listener = Listener(store, f"exchange/{position.rank}", address, timeout)
+        below, above = range(self._peers.start, self._rank), range(self._rank + 1, self._peers.stop)
+        self._ends = {rank: connect(store, f"exchange/{rank}", self._rank, timeout) for rank in below}
+        self._ends |= listener.accept(len(above))
+        for end in self._ends.values():
+            end.setblocking(False)
+
+    def parts(self, mine: Tensor) -> list[Tensor]:
+        """What each rank gives, in their order; ``mine`` is not written to."""
+        mine = mine.contiguous()
+        parts = {rank: mine if rank == self._rank else torch.empty_like(mine) for rank in self._peers}
+        outgoing = dict.fromkeys(self._ends.values(), _bytes(mine))
+        incoming = {end: _bytes(parts[rank]) for rank, end in self._ends.items()}
+        deadline = time.monotonic() + self._timeout
+        while outgoing or incoming:
+            if not _advance(outgoing, incoming):
+                _wait(outgoing, incoming, deadline)
+        return list(parts.values())
+
+    def close(self) -> None:
+        """What was sent still arrives."""
+        for end in self._ends.values():
+            end.close()
+
+
+Traffic = dict[socket.socket, memoryview]
+"""What is still to be sent or filled, by connection."""
+
+
+def _advance(outgoing: Traffic, incoming: Traffic) -> bool:
+    """Send and receive what can be at once; whether anything could."""
+    advanced = False
+    for traffic, is_sent in ((outgoing, True), (incoming, False)):
+        for end, left in list(traffic.items()):
+            with contextlib.suppress(BlockingIOError):
+                count = end.send(left) if is_sent else received(end.recv_into(left))
+                advanced = True
+                if count == len(left):
+                    del traffic[end]
+                else:
+                    traffic[end] = left[count:]
+    return advanced
+
+
+def _wait(outgoing: Traffic, incoming: Traffic, deadline: float) -> None:
+    poll, left = select.poll(), deadline - time.monotonic()
+    for end in outgoing | incoming:
+        poll.register(end, (select.POLLOUT if end in outgoing else 0) | (select.POLLIN if end in incoming else 0))
+    if left <= 0 or not poll.poll(left * 1000):
+        raise TimeoutError("timed out")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
