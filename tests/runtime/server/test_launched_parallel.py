@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pod(pod_type: type[Any], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two replicas of two ranks; the tests leave them running."""
-    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--replicas", "2")
+    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--replicas", "2", "--hang-timeout", "4")
     started = pod_type(tmp_path_factory.mktemp("pod"), *flags)
     try:
         started.wait_for(lambda state: state["ready"] and len(state["replicas"]) == 2)
@@ -78,15 +78,17 @@ def test_shared_models_answer_as_whole_ones_through_pause_and_suspension(pod: An
         assert [answer.result(60) for answer in answers] == [whole] * 4
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_that_dies_takes_its_replica_along_and_no_other(pod: Any, whole: str, victim: int) -> None:
+@pytest.mark.parametrize(("victim", "blow"), [(0, signal.SIGKILL), (3, signal.SIGSTOP)])
+def test_a_rank_that_dies_or_hangs_takes_its_replica_along_and_no_other(
+    pod: Any, whole: str, victim: int, blow: signal.Signals
+) -> None:
     before, restarts = ranks_of(pod), pod.state()["restarts"]
     fellows = [pid for rank, pid in before.items() if rank // 2 == victim // 2]
     others = {rank: pid for rank, pid in before.items() if rank // 2 != victim // 2}
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, pod) for _ in range(4)]
         pod.wait_for(lambda state: state["requests"]["running"] == 4)
-        os.kill(before[victim], signal.SIGKILL)
+        os.kill(before[victim], blow)
         pod.wait_for(lambda _: not any(is_alive(pid) for pid in fellows), seconds=10)
         assert [answer.result(60) for answer in answers] == [whole] * 4
     pod.wait_for(lambda state: state["restarts"] == restarts + 1 and len(state["replicas"]) == 2)
