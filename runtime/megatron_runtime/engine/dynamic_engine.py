@@ -168,7 +168,8 @@ class DynamicInferenceEngine(RunningEngine):
         self.expire_overdue_requests()
         self._passes.run_pass()
         result = self._report(started)
-        self._log.note_step(self, result)
+        if self._log.note_step(self, result):
+            self._requests.note_step_time(result["active_request_ids"], result["step_time"])
         return result
 
     async def async_step(self) -> StepResult:

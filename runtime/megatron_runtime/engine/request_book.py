@@ -102,6 +102,11 @@ class RequestBook:
         """Queue the new tokens of an open request, if it streams and there are enough of them."""
         self._note(tracked.take_partial())
 
+    def note_step_time(self, request_ids: list[int], seconds: float) -> None:
+        """Each of the requests took part in a step that was measured, which made one token of it."""
+        for request_id in request_ids:
+            self._open[request_id].note_time_per_token(seconds)
+
     def overdue(self) -> list[tuple[TrackedRequest, RequestTimeoutError]]:
         """The requests past their deadline, with the error that says so."""
         now = time.monotonic()

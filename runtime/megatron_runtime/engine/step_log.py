@@ -47,20 +47,23 @@ class StepLog:
         self._steps = 0
         self._finished = 0
 
-    def note_step(self, engine: Observed, result: StepResult) -> None:
-        """Count a step, and tell if it is time to."""
+    def note_step(self, engine: Observed, result: StepResult) -> bool:
+        """Count a step, and tell if it is time to; answers whether it was."""
         if self._interval == 0:
-            return
+            return False
         self._steps += 1
         self._finished += len(result["finished_request_records"])
         if self._steps % self._interval:
-            return
+            return False
         figures = self._figures(engine, result["step_time"])
         _logger.info(_line(figures, engine.stats(), self._finished))
-        if self._writer is None:
-            return
+        if self._writer is not None:
+            self._write(self._writer, {f"inference/{name}": value for name, value in figures.items()})
+        return True
+
+    def _write(self, writer: Writer, figures: Figures) -> None:
         try:
-            self._writer.log({f"inference/{name}": value for name, value in figures.items()})
+            writer.log(figures)
         except Exception:
             _logger.warning("the figures of step %d could not be written", self._steps, exc_info=True)
 

@@ -112,6 +112,11 @@ class TrackedRequest:
         self.was_scheduled = True
         self.current.add_event_add_context()
 
+    def note_time_per_token(self, seconds: float) -> None:
+        """Add a figure to ``tpot``, for which the record's first part has to have one too."""
+        self.record[0].tpot = self.record[0].tpot or []
+        self.current.tpot = [*(self.current.tpot or ()), seconds]
+
     def pause(self, *, notes_event: bool) -> None:
         """The request waits for a further block, with what it has."""
         self.current.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
@@ -161,7 +166,7 @@ class TrackedRequest:
         completed = reason in ("stop", "length")
         request.status = Status.COMPLETED if completed else Status.FAILED
         request.add_event_finish() if completed else request.add_event_fail()
-        self._close_times(request)
+        self._close_times()
 
     def resolve(self) -> None:
         """Fulfil the future."""
@@ -243,7 +248,7 @@ class TrackedRequest:
                 del values[len(values) - cut :]
                 left -= cut
 
-    def _close_times(self, request: DynamicInferenceRequest) -> None:
+    def _close_times(self) -> None:
         now = time.time()
         added = self.record[0].event_add_engine
         submitted = added.timestamp if added is not None and added.timestamp is not None else now
@@ -251,10 +256,8 @@ class TrackedRequest:
         if self._first_token_time is None:
             return
         self.record[0].ttft = self._first_token_time - submitted
-        if len(self._generated) > 1:
-            request.tpot = [(now - self._first_token_time) / (len(self._generated) - 1)]
-            if self.record[0].tpot is None:
-                self.record[0].tpot = []
+        if len(self._generated) > 1 and self.record[0].tpot is None:
+            self.note_time_per_token((now - self._first_token_time) / (len(self._generated) - 1))
 
 
 def _append(values: object, value: object) -> None:

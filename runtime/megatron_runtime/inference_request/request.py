@@ -50,7 +50,7 @@ class InferenceRequest:
     generated_top_n_logprobs: list[dict[str, float]] | None = None
     generated_length: int | None = None
     tpot: list[float] | None = None
-    """Seconds per output token."""
+    """Seconds per output token: of each step that the engine logged, or where it logged none their average."""
 
     def __post_init__(self) -> None:
         if self.inference_parameters is None or self.sampling_params is not None:

@@ -352,6 +352,16 @@ def test_times_are_reported(make_engine: MakeEngine) -> None:
     assert request.ttft + 4 * request.tpot[0] == pytest.approx(request.latency, rel=0.01)
 
 
+def test_every_logged_step_tells_its_time_per_token(make_engine: MakeEngine) -> None:
+    engine = make_engine(logging_step_interval=2)
+    future = engine.add_request(0, PROMPT, greedy(num_tokens_to_generate=7))
+    times = []
+    while engine.has_unfinished_requests():
+        times.append(engine.step_modern()["step_time"])
+    assert len(times) == 7
+    assert future.result(timeout=0).merge().tpot == times[1::2]
+
+
 def test_token_events_are_recorded_when_asked_for(make_engine: MakeEngine) -> None:
     request = serve(make_engine(track_generated_token_events=True), greedy(num_tokens_to_generate=3))
     events = [event for event in request.events if event.type is DynamicInferenceEventType.GENERATED_TOKEN]
