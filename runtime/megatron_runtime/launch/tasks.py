@@ -14,7 +14,7 @@ from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.wire.security import key_environment
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 # Threads that wait spin for as long as it takes to get from one operator to the next, and then sleep:
 # beside busy neighbours that takes a third of the time of spinning on. Large pages spare a fifth of a prompt's pass.
