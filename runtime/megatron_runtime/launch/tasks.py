@@ -15,7 +15,7 @@ from megatron_runtime.launch.ports import free_loopback_port
 from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.wire.security import key_environment
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 # Large pages, and memory that is kept from one pass for the next, spare a fourth of a prompt's pass. The largest
 # tensors are mapped one by one all the same, and whoever gives memory back on purpose asks the C library for its share.

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 PATIENCE = 2.0
 """Seconds in which a living rank answers."""
 COMPUTING = "computing"
-_PAUSE = 0.2
+_PAUSE = 0.5
 _FOREVER = timedelta(days=365)
 _CLOSED = "closed"
 _EVERYBODY = "-"
@@ -52,6 +52,8 @@ class RollCall:
     def lost(self, doing: str, cause: Exception, missing: list[int] | None = None) -> LostRankError:
         """The error that names who is missing: ``missing``, or else those who don't answer; takes PATIENCE seconds."""
         found = self._find(missing)
+        if self._position.is_first:
+            time.sleep(_PAUSE)  # the store may end with this rank, and the others have to hear the verdict before
         reason = (str(cause) or type(cause).__name__).splitlines()[0]
         return LostRankError(f"{self._position}: {doing}: {self._describe(found)} ({reason})", missing=found)
 
@@ -84,8 +86,6 @@ class RollCall:
             self.store.set(_call(rank), "")
         missing = self._unanswered() if known is None else known
         self.store.set("verdict", ",".join(map(str, missing)) or _EVERYBODY)
-        if self._position.is_first:
-            time.sleep(_PAUSE)  # the store may end with this rank, and the others have to hear the verdict before
         return missing
 
     def _unanswered(self) -> list[int]:

@@ -18,7 +18,7 @@ from megatron_runtime.parallel.layout import ParallelSizes
 MIB = 2**20
 SLACK = 7 * MIB
 """For what the allocator keeps and the code that is paged in; less than a second shard, which would be seen."""
-FORKED = 4 * MIB
+FORKED = 8 * MIB
 """For pages that a forked process has in common with others until it writes to them."""
 LARGE = {
     "vocab_size": 2000,

@@ -84,9 +84,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., 
 
 
 @pytest.fixture(scope="module")
-def alone(folders: Callable[[str], Path]) -> Callable[[str], Answers]:
-    """What one rank answers."""
-    return cache(lambda name: model_scenarios.answer(folders(name)))
+def alone(folders: Callable[[str], Path]) -> Callable[[str, int], Answers]:
+    """What one rank answers in so many steps."""
+    return cache(lambda name, steps: model_scenarios.answer(folders(name), steps=steps))
 
 
 def assert_same(answers: list[Answers], expected: Answers, sizes: ParallelSizes, steps: int) -> None:
@@ -100,14 +100,14 @@ def assert_same(answers: list[Answers], expected: Answers, sizes: ParallelSizes,
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_that_share_a_model_answer_as_one_rank_does(
-    layout: str, folders: Callable[[str], Path], alone: Callable[[str], Answers]
+    layout: str, folders: Callable[[str], Path], alone: Callable[[str, int], Answers]
 ) -> None:
     sizes, names = LAYOUTS[layout]
     steps = [LONG] + [SHORT] * (len(names) - 1)
     models = list(zip(map(folders, names), steps, strict=True))
     answers = run_ranks(model_scenarios.answer_all, sizes.ranks_per_replica, sizes, free_port(), models)
     for index, name in enumerate(names):
-        assert_same([answer[index] for answer in answers], alone(name), sizes, steps[index])
+        assert_same([answer[index] for answer in answers], alone(name, steps[index]), sizes, steps[index])
 
 
 def test_every_format_can_be_shared(

@@ -8,10 +8,16 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
+
 PATIENCE = 100.0
+_THREADS = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Threads that a rank doesn't use would spin beside those of the others."""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "megatron_runtime.model.checkpoint", "megatron_runtime.parallel.rendezvous"])
 
@@ -21,6 +27,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]
 
     What it raises fails the test. The function has to be importable.
     """
+    _start_server()
     ends, processes = {}, []
     for rank in range(ranks):
         ours, theirs = _context.Pipe()
@@ -51,6 +58,15 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]
         process.join()
     assert not problems, "\n".join(problems)
     return results
+
+
+@cache
+def _start_server() -> None:
+    """The process that the ranks are forked from, which is where they have their environment from."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _THREADS.items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
 
 
 def free_port() -> int:
