@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pod(pod_type: type[Any], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two replicas of two ranks; the tests leave them running."""
-    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--replicas", "2", "--hang-timeout", "4")
+    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--replicas", "2")
     started = pod_type(tmp_path_factory.mktemp("pod"), *flags)
     try:
         started.wait_for(lambda state: state["ready"] and len(state["replicas"]) == 2)
@@ -78,17 +78,15 @@ def test_shared_models_answer_as_whole_ones_through_pause_and_suspension(pod: An
         assert [answer.result(60) for answer in answers] == [whole] * 4
 
 
-@pytest.mark.parametrize(("victim", "blow"), [(0, signal.SIGKILL), (3, signal.SIGSTOP)])
-def test_a_rank_that_dies_or_hangs_takes_its_replica_along_and_no_other(
-    pod: Any, whole: str, victim: int, blow: signal.Signals
-) -> None:
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_dies_takes_its_replica_along_and_no_other(pod: Any, whole: str, victim: int) -> None:
     before, restarts = ranks_of(pod), pod.state()["restarts"]
     fellows = [pid for rank, pid in before.items() if rank // 2 == victim // 2]
     others = {rank: pid for rank, pid in before.items() if rank // 2 != victim // 2}
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, pod) for _ in range(4)]
         pod.wait_for(lambda state: state["requests"]["running"] == 4)
-        os.kill(before[victim], blow)
+        os.kill(before[victim], signal.SIGKILL)
         pod.wait_for(lambda _: not any(is_alive(pid) for pid in fellows), seconds=10)
         assert [answer.result(60) for answer in answers] == [whole] * 4
     pod.wait_for(lambda state: state["restarts"] == restarts + 1 and len(state["replicas"]) == 2)
@@ -117,6 +115,7 @@ def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
 
 @pytest.mark.model
 def test_three_ranks_share_smollm2(start_pod: Callable[..., Any], smollm2_path: Path) -> None:
-    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "64Mi", "--tensor-parallel", "3").wait_ready()
+    flags = ("--dtype", "float32", "--kv-cache-memory", "64Mi", "--tensor-parallel", "3", "--frontend-replicas", "1")
+    pod = start_pod("--model", str(smollm2_path), *flags).wait_ready()
     answer = pod.openai.chat.completions.create(model="chat", messages=FRANCE, temperature=0, max_tokens=20)
     assert answer.choices[0].message.content == "The capital of France is Paris."
