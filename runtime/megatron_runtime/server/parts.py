@@ -15,6 +15,7 @@ from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.choice import ChoiceRunner, ChoiceTask
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation import Generation
+from megatron_runtime.server.guided import grammar_of
 from megatron_runtime.server.metrics import FrontendMetrics
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.server.protocol import MAX_CHOICES, GenerationBody
@@ -50,8 +51,11 @@ class Frontend:
         if len(prompts) * body.n > MAX_CHOICES:
             message = f"n: {len(prompts)} prompts times {body.n} are more than {MAX_CHOICES} answers"
             raise ApiError(400, message, param="n")
+        grammar = grammar_of(body)
         tasks = [
-            self._task(index * body.n + sample, prompt, self._sampling_params(body, prompt, sample), body, name)
+            self._task(
+                index * body.n + sample, prompt, self._sampling_params(body, prompt, sample, grammar), body, name
+            )
             for index, prompt in enumerate(prompts)
             for sample in range(body.n)
         ]
@@ -74,7 +78,9 @@ class Frontend:
         uuid = None if name is None else name.uuid(index)
         return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token)
 
-    def _sampling_params(self, body: GenerationBody, prompt: list[int], sample: int) -> SamplingParams:
+    def _sampling_params(
+        self, body: GenerationBody, prompt: list[int], sample: int, grammar: str | None
+    ) -> SamplingParams:
         limit = token_limit(
             len(prompt),
             body.token_limit,
@@ -82,4 +88,4 @@ class Frontend:
             param=body.limit_param,
             prompt_param=body.prompt_param,
         )
-        return sampling_params(body, sample=sample, limit=limit, vocab_size=self.tokenizer.vocab_size)
+        return sampling_params(body, sample=sample, limit=limit, vocab_size=self.tokenizer.vocab_size, grammar=grammar)

@@ -36,6 +36,33 @@ class StreamOptions(BaseModel):
     include_obfuscation: Annotated[bool, only(False)] = False
 
 
+class JsonSchema(BaseModel):
+    """``json_schema`` of a ``response_format``; every schema is kept to strictly."""
+
+    name: str = "answer"
+    definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What form the answer has."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _a_schema_for_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes together with type json_schema, and with no other")
+        return self
+
+    @property
+    def schema_to_keep(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.definition
+        return {"type": "object"} if self.type == "json_object" else None
+
+
 class GenerationBody(BaseModel):
     """Fields that chat and text completions share."""
 
@@ -63,14 +90,14 @@ class GenerationBody(BaseModel):
     timeout: float | None = Field(None, gt=0)
     return_token_ids: bool = False
     return_tokenized_data: bool = False
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: StopString | None = None
+    guided_choice: Annotated[list[StopString], Field(min_length=1)] | None = None
+    guided_grammar: StopString | None = None
 
     priority: Annotated[int, only(0)] = 0
-    response_format: Annotated[Any, only(None, {"type": "text"})] = None
     structured_outputs: Annotated[Any, only(None)] = None
-    guided_json: Annotated[Any, only(None)] = None
-    guided_regex: Annotated[Any, only(None)] = None
-    guided_choice: Annotated[Any, only(None)] = None
-    guided_grammar: Annotated[Any, only(None)] = None
     multi_modal_data: Annotated[Any, only(None, {})] = None
 
     # Known to OpenAI's clients and without influence on the answer.
@@ -107,6 +134,11 @@ class GenerationBody(BaseModel):
     def top_n_log_probs(self) -> int | None:
         """How many likeliest tokens are wanted beside the log probability of each; None for no log probabilities."""
         raise NotImplementedError
+
+    @property
+    def format(self) -> tuple[str, dict[str, Any] | None]:
+        """The field that says what form the answer has, and the JSON schema of it, or None."""
+        return "response_format", None if self.response_format is None else self.response_format.schema_to_keep
 
     @property
     def is_echoed(self) -> bool:

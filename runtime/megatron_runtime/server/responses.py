@@ -117,7 +117,7 @@ class _Response:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": request.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": request.text.format.model_dump(exclude_none=True)},
             "tool_choice": request.tool_choice,
             "tools": [],
             "top_logprobs": request.top_logprobs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megatron_runtime.server.protocol import ChatMessage, ContentPart, GenerationBody, only
 
@@ -31,10 +31,26 @@ class InputItem(BaseModel):
         return ChatMessage(role=self.role, content=parts)
 
 
+class TextFormat(BaseModel):
+    """What form the text of the answer has: that of a chat's ``response_format``, with the schema one level higher."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    definition: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _a_schema_for_its_type(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.definition is not None):
+            raise ValueError("schema goes together with type json_schema, and with no other")
+        return self
+
+
 class TextOptions(BaseModel):
     """What the text of the answer looks like."""
 
-    format: Annotated[Any, only(None, {"type": "text"})] = None
+    format: TextFormat = Field(default_factory=lambda: TextFormat(type="text"))
     verbosity: Annotated[str | None, only(None, "medium")] = None
 
 
@@ -74,6 +90,12 @@ class ResponsesBody(GenerationBody):
     def token_limit(self) -> int | None:
         """``max_output_tokens``."""
         return self.max_output_tokens
+
+    @property
+    def format(self) -> tuple[str, dict[str, Any] | None]:
+        """``text.format`` and its JSON schema, or None."""
+        form = self.text.format
+        return "text.format", {"type": "object"} if form.type == "json_object" else form.definition
 
     @property
     def limit_param(self) -> str:

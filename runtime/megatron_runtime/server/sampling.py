@@ -12,8 +12,10 @@ from megatron_runtime.server.protocol import GenerationBody
 _SEEDS = 2**64
 
 
-def sampling_params(body: GenerationBody, *, sample: int, limit: int, vocab_size: int) -> SamplingParams:
-    """The parameters of the ``sample``-th of ``n`` answers, which may have ``limit`` tokens.
+def sampling_params(
+    body: GenerationBody, *, sample: int, limit: int, vocab_size: int, grammar: str | None = None
+) -> SamplingParams:
+    """The parameters of the ``sample``-th of ``n`` answers, which may have ``limit`` tokens and keeps to ``grammar``.
 
     With a seed each sample gets its own, so that they differ from each other and repeat with the request.
 
@@ -34,6 +36,7 @@ def sampling_params(body: GenerationBody, *, sample: int, limit: int, vocab_size
             frequency_penalty=body.frequency_penalty,
             presence_penalty=body.presence_penalty,
             logit_bias=body.logit_bias,  # type: ignore[arg-type]
+            grammar=grammar,
             min_tokens=body.min_tokens,
             seed=None if body.seed is None else (body.seed + sample) % _SEEDS,
             num_tokens_to_generate=limit,

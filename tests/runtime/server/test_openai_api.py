@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 pytestmark = pytest.mark.model
 
@@ -68,8 +70,11 @@ def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
         ("completions", {"prompt": "a", "stop_token_ids": [10**30]}, "stop_token_ids", "outside the vocabulary"),
         ("completions", {"prompt": "a", "priority": 1}, "priority", "not supported"),
         ("completions", {"prompt": "a", "timeout": 0}, "timeout", "greater than 0"),
-        ("chat/completions", {"messages": STORY, "response_format": {"type": "json_object"}}, "response_format", "not"),
-        ("chat/completions", {"messages": STORY, "guided_regex": "a+"}, "guided_regex", "not supported"),
+        ("chat/completions", {"messages": STORY, "response_format": {"type": "json_schema"}}, None, "json_schema goes"),
+        ("chat/completions", {"messages": STORY, "guided_regex": "a("}, "guided_regex", "unclosed group"),
+        ("chat/completions", {"messages": STORY, "guided_json": {"type": "x"}}, "guided_json", "Invalid type"),
+        ("completions", {"prompt": "a", "guided_json": {}, "guided_regex": "a"}, "guided_regex", "leave one out"),
+        ("completions", {"prompt": "a", "guided_choice": ["a"], "min_tokens": 2}, "min_tokens", "a grammar"),
         (
             "chat/completions",
             {"messages": STORY, "chat_template_kwargs": {"messages": []}},
@@ -360,3 +365,60 @@ def test_a_stream_of_events_tells_of_its_failure(pod: Any) -> None:
     last = json.loads(text.rstrip().rsplit("data: ", 1)[1])
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["code"] == "deadline_exceeded"
+
+
+# Answers of a given form
+
+
+class Lighthouse(BaseModel):
+    """What a structured answer tells."""
+
+    name: Literal["Pharos", "Eddystone"]
+    metres: int = Field(ge=0, le=999)
+    lit: bool
+
+
+@pytest.mark.parametrize("temperature", [0, 2])
+def test_an_answer_keeps_to_a_pydantic_model(pod: Any, temperature: float) -> None:
+    asked = {"model": "chat", "messages": STORY, "temperature": temperature, "seed": 7, "max_tokens": 60}
+    parsed = pod.openai.chat.completions.parse(**asked, response_format=Lighthouse).choices[0]
+    assert isinstance(parsed.message.parsed, Lighthouse)
+    assert parsed.finish_reason == "stop"
+    with pod.openai.chat.completions.stream(**asked, response_format=Lighthouse) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == parsed.message.parsed
+
+
+def test_a_response_keeps_to_a_pydantic_model(pod: Any) -> None:
+    asked = {"model": "chat", "input": STORY, "temperature": 0, "max_output_tokens": 60}
+    response = pod.openai.responses.parse(**asked, text_format=Lighthouse)
+    assert isinstance(response.output_parsed, Lighthouse)
+    assert response.text.format.schema_["title"] == "Lighthouse"
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"guided_regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"guided_choice": ["öffnen", 'say "no"']}, 'öffnen|say "no"'),
+        ({"guided_grammar": 'start: "x" pair "x"\npair: "(" pair? ")"'}, r"x[()]{2,}x"),
+        ({"guided_json": '{"enum": [1, [2, "b"]]}'}, r'1|\[2, "b"\]'),
+    ],
+)
+def test_an_answer_keeps_to_a_form(pod: Any, fields: dict[str, Any], form: str) -> None:
+    body = {"prompt": "Once", "max_tokens": 40, "temperature": 1.5, "top_p": 0.9, "seed": 3, "n": 4, **fields}
+    for choice in post(pod, "/v1/completions", body).json()["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert re.fullmatch(form, choice["text"])
+
+
+def test_free_and_guided_answers_go_side_by_side(pod: Any) -> None:
+    asked = {"model": "chat", "messages": STORY, "temperature": 0, "max_tokens": 20}
+    alone = pod.openai.chat.completions.create(**asked)
+    beside: list[Any] = []
+    thread = threading.Thread(target=lambda: beside.append(pod.openai.chat.completions.create(**asked)))
+    thread.start()
+    guided = pod.openai.chat.completions.create(**asked, response_format={"type": "json_object"})
+    thread.join(60)
+    assert beside[0].choices[0].message.content == alone.choices[0].message.content
+    assert guided.choices[0].message.content.startswith("{")
