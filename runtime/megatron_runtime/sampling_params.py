@@ -12,6 +12,8 @@ from megatron_runtime.errors import InvalidRequestError
 
 _SEED_LIMIT = 2**64
 _LARGEST_BIAS = 100.0
+_LONGEST_ID = 18
+"""Digits of a token id; Python itself refuses to read some thousands of them."""
 _UNAVAILABLE = {
     "return_segments": "texts of single tokens are not reported; detokenize generated_tokens one by one",
     "do_kv_handoff": "one engine computes both prompt and answer; leave it out",
@@ -263,7 +265,9 @@ def _biases(value: Any) -> dict[int, float] | None:
         raise InvalidRequestError(f"logit_bias={value!r} must map token ids to numbers", field="logit_bias")
     biases: dict[int, float] = {}
     for token, bias in value.items():
-        is_id = _is_integer(token) or (isinstance(token, str) and token.isascii() and token.isdigit())
+        is_id = _is_integer(token) or (
+            isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= _LONGEST_ID
+        )
         if not is_id or int(token) < 0:
             raise InvalidRequestError(f"logit_bias: {token!r} is no token id", field="logit_bias")
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
