@@ -9,7 +9,7 @@ from megatron_runtime.engine.scheduler import Schedule, Scheduler
 from megatron_runtime.engine.sequence import Sequence, SequenceSlice
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
-from megatron_runtime.errors import InvalidLogitsError
+from megatron_runtime.errors import EngineError, InvalidLogitsError
 
 
 class PassRunner:
@@ -67,7 +67,7 @@ class PassRunner:
             self._requests[sequence.request_id].pause(notes_event=notes_event)
         for sequence in schedule.admitted:
             tracked = self._requests[sequence.request_id]
-            self._context.occupy(sequence, tracked.params, tracked.stop_ids)
+            self._context.occupy(sequence, tracked.params, tracked.stop_ids, tracked.guide)
             is_new = not tracked.was_scheduled
             tracked.enter_context()
             if is_new:
@@ -102,6 +102,9 @@ class PassRunner:
             self._settle_one(tracked, part, next(tokens) if part.samples else None, scores)
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
+        if token == NO_TOKEN and tracked.guide is not None and tracked.guide.failure is not None:
+            self.finish(tracked, "error", EngineError(f"the grammar leads nowhere: {tracked.guide.failure}"))
+            return
         if token == NO_TOKEN:
             # Whatever made them so may lie in a block that others would share.
             self._scheduler.forget_prefixes()
