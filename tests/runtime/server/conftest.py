@@ -93,6 +93,10 @@ class Pod:
         body: dict[str, Any] = self.control.get("/v1/state").json()
         return body
 
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+        """A request to the frontend for the served model."""
+        return self.http.post(path, json={"model": MODEL, **body}, headers=headers)
+
     def signal(self, name: str) -> httpx.Response:
         """Sends a lifecycle signal and waits until it is obeyed."""
         return self.control.post(f"/v1/{name}", params={"wait": "true", "timeout": 30})
