@@ -1,15 +1,12 @@
-"""The tokens that a request's grammar allows next, and the mask that they make over a batch's logits."""
+"""The tokens that a request's grammar allows next."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megatron_runtime.model.tokenizer import Tokenizer
 
@@ -53,22 +50,6 @@ class RequestGuide:
     def _start_over(self) -> None:
         self._matcher = LLMatcher(self._vocabulary, self._grammar)
         self._known = self._first
-
-
-@dataclass(frozen=True)
-class GuideMask:
-    """What the guided rows of a batch may choose from."""
-
-    rows: NDArray[np.int64]
-    """[G], rows of the logits."""
-    allowed: NDArray[np.bool_]
-    """[G, vocab]."""
-
-    def apply_(self, logits: Tensor) -> None:
-        """Rule out everything else in the logits, [S, vocab], in place."""
-        rows = torch.from_numpy(self.rows).to(logits.device)
-        forbidden = torch.from_numpy(~self.allowed).to(logits.device)
-        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
 
 
 def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:

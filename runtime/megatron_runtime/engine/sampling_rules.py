@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_runtime.engine.guide_mask import GuideMask
 from megatron_runtime.engine.logit_edits import LogitEdits
-
-if TYPE_CHECKING:
-    from megatron_runtime.engine.request_guide import GuideMask
 
 
 @dataclass(frozen=True)

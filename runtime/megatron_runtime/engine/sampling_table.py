@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_runtime.engine.guide_mask import GuideMask
 from megatron_runtime.engine.logit_edits import LogitEdits, RequestEdits, merged
 from megatron_runtime.engine.noise import noise_keys
 from megatron_runtime.engine.sampling_rules import SamplingRules
@@ -15,7 +16,7 @@ from megatron_runtime.engine.sequence import Sequence
 from megatron_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from megatron_runtime.engine.request_guide import GuideMask, RequestGuide
+    from megatron_runtime.engine.request_guide import RequestGuide
 
 
 class SamplingTable:
@@ -81,8 +82,6 @@ class SamplingTable:
         return merged(found)
 
     def _mask_of(self, draws: Sequences[tuple[Sequence, int]]) -> GuideMask | None:
-        from megatron_runtime.engine.request_guide import GuideMask  # not above: see RequestGuide's users
-
         found = []
         for index, (sequence, length) in enumerate(draws):
             guide = self._guides.get(sequence.row) if sequence.row is not None else None
