@@ -128,8 +128,9 @@ class TrackedRequest:
 
     def note_time_per_token(self, seconds: float) -> None:
         """Add a figure to ``tpot``, for which the record's first part has to have one too."""
-        self.record[0].tpot = self.record[0].tpot or []
-        self.current.tpot = [*(self.current.tpot or ()), seconds]
+        for part in (self.record[0], self.current):
+            part.tpot = [] if part.tpot is None else part.tpot
+        _append(self.current.tpot, seconds)
 
     def pause(self, *, notes_event: bool) -> None:
         """The request waits for a further block, with what it has."""
