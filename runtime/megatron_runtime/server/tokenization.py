@@ -51,12 +51,14 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str
             param="messages",
             is_open=body.add_generation_prompt,
         )
-    texts = [tokenizer.detokenize([token], skip_special_tokens=False) for token in tokens]
+    texts = None
+    if body.return_token_strs:
+        texts = [tokenizer.detokenize([token], skip_special_tokens=False) for token in tokens]
     return {
         "count": len(tokens),
         "max_model_len": longest,
         "tokens": tokens,
-        "token_strs": texts if body.return_token_strs else None,
+        "token_strs": texts,
     }
 
 
