@@ -40,9 +40,7 @@ class Admission:
     Paused and suspended engines take requests: those wait in the engines' queues.
     """
 
-    def __init__(
-        self, client: InferenceClient, *, replica_wait: float, retry_after: int, max_in_flight: int = 2048
-    ) -> None:
+    def __init__(self, client: InferenceClient, *, replica_wait: float, retry_after: int, max_in_flight: int) -> None:
         self._client = client
         self._max_in_flight = max_in_flight
         self._waiting = 0
