@@ -6,6 +6,7 @@ it would be without effect; only a neutral value passes. Fields that nobody know
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -63,7 +64,7 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(BaseModel, ABC):
     """Fields that chat and text completions share."""
 
     prompt_param: ClassVar[str]
@@ -121,9 +122,9 @@ class GenerationBody(BaseModel):
         return self
 
     @property
+    @abstractmethod
     def token_limit(self) -> int | None:
         """Most tokens to generate; None means as many as fit."""
-        raise NotImplementedError
 
     @property
     def limit_param(self) -> str:
@@ -131,9 +132,9 @@ class GenerationBody(BaseModel):
         return "max_tokens"
 
     @property
+    @abstractmethod
     def top_n_log_probs(self) -> int | None:
         """How many likeliest tokens are wanted beside the log probability of each; None for no log probabilities."""
-        raise NotImplementedError
 
     @property
     def format(self) -> tuple[str, dict[str, Any] | None]:
