@@ -19,6 +19,7 @@ from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelS
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
 from megatron_runtime.launch.quantity import parse_bytes
 from megatron_runtime.launch.termination import Outcome
+from megatron_runtime.server.options import HttpOptions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -63,6 +64,17 @@ def serve(
     routing_alpha: Annotated[float, typer.Option(help="Weight of the prefix against the load, 0 to 1.")] = 0.5,
     frontend_replicas: Annotated[int, typer.Option(help="Processes that answer HTTP.")] = 2,
     request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    max_in_flight: Annotated[
+        int, typer.Option(help="Answers that a frontend process works on at a time; for more it says 429.")
+    ] = HttpOptions.max_in_flight,
+    max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "16Mi",
+    body_timeout: Annotated[
+        float, typer.Option(help="Seconds that the body of a request may take to arrive.")
+    ] = HttpOptions.body_timeout,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may read answers, or *; may be repeated.")
+    ] = None,
+    access_log: Annotated[str, typer.Option(help="A line per request: off, text or json.")] = "off",
     drain_timeout: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to running requests.")] = 60.0,
     max_restarts: Annotated[int, typer.Option(help="Restarts of dead ranks before giving up.")] = 5,
     restart_reset_after: Annotated[
@@ -108,6 +120,13 @@ def serve(
             routing_alpha=routing_alpha,
             frontend_replicas=frontend_replicas,
             request_timeout=request_timeout,
+            http=HttpOptions(
+                max_body_bytes=parse_bytes(max_body, "--max-body"),
+                body_timeout=body_timeout,
+                max_in_flight=max_in_flight,
+                cors_origins=tuple(cors_origin or ()),
+                access_log=access_log,
+            ),
             drain_timeout=drain_timeout,
             max_restarts=max_restarts,
             restart_reset_after=restart_reset_after,

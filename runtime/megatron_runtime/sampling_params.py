@@ -12,6 +12,8 @@ from megatron_runtime.errors import InvalidRequestError
 
 _SEED_LIMIT = 2**64
 _LARGEST_BIAS = 100.0
+_LONGEST_ID = 18
+"""Digits of a token id; Python itself refuses to read some thousands of them."""
 _UNAVAILABLE = {
     "return_segments": "texts of single tokens are not reported; detokenize generated_tokens one by one",
     "do_kv_handoff": "one engine computes both prompt and answer; leave it out",
@@ -52,6 +54,8 @@ class SamplingParams:
     """Most tokens of prompt and answer together; excludes ``num_tokens_to_generate``."""
     min_tokens: int = 0
     """Tokens that the answer has before anything but its length may end it; stop texts complete by then don't count."""
+    grammar: str | None = None
+    """Keeps the answer to a grammar; ``megatron_runtime.guides`` makes it of a JSON schema, regex, choices or Lark."""
     termination_id: int | None = None
     """A token that ends the answer, instead of the tokenizer's own; -1 means none."""
     ignore_eos: bool = False
@@ -193,6 +197,7 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"top_n_logprobs={self.top_n_logprobs} needs return_log_probs=True", field="top_n_logprobs"
             )
+        self._check_grammar()
         derived = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
         if self.return_prompt_top_n_logprobs not in (None, derived):
             raise InvalidRequestError(
@@ -202,6 +207,16 @@ class SamplingParams:
                 field="return_prompt_top_n_logprobs",
             )
         self.return_prompt_top_n_logprobs = derived
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, str) or not self.grammar:
+            raise InvalidRequestError(f"grammar={self.grammar!r} must be a text that is not empty", field="grammar")
+        # Where a grammar ends, nothing but the end of the answer may follow.
+        for name in ("min_tokens", "ignore_eos"):
+            if value := getattr(self, name):
+                raise InvalidRequestError(f"{name}={value!r} is not possible together with a grammar", field=name)
 
     def _check_flags(self) -> None:
         flags = (
@@ -250,7 +265,9 @@ def _biases(value: Any) -> dict[int, float] | None:
         raise InvalidRequestError(f"logit_bias={value!r} must map token ids to numbers", field="logit_bias")
     biases: dict[int, float] = {}
     for token, bias in value.items():
-        is_id = _is_integer(token) or (isinstance(token, str) and token.isascii() and token.isdigit())
+        is_id = _is_integer(token) or (
+            isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= _LONGEST_ID
+        )
         if not is_id or int(token) < 0:
             raise InvalidRequestError(f"logit_bias: {token!r} is no token id", field="logit_bias")
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)

@@ -75,7 +75,7 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
     expected = {
         "model": Path("/models/SmolLM2-135M-Instruct.Q4_1.gguf"),
         "served_name": "smollm2",
-        "dtype": "auto",
+        "dtype": "float32",
         "max_sequence_length": 2048,
         "tensor_parallel": 1,
         "ranks_per_pod": 1,

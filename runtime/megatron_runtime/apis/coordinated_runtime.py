@@ -145,7 +145,7 @@ class CoordinatedRuntime:
             max_sequence_length=self._engine.context.limits.max_sequence_length,
             replicas=config.frontend_replicas,
             request_timeout=config.request_timeout,
-            verbose=config.verbose,
+            http=config.http,
         )
         self._frontends = FrontendGroup(options, sock, key=self._key)
         self._frontends.start()

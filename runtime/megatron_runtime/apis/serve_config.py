@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.server.options import HttpOptions
 
 
 @dataclass
@@ -22,7 +23,7 @@ class ServeConfig:
     parsers: list[str] = field(default_factory=list)
     """Names of parsers for reasoning and tool calls. No parser is known to this version."""
     verbose: bool = False
-    """Logs every request."""
+    """Logs every request; ``http`` may choose another form than text."""
     frontend_replicas: int = 4
     """Frontend processes; they share the port."""
     sock: socket.socket | None = None
@@ -31,8 +32,13 @@ class ServeConfig:
     """The name of the model in requests and in /v1/models."""
     request_timeout: float = 600.0
     """Seconds after which a request that is not answered ends with an error."""
+    http: HttpOptions = field(default_factory=HttpOptions)
+    """Limits on requests, access from pages of other origins, and the access log."""
 
     def __post_init__(self) -> None:
+        if self.verbose and self.http.access_log == "off":
+            self.http = replace(self.http, access_log="text")
+        self.http.check()
         if self.parsers:
             raise ConfigurationError(f"parsers={self.parsers!r}: no such parser; leave it empty", field="parsers")
         if not 0 <= self.port <= 65535:

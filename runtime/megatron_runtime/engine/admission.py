@@ -76,6 +76,10 @@ class Admission:
                 field="skip_prompt_log_probs",
             )
         self._require_known(params.logit_bias or ())
+        if params.grammar is not None:
+            from megatron_runtime.guides import check_grammar  # not above: most services are never asked for any
+
+            check_grammar(params.grammar)
         tokens = self._prompt_tokens(prompt, params)
         request.prompt_tokens = request.remaining_prompt_tokens = torch.tensor(tokens, dtype=torch.int64)
         continued = self._checked("generated", generated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Slices
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_runtime.engine.request_guide import RequestGuide
 
 
 @dataclass(frozen=True)
@@ -98,12 +102,18 @@ class DynamicInferenceContext:
         """Most tokens of a prompt and its answer together."""
         return self.limits.max_sequence_length
 
-    def occupy(self, sequence: Sequence, params: SamplingParams, stop_ids: Collection[int] = ()) -> None:
+    def occupy(
+        self,
+        sequence: Sequence,
+        params: SamplingParams,
+        stop_ids: Collection[int] = (),
+        guide: RequestGuide | None = None,
+    ) -> None:
         """Give a sequence that begins to run a row; the stop ids are the tokens that end its answer."""
         assert sequence.row is None, f"request {sequence.request_id} has a row already"
         sequence.row = row = self._free_rows.pop()
         self._num_blocks_known[row] = 0
-        self._sampling.write(row, params, sequence.prompt_length, stop_ids)
+        self._sampling.write(row, params, sequence.prompt_length, stop_ids, guide)
 
     def vacate(self, sequence: Sequence) -> None:
         """Take the row of a sequence that stopped running, if it has one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampler import NO_TOKEN
@@ -10,7 +12,7 @@ from megatron_runtime.engine.sequence import Sequence, SequenceSlice
 from megatron_runtime.engine.shared_output import share_output
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
-from megatron_runtime.errors import InvalidLogitsError
+from megatron_runtime.errors import EngineError, InvalidLogitsError
 from megatron_runtime.model.forward_batch import ForwardBatch
 
 
@@ -69,7 +71,7 @@ class PassRunner:
             self._requests[sequence.request_id].pause(notes_event=notes_event)
         for sequence in schedule.admitted:
             tracked = self._requests[sequence.request_id]
-            self._context.occupy(sequence, tracked.params, tracked.stop_ids)
+            self._context.occupy(sequence, tracked.params, tracked.stop_ids, tracked.guide)
             is_new = not tracked.was_scheduled
             tracked.enter_context()
             if is_new:
@@ -95,23 +97,35 @@ class PassRunner:
 
     def _sample(self, batch: ForwardBatch, slices: list[SequenceSlice]) -> StepOutput:
         top_n = max(self._requests[part.sequence.request_id].params.top_n_logprobs for part in slices)
-        return self._controller.run(
+        output = self._controller.run(
             batch,
             self._context.kv_cache,
             self._context.sampling_rules(slices),
             self._context.sampled_logit_rows(slices),
             self._context.log_prob_rows(slices, top_n),
         )
+        return replace(output, dead_ends=self._dead_ends(slices, output.tokens))
+
+    def _dead_ends(self, slices: list[SequenceSlice], tokens: list[int]) -> dict[int, str]:
+        """Only the rank that samples follows the grammars."""
+        if NO_TOKEN not in tokens:
+            return {}
+        guides = [self._requests[part.sequence.request_id].guide for part in slices if part.samples]
+        return {row: guide.failure for row, guide in enumerate(guides) if guide is not None and guide.failure}
 
     def _settle(self, slices: list[SequenceSlice], output: StepOutput) -> None:
-        tokens = iter(output.tokens)
+        tokens = iter(enumerate(output.tokens))
         next_log_prob = 0
         for part in slices:
             tracked = self._requests[part.sequence.request_id]
             count = part.num_log_probs
             scores = self._controller.scores(output.log_probs, next_log_prob, count, tracked.params.top_n_logprobs)
             next_log_prob += count
-            self._settle_one(tracked, part, next(tokens) if part.samples else None, scores)
+            row, token = next(tokens) if part.samples else (None, None)
+            if row in output.dead_ends:
+                self.finish(tracked, "error", EngineError(f"the grammar leads nowhere: {output.dead_ends[row]}"))
+            else:
+                self._settle_one(tracked, part, token, scores)
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
         if token == NO_TOKEN:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from megatron_runtime.engine.guide_mask import GuideMask
 from megatron_runtime.engine.logit_edits import LogitEdits
 
 
@@ -26,6 +28,20 @@ class SamplingRules:
     """[S], as from noise_keys."""
     edits: LogitEdits | None = None
     """What to change in the logits before anything else."""
+    mask: GuideMask | None = None
+    """What grammars rule out, whatever the edits say."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether ``edit_`` changes anything."""
+        return self.edits is not None or self.mask is not None
+
+    def edit_(self, logits: Tensor) -> None:
+        """Do edits and mask in the logits, [S, vocab], in place."""
+        if self.edits is not None:
+            self.edits.apply_(logits)
+        if self.mask is not None:
+            self.mask.apply_(logits)
 
     @property
     def is_noisy(self) -> NDArray[np.bool_]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from collections.abc import Sequence as Sequences
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_runtime.engine.guide_mask import GuideMask
 from megatron_runtime.engine.logit_edits import LogitEdits, RequestEdits, merged
 from megatron_runtime.engine.noise import noise_keys
 from megatron_runtime.engine.sampling_rules import SamplingRules
 from megatron_runtime.engine.sequence import Sequence
 from megatron_runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_runtime.engine.request_guide import RequestGuide
 
 
 class SamplingTable:
@@ -30,8 +35,16 @@ class SamplingTable:
         self._min_p = np.zeros(num_rows, np.float32)
         self._seed = np.zeros(num_rows, np.uint64)
         self._edits: dict[int, RequestEdits] = {}
+        self._guides: dict[int, RequestGuide] = {}
 
-    def write(self, row: int, params: SamplingParams, prompt_length: int, stop_ids: Collection[int]) -> None:
+    def write(
+        self,
+        row: int,
+        params: SamplingParams,
+        prompt_length: int,
+        stop_ids: Collection[int],
+        guide: RequestGuide | None = None,
+    ) -> None:
         """Give a row to a request, in place of whoever had it."""
         assert params.seed is not None, "the engine gives every request a seed"
         self._temperature[row] = params.temperature
@@ -42,6 +55,9 @@ class SamplingTable:
         self._edits.pop(row, None)
         if params.edits_logits:
             self._edits[row] = RequestEdits(params, prompt_length, stop_ids, self._vocab_size)
+        self._guides.pop(row, None)
+        if guide is not None:
+            self._guides[row] = guide
 
     def rules(self, draws: Sequences[tuple[Sequence, int]]) -> SamplingRules:
         """How tokens are drawn after the first so many tokens of running sequences."""
@@ -54,6 +70,7 @@ class SamplingTable:
             min_p=self._min_p[rows],
             keys=noise_keys(self._seed[rows], lengths),
             edits=self._edits_of(draws) if self._edits else None,
+            mask=self._mask_of(draws) if self._guides else None,
         )
 
     def _edits_of(self, draws: Sequences[tuple[Sequence, int]]) -> LogitEdits | None:
@@ -63,3 +80,13 @@ class SamplingTable:
             if edits is not None:
                 found.append((index, *edits.after(sequence.tokens, length)))
         return merged(found)
+
+    def _mask_of(self, draws: Sequences[tuple[Sequence, int]]) -> GuideMask | None:
+        found = []
+        for index, (sequence, length) in enumerate(draws):
+            guide = self._guides.get(sequence.row) if sequence.row is not None else None
+            if guide is not None:
+                found.append((index, guide.after(sequence.tokens, length, self._vocab_size)))
+        if not found:
+            return None
+        return GuideMask(np.array([index for index, _ in found], np.int64), np.stack([mask for _, mask in found]))

@@ -35,10 +35,10 @@ def schedule_checksum(slices: Slices[SequenceSlice]) -> int:
 def _pack(output: StepOutput) -> bytes:
     scores = output.log_probs
     values = None if scores is None else (scores.chosen, scores.top_ids, scores.top_values)
-    packed: bytes = msgpack.packb((output.tokens, values))
+    packed: bytes = msgpack.packb((output.tokens, values, output.dead_ends))
     return packed
 
 
 def _unpack(packed: bytes) -> StepOutput:
-    tokens, values = msgpack.unpackb(packed)
-    return StepOutput(tokens, None if values is None else LogProbs(*values))
+    tokens, values, dead_ends = msgpack.unpackb(packed, strict_map_key=False)
+    return StepOutput(tokens, None if values is None else LogProbs(*values), dead_ends)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -27,6 +27,8 @@ class StepOutput:
     """[S], one per sampled row; NO_TOKEN where the logits were not finite."""
     log_probs: LogProbs | None
     """Of the positions that LogProbRows asked for."""
+    dead_ends: dict[int, str] = field(default_factory=dict)
+    """Why there is NO_TOKEN, for rows where a grammar leads nowhere; by their place in ``tokens``."""
 
 
 class TextGenerationController:
@@ -58,10 +60,10 @@ class TextGenerationController:
         logits: Tensor | None = self.model(batch, kv_cache)
         assert logits is not None, "this rank samples"
         sampled = logits if sampled_rows is None else logits[sampled_rows]
-        if rules.edits is not None:
+        if rules.changes_logits:
             # Log probabilities are the model's own, so their logits have to stay as they are.
             sampled = sampled.clone() if wanted is not None and sampled_rows is None else sampled
-            rules.edits.apply_(sampled)
+            rules.edit_(sampled)
         tokens = sample(sampled, rules)
         return StepOutput(tokens.tolist(), None if wanted is None else _log_probs(logits, tokens, wanted))
 
@@ -96,7 +98,6 @@ def _log_probs(logits: Tensor, tokens: Tensor, wanted: LogProbRows) -> LogProbs:
     normalized = logits[wanted.rows].log_softmax(dim=-1)
     if wanted.drawn is not None and wanted.rules is not None:
         drawn = logits[wanted.rows[wanted.drawn]]
-        if wanted.rules.edits is not None:
-            wanted.rules.edits.apply_(drawn)
+        wanted.rules.edit_(drawn)
         normalized[wanted.drawn] = processed_log_probs(drawn, wanted.rules)
     return log_probs(normalized, targets.clamp(min=0), wanted.top_n)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 from megatron_runtime.engine.request_future import RequestFuture, resolve
 from megatron_runtime.engine.sequence import Sequence, SequenceSlice
@@ -12,6 +13,9 @@ from megatron_runtime.engine.stop_matcher import StopMatcher
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_runtime.engine.request_guide import RequestGuide
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Scores = list[tuple[float, dict[str, float]]]
@@ -59,6 +63,16 @@ class TrackedRequest:
     def request_id(self) -> int:
         """Id of the request."""
         return self.record.request_id
+
+    @cached_property
+    def guide(self) -> RequestGuide | None:
+        """Keeps the answer to its grammar, if it has one; to be asked for once it has its sequence."""
+        if self.params.grammar is None:
+            return None
+        from megatron_runtime.engine.request_guide import RequestGuide  # not above: most services never need it
+
+        assert self.sequence is not None
+        return RequestGuide(self.params.grammar, self._tokenizer, self.sequence.prompt_length)
 
     @property
     def current(self) -> DynamicInferenceRequest:
@@ -114,8 +128,9 @@ class TrackedRequest:
 
     def note_time_per_token(self, seconds: float) -> None:
         """Add a figure to ``tpot``, for which the record's first part has to have one too."""
-        self.record[0].tpot = self.record[0].tpot or []
-        self.current.tpot = [*(self.current.tpot or ()), seconds]
+        for part in (self.record[0], self.current):
+            part.tpot = [] if part.tpot is None else part.tpot
+        _append(self.current.tpot, seconds)
 
     def pause(self, *, notes_event: bool) -> None:
         """The request waits for a further block, with what it has."""

@@ -130,7 +130,9 @@ class Child:
     async def _read_output(self, stream: asyncio.StreamReader) -> None:
         async for line in _lines(stream):
             self.tail.append(line)
-            print(f"[{self.task.role}] {line}", file=self._log or sys.stderr, flush=True)
+            # A line of JSON is for whoever collects the log, and has to stay one.
+            is_json = line.startswith("{") and line.endswith("}")
+            print(line if is_json else f"[{self.task.role}] {line}", file=self._log or sys.stderr, flush=True)
 
     async def _read_reports(self, descriptor: int) -> None:
         stream = asyncio.StreamReader(limit=LONGEST_LINE)

@@ -92,6 +92,7 @@ class Leader:
             request_timeout=self._options.request_timeout,
             api_keys_file=None if keys is None else str(keys),
             metrics_folder=str(self.metrics_folder.path),
+            http=self._options.http,
         )
         self._frontends = FrontendGroup(
             options,

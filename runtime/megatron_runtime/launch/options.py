@@ -9,6 +9,7 @@ from megatron_runtime.config import LOGPROBS_MODES, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.keeper import HANG_SECONDS, RESET_SECONDS
+from megatron_runtime.server.options import HttpOptions
 from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -94,6 +95,7 @@ class LaunchOptions:
     routing_alpha: float = 0.5
     frontend_replicas: int = 2
     request_timeout: float = 600.0
+    http: HttpOptions = field(default_factory=HttpOptions)
     drain_timeout: float = 60.0
     max_restarts: int = 5
     restart_reset_after: float = RESET_SECONDS
@@ -141,6 +143,7 @@ class LaunchOptions:
         self._check_numbers()
         self._check_parallelism()
         self._check_identity()
+        self.http.check()
 
     def _check_source(self) -> None:
         if (self.model.path is None) == (self.model.hf_repo is None):

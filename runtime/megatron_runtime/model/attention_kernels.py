@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import float32, int32, int64, njit, prange, void
 
-from megatron_runtime.model.compiled import Kernel, compile_kernel, exponential, narrowed, scalar, widen
+from megatron_runtime.model.compiled import Kernel, compile_kernel, exponential, narrowed, rounded, scalar, widen
 from megatron_runtime.model.prefetch import prefetch
 
 CHUNK = 64
@@ -83,12 +83,19 @@ def _store(
 
 @njit(inline="always")
 def _turn(head: Any, cosines: Any, sines: Any, turned: Any) -> None:
-    """Rotate a head's first channels, of n the i-th with the one at i + n / 2, and take over the others."""
+    """Rotate a head's first channels, of n the i-th with the one at i + n / 2, and take over the others.
+
+    Rounded after each operation to the type of ``head``, as transformers does: bfloat16 has so few digits that a model
+    would say something else otherwise.
+    """
     half = len(cosines) // 2
     for channel in range(half):
         one, other = widen(head[channel]), widen(head[half + channel])
-        turned[channel] = one * widen(cosines[channel]) - other * widen(sines[channel])
-        turned[half + channel] = other * widen(cosines[half + channel]) + one * widen(sines[half + channel])
+        ahead = rounded(one * widen(cosines[channel]), head) - rounded(other * widen(sines[channel]), head)
+        behind = rounded(other * widen(cosines[half + channel]), head) + rounded(
+            one * widen(sines[half + channel]), head
+        )
+        turned[channel], turned[half + channel] = rounded(ahead, head), rounded(behind, head)
     for channel in range(2 * half, len(turned)):
         turned[channel] = widen(head[channel])
 

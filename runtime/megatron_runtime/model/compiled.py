@@ -77,6 +77,12 @@ def _narrowed_by_type(_value: Any, array: Any) -> Any:
 
 
 @njit(inline="always")
+def rounded(value: Any, array: Any) -> Any:
+    """A float32 with as many digits as ``array`` can hold."""
+    return widen(narrowed(value, array))
+
+
+@njit(inline="always")
 def _bfloat16_bits(value: Any) -> Any:
     bits = np.float32(value).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)

@@ -18,6 +18,7 @@ from megatron_runtime.model.compiled import (
     even_shares,
     exponential,
     narrowed,
+    rounded,
     scalar,
     widen,
 )
@@ -72,7 +73,7 @@ def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
                     total += value * value
                 inverse = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
                 for channel in range(size):
-                    scaled = widen(narrowed(widen(inputs[row, channel]) * inverse, outputs))
+                    scaled = rounded(widen(inputs[row, channel]) * inverse, outputs)
                     outputs[row, channel] = narrowed(widen(weight[channel]) * scaled, outputs)
 
     rows = scalar(narrow)[:, ::1]
@@ -87,7 +88,7 @@ def _gated_silu_kernel(narrow: bool, parallel: bool) -> Kernel:
             for row in range(bounds[share], bounds[share + 1]):
                 for channel in range(size):
                     x = widen(inputs[row, channel])
-                    opened = widen(narrowed(x / (np.float32(1) + exponential(-x)), outputs))
+                    opened = rounded(x / (np.float32(1) + exponential(-x)), outputs)
                     outputs[row, channel] = narrowed(opened * widen(inputs[row, size + channel]), outputs)
 
     rows = scalar(narrow)[:, ::1]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as Backend
 
@@ -14,6 +14,8 @@ from megatron_runtime.model.token_bytes import TokenBytes
 
 _DEFAULT_TEMPLATE = "default"
 _TOOLS_TEMPLATE = "tool_use"
+
+_Kept = TypeVar("_Kept")
 
 
 class Tokenizer:
@@ -52,11 +54,24 @@ class Tokenizer:
         """Every token that ends a generation."""
         self.bos = bos
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._kept: dict[str, Any] = {}
 
     @property
     def has_chat_template(self) -> bool:
         """Whether chats can be rendered."""
         return bool(self._templates)
+
+    @property
+    def definition(self) -> str:
+        """The whole tokenizer as ``tokenizer.json`` would say it."""
+        return self._backend.to_str()
+
+    def kept(self, name: str, make: Callable[[], _Kept]) -> _Kept:
+        """What others make of this tokenizer at some cost: made when it is first asked for by this name."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        found: _Kept = self._kept[name]
+        return found
 
     def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of ``text``; special tokens in the text are recognized.

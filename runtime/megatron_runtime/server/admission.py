@@ -24,6 +24,11 @@ REFUSING_STATES = (EngineState.STOPPING, EngineState.STOPPED)
 class Abandonable(Protocol):
     """A request in flight."""
 
+    @property
+    def size(self) -> int:
+        """How many answers it works on."""
+        ...
+
     def abandon(self, error: ApiError) -> None:
         """Ends it with an error now."""
         ...
@@ -35,8 +40,11 @@ class Admission:
     Paused and suspended engines take requests: those wait in the engines' queues.
     """
 
-    def __init__(self, client: InferenceClient, *, replica_wait: float, retry_after: int) -> None:
+    def __init__(self, client: InferenceClient, *, replica_wait: float, retry_after: int, max_in_flight: int) -> None:
         self._client = client
+        self._max_in_flight = max_in_flight
+        self._waiting = 0
+        self._working = 0
         self._replica_wait = replica_wait
         self._retry_after = retry_after
         self._service: ServiceState | None = None
@@ -62,26 +70,36 @@ class Admission:
         """Whether a request sent now would be taken."""
         return not self._draining and self._has_replica() and not self._is_refusing()
 
-    async def admit(self) -> None:
-        """Returns once there is a replica; raises ApiError 503 when the request is turned away."""
+    async def admit(self, answers: int) -> None:
+        """Returns once there is a replica for a request for so many answers.
+
+        Raises:
+            ApiError: 503 when the request is turned away whatever it asks for, 429 while there are too many others.
+        """
+        self._refuse_if_closed()
+        self._refuse_if_full(answers)
+        self._waiting += answers
         try:
             async with asyncio.timeout(self._replica_wait):
-                self._refuse_if_closed()
                 while not self._has_replica():
                     await self._changed.wait()
                     self._refuse_if_closed()
         except TimeoutError:
             message = f"no replica of the model has registered within {self._replica_wait:.0f} seconds"
             raise unavailable(message, retry_after=self._retry_after, code="no_replica") from None
+        finally:
+            self._waiting -= answers
 
     def enter(self, request: Abandonable) -> None:
         """Counts a request in."""
         self._in_flight.add(request)
+        self._working += request.size
         self._idle.clear()
 
     def leave(self, request: Abandonable) -> None:
         """Counts it out."""
-        self._in_flight.discard(request)
+        self._in_flight.remove(request)
+        self._working -= request.size
         if not self._in_flight:
             self._idle.set()
 
@@ -111,6 +129,13 @@ class Admission:
             raise self._shutting_down()
         if self._is_refusing():
             raise unavailable("the model is stopped", retry_after=self._retry_after, code="stopped")
+
+    def _refuse_if_full(self, answers: int) -> None:
+        others = self._waiting + self._working
+        # A request for more answers than that is taken while it is alone: it would never be otherwise.
+        if others and others + answers > self._max_in_flight:
+            message = f"{others} answers are being worked on, and {self._max_in_flight} may be; try again later"
+            raise ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after=self._retry_after)
 
     def _shutting_down(self) -> ApiError:
         return unavailable("the server is shutting down", retry_after=self._retry_after, code="draining")

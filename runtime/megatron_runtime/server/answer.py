@@ -10,22 +10,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_runtime.server.choice import Delta
+from megatron_runtime.server.protocol import GenerationBody
 
 
 @dataclass(frozen=True)
 class Answer:
     """One answer to one HTTP request; all chunks of a stream share it."""
 
-    model: str
-    prompt_tokens: int
+    body: GenerationBody
+    prompts: Sequence[Sequence[int]]
     id_prefix: str
-    choices_per_prompt: int = 1
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def choices(self) -> int:
+        """How many there will be."""
+        return len(self.prompts) * self.body.n
+
+    def prompt_of(self, choice: int) -> list[int]:
+        """The prompt that a choice answers."""
+        return list(self.prompts[choice // self.body.n])
+
     def whole(self, kind: str, deltas: Sequence[Delta], choice: Callable[[Delta], dict[str, Any]]) -> dict[str, Any]:
         """The complete answer from the last delta of every choice; ``choice`` writes one as its endpoint does."""
-        usage = _UsageMeter(self)
+        usage = UsageMeter(self)
         for delta in deltas:
             usage.add(delta)
         choices = [choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
@@ -39,11 +53,11 @@ class Answer:
         pieces: Callable[[Delta], Iterable[dict[str, Any]]],
         *,
         openings: Iterable[dict[str, Any]] = (),
-        include_usage: bool,
     ) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a stream: the openings, then the pieces of every delta, at last the usage if it is wanted."""
+        include_usage = self.body.include_usage
         head = self._head(kind) | ({"usage": None} if include_usage else {})
-        usage = _UsageMeter(self)
+        usage = UsageMeter(self)
         async with aclosing(deltas):
             for opening in openings:
                 yield {**head, "choices": [opening]}
@@ -60,7 +74,7 @@ class Answer:
             "id": f"{self.id_prefix}-{self.number}",
             "object": kind,
             "created": self.created,
-            "model": self.model,
+            "model": self.body.model,
         }
 
 
@@ -69,7 +83,7 @@ def _fingerprint(weight_version: int) -> dict[str, Any]:
     return {"system_fingerprint": f"weights-{weight_version}"}
 
 
-class _UsageMeter:
+class UsageMeter:
     """Adds up the usage of an answer from its deltas."""
 
     def __init__(self, answer: Answer) -> None:
@@ -82,7 +96,7 @@ class _UsageMeter:
         self._generated += delta.generated_tokens
         if delta.finish_reason is not None:
             # A prompt counts once, however many choices it has, and what one of them computed was not cached.
-            prompt = delta.choice // self._answer.choices_per_prompt
+            prompt = delta.choice // self._answer.body.n
             self._cached[prompt] = min(self._cached.get(prompt, delta.cached_tokens), delta.cached_tokens)
 
     def body(self) -> dict[str, Any]:

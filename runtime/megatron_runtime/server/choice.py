@@ -36,6 +36,10 @@ class Delta:
     choice: int
     text: str
     log_probs: tuple[TokenLogProb, ...] = ()
+    tokens: tuple[int, ...] = ()
+    """The tokens that this text came from, but never half of what begins a character."""
+    prompt_log_probs: tuple[TokenLogProb, ...] = ()
+    """Of the prompt's tokens from the second on, with the last delta of a choice that asked for them."""
     finish_reason: str | None = None
     generated_tokens: int = 0
     cached_tokens: int = 0
@@ -53,6 +57,8 @@ class ChoiceTask:
     params: SamplingParams
     uuid: bytes | None = None
     """Its name towards the coordinator, if the client may send it again under the same one."""
+    with_every_token: bool = False
+    """Log probabilities count the token that ended the answer too, so that there is one for each token."""
 
 
 class ChoiceRunner:
@@ -80,6 +86,7 @@ class ChoiceRunner:
     async def _stream(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
         detokenizer = self._tokenizer.incremental()
         sent_text, sent_tokens = "", 0
+        held: list[int] = []
         updates = self._client.stream_request(list(task.prompt), task.params, request_uuid=task.uuid)
         async with aclosing(updates):
             async for update in updates:
@@ -87,27 +94,39 @@ class ChoiceRunner:
                     timer.first_token()
                 if update.finished is not None:
                     timer.finish(len(update.finished.generated_tokens), update.finished.num_cached_tokens)
-                    yield self._last(task, update.finished, sent_text, sent_tokens)
+                    yield self._last(task, update.finished, sent_text, sent_tokens, held)
                     return
+                held += update.new_tokens
                 text = detokenizer.push(update.new_tokens)
                 sent_text += text
                 sent_tokens += len(update.new_tokens)
                 log_probs = _log_probs(update.new_tokens, update.new_log_probs, update.new_top_n_logprobs)
                 if text or log_probs:
-                    yield Delta(task.index, text, log_probs)
+                    yield Delta(task.index, text, log_probs, tuple(held))
+                    held = []
 
-    def _last(self, task: ChoiceTask, request: DynamicInferenceRequest, sent_text: str, sent_tokens: int) -> Delta:
+    def _last(
+        self,
+        task: ChoiceTask,
+        request: DynamicInferenceRequest,
+        sent_text: str,
+        sent_tokens: int,
+        held: Sequence[int] = (),
+    ) -> Delta:
         """What is left to send once the engine's word on the whole answer is there."""
         _raise_if_failed(request)
         text = request.generated_text or ""
         tokens = request.generated_tokens
         log_probs = _log_probs(tokens, request.generated_log_probs, request.generated_top_n_logprobs)
-        if tokens and tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos:
+        ended_by_token = tokens and tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos
+        if ended_by_token and not task.with_every_token:
             log_probs = log_probs[: len(tokens) - 1]
         return Delta(
             task.index,
             text.removeprefix(sent_text),
             log_probs[sent_tokens:],
+            (*held, *tokens[sent_tokens:]),
+            _log_probs(task.prompt[1:], request.prompt_log_probs, request.prompt_top_n_logprobs),
             finish_reason="length" if request.finish_reason == "length" else "stop",
             generated_tokens=len(tokens),
             cached_tokens=request.num_cached_tokens,
@@ -118,7 +137,7 @@ class ChoiceRunner:
 def _log_probs(
     tokens: Sequence[int], values: Iterable[float] | None, tops: Sequence[Mapping[str, float]] | None
 ) -> tuple[TokenLogProb, ...]:
-    numbers = [float(value) for value in values or ()]
+    numbers = [float(value) for value in (() if values is None else values)]
     likeliest = tops or [{}] * len(tokens)
     return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, likeliest, strict=False))
 

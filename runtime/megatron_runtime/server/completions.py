@@ -8,8 +8,10 @@ from typing import Any
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.answer import Answer
 from megatron_runtime.server.choice import Delta, TokenLogProb
-from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.errors import ApiError, check_text
 from megatron_runtime.server.protocol import CompletionBody
+from megatron_runtime.server.sampling import check_tokens
+from megatron_runtime.server.token_ids import TokenIds
 
 
 def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
@@ -22,24 +24,56 @@ def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[
 
 def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
     """The complete answer from the last delta of every choice."""
-    return answer.whole("text_completion", deltas, lambda delta: _choice(delta, Logprobs(tokenizer)))
+    ids = TokenIds(answer)
+
+    def choice(delta: Delta) -> dict[str, Any]:
+        logprobs = Logprobs(tokenizer)
+        echo = _prompt_text(answer, delta.choice, tokenizer) if answer.body.is_echoed else ""
+        prompt = answer.prompt_of(delta.choice) if answer.body.is_echoed else []
+        return {
+            **_choice(delta, logprobs.body(delta.log_probs, delta.prompt_log_probs, prompt)),
+            "text": echo + delta.text,
+            **ids.of_prompt(delta.choice),
+            **ids.of_piece(delta),
+            **ids.of_whole(delta),
+        }
+
+    return answer.whole("text_completion", deltas, choice)
 
 
 def completion_chunks(
-    answer: Answer, deltas: AsyncGenerator[Delta, None], tokenizer: Tokenizer, *, choices: int, include_usage: bool
+    answer: Answer, deltas: AsyncGenerator[Delta, None], tokenizer: Tokenizer
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of a stream: text as it comes, at last the usage."""
-    logprobs = [Logprobs(tokenizer) for _ in range(choices)]
-    return answer.chunks(
-        "text_completion", deltas, lambda delta: [_choice(delta, logprobs[delta.choice])], include_usage=include_usage
-    )
+    """The chunks of a stream: the prompt if it is to be echoed, text as it comes, at last the usage."""
+    logprobs = [Logprobs(tokenizer) for _ in range(answer.choices)]
+    ids = TokenIds(answer)
+
+    def piece(delta: Delta) -> dict[str, Any]:
+        new = _choice(delta, logprobs[delta.choice].body(delta.log_probs))
+        return {**new, **ids.of_piece(delta), **ids.of_whole(delta)}
+
+    def opening(choice: int) -> dict[str, Any]:
+        echo = _prompt_text(answer, choice, tokenizer) if answer.body.is_echoed else ""
+        delta = Delta(choice, echo)
+        return {**_choice(delta, None), **ids.of_prompt(choice), **ids.of_piece(delta)}
+
+    is_announced = answer.body.is_echoed or answer.body.return_token_ids
+    openings = [opening(choice) for choice in range(answer.choices)] if is_announced else []
+    return answer.chunks("text_completion", deltas, lambda delta: [piece(delta)], openings=openings)
 
 
-def _choice(delta: Delta, logprobs: Logprobs) -> dict[str, Any]:
+def _prompt_text(answer: Answer, choice: int, tokenizer: Tokenizer) -> str:
+    """The prompt as the client wrote it, or what its tokens stand for."""
+    assert isinstance(answer.body, CompletionBody)
+    prompt = answer.body.prompts[choice // answer.body.n]
+    return prompt if isinstance(prompt, str) else tokenizer.detokenize(prompt, skip_special_tokens=False)
+
+
+def _choice(delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "index": delta.choice,
         "text": delta.text,
-        "logprobs": logprobs.body(delta.log_probs),
+        "logprobs": logprobs,
         "finish_reason": delta.finish_reason,
     }
 
@@ -51,28 +85,35 @@ class Logprobs:
         self._tokenizer = tokenizer
         self._offset = 0
 
-    def body(self, entries: Sequence[TokenLogProb]) -> dict[str, Any] | None:
-        """The ``logprobs`` of one choice or chunk."""
-        if not entries:
+    def body(
+        self,
+        entries: Sequence[TokenLogProb],
+        of_prompt: Sequence[TokenLogProb] = (),
+        prompt: Sequence[int] = (),
+    ) -> dict[str, Any] | None:
+        """The ``logprobs`` of one choice or chunk; those of an echoed prompt first, whose first token has none."""
+        if not entries and not of_prompt:
             return None
-        tokens = [self._tokenizer.detokenize([entry.token], skip_special_tokens=False) for entry in entries]
+        known: list[TokenLogProb | None] = [*([None] if prompt else []), *of_prompt, *entries]
+        ids = [*prompt[:1], *(entry.token for entry in (*of_prompt, *entries))]
+        tokens = [self._tokenizer.detokenize([token], skip_special_tokens=False) for token in ids]
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(token)
+        has_tops = any(entry is not None and entry.top for entry in known)
+        tops = [None if entry is None else dict(entry.top) for entry in known]
         return {
             "tokens": tokens,
-            "token_logprobs": [entry.log_prob for entry in entries],
-            "top_logprobs": [dict(entry.top) for entry in entries] if entries[0].top else None,
+            "token_logprobs": [None if entry is None else entry.log_prob for entry in known],
+            "top_logprobs": tops if has_tops else None,
             "text_offset": offsets,
         }
 
 
 def _tokens(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, str):
+        check_text(prompt, param="prompt")
         return tokenizer.tokenize(prompt, add_special_tokens=True)
-    for token in prompt:
-        if token >= tokenizer.vocab_size:
-            message = f"prompt: token {token} is outside the vocabulary of {tokenizer.vocab_size} tokens"
-            raise ApiError(400, message, param="prompt")
+    check_tokens(prompt, tokenizer.vocab_size, param="prompt")
     return prompt

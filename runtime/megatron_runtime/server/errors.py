@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +10,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-logger = logging.getLogger(__name__)
-
 LONGEST_SHOWN_VALUE = 80
+
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_timeout", 413: "body_too_large"}
 
 
 class ApiError(Exception):
@@ -54,12 +53,33 @@ def unavailable(message: str, *, retry_after: int, code: str = "service_unavaila
     return ApiError(503, message, kind="service_unavailable_error", code=code, retry_after=retry_after)
 
 
+def too_late(message: str) -> ApiError:
+    """408: the answer was not there in time."""
+    return ApiError(408, message, kind="timeout_error", code="deadline_exceeded")
+
+
+def unexpected() -> ApiError:
+    """500, for what should never happen."""
+    return ApiError(500, "the server failed on this request; its log says why", kind="server_error")
+
+
+def check_text(text: str, *, param: str) -> None:
+    """Raises ApiError 400 for half a surrogate pair, which JSON can write and no text can have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        message = (
+            f"{param}: \\u{ord(text[error.start]):04x} at {error.start} is half of a surrogate pair, which is no text"
+        )
+        raise ApiError(400, message, param=param) from error
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Makes every refusal of ``app`` an OpenAI error body; 422 never leaves it."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected_error)
+    app.add_exception_handler(UnicodeEncodeError, _no_text)
 
 
 async def _api_error(_: Request, error: Exception) -> JSONResponse:
@@ -72,18 +92,18 @@ async def _validation_error(_: Request, error: Exception) -> JSONResponse:
     return _from_validation(error.errors()).response()
 
 
+async def _no_text(_: Request, __: Exception) -> JSONResponse:
+    """Of what an answer repeats: that is the only text from a client which nothing has looked at before."""
+    return ApiError(400, "the body has half of a surrogate pair, which is no text").response()
+
+
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    response = ApiError(error.status_code, message, code=code).response()
+    kind = "timeout_error" if error.status_code == 408 else "invalid_request_error"
+    response = ApiError(error.status_code, message, kind=kind, code=_CODES.get(error.status_code)).response()
     response.headers.update(error.headers or {})
     return response
-
-
-async def _unexpected_error(request: Request, error: Exception) -> JSONResponse:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return ApiError(500, "the server failed on this request; its log says why", kind="server_error").response()
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
@@ -95,9 +115,9 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
             400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json"
         )
     path = _path(first["loc"])
-    if first.get("type") == "extra_forbidden":
-        return ApiError(400, f"{path[-1]}: unknown field; check its spelling or leave it out", param=".".join(path))
     text = str(first["msg"]).removeprefix("Value error, ")
+    if not path and not isinstance(first.get("input"), dict):
+        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     if not path:
         return ApiError(400, text, param=_leading_field(text))
     shown = "" if first.get("type") == "missing" else f" (got {_shorten(first.get('input'))})"
@@ -107,7 +127,7 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
 def _leading_field(text: str) -> str | None:
     """The field that a complaint about the whole body starts with."""
     word = text.split(" ", 1)[0]
-    return word if "_" in word else None
+    return word if "_" in word or word == "logprobs" else None
 
 
 def _path(location: Sequence[str | int]) -> list[str]:

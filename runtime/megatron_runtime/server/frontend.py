@@ -19,9 +19,10 @@ from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EX
 from megatron_runtime.model.tokenizer_files import load_tokenizer
 from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.api_keys import ApiKeys
-from megatron_runtime.server.app import Frontend, create_app
+from megatron_runtime.server.app import create_app
 from megatron_runtime.server.http_server import HttpServer
 from megatron_runtime.server.options import FrontendOptions
+from megatron_runtime.server.parts import Frontend
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -50,9 +51,14 @@ async def _serve(link: ParentLink) -> int:
         logger.error("%s", error)
         return EXIT_FAILURE
     client.start()
-    admission = Admission(client, replica_wait=options.replica_wait, retry_after=options.retry_after)
+    admission = Admission(
+        client,
+        replica_wait=options.replica_wait,
+        retry_after=options.retry_after,
+        max_in_flight=options.http.max_in_flight,
+    )
     app = create_app(Frontend(options, client, tokenizer, admission, api_keys))
-    server = HttpServer(app, verbose=options.verbose)
+    server = HttpServer(app)
     drain = _Drain(server, admission)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain.advance)
     serving = asyncio.create_task(server.serve(sockets=[sock]))

@@ -15,7 +15,7 @@ from megatron_runtime.errors import (
 )
 from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.choice import ChoiceRunner, ChoiceTask, Delta
-from megatron_runtime.server.errors import ApiError, unavailable
+from megatron_runtime.server.errors import ApiError, too_late, unavailable
 from megatron_runtime.server.repetition import already_running
 
 
@@ -29,6 +29,8 @@ class Generation:
         self._tasks = tasks
         self._timeout = timeout
         self._admission = admission
+        self.size = len(tasks)
+        """How many answers it works on."""
         self._queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -59,7 +61,7 @@ class Generation:
                 async for delta in deltas:
                     self._queue.put_nowait(delta)
         except TimeoutError:
-            self._queue.put_nowait(_too_late(self._timeout))
+            self._queue.put_nowait(too_late(f"the request was not answered within {self._timeout:g} seconds"))
         except Exception as error:
             self._queue.put_nowait(as_api_error(error))
 
@@ -74,14 +76,9 @@ def as_api_error(error: Exception) -> Exception:
         case ContextOverflowError(is_transient=False):
             return ApiError(400, str(error), code="context_length_exceeded")
         case RequestTimeoutError():
-            return ApiError(504, str(error), kind="timeout_error", code="deadline_exceeded")
+            return too_late(str(error))
         case CoordinatorError():
             return unavailable(str(error), retry_after=1, code="coordinator_unreachable")
         case MegatronInferenceError():
             return ApiError(500, str(error), kind="server_error", code="engine_error")
     return error
-
-
-def _too_late(seconds: float) -> ApiError:
-    message = f"the request was not answered within {seconds:.0f} seconds"
-    return ApiError(504, message, kind="timeout_error", code="deadline_exceeded")

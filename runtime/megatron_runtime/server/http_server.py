@@ -57,13 +57,13 @@ def _listen(host: str, port: int) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """Leaves SIGTERM and SIGINT to whoever runs it; end it by setting ``should_exit``."""
 
-    def __init__(self, app: FastAPI, *, verbose: bool = False, graceful_seconds: int | None = None) -> None:
+    def __init__(self, app: FastAPI, *, graceful_seconds: int | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 log_config=None,
-                log_level="info" if verbose else "warning",
-                access_log=verbose,
+                log_level="warning",
+                access_log=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=graceful_seconds,
                 lifespan="on",

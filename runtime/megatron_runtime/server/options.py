@@ -3,8 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from megatron_runtime.errors import ConfigurationError
+
+ACCESS_LOGS = ("off", "text", "json")
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """How HTTP requests are taken, whatever they ask for. Times are seconds."""
+
+    max_body_bytes: int = 16 * 2**20
+    """Larger bodies are refused with 413."""
+    body_timeout: float = 60.0
+    """A body that is not here by then is refused with 408."""
+    max_in_flight: int = 2048
+    """Answers that one frontend process works on at a time; requests for more are refused with 429."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may read answers in a browser; ``*`` means all."""
+    access_log: str = "off"
+    """A line per request: ``off``, ``text`` or ``json``."""
+
+    def check(self) -> None:
+        """Raises ConfigurationError naming the field, its value and what it may be."""
+        for name in ("max_body_bytes", "body_timeout", "max_in_flight"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0", field=name)
+        if self.access_log not in ACCESS_LOGS:
+            raise ConfigurationError(
+                f"access_log={self.access_log!r} must be one of {', '.join(ACCESS_LOGS)}", field="access_log"
+            )
+        for origin in self.cors_origins:
+            if origin != "*" and "://" not in origin:
+                raise ConfigurationError(
+                    f"cors_origins: {origin!r} is no origin; write it like https://example.com, or * for all",
+                    field="cors_origins",
+                )
 
 
 @dataclass(frozen=True)
@@ -26,8 +62,7 @@ class FrontendOptions:
     retry_after: int = 5
     api_keys_file: str | None = None
     metrics_folder: str | None = None
-    verbose: bool = False
-    """Logs every request."""
+    http: HttpOptions = field(default_factory=HttpOptions)
 
     def serialize(self) -> dict[str, Any]:
         """All fields as JSON values."""
@@ -35,5 +70,6 @@ class FrontendOptions:
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> FrontendOptions:
-        """The options that ``serialize`` was called on."""
-        return cls(**data)
+        """The options that ``serialize`` was called on, also after a turn through JSON."""
+        http = data["http"]
+        return cls(**{**data, "http": HttpOptions(**{**http, "cors_origins": tuple(http["cors_origins"])})})

@@ -1,12 +1,13 @@
 """Bodies of the OpenAI endpoints as this server takes them.
 
 Fields of OpenAI's API that the engine does not implement are listed too, so that a client that sends one learns that
-it would be without effect; only a neutral value passes. Unknown fields are refused, since most of them are slips.
+it would be without effect; only a neutral value passes. Fields that nobody knows are ignored, as OpenAI's API does.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -14,7 +15,7 @@ MAX_CHOICES = 128
 """Most choices (prompts x n) that one request may ask for."""
 
 
-def _only(*neutral: object) -> AfterValidator:
+def only(*neutral: object) -> AfterValidator:
     """Accepts the neutral values of a field that this server does not implement."""
 
     def check(value: Any) -> Any:
@@ -32,16 +33,42 @@ TokenId = Annotated[int, Field(ge=0)]
 class StreamOptions(BaseModel):
     """What a stream carries besides its deltas."""
 
-    model_config = ConfigDict(extra="forbid")
-
     include_usage: bool = False
-    include_obfuscation: Annotated[bool, _only(False)] = False
+    include_obfuscation: Annotated[bool, only(False)] = False
 
 
-class GenerationBody(BaseModel):
+class JsonSchema(BaseModel):
+    """``json_schema`` of a ``response_format``; every schema is kept to strictly."""
+
+    name: str = "answer"
+    definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What form the answer has."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _a_schema_for_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes together with type json_schema, and with no other")
+        return self
+
+    @property
+    def schema_to_keep(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.definition
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class GenerationBody(BaseModel, ABC):
     """Fields that chat and text completions share."""
 
-    model_config = ConfigDict(extra="forbid")
+    prompt_param: ClassVar[str]
+    """The field that the prompt comes from."""
 
     model: str
     temperature: float = Field(1.0, ge=0, le=2)
@@ -60,6 +87,19 @@ class GenerationBody(BaseModel):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
+    streaming_interval: int = Field(1, ge=1)
+    timeout: float | None = Field(None, gt=0)
+    return_token_ids: bool = False
+    return_tokenized_data: bool = False
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: StopString | None = None
+    guided_choice: Annotated[list[StopString], Field(min_length=1)] | None = None
+    guided_grammar: StopString | None = None
+
+    priority: Annotated[int, only(0)] = 0
+    structured_outputs: Annotated[Any, only(None)] = None
+    multi_modal_data: Annotated[Any, only(None, {})] = None
 
     # Known to OpenAI's clients and without influence on the answer.
     user: str | None = None
@@ -80,6 +120,31 @@ class GenerationBody(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed together with stream: true")
         return self
+
+    @property
+    @abstractmethod
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None means as many as fit."""
+
+    @property
+    def limit_param(self) -> str:
+        """The field that ``token_limit`` comes from."""
+        return "max_tokens"
+
+    @property
+    @abstractmethod
+    def top_n_log_probs(self) -> int | None:
+        """How many likeliest tokens are wanted beside the log probability of each; None for no log probabilities."""
+
+    @property
+    def format(self) -> tuple[str, dict[str, Any] | None]:
+        """The field that says what form the answer has, and the JSON schema of it, or None."""
+        return "response_format", None if self.response_format is None else self.response_format.schema_to_keep
+
+    @property
+    def is_echoed(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
 
     @property
     def stop_strings(self) -> list[str]:
@@ -106,18 +171,29 @@ class ChatMessage(BaseModel):
 
     role: str = Field(min_length=1)
     content: str | list[ContentPart] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    generation_token_ids: list[TokenId] | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether this is an answer that came back with the tokens that it was made of."""
+        return self.role == "assistant" and bool(self.prompt_token_ids) and bool(self.generation_token_ids)
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: content is one string."""
-        message = self.model_dump(exclude_none=True)
+        message = self.model_dump(exclude_none=True, exclude={"prompt_token_ids", "generation_token_ids"})
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
         message.setdefault("content", "")
+        if self.role == "developer":
+            message["role"] = "system"  # OpenAI's newer name for it, which templates do not know
         return message
 
 
 class ChatCompletionBody(GenerationBody):
     """``POST /v1/chat/completions``."""
+
+    prompt_param = "messages"
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -125,15 +201,18 @@ class ChatCompletionBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    prevent_retokenization: bool = True
 
-    tools: Annotated[list[Any] | None, _only(None, [])] = None
-    tool_choice: Annotated[Any, _only(None, "none", "auto")] = None
+    tools: Annotated[list[Any] | None, only(None, [])] = None
+    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Any] | None, _only(None, [])] = None
-    function_call: Annotated[Any, _only(None, "none", "auto")] = None
-    response_format: Annotated[Any, _only(None, {"type": "text"})] = None
-    modalities: Annotated[list[str] | None, _only(None, ["text"])] = None
-    reasoning_effort: Annotated[str | None, _only(None, "none")] = None
+    functions: Annotated[list[Any] | None, only(None, [])] = None
+    function_call: Annotated[Any, only(None, "none", "auto")] = None
+    modalities: Annotated[list[str] | None, only(None, ["text"])] = None
+    audio: Annotated[Any, only(None)] = None
+    reasoning_effort: Annotated[str | None, only(None, "none")] = None
+    verbosity: Annotated[str | None, only(None, "medium")] = None
+    web_search_options: Annotated[Any, only(None)] = None
 
     @model_validator(mode="after")
     def _top_logprobs_needs_logprobs(self) -> ChatCompletionBody:
@@ -146,17 +225,51 @@ class ChatCompletionBody(GenerationBody):
         """Most tokens to generate; None means as many as fit."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
+    @property
+    def limit_param(self) -> str:
+        """The field that ``token_limit`` comes from."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def top_n_log_probs(self) -> int | None:
+        """``top_logprobs``, if ``logprobs`` asks for any."""
+        return self.top_logprobs if self.logprobs else None
+
 
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
 
+    prompt_param = "prompt"
+
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    best_of: Annotated[int, _only(1)] = 1
-    echo: Annotated[bool, _only(False)] = False
-    suffix: Annotated[str | None, _only(None, "")] = None
+    echo: bool = False
+
+    best_of: Annotated[int, only(1)] = 1
+    suffix: Annotated[str | None, only(None, "")] = None
+
+    @model_validator(mode="after")
+    def _scored_prompts_are_not_streamed(self) -> CompletionBody:
+        if self.echo and self.stream and self.logprobs is not None:
+            raise ValueError("logprobs together with echo is only for stream: false")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """``max_tokens``."""
+        return self.max_tokens
+
+    @property
+    def top_n_log_probs(self) -> int | None:
+        """``logprobs``."""
+        return self.logprobs
+
+    @property
+    def is_echoed(self) -> bool:
+        """``echo``."""
+        return self.echo
 
     @property
     def prompts(self) -> list[str | list[int]]:

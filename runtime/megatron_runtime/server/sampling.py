@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.protocol import ChatCompletionBody, CompletionBody
+from megatron_runtime.server.protocol import GenerationBody
 
 _SEEDS = 2**64
 
 
 def sampling_params(
-    body: ChatCompletionBody | CompletionBody, *, sample: int, limit: int, vocab_size: int
+    body: GenerationBody, *, sample: int, limit: int, vocab_size: int, grammar: str | None = None
 ) -> SamplingParams:
-    """The parameters of the ``sample``-th of ``n`` answers, which may have ``limit`` tokens.
+    """The parameters of the ``sample``-th of ``n`` answers, which may have ``limit`` tokens and keeps to ``grammar``.
 
     With a seed each sample gets its own, so that they differ from each other and repeat with the request.
 
@@ -23,38 +25,43 @@ def sampling_params(
     if body.min_tokens > limit:
         message = f"min_tokens: {body.min_tokens} tokens are more than the {limit} that the answer may have"
         raise ApiError(400, message, param="min_tokens")
-    if isinstance(body, ChatCompletionBody):
-        with_log_probs, top = body.logprobs, body.top_logprobs
-    else:
-        with_log_probs, top = body.logprobs is not None, body.logprobs or 0
+    top = body.top_n_log_probs
     try:
         params = SamplingParams(
             temperature=body.temperature,
-            top_k=max(body.top_k, 0),
+            top_k=min(max(body.top_k, 0), vocab_size),
             top_p=body.top_p,
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
             frequency_penalty=body.frequency_penalty,
             presence_penalty=body.presence_penalty,
             logit_bias=body.logit_bias,  # type: ignore[arg-type]
+            grammar=grammar,
             min_tokens=body.min_tokens,
             seed=None if body.seed is None else (body.seed + sample) % _SEEDS,
             num_tokens_to_generate=limit,
             stop=body.stop_strings,
             stop_token_ids=body.stop_token_ids,
             ignore_eos=body.ignore_eos,
-            return_log_probs=with_log_probs,
-            skip_prompt_log_probs=True,
-            top_n_logprobs=top,
+            return_log_probs=top is not None,
+            skip_prompt_log_probs=not body.is_echoed,
+            top_n_logprobs=top or 0,
             streaming=body.stream,
+            streaming_interval=min(body.streaming_interval, max(limit, 1)),
         )
     except InvalidRequestError as error:
         raise ApiError(400, str(error), param=error.field) from error
-    for token in params.logit_bias or ():
-        if token >= vocab_size:
-            message = f"logit_bias: token {token} is outside the vocabulary of {vocab_size} tokens"
-            raise ApiError(400, message, param="logit_bias")
+    check_tokens(params.logit_bias or (), vocab_size, param="logit_bias")
+    check_tokens(params.stop_token_ids or (), vocab_size, param="stop_token_ids")
     return params
+
+
+def check_tokens(tokens: Iterable[int], vocab_size: int, *, param: str) -> None:
+    """Raises ApiError 400 naming the first token that the model does not have."""
+    for token in tokens:
+        if token >= vocab_size:
+            message = f"{param}: token {token} is outside the vocabulary of {vocab_size} tokens"
+            raise ApiError(400, message, param=param)
 
 
 def token_limit(prompt_tokens: int, wanted: int | None, longest: int, *, param: str, prompt_param: str) -> int:

@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.errors import ApiError, unexpected
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +25,13 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class EventStream(StreamingResponse):
     """``text/event-stream`` of JSON chunks that ends with ``[DONE]``, or with an error in OpenAI's shape.
 
+    With ``names_events`` each chunk is an event named by its ``type``, and the last one says itself that it is over.
     When the client leaves, the generator of the chunks is closed at once.
     """
 
-    def __init__(self, chunks: AsyncGenerator[Mapping[str, Any], None]) -> None:
+    def __init__(self, chunks: AsyncGenerator[Mapping[str, Any], None], *, names_events: bool = False) -> None:
         self._chunks = chunks
-        super().__init__(_events(chunks), media_type="text/event-stream", headers=HEADERS)
+        super().__init__(_events(chunks, names_events), media_type="text/event-stream", headers=HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
@@ -40,18 +41,20 @@ class EventStream(StreamingResponse):
             await self._chunks.aclose()
 
 
-async def _events(chunks: AsyncGenerator[Mapping[str, Any], None]) -> AsyncGenerator[bytes, None]:
+async def _events(chunks: AsyncGenerator[Mapping[str, Any], None], names_events: bool) -> AsyncGenerator[bytes, None]:
     try:
         async for chunk in chunks:
-            yield _event(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+            name = f"event: {chunk['type']}\n".encode() if names_events else b""
+            yield name + _event(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
     except ApiError as error:
         yield _event(json.dumps(error.body()))
         return
     except Exception:
         logger.exception("a stream failed")
-        yield _event(json.dumps(ApiError(500, "the server failed on this request", kind="server_error").body()))
+        yield _event(json.dumps(unexpected().body()))
         return
-    yield _event("[DONE]")
+    if not names_events:
+        yield _event("[DONE]")
 
 
 def _event(data: str) -> bytes:

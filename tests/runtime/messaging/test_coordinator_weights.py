@@ -125,18 +125,24 @@ async def test_weights_that_nobody_could_load_are_asked_of_nobody_who_comes_late
     assert late.weights == []
 
 
-async def test_a_replacement_coordinator_hears_from_the_engines_which_weights_the_service_has(fleet: Fleet) -> None:
-    fleet.add_engine(group=0)
-    client = await fleet.connect()
-    await fleet.ready(client, 1)
-    await client.pause_engines()
-    await client.update_weights("/models/2")
+async def join_after_a_replacement(fleet: Fleet, client: InferenceClient) -> FakeEngine:
+    """An engine that joins a paused service with one other, whose coordinator has been replaced meanwhile."""
     await asyncio.to_thread(fleet.stop_coordinator)
     fleet.start_coordinator(initial_state="PAUSED")
     await fleet.ready(client, 1)
     late = FakeEngine()
     fleet.add_engine(late, group=1)
     await fleet.ready(client, 2)
+    return late
+
+
+async def test_a_replacement_coordinator_hears_from_the_engines_which_weights_the_service_has(fleet: Fleet) -> None:
+    fleet.add_engine(group=0)
+    client = await fleet.connect()
+    await fleet.ready(client, 1)
+    await client.pause_engines()
+    await client.update_weights("/models/2")
+    late = await join_after_a_replacement(fleet, client)
     assert late.weights == ["/models/2"]
     assert await versions(client) == [1, 1]
     assert await client.update_weights("/models/3") == 2
@@ -208,12 +214,7 @@ async def test_tensors_that_an_engine_was_given_beside_the_coordinator_are_told_
     await client.pause_engines()
     await client.update_weights("/models/2")
     assert await loop.update_weights({"a tensor": 1}) == 2  # type: ignore[dict-item]
-    await asyncio.to_thread(fleet.stop_coordinator)
-    fleet.start_coordinator(initial_state="PAUSED")
-    await fleet.ready(client, 1)
-    late = FakeEngine()
-    fleet.add_engine(late, group=1)
-    await fleet.ready(client, 2)
+    late = await join_after_a_replacement(fleet, client)
     assert late.weights == []
     assert await client.update_weights("/models/2") == 3
     assert await versions(client) == [3, 3]

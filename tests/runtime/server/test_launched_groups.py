@@ -29,7 +29,7 @@ def ask(pod: Any) -> str:
 def test_a_worker_pod_joins_the_leader_and_leaves_it_without_loss(
     start_pod: Callable[..., Any], smollm2_path: Path
 ) -> None:
-    flags = ("--model", str(smollm2_path), "--kv-cache-memory", "128Mi")
+    flags = ("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "128Mi")
     leader = start_pod(*flags)
     worker = start_pod(
         *flags,
@@ -51,7 +51,7 @@ def test_a_worker_pod_joins_the_leader_and_leaves_it_without_loss(
 def test_a_replica_that_is_restarted_with_its_coordinator_loads_the_weights_that_the_service_has(
     start_pod: Callable[..., Any], smollm2_path: Path
 ) -> None:
-    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "128Mi", "--replicas", "2")
+    pod = start_pod("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "128Mi", "--replicas", "2")
 
     def has_versions(wanted: int) -> Callable[[Any], bool]:
         return lambda state: [replica["weightVersion"] for replica in state["replicas"]] == [wanted] * 2
@@ -73,6 +73,7 @@ def test_a_replica_that_is_restarted_with_its_coordinator_loads_the_weights_that
 
 def test_a_model_alone_is_enough_on_a_laptop(smollm2_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_runtime.cli", "--model", str(smollm2_path), "--replicas", "2"]
+    command += ["--dtype", "float32"]
     flags = ["--kv-cache-memory", "128Mi", "--threads-per-rank", "1", "--frontend-replicas", "1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_")}
     with subprocess.Popen([*command, *flags], env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -96,7 +97,13 @@ def test_keys_from_a_file_are_asked_for_and_followed(
     keys = tmp_path / "keys"
     keys.write_text("# people\nfirst-key\n")
     pod = start_pod(
-        "--model", str(smollm2_path), "--kv-cache-memory", "128Mi", MEGATRON_API_KEYS_FILE=str(keys)
+        "--model",
+        str(smollm2_path),
+        "--dtype",
+        "float32",
+        "--kv-cache-memory",
+        "128Mi",
+        MEGATRON_API_KEYS_FILE=str(keys),
     ).wait_ready()
 
     def status(key: str) -> int:

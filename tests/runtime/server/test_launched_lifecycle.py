@@ -117,7 +117,7 @@ def test_the_control_api_asks_for_its_token(shared_pod: Any) -> None:
 @pytest.fixture
 def pod(start_pod: Callable[..., Any], smollm2_path: Path) -> Any:
     """A pod that the test may end."""
-    return start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi").wait_ready()
+    return start_pod("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "256Mi").wait_ready()
 
 
 def test_sigterm_lets_a_running_stream_end_and_turns_new_requests_away(pod: Any) -> None:
@@ -176,7 +176,9 @@ def test_stop_ends_the_launcher_with_success(pod: Any) -> None:
 def test_the_wish_at_start_is_fulfilled_before_the_pod_is_ready(
     start_pod: Callable[..., Any], smollm2_path: Path
 ) -> None:
-    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi", MEGATRON_LIFECYCLE="Suspended")
+    pod = start_pod(
+        "--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "256Mi", MEGATRON_LIFECYCLE="Suspended"
+    )
     pod.wait_for(lambda state: state["ready"] and state["engineState"] == "SUSPENDED")
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, pod)

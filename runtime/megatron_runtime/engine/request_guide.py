@@ -1,0 +1,56 @@
+"""The tokens that a request's grammar allows next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from megatron_runtime.model.tokenizer import Tokenizer
+
+
+class RequestGuide:
+    """Follows one request's answer through its grammar.
+
+    What is allowed depends on the answer's tokens alone, so that a request that goes on elsewhere goes on alike.
+
+    Args:
+        grammar: One that ``guides.check_grammar`` accepts.
+        tokenizer: The model's; what llguidance makes of it is kept with it.
+        prompt_length: How many of the sequence's tokens are the prompt.
+    """
+
+    def __init__(self, grammar: str, tokenizer: Tokenizer, prompt_length: int) -> None:
+        self._vocabulary = tokenizer.kept("guide vocabulary", lambda: _vocabulary(tokenizer))
+        self._grammar = grammar
+        self._first = self._known = prompt_length
+        self._matcher = LLMatcher(self._vocabulary, grammar)
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no next token, although the grammar is not at its end; None if there is one."""
+        return self._matcher.get_error() or None if self._matcher.is_error() else None
+
+    def after(self, tokens: Sequence[int], length: int, vocab_size: int) -> NDArray[np.bool_]:
+        """Which tokens may follow the sequence's first so many: bool [vocab_size]; none after a failure."""
+        if length < self._known:
+            self._start_over()  # a pass failed and is repeated
+        if not self._matcher.is_stopped():
+            self._matcher.consume_tokens(list(tokens[self._known : length]))
+        self._known = length
+        allowed = np.zeros(vocab_size, np.bool_)
+        if self.failure is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            found = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(np.bool_)
+            allowed[: len(found)] = found
+        return allowed
+
+    def _start_over(self) -> None:
+        self._matcher = LLMatcher(self._vocabulary, self._grammar)
+        self._known = self._first
+
+
+def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+    return LLTokenizer(tokenizer.definition, eos_token=sorted(tokenizer.eos_token_ids))

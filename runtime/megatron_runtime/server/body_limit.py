@@ -1,0 +1,47 @@
+"""ASGI middleware around all routes: bodies may neither be too large nor take too long."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatron_runtime.server.options import HttpOptions
+
+_CLOSE = {"Connection": "close"}
+"""What is left of such a body is not worth reading to find where the next request begins."""
+
+
+class BodyLimit:
+    """Refuses bodies that are too large with 413, whatever their header says, and those that don't come with 408."""
+
+    def __init__(self, app: ASGIApp, options: HttpOptions) -> None:
+        self._app = app
+        self._options = options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on, counting the bytes of its body."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit, seconds = self._options.max_body_bytes, self._options.body_timeout
+        deadline = asyncio.get_running_loop().time() + seconds
+        received = 0
+        complete = False
+
+        async def limited() -> Message:
+            nonlocal received, complete
+            try:
+                async with asyncio.timeout_at(None if complete else deadline):
+                    message = await receive()
+            except TimeoutError:
+                # FastAPI passes only this kind of error on while it reads a body.
+                raise HTTPException(408, f"the body was not here within {seconds:g} seconds", _CLOSE) from None
+            received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if received > limit:
+                raise HTTPException(413, f"the body has more than {limit} bytes", _CLOSE)
+            return message
+
+        await self._app(scope, limited, send)

@@ -1,0 +1,105 @@
+"""What ``/openapi.json`` tells beside the bodies: an example of each request and answer, and the form of errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class ErrorDetails(BaseModel):
+    """Why a request was not answered. ``param`` is the field that is to blame."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer other than 2xx."""
+
+    error: ErrorDetails
+
+
+_USAGE = {
+    "prompt_tokens": 9,
+    "completion_tokens": 5,
+    "total_tokens": 14,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+_HEAD = {"created": 1780000000, "model": "smollm2"}
+_HELLO = {"role": "user", "content": "Say hello."}
+
+CHAT_REQUEST = {"model": "smollm2", "messages": [_HELLO], "max_tokens": 20, "temperature": 0}
+CHAT_ANSWER = {
+    "id": "chatcmpl-0b5c",
+    "object": "chat.completion",
+    **_HEAD,
+    "choices": [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello!", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ],
+    "usage": _USAGE,
+    "system_fingerprint": "weights-0",
+}
+COMPLETION_REQUEST = {"model": "smollm2", "prompt": "Water boils at", "max_tokens": 5, "temperature": 0}
+COMPLETION_ANSWER = {
+    "id": "cmpl-0b5c",
+    "object": "text_completion",
+    **_HEAD,
+    "choices": [{"index": 0, "text": " 100 degrees", "logprobs": None, "finish_reason": "length"}],
+    "usage": _USAGE,
+    "system_fingerprint": "weights-0",
+}
+RESPONSE_REQUEST = {"model": "smollm2", "input": "Say hello.", "max_output_tokens": 20}
+RESPONSE_ANSWER = {
+    "id": "resp_0b5c",
+    "object": "response",
+    "created_at": 1780000000,
+    "status": "completed",
+    "model": "smollm2",
+    "output": [
+        {
+            "type": "message",
+            "id": "msg_0b5c",
+            "role": "assistant",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "Hello!", "annotations": [], "logprobs": []}],
+        }
+    ],
+    "usage": {"input_tokens": 9, "output_tokens": 5, "total_tokens": 14},
+}
+MODEL_ANSWER = {
+    "id": "smollm2",
+    "object": "model",
+    "created": 1780000000,
+    "owned_by": "megatron",
+    "max_model_len": 8192,
+}
+MODELS_ANSWER = {"object": "list", "data": [MODEL_ANSWER]}
+TOKENIZE_REQUEST = {"model": "smollm2", "prompt": "Hello"}
+TOKENIZE_ANSWER = {"count": 1, "max_model_len": 8192, "tokens": [19556], "token_strs": None}
+DETOKENIZE_REQUEST = {"model": "smollm2", "tokens": [19556]}
+DETOKENIZE_ANSWER = {"prompt": "Hello"}
+
+
+def answers(example: dict[str, Any], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The ``responses`` of a route: an example of what it answers, and errors in one form."""
+    content: dict[str, Any] = {"application/json": {"example": example}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        200: {"description": "The answer; with stream: true, events", "content": content},
+        "4XX": {"model": ErrorBody, "description": "The request can't be answered as it is"},
+        "5XX": {"model": ErrorBody, "description": "The same request may be answered later, after Retry-After seconds"},
+    }
+
+
+def request_example(example: dict[str, Any]) -> dict[str, Any]:
+    """The ``openapi_extra`` of a route that takes such a body."""
+    return {"requestBody": {"content": {"application/json": {"example": example}}}}

@@ -1,0 +1,91 @@
+"""What the routes of a frontend work with."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.server.admission import Admission
+from megatron_runtime.server.api_keys import ApiKeys
+from megatron_runtime.server.choice import ChoiceRunner, ChoiceTask
+from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.generation import Generation
+from megatron_runtime.server.guided import grammar_of
+from megatron_runtime.server.metrics import FrontendMetrics
+from megatron_runtime.server.options import FrontendOptions
+from megatron_runtime.server.protocol import MAX_CHOICES, GenerationBody
+from megatron_runtime.server.repetition import RequestName, already_running
+from megatron_runtime.server.sampling import sampling_params, token_limit
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """The parts of a frontend, and the checks that all its routes share."""
+
+    options: FrontendOptions
+    client: InferenceClient
+    tokenizer: Tokenizer
+    admission: Admission
+    api_keys: ApiKeys | None = None
+    metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def check_key(self, request: Request) -> None:
+        """Raises ApiError 401 when keys are asked for and the request has none of them."""
+        if self.api_keys is not None:
+            self.api_keys.check(request.headers.get("authorization"))
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError 404 for another model than the served one."""
+        if name != self.options.served_name:
+            message = f"model: {name!r} is not served here; the served one is {self.options.served_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def generation(self, body: GenerationBody, prompts: list[list[int]], name: RequestName | None = None) -> Generation:
+        """The choices that ``body`` asks for: ``n`` for every prompt, in the order of the prompts."""
+        if len(prompts) * body.n > MAX_CHOICES:
+            message = f"n: {len(prompts)} prompts times {body.n} are more than {MAX_CHOICES} answers"
+            raise ApiError(400, message, param="n")
+        grammar = grammar_of(body)
+        tasks = [
+            self._task(
+                index * body.n + sample, prompt, self._sampling_params(body, prompt, sample, grammar), body, name
+            )
+            for index, prompt in enumerate(prompts)
+            for sample in range(body.n)
+        ]
+        if name is not None:
+            running = {future.request_uuid for future in self.client.completion_futures.values()}
+            if any(task.uuid in running for task in tasks):
+                raise already_running()
+        runner = ChoiceRunner(self.client, self.tokenizer, self.metrics)
+        longest = self.options.request_timeout
+        timeout = longest if body.timeout is None else min(body.timeout, longest)
+        return Generation(runner, tasks, timeout=timeout, admission=self.admission)
+
+    @staticmethod
+    def _task(
+        index: int, prompt: list[int], params: SamplingParams, body: GenerationBody, name: RequestName | None
+    ) -> ChoiceTask:
+        if name is not None and params.seed is None:
+            params.seed = name.seed(index)
+        every_token = body.is_echoed or body.return_token_ids or body.return_tokenized_data
+        uuid = None if name is None else name.uuid(index)
+        return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token)
+
+    def _sampling_params(
+        self, body: GenerationBody, prompt: list[int], sample: int, grammar: str | None
+    ) -> SamplingParams:
+        limit = token_limit(
+            len(prompt),
+            body.token_limit,
+            self.options.max_sequence_length,
+            param=body.limit_param,
+            prompt_param=body.prompt_param,
+        )
+        return sampling_params(body, sample=sample, limit=limit, vocab_size=self.tokenizer.vocab_size, grammar=grammar)

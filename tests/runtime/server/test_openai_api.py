@@ -1,0 +1,236 @@
+"""What clients of OpenAI's API expect around answers: limits, errors, ids, a log, and what the server is."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.model
+
+KEY = "key-of-the-tests"
+ORIGIN = "https://chat.example"
+STORY: list[Any] = [{"role": "user", "content": "Tell me a long story about a lighthouse."}]
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+ENDLESS = {"model": "chat", "messages": STORY, "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pod(pod_type: Any, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A pod whose one frontend takes little, and asks for a key."""
+    folder = tmp_path_factory.mktemp("pod")
+    keys = folder / "keys"
+    keys.write_text(f"{KEY}\n")
+    flags = "--kv-cache-memory 512Mi --frontend-replicas 1 --max-in-flight 2 --max-body 64Ki --body-timeout 1"
+    flags += f" --cors-origin {ORIGIN} --access-log json"
+    pod = pod_type(folder, "--model", str(smollm2_path), *flags.split(), MEGATRON_API_KEYS_FILE=str(keys))
+    try:
+        pod.wait_ready()
+        pod.http.headers["Authorization"] = f"Bearer {KEY}"
+        pod.openai = pod.openai.with_options(api_key=KEY)
+        yield pod
+    finally:
+        pod.end()
+
+
+def access_entries(pod: Any) -> list[dict[str, Any]]:
+    lines = pod.log.read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith('{"log": "access"')]
+
+
+# Refusals
+
+
+def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
+    body = {"messages": STORY, "max_tokens": 2, "a_field_of_tomorrow": {"x": 1}, "stream_options": None}
+    assert pod.post("/v1/chat/completions", body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        ("completions", {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
+        ("completions", {"prompt": "a", "logprobs": 1, "echo": True, "stream": True}, "logprobs", "stream: false"),
+        ("completions", {"prompt": [[1], [999999]]}, "prompt", "outside the vocabulary"),
+        ("completions", {"prompt": "a", "stop_token_ids": [10**30]}, "stop_token_ids", "outside the vocabulary"),
+        ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id"),
+        ("completions", {"prompt": "a", "priority": 1}, "priority", "not supported"),
+        ("completions", {"prompt": "a", "timeout": 0}, "timeout", "greater than 0"),
+        ("chat/completions", {"messages": STORY, "response_format": {"type": "json_schema"}}, None, "json_schema goes"),
+        ("chat/completions", {"messages": STORY, "guided_regex": "a("}, "guided_regex", "unclosed group"),
+        ("chat/completions", {"messages": STORY, "guided_json": {"type": "x"}}, "guided_json", "Invalid type"),
+        ("completions", {"prompt": "a", "guided_json": {}, "guided_regex": "a"}, "guided_regex", "leave one out"),
+        ("completions", {"prompt": "a", "guided_choice": ["a"], "min_tokens": 2}, "min_tokens", "a grammar"),
+        (
+            "chat/completions",
+            {"messages": STORY, "chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "the server itself",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "template refuses"),
+        ("completions", {"prompt": "a\ud800"}, "prompt", "half of a surrogate pair"),
+        (
+            "responses",
+            {"input": "a", "max_output_tokens": 1, "metadata": {"a": "\ud800"}},
+            None,
+            "half of a surrogate pair",
+        ),
+        ("responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_text"),
+        ("responses", {"input": "a", "max_output_tokens": 10**6}, "max_output_tokens", "ask for at most"),
+        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools", "not supported"),
+        ("embeddings", {"input": "a"}, "model", "has no embeddings"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_with_its_field(
+    pod: Any, path: str, body: dict[str, Any], param: str | None, words: str
+) -> None:
+    content = json.dumps({"model": "chat", **body})
+    answer = pod.http.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert words in error["message"]
+    assert param is None or error["param"] == param
+
+
+def test_every_refusal_has_the_same_shape(pod: Any) -> None:
+    answers = [
+        (401, pod.http.get("/v1/models", headers={"Authorization": "Bearer wrong"})),
+        (401, pod.http.post("/tokenize", json={"prompt": "a"}, headers={"Authorization": ""})),
+        (404, pod.http.get("/v2/models")),
+        (404, pod.post("/v1/responses", {"model": "gpt-4", "input": "a"})),
+        (404, pod.post("/v1/embeddings", {"model": "gpt-4", "input": "a"})),
+        (405, pod.http.get("/v1/chat/completions")),
+        (413, pod.post("/v1/completions", {"prompt": "x" * 70_000})),
+        (400, pod.http.post("/v1/completions", content=b"prompt=a")),
+        (400, pod.http.post("/v1/completions", content=b"[" * 60_000, headers={"content-type": "application/json"})),
+        (400, pod.http.post("/v1/completions", json=[1])),
+    ]
+    for status, answer in answers:
+        assert answer.status_code == status, answer.text
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_that_does_not_come_is_given_up(pod: Any) -> None:
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 50\r\n"
+    with socket.create_connection((pod.host, 8000), timeout=20) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
+        answer = b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+    assert answer.startswith("HTTP/1.1 408")
+    assert "body_timeout" in answer
+
+
+def test_a_request_may_say_how_long_it_waits(pod: Any) -> None:
+    answer = pod.post("/v1/chat/completions", {**ENDLESS, "timeout": 0.2})
+    assert answer.status_code == 408
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    pod.wait_for(lambda state: state["requests"]["running"] == 0, seconds=10)
+
+
+def test_a_full_queue_asks_to_come_back_later(pod: Any) -> None:
+    with pod.http.stream("POST", "/v1/chat/completions", json={**ENDLESS, "n": 2, "stream": True}) as stream:
+        lines = stream.iter_lines()  # the connection lasts as long as this does
+        assert next(lines).startswith("data: ")
+        with pytest.raises(openai.RateLimitError) as caught:
+            pod.openai.chat.completions.create(model="chat", messages=STORY, max_tokens=2)
+    assert caught.value.code == "queue_full"
+    assert int(caught.value.response.headers["retry-after"]) > 0
+    pod.wait_for(lambda state: state["requests"]["running"] == 0, seconds=10)
+    pod.openai.chat.completions.create(model="chat", messages=STORY, max_tokens=2)
+
+
+# Names, traces, logs and browsers
+
+
+def test_a_request_keeps_its_id_and_its_trace(pod: Any) -> None:
+    answer = pod.post("/tokenize", {"prompt": "a"}, **{"X-Request-Id": "mine-1", "traceparent": TRACE})
+    assert (answer.headers["x-request-id"], answer.headers["traceparent"]) == ("mine-1", TRACE)
+    (entry,) = [entry for entry in access_entries(pod) if entry["request_id"] == "mine-1"]
+    assert (entry["method"], entry["path"], entry["status"]) == ("POST", "/tokenize", 200)
+    assert (entry["trace_id"], entry["parent_span_id"]) == (TRACE[3:35], TRACE[36:52])
+
+
+def test_a_request_without_an_id_gets_one_that_clients_can_tell(pod: Any) -> None:
+    answer = pod.openai.chat.completions.create(model="chat", messages=STORY, max_tokens=2)
+    assert len(answer._request_id) == 32
+    refused = pod.post("/v1/completions", {}, **{"X-Request-Id": "two words"})
+    assert refused.headers["x-request-id"] != "two words"
+    assert "traceparent" not in refused.headers
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_log_tells_of_a_client_that_left(pod: Any, stream: bool) -> None:
+    name = f"left-{stream}"
+
+    def ask_and_leave() -> None:
+        timeout = httpx.Timeout(60, read=2)
+        with httpx.Client(base_url=pod.http.base_url, headers=pod.http.headers, timeout=timeout) as client:
+            body = {**ENDLESS, "stream": stream}
+            try:
+                with client.stream("POST", "/v1/chat/completions", json=body, headers={"X-Request-Id": name}) as answer:
+                    next(answer.iter_lines())
+            except httpx.ReadTimeout:
+                pass
+
+    thread = threading.Thread(target=ask_and_leave)
+    thread.start()
+    thread.join(30)
+    pod.wait_for(lambda state: state["requests"]["running"] == 0, seconds=10)
+    pod.wait_for(lambda _: any(entry["request_id"] == name for entry in access_entries(pod)), seconds=10)
+    assert [entry["status"] for entry in access_entries(pod) if entry["request_id"] == name] == [499]
+
+
+def test_pages_of_a_chosen_origin_may_read_answers(pod: Any) -> None:
+    asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+    preflight = pod.http.options("/v1/chat/completions", headers=asked)
+    assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    refused = pod.http.get("/v1/models", headers={"Origin": ORIGIN, "Authorization": "Bearer wrong"})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)
+    other = pod.http.get("/v1/models", headers={"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+# What there is beside answers
+
+
+def test_tokens_become_text_and_text_becomes_tokens(pod: Any) -> None:
+    tokens = pod.post("/tokenize", {"prompt": "Hello wörld", "return_token_strs": True}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
+    assert tokens["max_model_len"] == pod.openai.models.retrieve("chat").max_model_len
+    assert pod.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "Hello wörld"}
+    chat = pod.post("/tokenize", {"messages": STORY}).json()
+    answer = pod.openai.chat.completions.create(model="chat", messages=STORY, max_tokens=1)
+    assert chat["count"] == answer.usage.prompt_tokens
+    closed = pod.post("/tokenize", {"messages": STORY, "add_generation_prompt": False}).json()
+    assert closed["tokens"] == chat["tokens"][: closed["count"]]
+    assert pod.post("/tokenize", {"messages": STORY, "prompt": "a"}).status_code == 400
+
+
+def test_probes_and_the_version_need_no_key(pod: Any) -> None:
+    for path in ("/health", "/ready", "/version", "/v1/health", "/openapi.json"):
+        assert pod.http.get(path, headers={"Authorization": ""}).status_code == 200
+    assert pod.http.get("/version").json()["version"]
+
+
+def test_the_api_describes_itself_with_examples_that_work(pod: Any) -> None:
+    described = pod.http.get("/openapi.json").json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"} <= set(described["paths"])
+    for path, methods in described["paths"].items():
+        for operation in methods.values():
+            assert "422" not in operation["responses"]
+            example = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
+            if example is not None:
+                assert pod.http.post(path, json={**example, "model": "chat"}).status_code == 200
+
+
+def test_paths_without_their_version_work_too(pod: Any) -> None:
+    assert pod.post("/chat/completions", {"messages": STORY, "max_tokens": 1}).status_code == 200
+    assert pod.http.get("/models").json() == pod.http.get("/v1/models").json()
