@@ -108,6 +108,15 @@ def test_a_rank_that_dies_ends_the_others_of_its_copy_by_name(
     assert other["seconds"] < 11.0
 
 
+@pytest.mark.parametrize("victim", [1, 3])
+def test_a_copy_that_loses_a_rank_leaves_the_others_to_serve(victim: int, checkpoints: tuple[Path, Path]) -> None:
+    said = run_ranks(world_scenarios.die, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", victim)
+    assert said[victim] is None
+    assert said[0]["answers"] == alone(checkpoints[0])["GREEDY"]
+    assert victim == 1 or "rank 1 (tensor 1, stage 0) is missing" in said[2]["error"]
+    assert all("error" not in said[rank] for rank in range(4) if rank // 2 != victim // 2)
+
+
 def test_without_the_primary_rank_no_other_stays(checkpoints: tuple[Path, Path]) -> None:
     said = run_ranks(world_scenarios.die, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0)
     assert said[0] is None
