@@ -129,7 +129,7 @@ class LockStepEngine:
 
     def assemble(self, occasion: str) -> None:
         """Wait until all ranks have done all that came before; LostRankError names those that haven't in time."""
-        self._take_turn(lambda: self._ranks.barrier(occasion), _Turn.ASSEMBLE, occasion)
+        self._take_turn(lambda: _assemble(self._engine, self._ranks, occasion), _Turn.ASSEMBLE, occasion)
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
         """As DynamicInferenceEngine does, from files that all ranks see.
@@ -206,12 +206,17 @@ def _act(engine: DynamicInferenceEngine, ranks: Ranks, action: str, args: list[A
         case _Turn.RESUME:
             _resume(engine, ranks)
         case _Turn.ASSEMBLE:
-            ranks.barrier(args[0])
+            _assemble(engine, ranks, args[0])
         case _Turn.UPDATE_WEIGHTS:
             with contextlib.suppress(CheckpointError):  # then no rank has taken them
                 engine.update_weights(args[0], version=args[1])
         case _:
             raise AssertionError(f"the first rank asks for {action}")
+
+
+def _assemble(engine: DynamicInferenceEngine, ranks: Ranks, occasion: str) -> None:
+    engine.assemble(occasion)
+    ranks.barrier(occasion)
 
 
 def _suspend(engine: DynamicInferenceEngine, ranks: Ranks) -> None:

@@ -19,6 +19,8 @@ class SchedulerLimits:
     chunked_prefill: bool
     paused_blocks: int = 0
     """Most blocks that sequences may own while they wait for further ones."""
+    passes_under_way: int = 1
+    """Most passes that are begun before the first of them is settled; each computes its share of the sequences."""
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"
@@ -45,10 +47,16 @@ _Upcoming = dict[int, tuple[int, ...]]
 class Scheduler:
     """First come, first served, over a fixed pool of blocks; pure bookkeeping.
 
-    Every running sequence gets at least one token in every pass. When the pool is exhausted, who needs a block pauses
+    Every running sequence gets at least one token in every pass, or, where several passes are under way, in one of
+    them: a sequence is in one pass at a time, and each pass takes the oldest ones that are in none, so many that there
+    are enough for all passes. When the pool is exhausted, who needs a block pauses
     with those that it owns, as far as the limits allow; otherwise the newest running sequence gives way. Either way
     the oldest proceeds, and nobody new is admitted meanwhile: as long as each sequence alone fits the pool (which the
     engine checks on submission), all of them end.
+
+    Passes are computed in the order of their schedules, so that blocks which were given back meanwhile can be given
+    away at once: whoever has them next writes later. A sequence that loses its blocks, or is removed, is no longer in
+    its pass.
 
     If the allocator has a prefix cache, a sequence begins after what is known of its tokens. Only whole blocks are
     skipped, and never the last token, so nobody writes into a block that others own. A sequence whose next block is
@@ -62,6 +70,7 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._paused: set[int] = set()
+        self._in_passes: dict[int, SequenceSlice] = {}
         self._slices: list[SequenceSlice] = []
 
     @property
@@ -78,6 +87,11 @@ class Scheduler:
     def num_paused(self) -> int:
         """Running sequences that got no token in the last pass, for want of a block."""
         return len(self._paused)
+
+    @property
+    def has_idle(self) -> bool:
+        """True if another pass might compute something: some sequence is in none."""
+        return bool(self._waiting) or len(self._in_passes) < len(self._running)
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -111,6 +125,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that runs or waits, and free its blocks."""
         self._paused.discard(sequence.request_id)
+        self._in_passes.pop(sequence.request_id, None)
         if self._running.pop(sequence.request_id, None) is None:
             del self._waiting[sequence.request_id]
         self._release(sequence)
@@ -121,10 +136,13 @@ class Scheduler:
         evicted: list[Sequence] = []
         paused: list[Sequence] = []
         budget = self.limits.max_tokens
+        share = self._share(len(self._running))
         for sequence in list(self._running.values()):
-            if not sequence.is_running:
+            if len(slices) == share or budget == 0:
+                break
+            if not sequence.is_running or sequence.request_id in self._in_passes:
                 continue
-            if self._should_pause(sequence, slices, paused):
+            if self._should_pause(sequence, paused):
                 paused.append(sequence)
             elif self._grow(sequence, evicted):
                 slices.append(self._slice(sequence, budget))
@@ -132,15 +150,27 @@ class Scheduler:
         # What was evicted or paused just now would only push somebody out again.
         admitted = [] if evicted or paused else self._admit(slices, budget)
         self._slices = slices
+        self._in_passes |= {part.sequence.request_id: part for part in slices}
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
 
-    def settle(self, schedule: Schedule) -> None:
-        """Note that the pass was computed."""
-        for part in schedule.slices:
-            part.sequence.num_computed = part.end
-            if self._prefixes is not None:
-                self._prefixes.register(part.sequence)
+    def settle(self, slices: list[SequenceSlice]) -> list[bool]:
+        """Note that a pass was computed; for each of its slices, whether its sequence was in it to the end."""
+        stayed = self.withdraw(slices)
+        for part, is_computed in zip(slices, stayed, strict=True):
+            if is_computed:
+                part.sequence.num_computed = part.end
+                if self._prefixes is not None:
+                    self._prefixes.register(part.sequence)
+        return stayed
+
+    def withdraw(self, slices: list[SequenceSlice]) -> list[bool]:
+        """Note that a pass is no more; for each of its slices, whether its sequence was in it to the end."""
+        stayed = [self._in_passes.get(part.sequence.request_id) is part for part in slices]
+        for part, is_in_it in zip(slices, stayed, strict=True):
+            if is_in_it:
+                del self._in_passes[part.sequence.request_id]
+        return stayed
 
     def forget_prefixes(self) -> None:
         """Let nobody use what was computed until now, except who uses it already."""
@@ -162,6 +192,7 @@ class Scheduler:
         assert not self._running.keys() & self._waiting.keys(), "a sequence both runs and waits"
         assert len(self._running) <= self.limits.max_requests, "too many sequences run"
         assert self._paused <= self._running.keys(), "a sequence is paused that does not run"
+        assert self._in_passes.keys() <= self._running.keys(), "a sequence is in a pass that does not run"
         kept = sum(len(self._running[request_id].blocks) for request_id in self._paused)
         assert kept <= self.limits.paused_blocks, "paused sequences own more than they may"
         for sequence in self._running.values():
@@ -173,12 +204,17 @@ class Scheduler:
             assert sequence.num_computed == 0, "a waiting sequence has computed tokens"
         self._check_sharing()
 
+    def _share(self, sequences: int) -> int:
+        """How many of the sequences one pass takes, so that there are some for each of those that may be under way."""
+        return -(-sequences // self.limits.passes_under_way)
+
     def _slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
         return SequenceSlice(sequence, sequence.num_computed, min(sequence.num_uncomputed, budget))
 
-    def _should_pause(self, sequence: Sequence, slices: list[SequenceSlice], paused: list[Sequence]) -> bool:
+    def _should_pause(self, sequence: Sequence, paused: list[Sequence]) -> bool:
         """True if a running sequence lacks blocks and may wait for them with what it owns; the oldest never does."""
-        if not self.limits.paused_blocks or not slices or self.allocator.can_allocate(self._missing(sequence)):
+        is_oldest = sequence is next(iter(self._running.values()))
+        if not self.limits.paused_blocks or is_oldest or self.allocator.can_allocate(self._missing(sequence)):
             return False
         return sum(len(each.blocks) for each in (*paused, sequence)) <= self.limits.paused_blocks
 
@@ -197,6 +233,7 @@ class Scheduler:
     def _evict_newest(self, evicted: list[Sequence]) -> Sequence:
         request_id, sequence = self._running.popitem()
         self._paused.discard(request_id)
+        self._in_passes.pop(request_id, None)
         self._release(sequence)
         self._waiting[request_id] = sequence
         self._waiting.move_to_end(request_id, last=False)
@@ -207,9 +244,10 @@ class Scheduler:
         admitted: list[Sequence] = []
         upcoming: _Upcoming = {}
         if self._waiting and self._prefixes is not None:
-            for part in slices:
+            for part in (*self._in_passes.values(), *slices):
                 upcoming |= self._prefixes.upcoming(part)
-        while self._waiting and budget > 0 and len(self._running) < self.limits.max_requests:
+        share = self._share(min(len(self._running) + len(self._waiting), self.limits.max_requests))
+        while self._waiting and budget > 0 and len(slices) < share and len(self._running) < self.limits.max_requests:
             sequence = next(iter(self._waiting.values()))
             matched = self._prefixes.match(sequence) if self._prefixes is not None else []
             if not self._can_admit(sequence, budget, matched) or self._should_wait(sequence, matched, upcoming):
