@@ -149,14 +149,14 @@ class PassRunner:
 
     def _settle(self, done: _Pass) -> None:
         output = done.output()
-        stayed = self._scheduler.settle(done.slices)
+        self._scheduler.settle(done.slices)
         tokens = iter(enumerate(output.tokens))
         next_log_prob = 0
-        for part, tracked, is_computed in zip(done.slices, done.requests, stayed, strict=True):
+        for part, tracked in zip(done.slices, done.requests, strict=True):
             row, token = next(tokens) if part.samples else (None, None)
             count = part.num_log_probs
             next_log_prob += count
-            if not is_computed:
+            if not part.counts:
                 continue
             if row in output.dead_ends:
                 self.finish(tracked, "error", EngineError(f"the grammar leads nowhere: {output.dead_ends[row]}"))

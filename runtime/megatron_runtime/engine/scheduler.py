@@ -48,15 +48,15 @@ class Scheduler:
     """First come, first served, over a fixed pool of blocks; pure bookkeeping.
 
     Every running sequence gets at least one token in every pass, or, where several passes are under way, in one of
-    them: a sequence is in one pass at a time, and each pass takes the oldest ones that are in none, so many that there
-    are enough for all passes. When the pool is exhausted, who needs a block pauses
+    them: each takes the oldest sequences that are not waiting for their next token, so many that there are enough for
+    all passes. When the pool is exhausted, who needs a block pauses
     with those that it owns, as far as the limits allow; otherwise the newest running sequence gives way. Either way
     the oldest proceeds, and nobody new is admitted meanwhile: as long as each sequence alone fits the pool (which the
     engine checks on submission), all of them end.
 
     Passes are computed in the order of their schedules, so that blocks which were given back meanwhile can be given
-    away at once: whoever has them next writes later. A sequence that loses its blocks, or is removed, is no longer in
-    its pass.
+    away at once: whoever has them next writes later. What a pass computes for a sequence that has lost its blocks
+    meanwhile does not count.
 
     If the allocator has a prefix cache, a sequence begins after what is known of its tokens. Only whole blocks are
     skipped, and never the last token, so nobody writes into a block that others own. A sequence whose next block is
@@ -70,7 +70,6 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._paused: set[int] = set()
-        self._in_passes: dict[int, SequenceSlice] = {}
         self._slices: list[SequenceSlice] = []
 
     @property
@@ -90,8 +89,8 @@ class Scheduler:
 
     @property
     def has_idle(self) -> bool:
-        """True if another pass might compute something: some sequence is in none."""
-        return bool(self._waiting) or len(self._in_passes) < len(self._running)
+        """True if another pass might compute something before those under way are settled."""
+        return bool(self._waiting) or any(sequence.num_left for sequence in self._running.values())
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -125,7 +124,6 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that runs or waits, and free its blocks."""
         self._paused.discard(sequence.request_id)
-        self._in_passes.pop(sequence.request_id, None)
         if self._running.pop(sequence.request_id, None) is None:
             del self._waiting[sequence.request_id]
         self._release(sequence)
@@ -140,37 +138,32 @@ class Scheduler:
         for sequence in list(self._running.values()):
             if len(slices) == share or budget == 0:
                 break
-            if not sequence.is_running or sequence.request_id in self._in_passes:
+            if not sequence.is_running or not sequence.num_left:
                 continue
             if self._should_pause(sequence, paused):
                 paused.append(sequence)
             elif self._grow(sequence, evicted):
-                slices.append(self._slice(sequence, budget))
+                slices.append(self._begin_slice(sequence, budget))
                 budget -= slices[-1].length
         # What was evicted or paused just now would only push somebody out again.
         admitted = [] if evicted or paused else self._admit(slices, budget)
         self._slices = slices
-        self._in_passes |= {part.sequence.request_id: part for part in slices}
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
 
-    def settle(self, slices: list[SequenceSlice]) -> list[bool]:
-        """Note that a pass was computed; for each of its slices, whether its sequence was in it to the end."""
-        stayed = self.withdraw(slices)
-        for part, is_computed in zip(slices, stayed, strict=True):
-            if is_computed:
+    def settle(self, slices: list[SequenceSlice]) -> None:
+        """Note that the oldest of the passes that are under way was computed."""
+        for part in slices:
+            if part.counts:
                 part.sequence.num_computed = part.end
                 if self._prefixes is not None:
                     self._prefixes.register(part.sequence)
-        return stayed
 
-    def withdraw(self, slices: list[SequenceSlice]) -> list[bool]:
-        """Note that a pass is no more; for each of its slices, whether its sequence was in it to the end."""
-        stayed = [self._in_passes.get(part.sequence.request_id) is part for part in slices]
-        for part, is_in_it in zip(slices, stayed, strict=True):
-            if is_in_it:
-                del self._in_passes[part.sequence.request_id]
-        return stayed
+    def withdraw(self, slices: list[SequenceSlice]) -> None:
+        """Note that the newest of the passes that are under way will not be computed."""
+        for part in slices:
+            if part.counts:
+                part.sequence.num_begun = part.start
 
     def forget_prefixes(self) -> None:
         """Let nobody use what was computed until now, except who uses it already."""
@@ -192,24 +185,26 @@ class Scheduler:
         assert not self._running.keys() & self._waiting.keys(), "a sequence both runs and waits"
         assert len(self._running) <= self.limits.max_requests, "too many sequences run"
         assert self._paused <= self._running.keys(), "a sequence is paused that does not run"
-        assert self._in_passes.keys() <= self._running.keys(), "a sequence is in a pass that does not run"
         kept = sum(len(self._running[request_id].blocks) for request_id in self._paused)
         assert kept <= self.limits.paused_blocks, "paused sequences own more than they may"
         for sequence in self._running.values():
             room = len(sequence.blocks) * self.limits.block_size_tokens
-            assert sequence.num_computed <= min(room, len(sequence.tokens)), "computed tokens have no room"
+            assert sequence.num_computed <= sequence.num_begun, "tokens are computed that no pass began with"
+            assert sequence.num_begun <= min(room, len(sequence.tokens)), "computed tokens have no room"
             assert sequence.num_cached <= sequence.num_computed, "skipped tokens are not computed"
         for sequence in self._waiting.values():
             assert not sequence.blocks, "a waiting sequence owns blocks"
-            assert sequence.num_computed == 0, "a waiting sequence has computed tokens"
+            assert sequence.num_begun == sequence.num_computed == 0, "a waiting sequence has computed tokens"
         self._check_sharing()
 
     def _share(self, sequences: int) -> int:
         """How many of the sequences one pass takes, so that there are some for each of those that may be under way."""
         return -(-sequences // self.limits.passes_under_way)
 
-    def _slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
-        return SequenceSlice(sequence, sequence.num_computed, min(sequence.num_uncomputed, budget))
+    def _begin_slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
+        part = SequenceSlice(sequence, sequence.num_begun, min(sequence.num_left, budget), sequence.life)
+        sequence.num_begun = part.end
+        return part
 
     def _should_pause(self, sequence: Sequence, paused: list[Sequence]) -> bool:
         """True if a running sequence lacks blocks and may wait for them with what it owns; the oldest never does."""
@@ -233,7 +228,6 @@ class Scheduler:
     def _evict_newest(self, evicted: list[Sequence]) -> Sequence:
         request_id, sequence = self._running.popitem()
         self._paused.discard(request_id)
-        self._in_passes.pop(request_id, None)
         self._release(sequence)
         self._waiting[request_id] = sequence
         self._waiting.move_to_end(request_id, last=False)
@@ -244,8 +238,8 @@ class Scheduler:
         admitted: list[Sequence] = []
         upcoming: _Upcoming = {}
         if self._waiting and self._prefixes is not None:
-            for part in (*self._in_passes.values(), *slices):
-                upcoming |= self._prefixes.upcoming(part)
+            for sequence in self._running.values():
+                upcoming |= self._prefixes.upcoming(sequence)
         share = self._share(min(len(self._running) + len(self._waiting), self.limits.max_requests))
         while self._waiting and budget > 0 and len(slices) < share and len(self._running) < self.limits.max_requests:
             sequence = next(iter(self._waiting.values()))
@@ -253,11 +247,11 @@ class Scheduler:
             if not self._can_admit(sequence, budget, matched) or self._should_wait(sequence, matched, upcoming):
                 break
             self._begin(sequence, matched)
-            slices.append(self._slice(sequence, budget))
+            slices.append(self._begin_slice(sequence, budget))
             budget -= slices[-1].length
             admitted.append(sequence)
             if self._prefixes is not None:
-                upcoming |= self._prefixes.upcoming(slices[-1])
+                upcoming |= self._prefixes.upcoming(sequence)
         return admitted
 
     def _can_admit(self, sequence: Sequence, budget: int, matched: list[int]) -> bool:
@@ -282,12 +276,13 @@ class Scheduler:
             self.allocator.share(matched)
             self._prefixes.begin(sequence, len(matched))
         sequence.blocks = matched + self.allocator.allocate(self.blocks_for(len(sequence.tokens)) - len(matched))
-        sequence.num_cached = sequence.num_computed = len(matched) * self.limits.block_size_tokens
+        sequence.num_cached = sequence.num_computed = sequence.num_begun = len(matched) * self.limits.block_size_tokens
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(reversed(sequence.blocks))
         sequence.blocks = []
-        sequence.num_computed = sequence.num_cached = 0
+        sequence.num_computed = sequence.num_begun = sequence.num_cached = 0
+        sequence.life += 1
         sequence.num_registered = sequence.num_registrable = 0
 
     def _check_sharing(self) -> None:

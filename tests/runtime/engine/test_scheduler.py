@@ -195,17 +195,30 @@ def test_passes_that_are_under_way_share_the_sequences() -> None:
     begun = [scheduler.schedule().slices for _ in range(3)]
     assert [[part.sequence.request_id for part in slices] for slices in begun] == [[0, 1, 2], [3, 4], []]
     assert not scheduler.has_idle
-    assert scheduler.settle(begun[0]) == [True, True, True]
+    scheduler.settle(begun[0])
+    for part in begun[0]:
+        part.sequence.tokens.append(7)
     assert [part.sequence.request_id for part in scheduler.schedule().slices] == [0, 1, 2]
 
 
-def test_a_request_alone_is_in_one_pass_at_a_time() -> None:
+def test_the_chunks_of_a_long_prompt_are_in_passes_one_behind_the_other() -> None:
     scheduler = scheduler_of(20, passes=3, max_tokens=8)
     scheduler.add(sequence_of(0, 20, 9))
-    slices = scheduler.schedule().slices
-    assert scheduler.schedule().slices == []
-    scheduler.settle(slices)
-    assert [(part.start, part.length) for part in scheduler.schedule().slices] == [(8, 8)]
+    begun = [scheduler.schedule().slices for _ in range(3)]
+    assert [(part.start, part.length) for slices in begun for part in slices] == [(0, 8), (8, 8), (16, 4)]
+    assert not scheduler.has_idle
+    for slices in begun:
+        scheduler.settle(slices)
+    assert begun[0][0].sequence.num_computed == 20
+
+
+def test_a_pass_that_was_withdrawn_is_begun_again() -> None:
+    scheduler = scheduler_of(20, passes=2, max_tokens=8)
+    scheduler.add(sequence_of(0, 20, 9))
+    first, second = scheduler.schedule().slices, scheduler.schedule().slices
+    scheduler.withdraw(second)
+    scheduler.settle(first)
+    assert scheduler.schedule().slices == second
 
 
 def test_what_a_pass_computed_for_a_request_that_lost_its_blocks_does_not_count() -> None:
@@ -218,5 +231,6 @@ def test_what_a_pass_computed_for_a_request_that_lost_its_blocks_does_not_count(
     scheduler.settle(first)
     old.tokens += range(5)
     assert scheduler.schedule().evicted == [new]
-    assert scheduler.settle(second) == [False]
+    scheduler.settle(second)
+    assert not second[0].counts
     assert new.num_computed == 0

@@ -60,11 +60,11 @@ class Passes:
         return schedule, []
 
     def _settle(self, slices: list[SequenceSlice]) -> list[Sequence]:
-        stayed = self._scheduler.settle(slices)
+        self._scheduler.settle(slices)
         self._scheduler.check_integrity()
         done = []
-        for part, is_computed in zip(slices, stayed, strict=True):
-            if is_computed and part.samples:
+        for part in slices:
+            if part.counts and part.samples:
                 part.sequence.tokens.append(7)
                 if len(part.sequence.tokens) >= part.sequence.max_length:
                     done.append(part.sequence)
