@@ -22,7 +22,6 @@ from megatron_runtime.wire.security import KEY_VARIABLE
 if TYPE_CHECKING:
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-    from megatron_runtime.engine.lock_step import LockStepEngine
     from megatron_runtime.model.weights import LoadProgress
     from megatron_runtime.parallel.ranks import Ranks
 
@@ -128,6 +127,7 @@ def _free_device_memory() -> int:
 async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
     """Works for the coordinator until it says stop, or until SIGTERM has been obeyed by a drain."""
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+    from megatron_runtime.engine.leading import lead
     from megatron_runtime.engine.lock_step import LockStepEngine
 
     together = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica > 1 else None
@@ -148,23 +148,11 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks)
     _report_phase(link, RankPhase.REGISTERING)
     reporting = [asyncio.create_task(work) for work in (_report_registration(link, loop), link.keep_beating())]
     try:
-        await (loop.run() if together is None else _lead(loop, together))
+        await (loop.run() if together is None else lead(loop, together))
     finally:
         for task in reporting:
             task.cancel()
         await asyncio.gather(*reporting, *drains, return_exceptions=True)
-
-
-async def _lead(loop: CoordinatedLoop, engine: LockStepEngine) -> None:
-    """Runs the loop as long as the other ranks are there, and lets them go at its end."""
-    work, touch = asyncio.create_task(loop.run()), asyncio.create_task(engine.keep_in_touch())
-    await asyncio.wait({work, touch}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (touch, work):
-        task.cancel()
-    for failure in await asyncio.gather(touch, work, return_exceptions=True):
-        if isinstance(failure, Exception):
-            raise failure
-    await asyncio.to_thread(engine.dismiss)
 
 
 async def _follow(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:

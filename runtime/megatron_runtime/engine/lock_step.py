@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgpack
 import torch
 
+from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.admission import Prompt
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.request_book import Reports
@@ -26,12 +27,13 @@ from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
 
 T = TypeVar("T")
+OnTurn = Callable[[str, list[Any], CheckpointError | None], None]
 
 BEAT_SECONDS = 5.0
 """Between two signs of life of an idle first rank: a rank that is lost meanwhile is noticed then."""
 
 
-class _Turn(StrEnum):
+class Turn(StrEnum):
     """What all ranks do together."""
 
     STEP = "step"
@@ -67,12 +69,8 @@ class LockStepEngine:
     """
 
     def __init__(self, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
-        if engine.config.request_timeout is not None:
-            raise ConfigurationError(
-                f"request_timeout={engine.config.request_timeout}: the ranks of a replica have no clock in common; "
-                "leave it out, and give it to the coordinator",
-                field="request_timeout",
-            )
+        refuse_request_timeout(engine.config)
+        self.config = engine.config
         self._engine = engine
         self._ranks = ranks
         self._news: list[Any] = []
@@ -117,19 +115,19 @@ class LockStepEngine:
 
     def step_modern(self) -> StepResult:
         """As DynamicInferenceEngine does; LostRankError names ranks that are gone or late."""
-        return self._take_turn(self._engine.step_modern, _Turn.STEP)
+        return self._take_turn(self._engine.step_modern, Turn.STEP)
 
     def suspend(self) -> None:
         """All ranks give memory back; LostRankError names those that don't in time."""
-        self._take_turn(lambda: _suspend(self._engine, self._ranks), _Turn.SUSPEND)
+        self._take_turn(lambda: _suspend(self._engine, self._ranks), Turn.SUSPEND)
 
     def resume(self) -> None:
         """All ranks take their memory again; LostRankError names those that don't in time."""
-        self._take_turn(lambda: _resume(self._engine, self._ranks), _Turn.RESUME)
+        self._take_turn(lambda: _resume(self._engine, self._ranks), Turn.RESUME)
 
     def assemble(self, occasion: str) -> None:
         """Wait until all ranks have done all that came before; LostRankError names those that haven't in time."""
-        self._take_turn(lambda: _assemble(self._engine, self._ranks, occasion), _Turn.ASSEMBLE, occasion)
+        self._take_turn(lambda: _assemble(self._engine, self._ranks, occasion), Turn.ASSEMBLE, occasion)
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
         """As DynamicInferenceEngine does, from files that all ranks see.
@@ -137,15 +135,19 @@ class LockStepEngine:
         Raises:
             CheckpointError: They don't fit on some rank, and no rank has taken them; or they are no files.
         """
-        if not isinstance(weights, str | Path):
-            raise CheckpointError("a replica of several ranks takes weights from files; give their path")
+        require_files(weights)
         return self._take_turn(
-            lambda: self._engine.update_weights(weights, version=version), _Turn.UPDATE_WEIGHTS, str(weights), version
+            lambda: self._engine.update_weights(weights, version=version), Turn.UPDATE_WEIGHTS, str(weights), version
         )
 
     def dismiss(self) -> None:
         """Let the other ranks go; nothing may come after it."""
-        self._take_turn(lambda: None, _Turn.LEAVE)
+        self._take_turn(lambda: None, Turn.LEAVE)
+
+    def leave(self) -> None:
+        """Go without a word, after the turn under way: the others find the connections closed."""
+        with self._turn:
+            self._ranks.close()
 
     async def keep_in_touch(self) -> None:
         """Until cancelled, let idle ranks know that this one is there; LostRankError when one of them is not."""
@@ -167,8 +169,29 @@ class LockStepEngine:
             return act()
 
 
-def follow(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+def require_files(weights: Weights) -> None:
+    """Raise CheckpointError unless these are weights that every rank can read for itself."""
+    if not isinstance(weights, str | Path):
+        raise CheckpointError("a replica of several ranks takes weights from files; give their path")
+
+
+def refuse_request_timeout(config: InferenceConfig) -> None:
+    """Raise ConfigurationError where a replica of several ranks is to watch over deadlines."""
+    if config.request_timeout is not None:
+        raise ConfigurationError(
+            f"request_timeout={config.request_timeout}: the ranks of a replica have no clock in common; leave it out, "
+            "and give it to the coordinator",
+            field="request_timeout",
+        )
+
+
+def follow(engine: DynamicInferenceEngine, ranks: Ranks, on_turn: OnTurn | None = None) -> None:
     """Do what the first rank does, until it says that this is the end.
+
+    Args:
+        engine: This rank's own.
+        ranks: The replica.
+        on_turn: Called after every turn, with what the first rank asked for and why no rank did it, if that is so.
 
     Raises:
         LostRankError: Ranks are gone or late; they are named.
@@ -181,10 +204,12 @@ def follow(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
         news, (action, *args) = msgpack.unpackb(inbox)
         for item in news:
             _take(engine, *item)
-        if action == _Turn.LEAVE:
+        if action == Turn.LEAVE:
             return
-        _act(engine, ranks, action, args)
+        refusal = _act(engine, ranks, action, args)
         engine.take_reports()  # the first rank has them too
+        if on_turn is not None:
+            on_turn(action, args, refusal)
 
 
 def _take(engine: DynamicInferenceEngine, kind: str, request_id: int, *args: Any) -> None:
@@ -197,21 +222,24 @@ def _take(engine: DynamicInferenceEngine, kind: str, request_id: int, *args: Any
         engine.add_request(request_id, prompt, SamplingParams.deserialize(params), generated=generated)
 
 
-def _act(engine: DynamicInferenceEngine, ranks: Ranks, action: str, args: list[Any]) -> None:
+def _act(engine: DynamicInferenceEngine, ranks: Ranks, action: str, args: list[Any]) -> CheckpointError | None:
     match action:
-        case _Turn.STEP:
+        case Turn.STEP:
             engine.step_modern()
-        case _Turn.SUSPEND:
+        case Turn.SUSPEND:
             _suspend(engine, ranks)
-        case _Turn.RESUME:
+        case Turn.RESUME:
             _resume(engine, ranks)
-        case _Turn.ASSEMBLE:
+        case Turn.ASSEMBLE:
             _assemble(engine, ranks, args[0])
-        case _Turn.UPDATE_WEIGHTS:
-            with contextlib.suppress(CheckpointError):  # then no rank has taken them
+        case Turn.UPDATE_WEIGHTS:
+            try:
                 engine.update_weights(args[0], version=args[1])
+            except CheckpointError as error:
+                return error  # no rank has taken them
         case _:
             raise AssertionError(f"the first rank asks for {action}")
+    return None
 
 
 def _assemble(engine: DynamicInferenceEngine, ranks: Ranks, occasion: str) -> None:

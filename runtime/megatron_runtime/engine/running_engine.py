@@ -11,6 +11,7 @@ from megatron_runtime.headers import EngineState
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
+    from megatron_runtime.engine.following_loop import FollowingLoop
 
 _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
 
@@ -20,7 +21,7 @@ class RunningEngine(ABC):
 
     def __init__(self) -> None:
         self.is_suspended = False
-        self.coordinated_loop: CoordinatedLoop | None = None
+        self.coordinated_loop: CoordinatedLoop | FollowingLoop | None = None
         """Runs this engine for a coordinator, once it listens to one."""
         self._waiting: set[asyncio.Event] = set()
 
