@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.weights import LoadProgress
+    from megatron_runtime.parallel.layout import ParallelSizes
     from megatron_runtime.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,11 @@ def main() -> None:
 
 
 def _end_with(link: ParentLink, error: Exception, exit_code: int) -> None:
-    link.report(error=error_report(error))
+    report = error_report(error)
+    if isinstance(error, LostRankError):
+        start = link.options["group"] * _sizes(link).ranks_per_replica
+        report["missing"] = [start + rank for rank in error.missing]
+    link.report(error=report)
     logger.error("%s", error)
     sys.exit(exit_code)
 
@@ -70,6 +75,8 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = torch.device(options["device"], link.options["local_rank"]) if options["device"] == "cuda" else "cpu"
     ranks = _join_replica(link)
+    # Pods that were left the choice may have chosen differently.
+    options["max_sequence_length"] = ranks.least(options["max_sequence_length"])
     model = load_model(
         link.options["checkpoint"],
         dtype=options["dtype"],
@@ -85,20 +92,34 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
 
 def _join_replica(link: ParentLink) -> Ranks:
     """Meets the other ranks of this copy of the model, if there are any."""
-    from megatron_runtime.parallel.layout import ParallelSizes
+    from megatron_runtime.parallel.lone_rank import LoneRank
     from megatron_runtime.parallel.rendezvous import join_replica
 
-    options, port = link.options["engine"], link.options["rendezvous_port"]
-    sizes = ParallelSizes(
-        tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"], expert=options["expert_parallel"]
-    )
-    position = sizes.position_in_replica(link.options["rank"] % sizes.ranks_per_replica, link.options["group"])
-    if port is not None:
-        _report_phase(link, RankPhase.RENDEZVOUS)
+    sizes = _sizes(link)
+    if sizes.ranks_per_replica == 1:
+        return LoneRank(link.options["group"])
+    host, port = link.options["meeting_place"]
+    _report_phase(link, RankPhase.RENDEZVOUS)
     try:
-        return join_replica(position, host="127.0.0.1", port=port or 0, device_type=options["device"])
+        return join_replica(
+            sizes.position_in_replica(link.options["rank"] % sizes.ranks_per_replica, link.options["group"]),
+            host=host,
+            port=port,
+            attempt=link.options["attempt"],
+            device_type=link.options["engine"]["device"],
+            rendezvous_timeout=link.options["rendezvous_timeout"],
+        )
     except ConfigurationError as error:
         raise EngineError(str(error)) from error  # the port was free when it was chosen; the next one may be again
+
+
+def _sizes(link: ParentLink) -> ParallelSizes:
+    from megatron_runtime.parallel.layout import ParallelSizes
+
+    options = link.options["engine"]
+    return ParallelSizes(
+        tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"], expert=options["expert_parallel"]
+    )
 
 
 def _inference_config(options: dict[str, Any], ranks: Ranks) -> Any:
@@ -106,7 +127,7 @@ def _inference_config(options: dict[str, Any], ranks: Ranks) -> Any:
 
     return InferenceConfig(
         block_size_tokens=options["block_size_tokens"],
-        kv_cache_memory_bytes=options["kv_cache_bytes"] or ranks.least(_free_device_memory()),
+        kv_cache_memory_bytes=ranks.least(options["kv_cache_bytes"] or _free_device_memory()),
         max_requests=options["max_requests"],
         max_sequence_length=options["max_sequence_length"],
         enable_prefix_caching=options["prefix_caching"],
