@@ -20,6 +20,8 @@ from megatron_runtime.launch.pod_state import RankPhase
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.weights import LoadProgress
@@ -73,7 +75,7 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
 
     options = link.options["engine"]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = torch.device(options["device"], link.options["local_rank"]) if options["device"] == "cuda" else "cpu"
+    device = _choose_device(link)
     ranks = _join_replica(link)
     # Pods that were left the choice may have chosen differently.
     options["max_sequence_length"] = ranks.least(options["max_sequence_length"])
@@ -88,6 +90,17 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     )
     tokenizer = load_tokenizer(link.options["checkpoint"])
     return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options, ranks))
+
+
+def _choose_device(link: ParentLink) -> torch.device:
+    """This rank's; a GPU becomes the one that this thread uses, as for NCCL it has to be."""
+    import torch
+
+    if link.options["engine"]["device"] == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", link.options["local_rank"])
+    torch.cuda.set_device(device)
+    return device
 
 
 def _join_replica(link: ParentLink) -> Ranks:
@@ -158,6 +171,7 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks)
         data_parallel_rank=link.options["group"],
         attempt=link.options["attempt"],
         key=os.environ.get(KEY_VARIABLE),
+        prepare_thread=lambda: _use_device_of(engine),
     )
     drains: list[asyncio.Task[bool]] = []
 
@@ -178,16 +192,29 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks)
 
 async def _follow(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
     """Does what the first rank does until that lets it go; SIGTERM is for that one."""
-    from megatron_runtime.engine.lock_step import follow
-
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     beating = asyncio.create_task(link.keep_beating())
     _report_phase(link, RankPhase.SERVING)
     try:
-        await asyncio.to_thread(follow, engine, ranks)
+        await asyncio.to_thread(_follow_on_device, engine, ranks)
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
+
+
+def _follow_on_device(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+    from megatron_runtime.engine.lock_step import follow
+
+    _use_device_of(engine)
+    follow(engine, ranks)
+
+
+def _use_device_of(engine: DynamicInferenceEngine) -> None:
+    """Every thread has a GPU of its own choice, the first one until it says otherwise."""
+    import torch
+
+    if engine.context.device.type == "cuda":
+        torch.cuda.set_device(engine.context.device)
 
 
 async def _report_registration(link: ParentLink, loop: CoordinatedLoop) -> None:
