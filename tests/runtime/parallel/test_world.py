@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_support import world_scenarios
+from runtime_support import lock_step_scenarios, world_scenarios
 from runtime_support.rank_processes import free_port, run_ranks
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -77,6 +77,31 @@ def test_all_copies_answer_through_the_coordinator_as_one_rank_does(
         assert ("from files" if sizes.tensor > 1 else "named tensors") in heard["complaints"][1]
         assert rank == 0 or "the primary rank (global rank 0), and this is rank" in heard["refused"]
         assert heard["steps"] > 0, f"rank {rank} had nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "experts", "mode"),
+    [
+        (3, ParallelSizes(), 0, "persist"),
+        (8, BOTH, 0, "recompute"),
+        (4, ParallelSizes(tensor=2, expert=2), 4, "offload"),
+    ],
+    ids=["data 3", "tensor 2, pipeline 2, data 2", "expert 2, data 2"],
+)
+def test_copies_answer_alike_through_eviction_pause_and_suspension(
+    world_size: int, sizes: ParallelSizes, experts: int, mode: str, tmp_path: Path
+) -> None:
+    path = write_tiny_checkpoint(tmp_path / "tiny", experts=experts)
+    said = run_ranks(world_scenarios.serve_through_it_all, world_size, world_size, free_port(), sizes, path, mode)
+    expected = lock_step_scenarios.serve(lock_step_scenarios.build(path))
+    copies = world_size // sizes.ranks_per_replica
+    assert said[0]["still at it"]
+    assert said[0]["answers"] == [expected] * copies
+    for first in range(0, world_size, sizes.ranks_per_replica):
+        stats = said[first]["stats"]
+        assert all(heard["stats"] == stats for heard in said[first : first + sizes.ranks_per_replica])
+    assert sum(heard["stats"].evictions_total for heard in said) > 0
+    assert sum(heard["stats"].prefix_hits_total for heard in said) > 0
 
 
 def test_torchrun_starts_the_example(checkpoints: tuple[Path, Path]) -> None:

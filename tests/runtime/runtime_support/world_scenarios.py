@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from runtime_support import lock_step_scenarios
 
 from megatron_runtime.apis import MegatronLLM, ParallelSizes, join_world
 from megatron_runtime.config import InferenceConfig
@@ -103,6 +104,35 @@ def generate_together(rank: int, world_size: int, port: int, sizes: ParallelSize
     said["state"] = llm.engine.state.name
     ranks.close()
     return said
+
+
+def serve_through_it_all(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str) -> Any:
+    """All that ranks could disagree about, once for each copy, in small passes and few blocks, and suspended once."""
+    ranks = enter(rank, world_size, port, sizes)
+    model = load_model(path, dtype="float32", ranks=ranks)
+    config = lock_step_scenarios.tight(model, kv_cache_management_mode=mode, offload_weights=True)
+    said: dict[str, Any] = {}
+    llm = MegatronLLM(model=model, tokenizer=load_tokenizer(path), inference_config=config, use_coordinator=True)
+    with llm, ThreadPoolExecutor() as pool:
+        copies = world_size // sizes.ranks_per_replica
+        answers = [pool.submit(_answer_all, llm) for _ in range(copies)] if llm.is_primary_rank else []
+        while llm.is_primary_rank and llm.engine.stats().generated_tokens_total < 20:
+            time.sleep(0.01)
+        for step in (llm.pause, llm.suspend, llm.resume, llm.unpause):
+            step()
+        said["still at it"] = not all(future.done() for future in answers)
+        said["answers"] = [future.result() for future in answers]
+    llm.engine.check_integrity()
+    said["stats"] = llm.engine.stats()
+    ranks.close()
+    return said
+
+
+def _answer_all(llm: MegatronLLM) -> list[lock_step_scenarios.Answer]:
+    prompts, params = lock_step_scenarios.PROMPTS, lock_step_scenarios.PARAMS
+    with ThreadPoolExecutor() as pool:
+        found = [pool.submit(llm.generate, *each) for each in zip(prompts, params, strict=True)]
+        return [lock_step_scenarios.Answer.of(future.result()[0]) for future in found]
 
 
 def update_while_running(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> str:

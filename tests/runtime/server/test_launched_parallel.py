@@ -44,7 +44,10 @@ def pod(pod_type: type[Any], checkpoint: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def whole(checkpoint: Path) -> str:
-    """What one rank answers."""
+    return answer_of_one_rank(checkpoint)
+
+
+def answer_of_one_rank(checkpoint: Path) -> str:
     model = load_model(checkpoint, dtype="float32")
     engine = DynamicInferenceEngine.build(model, load_tokenizer(checkpoint), InferenceConfig(buffer_size_gb=0.01))
     params = SamplingParams(temperature=0, num_tokens_to_generate=LENGTH, ignore_eos=True)
@@ -126,6 +129,14 @@ def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
     stops.wait_ready()
     stops.process.send_signal(signal.SIGTERM)
     assert stops.process.wait(30) == 0
+
+
+def test_experts_are_divided_over_the_ranks_of_a_copy(start_pod: Callable[..., Any], tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "mixture", experts=4)
+    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--expert-parallel", "2")
+    pod = start_pod(*flags).wait_ready()
+    assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 2
+    assert ask(pod) == answer_of_one_rank(checkpoint)
 
 
 @pytest.mark.model
