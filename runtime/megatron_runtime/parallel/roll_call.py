@@ -91,10 +91,10 @@ class RollCall:
             return [0]
 
     def _take_place(self) -> int:
-        """This rank's place among those who call; RuntimeError when the store has ended, TimeoutError when it is cut off
-        from here.
+        """This rank's place among those who call.
 
-        A store that is there answers at once. It is asked in a thread, since torch waits for its answer for ever.
+        RuntimeError when the store has ended, TimeoutError when it is cut off: one that is there answers at once. It is
+        asked in a thread, since torch waits for its answer for ever.
         """
         places: SimpleQueue[int] = SimpleQueue()
 
