@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError, LockStepError, LostRankError
@@ -49,19 +50,31 @@ def main() -> None:
         ranks.close()
     except (CheckpointError, ConfigurationError) as error:
         _end_with(link, error, EXIT_BAD_INPUT)
-    except (LostRankError, LockStepError) as error:
+    except LostRankError as error:
+        _end_at_once(link, error)
+    except LockStepError as error:
         _end_with(link, error, EXIT_FAILURE)
     sys.exit(EXIT_DRAINED)
 
 
 def _end_with(link: ParentLink, error: Exception, exit_code: int) -> None:
+    _tell(link, error)
+    sys.exit(exit_code)
+
+
+def _end_at_once(link: ParentLink, error: LostRankError) -> None:
+    """Other threads, and torch at the end of the process, may still wait for the rank that is lost."""
+    _tell(link, error)
+    os._exit(EXIT_FAILURE)
+
+
+def _tell(link: ParentLink, error: Exception) -> None:
     report = error_report(error)
     if isinstance(error, LostRankError):
         start = link.options["group"] * _sizes(link).ranks_per_replica
         report["missing"] = [start + rank for rank in error.missing]
     link.report(error=report)
     logger.error("%s", error)
-    sys.exit(exit_code)
 
 
 def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
@@ -77,6 +90,7 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = _choose_device(link)
     ranks = _join_replica(link)
+    ranks.watch(partial(_end_at_once, link))
     # Pods that were left the choice may have chosen differently.
     options["max_sequence_length"] = ranks.least(options["max_sequence_length"])
     model = load_model(

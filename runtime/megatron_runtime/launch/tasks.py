@@ -22,8 +22,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 _MALLOC = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={1 << 30}", f"top_pad={64 << 20}")
 # Threads that wait spin for as long as it takes to get from one operator to the next, and then sleep:
 # beside busy neighbours that takes a third of the time of spinning on.
-# And torch asks for the names of the addresses that ranks come from, for its log alone: without it, nobody waits for a
-# name server that does not answer.
+# And torch warns of every rank whose address has no name.
 _DEFAULTS = {
     "GOMP_SPINCOUNT": "1000",
     "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC),
