@@ -39,6 +39,7 @@ FIELD_OF_FLAG = {
     "--frontend-replicas": "spec.frontend.replicas",
     "--drain-timeout": "spec.rollout.drainTimeout",
     "--max-restarts": "spec.failurePolicy.maxRestarts",
+    "--rendezvous-timeout": "spec.failurePolicy.startupTimeout",
     "--restart-reset-after": "spec.failurePolicy.resetAfter",
 }
 """The launcher speaks of its flags; who wrote a resource knows its fields."""

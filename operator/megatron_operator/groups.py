@@ -17,6 +17,10 @@ LOST_AFTER = 30.0
 SERVING = "Serving"
 UNSCHEDULABLE = "Unschedulable"
 STARTUP_TIMEOUT = "StartupTimeout"
+LOST_RANK = "LostRank"
+"""Why a pod ends whose ranks were left by another one: a consequence, and no cause."""
+MET = ("Loading", "Registering", SERVING)
+"""Phases of a rank that has met all the others of its group."""
 
 
 class Standing(StrEnum):
@@ -103,13 +107,12 @@ class Group:
     def failure(self, policy: FailurePolicy, now: float) -> GroupFailure | None:
         """What ended the latest attempt: the first of its pods that finished, or a start that takes too long.
 
-        When its pods are gone, the memory of it counts.
+        Pods that only complain about others are asked last. When the pods are gone, the memory of it counts.
         """
         ended = [pod for pod in self.pods if pod.finished and not pod.deleting]
         if ended:
-            first = min(ended, key=lambda pod: (pod.finished_at or pod.created_at, pod.index))
-            when = first.finished_at or first.created_at
-            return self._failure_of(first, first.failure or _unexplained(first), when, policy)
+            first = min(ended, key=lambda pod: (_complains(pod), _end_of(pod), pod.index))
+            return self._failure_of(first, first.failure or _unexplained(first), _end_of(first), policy)
         for pod in self.live_pods:
             deadline = startup_deadline(pod, policy)
             if deadline is not None and deadline <= now:
@@ -126,6 +129,11 @@ class Group:
         failure = Failure(last.reason, last.message, last.rank, last.exit_code)
         return GroupFailure(last.attempt, last.pod, failure, seconds(last.time), self.restarts)
 
+    @property
+    def _has_lost_a_pod(self) -> bool:
+        """Whether somebody removed a pod whose ranks the others have met; they can't meet those of another one."""
+        return bool(self.missing) and any(pod.rank_phase in MET for pod in self.pods)
+
     def _failure_of(self, pod: ObservedPod, failure: Failure, when: float, policy: FailurePolicy) -> GroupFailure:
         lived_long = when - pod.created_at >= policy.reset_after and failure.reason != STARTUP_TIMEOUT
         return GroupFailure(pod.attempt, pod.name, failure, when, 0 if lived_long else self.restarts)
@@ -134,7 +142,7 @@ class Group:
         """How the latest attempt stands. A pod that failed outweighs one that is being deleted."""
         if self.failure(policy, now) is not None:
             return Standing.FAILED
-        if any(pod.deleting for pod in self.pods):
+        if any(pod.deleting for pod in self.pods) or self._has_lost_a_pod:
             return Standing.LEAVING
         if not self.pods:
             return Standing.ABSENT
@@ -192,6 +200,14 @@ def is_lost(pod: ObservedPod, now: float) -> bool:
     """Whether a pod should be gone for so long that nobody will say so any more."""
     deadline = lost_at(pod)
     return deadline is not None and deadline <= now
+
+
+def _complains(pod: ObservedPod) -> bool:
+    return pod.failure is not None and pod.failure.reason == LOST_RANK
+
+
+def _end_of(pod: ObservedPod) -> float:
+    return pod.finished_at or pod.created_at
 
 
 def _unexplained(pod: ObservedPod) -> Failure:

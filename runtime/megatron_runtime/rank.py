@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError, LockStepError, LostRankError
@@ -20,9 +21,12 @@ from megatron_runtime.launch.pod_state import RankPhase
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.weights import LoadProgress
+    from megatron_runtime.parallel.layout import ParallelSizes
     from megatron_runtime.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -46,15 +50,31 @@ def main() -> None:
         ranks.close()
     except (CheckpointError, ConfigurationError) as error:
         _end_with(link, error, EXIT_BAD_INPUT)
-    except (LostRankError, LockStepError) as error:
+    except LostRankError as error:
+        _end_at_once(link, error)
+    except LockStepError as error:
         _end_with(link, error, EXIT_FAILURE)
     sys.exit(EXIT_DRAINED)
 
 
 def _end_with(link: ParentLink, error: Exception, exit_code: int) -> None:
-    link.report(error=error_report(error))
-    logger.error("%s", error)
+    _tell(link, error)
     sys.exit(exit_code)
+
+
+def _end_at_once(link: ParentLink, error: LostRankError) -> None:
+    """Other threads, and torch at the end of the process, may still wait for the rank that is lost."""
+    _tell(link, error)
+    os._exit(EXIT_FAILURE)
+
+
+def _tell(link: ParentLink, error: Exception) -> None:
+    report = error_report(error)
+    if isinstance(error, LostRankError):
+        start = link.options["group"] * _sizes(link).ranks_per_replica
+        report["missing"] = [start + rank for rank in error.missing]
+    link.report(error=report)
+    logger.error("%s", error)
 
 
 def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
@@ -68,8 +88,11 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
 
     options = link.options["engine"]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = torch.device(options["device"], link.options["local_rank"]) if options["device"] == "cuda" else "cpu"
+    device = _choose_device(link)
     ranks = _join_replica(link)
+    ranks.watch(partial(_end_at_once, link))
+    # Pods that were left the choice may have chosen differently.
+    options["max_sequence_length"] = ranks.least(options["max_sequence_length"])
     model = load_model(
         link.options["checkpoint"],
         dtype=options["dtype"],
@@ -83,22 +106,47 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options, ranks))
 
 
+def _choose_device(link: ParentLink) -> torch.device:
+    """This rank's; a GPU becomes the one that this thread uses, as for NCCL it has to be."""
+    import torch
+
+    if link.options["engine"]["device"] == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", link.options["local_rank"])
+    torch.cuda.set_device(device)
+    return device
+
+
 def _join_replica(link: ParentLink) -> Ranks:
     """Meets the other ranks of this copy of the model, if there are any."""
-    from megatron_runtime.parallel.layout import ParallelSizes
+    from megatron_runtime.parallel.lone_rank import LoneRank
     from megatron_runtime.parallel.rendezvous import join_replica
 
-    options, port = link.options["engine"], link.options["rendezvous_port"]
-    sizes = ParallelSizes(
-        tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"], expert=options["expert_parallel"]
-    )
-    position = sizes.position_in_replica(link.options["rank"] % sizes.ranks_per_replica, link.options["group"])
-    if port is not None:
-        _report_phase(link, RankPhase.RENDEZVOUS)
+    sizes = _sizes(link)
+    if sizes.ranks_per_replica == 1:
+        return LoneRank(link.options["group"])
+    host, port = link.options["meeting_place"]
+    _report_phase(link, RankPhase.RENDEZVOUS)
     try:
-        return join_replica(position, host="127.0.0.1", port=port or 0, device_type=options["device"])
+        return join_replica(
+            sizes.position_in_replica(link.options["rank"] % sizes.ranks_per_replica, link.options["group"]),
+            host=host,
+            port=port,
+            attempt=link.options["attempt"],
+            device_type=link.options["engine"]["device"],
+            rendezvous_timeout=link.options["rendezvous_timeout"],
+        )
     except ConfigurationError as error:
         raise EngineError(str(error)) from error  # the port was free when it was chosen; the next one may be again
+
+
+def _sizes(link: ParentLink) -> ParallelSizes:
+    from megatron_runtime.parallel.layout import ParallelSizes
+
+    options = link.options["engine"]
+    return ParallelSizes(
+        tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"], expert=options["expert_parallel"]
+    )
 
 
 def _inference_config(options: dict[str, Any], ranks: Ranks) -> Any:
@@ -106,7 +154,7 @@ def _inference_config(options: dict[str, Any], ranks: Ranks) -> Any:
 
     return InferenceConfig(
         block_size_tokens=options["block_size_tokens"],
-        kv_cache_memory_bytes=options["kv_cache_bytes"] or ranks.least(_free_device_memory()),
+        kv_cache_memory_bytes=ranks.least(options["kv_cache_bytes"] or _free_device_memory()),
         max_requests=options["max_requests"],
         max_sequence_length=options["max_sequence_length"],
         enable_prefix_caching=options["prefix_caching"],
@@ -137,6 +185,7 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks)
         data_parallel_rank=link.options["group"],
         attempt=link.options["attempt"],
         key=os.environ.get(KEY_VARIABLE),
+        prepare_thread=lambda: _use_device_of(engine),
     )
     drains: list[asyncio.Task[bool]] = []
 
@@ -157,16 +206,29 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks)
 
 async def _follow(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
     """Does what the first rank does until that lets it go; SIGTERM is for that one."""
-    from megatron_runtime.engine.lock_step import follow
-
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     beating = asyncio.create_task(link.keep_beating())
     _report_phase(link, RankPhase.SERVING)
     try:
-        await asyncio.to_thread(follow, engine, ranks)
+        await asyncio.to_thread(_follow_on_device, engine, ranks)
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
+
+
+def _follow_on_device(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+    from megatron_runtime.engine.lock_step import follow
+
+    _use_device_of(engine)
+    follow(engine, ranks)
+
+
+def _use_device_of(engine: DynamicInferenceEngine) -> None:
+    """Every thread has a GPU of its own choice, the first one until it says otherwise."""
+    import torch
+
+    if engine.context.device.type == "cuda":
+        torch.cuda.set_device(engine.context.device)
 
 
 async def _report_registration(link: ParentLink, loop: CoordinatedLoop) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import yaml
@@ -51,6 +51,11 @@ class LocalCommand:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    @classmethod
+    def of_sample(cls, folder: Path, models: Path | None, **changes: Any) -> Self:
+        """The command with the sample, changed."""
+        return cls(folder, models, sample(**changes))
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -141,7 +146,7 @@ def start_local(tmp_path: Path, smollm2_path: Path) -> Iterator[LocalStarter]:
     started: list[LocalCommand] = []
 
     def start(models: Path | None = smollm2_path.parent, **changes: Any) -> LocalCommand:
-        started.append(LocalCommand(tmp_path, models, sample(**changes)))
+        started.append(LocalCommand.of_sample(tmp_path, models, **changes))
         return started[-1]
 
     yield start
@@ -152,12 +157,18 @@ def start_local(tmp_path: Path, smollm2_path: Path) -> Iterator[LocalStarter]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[LocalCommand]:
     """The sample, running with both replicas, shared by the tests of a module; each leaves it as it found it."""
-    command = LocalCommand(tmp_path_factory.mktemp("served"), smollm2_path.parent, sample())
+    command = LocalCommand.of_sample(tmp_path_factory.mktemp("served"), smollm2_path.parent)
     try:
         command.wait_for("ready replicas: 2/2")
         yield command
     finally:
         command.close()
+
+
+@pytest.fixture(scope="session")
+def command_type() -> type[LocalCommand]:
+    """For modules that share a command of their own."""
+    return LocalCommand
 
 
 @pytest.fixture

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import typer.main
 import uvicorn
 import yaml
 
-from megatron_operator import names
+from megatron_operator import groups, names
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, RoutingPolicy
 from megatron_operator.api.v1alpha1.model import DType
@@ -31,9 +33,20 @@ from megatron_runtime.cli import app
 from megatron_runtime.errors import InvalidStateError
 from megatron_runtime.launch.control_api import SIGNALS, create_control_api
 from megatron_runtime.launch.identity import Identity
-from megatron_runtime.launch.options import DEVICES, DTYPES, KV_CACHE_MANAGEMENTS, ROUTING_POLICIES
+from megatron_runtime.launch.keeper import ChildEnd
+from megatron_runtime.launch.options import (
+    DEVICES,
+    DTYPES,
+    KV_CACHE_MANAGEMENTS,
+    ROUTING_POLICIES,
+    EngineOptions,
+    LaunchOptions,
+    ModelSource,
+)
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
+from megatron_runtime.launch.tasks import first_rank, meeting_place
+from megatron_runtime.launch.termination import Outcome
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "smollm2.yaml"
 LEADER = PodIdentity(group=0, attempt=3, index=0, leader=True, template_hash="abc", restarts=2)
@@ -55,6 +68,19 @@ def flags_of(container: dict[str, Any]) -> dict[str, Any]:
     assert container["command"] == ["megatron-serve"]
     context = typer.main.get_command(app).make_context("megatron-serve", list(container["args"]))
     return dict(context.params)
+
+
+def options_of(container: dict[str, Any]) -> LaunchOptions:
+    """What the runtime knows of a pod of several: how its ranks are spread, and who it is."""
+    flags = flags_of(container)
+    sizes = {name: flags[name] for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel")}
+    return LaunchOptions(
+        model=ModelSource(path=Path(__file__)),
+        identity=Identity.from_environment(environment_of(container)),
+        engine=EngineOptions(**sizes),
+        ranks_per_pod=flags["ranks_per_pod"],
+        rendezvous_timeout=flags["rendezvous_timeout"],
+    )
 
 
 def environment_of(container: dict[str, Any]) -> dict[str, str]:
@@ -124,6 +150,26 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
 def test_every_choice_of_the_resource_is_understood(spec: dict[str, Any], expected: dict[str, Any]) -> None:
     found = flags_of(rendered(**spec))
     assert {name: found[name] for name in expected} == expected
+
+
+def test_the_pods_of_a_group_are_understood_as_parts_of_one_copy() -> None:
+    spread: dict[str, Any] = {"parallelism": {"tensor": 4, "pipeline": 2, "expert": 2}, "pods": {"ranksPerPod": 3}}
+    options = [options_of(rendered(replace(LEADER, index=index, leader=not index), **spread)) for index in range(3)]
+    assert [(first_rank(each), each.group_ranks) for each in options] == [(0, 3), (3, 3), (6, 2)]
+    assert [each.spans_pods for each in options] == [True] * 3
+    places = [meeting_place(each) for each in options]
+    assert places == [(HOST, names.RENDEZVOUS_PORT), *[("smollm2-0-3-0.smollm2-pods.default.svc", 29500)] * 2]
+    assert [port["containerPort"] for port in rendered()["ports"] if port["name"] == "rendezvous"] == [29500]
+    for each in options:
+        each.check()
+
+
+def test_a_rank_that_only_missed_another_is_told_apart_by_both_halves() -> None:
+    error = {"reason": "LostRankError", "message": "rank 5 is missing", "missing": [5]}
+    outcome = Outcome.child_failed(ChildEnd("rank 4", 1, error=error), 4)
+    failure = read_failure(outcome.exit_code, "Error", json.dumps(outcome.body()))
+    assert (failure.reason, failure.rank) == (groups.LOST_RANK, 5)
+    assert set(groups.MET) < {each.value for each in RankPhase}
 
 
 def test_every_word_that_the_resource_offers_is_one_that_the_runtime_takes() -> None:

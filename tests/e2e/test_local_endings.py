@@ -55,7 +55,7 @@ def test_nothing_outlives_a_killed_command(start_local, wait_until) -> None:
             {"model": {"source": {"path": "/models/a.gguf", "huggingFace": {"repo": "a/b"}}}},
             "remove all but one",
         ),
-        ({"parallelism": {"tensor": 2}}, "spec.parallelism.tensor: 2:"),
+        ({"parallelism": {"tensor": 2, "expert": 3}}, "spec.parallelism.expert: 3: does not divide the 2 tensor"),
     ],
 )
 def test_a_wrong_resource_is_refused_before_anything_starts(

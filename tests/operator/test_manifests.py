@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL
 from megatron_operator.kubernetes.api_server import PATHS
 
@@ -51,6 +52,12 @@ def test_whatever_the_operator_talks_about_is_in_its_role(kind: str) -> None:
     group = "" if root == "/api/v1" else root.split("/")[2]
     granted = {(api, resource) for rule in chart_rules() for api in rule["apiGroups"] for resource in rule["resources"]}
     assert (group, plural) in granted
+
+
+@pytest.mark.parametrize("sample", sorted((MANIFESTS / "samples").glob("*.yaml")), ids=lambda sample: sample.stem)
+def test_a_sample_is_taken_as_it_is(sample: Path) -> None:
+    resource = parse_resource(yaml.safe_load(sample.read_text()))
+    assert resource.name == sample.stem
 
 
 def test_two_operators_never_run_at_once() -> None:

@@ -52,7 +52,14 @@ def test_what_is_left_out_gets_its_default() -> None:
         ({"model": {"source": {}}}, "spec.model.source", "none is set"),
         ({"model": {"source": {"path": "x"}}}, "spec.model.source.path", "absolute path"),
         ({"model": {}}, "spec.model.source", "is missing"),
-        ({"parallelism": {"tensor": 4}}, "spec.parallelism.tensor", "set it to 1"),
+        ({"parallelism": {"tensor": 0}}, "spec.parallelism.tensor", "at least 1"),
+        ({"parallelism": {"tensor": 6, "expert": 4}}, "spec.parallelism.expert", "does not divide the 6 tensor"),
+        ({"parallelism": {"pipeline": 2, "expert": 2}}, "spec.parallelism.expert", "set it to a number that does"),
+        (
+            {"parallelism": {"tensor": 2, "pipeline": 2}, "pods": {"ranksPerPod": 5}},
+            "spec.pods.ranksPerPod",
+            "is more than the 4 rank(s) of a group (tensor * pipeline); set it to 4 or less",
+        ),
         ({"pods": {"ranksPerPod": 2}}, "spec.pods.ranksPerPod", "set it to 1 or less"),
         (
             {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},

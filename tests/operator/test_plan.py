@@ -5,7 +5,10 @@ from __future__ import annotations
 from planning_support.planning import Planning, created, deleted, restarts
 
 from megatron_operator.plan import Plan, plan
-from megatron_operator.world import ApplyChild, CreatePod, CreateSecret, DeletePod
+from megatron_operator.world import ApplyChild, CreatePod, CreateSecret, DeletePod, Failure, PodPhase
+
+TWO_PODS = {"tensor": 2}
+"""Ranks of a group, of which a pod has one unless the resource says more."""
 
 
 def test_the_first_round_makes_the_secret_and_the_services_before_the_pods() -> None:
@@ -83,7 +86,7 @@ def test_nothing_is_created_for_a_resource_that_is_being_deleted() -> None:
 
 
 def test_a_group_fails_as_a_whole_and_starts_again_once_none_of_it_runs() -> None:
-    planning = Planning(pods_per_group=2).settled()
+    planning = Planning(parallelism=TWO_PODS).settled()
     planning.cluster.fail("chat-0-0-1")
     assert deleted(planning.round()) == ["chat-0-0-0"]
     planning.cluster.change("chat-0-0-0", deletion_deadline=None)  # The deletion was lost.
@@ -95,20 +98,52 @@ def test_a_group_fails_as_a_whole_and_starts_again_once_none_of_it_runs() -> Non
 
 
 def test_a_pod_that_was_not_created_with_the_others_is_created_later() -> None:
-    planning = Planning(pods_per_group=2)
+    planning = Planning(parallelism=TWO_PODS)
     planning.round()
     planning.cluster.remove("chat-0-0-1")
     assert created(planning.round()) == ["chat-0-0-1"]
 
 
 def test_a_group_whose_pod_was_deleted_is_replaced_as_a_whole() -> None:
-    planning = Planning(pods_per_group=2).settled()
+    planning = Planning(parallelism=TWO_PODS).settled()
     planning.cluster.delete("chat-0-0-1")
     assert deleted(planning.round()) == ["chat-0-0-0"]
     planning.cluster.remove("chat-0-0-1")
     assert created(planning.round()) == []
     planning.cluster.remove("chat-0-0-0")
     assert created(planning.round()) == ["chat-0-1-0", "chat-0-1-1"]
+
+
+def test_a_pod_that_vanished_from_a_group_whose_ranks_have_met_is_not_made_again_alone() -> None:
+    planning = Planning(parallelism=TWO_PODS).settled()
+    planning.cluster.remove("chat-0-0-1")
+    actions = planning.round()
+    assert created(actions) == []
+    assert deleted(actions) == ["chat-0-0-0"]
+    planning.cluster.remove("chat-0-0-0")
+    actions = planning.round()
+    assert created(actions) == ["chat-0-1-0", "chat-0-1-1"]
+    assert restarts(actions) == ["0", "0"]
+
+
+def test_the_last_failure_is_that_of_the_rank_which_failed_and_not_of_those_who_missed_it() -> None:
+    planning = Planning(parallelism={"tensor": 3}).settled()
+    complaint = Failure("LostRank", "rank 0: adding up a layer: rank 1 is missing", rank=1, exit_code=1)
+    cluster = planning.cluster
+    cluster.change("chat-0-0-0", phase=PodPhase.FAILED, ready=False, finished_at=cluster.now, failure=complaint)
+    planning.round()
+    (group,) = planning.status.groups
+    assert group.last_failure is not None
+    assert (group.last_failure.pod, group.last_failure.rank) == ("chat-0-0-0", 1)
+    cluster.now += 1
+    cluster.change("chat-0-0-1", deletion_deadline=None)  # It ended by itself before it was asked to.
+    cluster.fail("chat-0-0-1", exit_code=137)
+    planning.round()
+    (group,) = planning.status.groups
+    assert group.last_failure is not None
+    assert (group.last_failure.pod, group.last_failure.reason) == ("chat-0-0-1", "RankFailed")
+    assert group.last_failure.exit_code == 137
+    assert (group.ready_pods, group.total_pods) == (0, 3)
 
 
 # --- roll-outs

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from planning_support.resources import resource_object, widened
+from planning_support.resources import resource_object
 from planning_support.simulation import SimulatedCluster
 
 from megatron_operator.api.parse import parse_resource
@@ -45,7 +45,8 @@ class RandomHistory(RuleBasedStateMachine):
     def someone_applies_a_resource(self, replicas: int, lifecycle: str, pods_per_group: int) -> None:
         self.pods_per_group = pods_per_group
         policy = {"maxRestarts": 2, "startupTimeout": "300s"}
-        self.obj = resource_object(replicas=replicas, lifecycle=lifecycle, failurePolicy=policy)
+        spread = {"tensor": pods_per_group}
+        self.obj = resource_object(replicas=replicas, lifecycle=lifecycle, failurePolicy=policy, parallelism=spread)
 
     # --- the operator
 
@@ -210,7 +211,7 @@ class RandomHistory(RuleBasedStateMachine):
         assert self._has_arrived()
 
     def _resource(self) -> MegatronInference:
-        return widened(parse_resource(self.obj), self.pods_per_group)
+        return parse_resource(self.obj)
 
     def _pick(self, choice: int) -> str | None:
         names = sorted(self.cluster.pods)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,6 +76,33 @@ def test_gpus_are_asked_for_by_rank_and_cpus_not_at_all() -> None:
     amd = {"device": "cuda", "gpuResource": "amd.com/gpu"}
     assert container(pods=amd)["resources"] == {"limits": {"amd.com/gpu": "1"}}
     assert container(pods={"device": "cpu"})["resources"] == {}
+
+
+def test_each_pod_of_a_group_asks_for_the_gpus_of_its_own_ranks() -> None:
+    spread = {"parallelism": {"tensor": 3, "pipeline": 3}, "pods": {"device": "cuda", "ranksPerPod": 4}}
+    assert parsed(**spread).spec.pods_per_group == 3
+    asked = [
+        pod(replace(WORKER, index=index), **spread)["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+        for index in range(3)
+    ]
+    assert asked == ["4", "4", "1"]
+
+
+def test_the_pods_of_a_group_meet_in_its_first_one() -> None:
+    spread = {"parallelism": {"tensor": 2, "pipeline": 2, "expert": 2}, "pods": {"device": "cpu", "ranksPerPod": 2}}
+    first, second = (pod(replace(WORKER, attempt=5, index=index), **spread) for index in (0, 1))
+    for manifest in (first, second):
+        assert env(manifest)["MEGATRON_MASTER_ADDR"] == "chat-1-5-0.chat-pods.models.svc"
+        args = set(manifest["spec"]["containers"][0]["args"])
+        assert {"--tensor-parallel=2", "--pipeline-parallel=2", "--expert-parallel=2", "--ranks-per-pod=2"} <= args
+    assert [env(manifest)["MEGATRON_POD_INDEX"] for manifest in (first, second)] == ["0", "1"]
+    assert [manifest["spec"]["hostname"] for manifest in (first, second)] == ["chat-1-5-0", "chat-1-5-1"]
+    ports = [{port["name"] for port in each["spec"]["containers"][0]["ports"]} for each in (first, second)]
+    assert ports == [{"control", "rendezvous"}, {"control"}]
+
+
+def test_ranks_have_as_long_to_meet_as_their_pods_to_start() -> None:
+    assert "--rendezvous-timeout=90" in container(failurePolicy={"startupTimeout": "90s"})["args"]
 
 
 def test_the_launcher_gets_what_is_left_of_the_restart_budget() -> None:

@@ -15,7 +15,7 @@ from megatron_runtime.launch.memory import AvailableMemory, available_memory, us
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.preflight import RANK_OVERHEAD, element_bytes, plan_engine
 from megatron_runtime.launch.quantity import format_bytes, parse_bytes
-from megatron_runtime.launch.tasks import compute_environment, rank_task, threads_per_rank
+from megatron_runtime.launch.tasks import compute_environment, first_rank, meeting_place, rank_task, threads_per_rank
 
 FACTS = CheckpointFacts(
     path="/m", architecture="llama", parameters=1000, longest=512, layers=4, attention_heads=8, kv_heads=2, head_dim=16
@@ -120,7 +120,6 @@ def test_no_room_for_the_weights_is_said_of_the_model(options: LaunchOptions) ->
             "--tensor-parallel 3: does not divide the model's 8 attention heads; use one of 1, 2, 4, 8",
         ),
         ({"pipeline_parallel": 5}, "--pipeline-parallel 5: the model has only 4 layers"),
-        ({"tensor_parallel": 2, "device": "cuda"}, "--device cuda: 2 ranks per copy of the model work on a CPU alone"),
         ({"expert_parallel": 2}, "--expert-parallel 2: the model has no experts; use --expert-parallel 1"),
         ({"max_sequence_length": 513}, "--max-sequence-length 513: the model was made for 512 tokens"),
         (
@@ -163,13 +162,62 @@ def test_a_rank_needs_room_for_its_part_alone(options: LaunchOptions) -> None:
     assert (plan.weight_bytes, plan.max_sequence_length) == (1000, 64)
 
 
-def test_a_copy_of_the_model_over_several_pods_is_refused(options: LaunchOptions) -> None:
-    wide = with_engine(options, tensor_parallel=2)
-    assert refusal(wide) is None
-    assert refusal(replace(wide, ranks_per_pod=2)) is None
-    words = refusal(replace(wide, ranks_per_pod=1))
+def pod_of_three_ranks(options: LaunchOptions, index: int, **identity: Any) -> LaunchOptions:
+    """One of two pods of a replica whose second has one rank, as an operator starts it."""
+    place = {"bind_host": "127.0.0.1", "master_address": "first.pod", "coordinator_address": "tcp://c:1", **identity}
+    who = Identity(group=2, attempt=7, pod_index=index, is_leader=False, **place)
+    return replace(with_engine(options, tensor_parallel=3), ranks_per_pod=2, identity=who)
+
+
+def test_the_ranks_of_a_copy_are_counted_through_its_pods(options: LaunchOptions) -> None:
+    first, second = (pod_of_three_ranks(options, index) for index in (0, 1))
+    assert (first_rank(first), first.local_ranks, first_rank(second), second.local_ranks) == (6, 2, 8, 1)
+    assert refusal(first) is None
+    assert refusal(second) is None
+    words = refusal(pod_of_three_ranks(options, 2))
+    assert words == "MEGATRON_POD_INDEX=2: the group's 3 rank(s) fit into fewer pods of --ranks-per-pod 2"
+
+
+def test_the_pods_of_a_copy_meet_in_the_first_one(options: LaunchOptions) -> None:
+    assert meeting_place(pod_of_three_ranks(options, 0)) == ("127.0.0.1", 29500)
+    assert meeting_place(pod_of_three_ranks(options, 1)) == ("first.pod", 29500)
+    alone = meeting_place(with_engine(options, tensor_parallel=2))
+    assert alone is not None
+    assert alone[0] == "127.0.0.1"
+    assert meeting_place(options) is None
+
+
+@pytest.mark.parametrize(
+    ("index", "identity", "words"),
+    [
+        (1, {"master_address": None}, "but MEGATRON_MASTER_ADDR does not say where the first of them is; set it"),
+        (0, {"bind_host": None}, "but MEGATRON_BIND_HOST does not say at which address the others reach this one"),
+    ],
+)
+def test_a_pod_that_could_not_meet_the_others_says_what_is_missing(
+    options: LaunchOptions, index: int, identity: dict[str, Any], words: str
+) -> None:
+    said = refusal(pod_of_three_ranks(options, index, **identity))
+    assert said is not None
+    assert said.startswith("--ranks-per-pod 2: the 3 ranks of a copy of the model are in several pods, ")
+    assert words in said
+    assert said.endswith("or use --ranks-per-pod 3")
+
+
+def test_several_copies_are_not_split_over_pods_by_one_launcher(options: LaunchOptions) -> None:
+    alone = replace(with_engine(options, tensor_parallel=2), ranks_per_pod=1, replicas=2)
+    words = refusal(alone)
     assert words is not None
-    assert words.startswith("--ranks-per-pod 1: this version runs all 2 ranks of a copy of the model in one pod")
+    assert words.endswith("in several pods, each of one copy; use --replicas 1, or --ranks-per-pod 2")
+
+
+def test_a_pod_needs_memory_for_its_own_ranks_alone(options: LaunchOptions) -> None:
+    asked = with_engine(pod_of_three_ranks(options, 1), kv_cache_bytes=2**20, tensor_parallel=4)
+    half, facts = replace(asked, ranks_per_pod=2), replace(FACTS, kv_heads=4)
+    room = AvailableMemory(2 * (RANK_OVERHEAD + 1000 + 2**20), "left of the container's limit")
+    assert plan_engine(half, facts, room).weight_bytes == 1000
+    with pytest.raises(ConfigurationError, match=r"4 rank\(s\) need"):
+        plan_engine(replace(half, ranks_per_pod=4, identity=Identity()), facts, room)
 
 
 def test_the_smaller_limit_counts(tmp_path: Path) -> None:

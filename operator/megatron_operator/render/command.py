@@ -44,6 +44,7 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         "--frontend-replicas": spec.frontend.replicas,
         "--drain-timeout": f"{spec.rollout.drain_timeout:g}",
         "--max-restarts": max_restarts,
+        "--rendezvous-timeout": f"{spec.failure_policy.startup_timeout:g}",
         "--restart-reset-after": f"{spec.failure_policy.reset_after:g}",
     }
     if spec.model.max_sequence_length is not None:

@@ -101,7 +101,7 @@ def _container(resource: MegatronInference, identity: PodIdentity, settings: Set
         "args": arguments(resource, max_restarts=left),
         "env": environment(resource, identity),
         "ports": _ports(identity),
-        "resources": _resources(resource),
+        "resources": _resources(resource, identity),
         "volumeMounts": _mounts(resource),
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -123,11 +123,11 @@ def _ports(identity: PodIdentity) -> list[dict[str, Any]]:
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
 
-def _resources(resource: MegatronInference) -> dict[str, Any]:
+def _resources(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:
     pods = resource.spec.pods
     if pods.device is not Device.CUDA:
         return {}
-    return {"limits": {pods.gpu_resource: str(pods.ranks_per_pod)}}
+    return {"limits": {pods.gpu_resource: str(resource.spec.ranks_in_pod(identity.index))}}
 
 
 def _volumes(resource: MegatronInference) -> list[dict[str, Any]]:

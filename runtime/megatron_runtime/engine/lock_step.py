@@ -127,7 +127,7 @@ class LockStepEngine:
 
     def assemble(self, occasion: str) -> None:
         """Wait until all ranks have done all that came before; LostRankError names those that haven't in time."""
-        self._take_turn(lambda: self._ranks.barrier(occasion), Turn.ASSEMBLE, occasion)
+        self._take_turn(lambda: _assemble(self._engine, self._ranks, occasion), Turn.ASSEMBLE, occasion)
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
         """As DynamicInferenceEngine does, from files that all ranks see.
@@ -231,7 +231,7 @@ def _act(engine: DynamicInferenceEngine, ranks: Ranks, action: str, args: list[A
         case Turn.RESUME:
             _resume(engine, ranks)
         case Turn.ASSEMBLE:
-            ranks.barrier(args[0])
+            _assemble(engine, ranks, args[0])
         case Turn.UPDATE_WEIGHTS:
             try:
                 engine.update_weights(args[0], version=args[1])
@@ -240,6 +240,11 @@ def _act(engine: DynamicInferenceEngine, ranks: Ranks, action: str, args: list[A
         case _:
             raise AssertionError(f"the first rank asks for {action}")
     return None
+
+
+def _assemble(engine: DynamicInferenceEngine, ranks: Ranks, occasion: str) -> None:
+    engine.assemble(occasion)
+    ranks.barrier(occasion)
 
 
 def _suspend(engine: DynamicInferenceEngine, ranks: Ranks) -> None:

@@ -37,9 +37,9 @@ class RunningEngine(ABC):
     def fail_all_requests(self, error: Exception) -> None:
         """End every unfinished request with the error."""
 
+    @abstractmethod
     def assemble(self, occasion: str) -> None:
-        """Wait until all ranks of the replica have done what came before. An engine by itself waits for nobody."""
-        del occasion
+        """Wait until everything that came before is done."""
 
     @property
     def state(self) -> EngineState:

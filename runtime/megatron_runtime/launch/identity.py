@@ -33,6 +33,8 @@ class Identity:
     is_leader: bool = True
     lifecycle: Lifecycle = Lifecycle.RUNNING
     coordinator_address: str | None = None
+    master_address: str | None = None
+    """Where the group's first pod is, and in it the group's first rank."""
     bind_host: str | None = None
     coordinator_key: str | None = None
     control_token: str | None = None
@@ -57,6 +59,7 @@ class Identity:
             is_leader=read.flag("MEGATRON_LEADER", True),
             lifecycle=read.lifecycle("MEGATRON_LIFECYCLE"),
             coordinator_address=read.text("MEGATRON_COORDINATOR_ADDRESS"),
+            master_address=read.text("MEGATRON_MASTER_ADDR"),
             bind_host=read.text("MEGATRON_BIND_HOST"),
             coordinator_key=read.key(KEY_VARIABLE),
             control_token=read.text("MEGATRON_CONTROL_TOKEN"),

@@ -18,6 +18,7 @@ KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
 ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES)
 HIGHEST_PORT = 65535
+RENDEZVOUS_SECONDS = 300.0
 SHORTEST_HANG = 3
 """Seconds: some signs of life may be late."""
 
@@ -100,6 +101,7 @@ class LaunchOptions:
     max_restarts: int = 5
     restart_reset_after: float = RESET_SECONDS
     hang_timeout: float = HANG_SECONDS
+    rendezvous_timeout: float = RENDEZVOUS_SECONDS
     host: str | None = None
     port: int | None = None
     control_port: int | None = None
@@ -130,6 +132,16 @@ class LaunchOptions:
     def first_group_rank(self) -> int:
         """The lowest of this pod's ranks, counted within the replica group."""
         return self.identity.pod_index * (self.ranks_per_pod or self.engine.ranks_per_group)
+
+    @property
+    def spans_pods(self) -> bool:
+        """Whether a replica has ranks in other pods than this one."""
+        return self.group_ranks < self.engine.ranks_per_group
+
+    @property
+    def has_first_rank(self) -> bool:
+        """Whether the first rank of a replica is in this pod."""
+        return self.first_group_rank == 0
 
     @property
     def local_ranks(self) -> int:
@@ -180,8 +192,12 @@ class LaunchOptions:
         _at_least("--max-sequence-length", engine.max_sequence_length, 2)
         _at_least("--max-requests", engine.max_requests, 1)
         _at_least("--threads-per-rank", self.threads_per_rank, 1)
-        if self.request_timeout <= 0:
-            raise ConfigurationError(f"--request-timeout {self.request_timeout}: must be more than 0 seconds")
+        for flag, seconds in (
+            ("--request-timeout", self.request_timeout),
+            ("--rendezvous-timeout", self.rendezvous_timeout),
+        ):
+            if seconds <= 0:
+                raise ConfigurationError(f"{flag} {seconds}: must be more than 0 seconds")
         check_routing_alpha(self.routing_alpha, f"--routing-alpha {self.routing_alpha}:")
         for flag, port in (
             ("--port", self.port),
@@ -200,10 +216,22 @@ class LaunchOptions:
                 f"MEGATRON_POD_INDEX={self.identity.pod_index}: the group's {ranks} rank(s) "
                 f"fit into fewer pods of --ranks-per-pod {self.ranks_per_pod or ranks}"
             )
-        if self.group_ranks < ranks:
+        if self.spans_pods:
+            self._check_meeting_place()
+
+    def _check_meeting_place(self) -> None:
+        """What a pod has to know to meet the others of its group."""
+        identity, ranks = self.identity, self.engine.ranks_per_group
+        split = f"--ranks-per-pod {self.ranks_per_pod}: the {ranks} ranks of a copy of the model are in several pods"
+        if self.replicas > 1:
+            raise ConfigurationError(f"{split}, each of one copy; use --replicas 1, or --ranks-per-pod {ranks}")
+        needed = ("MEGATRON_MASTER_ADDR", identity.master_address, "where the first of them is")
+        if self.has_first_rank:
+            needed = ("MEGATRON_BIND_HOST", identity.bind_host, "at which address the others reach this one")
+        variable, value, meaning = needed
+        if value is None:
             raise ConfigurationError(
-                f"--ranks-per-pod {self.ranks_per_pod}: this version runs all {ranks} ranks of a copy of the model in "
-                f"one pod; use --ranks-per-pod {ranks}, or smaller parallel sizes"
+                f"{split}, but {variable} does not say {meaning}; set it, or use --ranks-per-pod {ranks}"
             )
 
     def _check_identity(self) -> None:

@@ -1,4 +1,4 @@
-"""The three ports of a pod - which flag names each, and where it is unless that flag says otherwise - and others."""
+"""The ports of a pod: which flag names each, and where it is unless that flag says otherwise."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from megatron_runtime.server.http_server import bind
 HTTP_PORT = 8000
 CONTROL_PORT = 9000
 COORDINATOR_PORT = 5557
+RENDEZVOUS_PORT = 29500
+"""Of a group's first pod, where the ranks of a group of several pods meet; no flag names it."""
+LOOPBACK = "127.0.0.1"
 
 
 def bind_http(options: LaunchOptions) -> socket.socket:
@@ -28,9 +31,9 @@ def bind_coordinator(options: LaunchOptions) -> socket.socket:
 
 
 def free_loopback_port() -> int:
-    """A port of 127.0.0.1 that nobody listens at; another process may take it before it is used."""
+    """A port of LOOPBACK that nobody listens at; another process may take it before it is used."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 

@@ -19,6 +19,8 @@ from megatron_runtime.launch.tasks import first_rank, replica_tasks
 
 DRAIN_GRACE = 3.0
 """Seconds beyond the time to drain before a rank is killed; it stops computing by itself before."""
+FOLLOWER_GRACE = 10.0
+"""The same for ranks whose first one, in another pod, lets them go when it has drained."""
 
 
 class RankGroup:
@@ -41,7 +43,10 @@ class RankGroup:
         self._state = state
         self._on_end = on_end
         self._on_change = on_change
-        self._budget = RestartBudget(options.max_restarts, reset_after=options.restart_reset_after)
+        # Ranks that are started again can't meet those of other pods, which are at their end too.
+        self._budget = RestartBudget(
+            0 if options.spans_pods else options.max_restarts, reset_after=options.restart_reset_after
+        )
         self._keepers: dict[range, ReplicaKeeper] = {}
         self._lives: list[asyncio.Task[None]] = []
 
@@ -70,7 +75,8 @@ class RankGroup:
             keeper.release()
             keeper.send_signal(signal.SIGTERM)
         if self._lives:
-            await asyncio.wait(self._lives, timeout=timeout + DRAIN_GRACE)
+            grace = DRAIN_GRACE if self._options.has_first_rank else FOLLOWER_GRACE
+            await asyncio.wait(self._lives, timeout=timeout + grace)
         await self.kill()
 
     async def kill(self) -> None:

@@ -11,7 +11,7 @@ from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import usable_cores
 from megatron_runtime.launch.options import LaunchOptions
-from megatron_runtime.launch.ports import free_loopback_port
+from megatron_runtime.launch.ports import LOOPBACK, RENDEZVOUS_PORT, free_loopback_port
 from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.wire.security import key_environment
 
@@ -22,7 +22,12 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 _MALLOC = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={1 << 30}", f"top_pad={64 << 20}")
 # Threads that wait spin for as long as it takes to get from one operator to the next, and then sleep:
 # beside busy neighbours that takes a third of the time of spinning on.
-_DEFAULTS = {"GOMP_SPINCOUNT": "1000", "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC)}
+# And torch warns of every rank whose address has no name.
+_DEFAULTS = {
+    "GOMP_SPINCOUNT": "1000",
+    "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC),
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 
 
 def coordinator_options(options: LaunchOptions, port: int) -> dict[str, Any]:
@@ -43,11 +48,22 @@ def coordinator_options(options: LaunchOptions, port: int) -> dict[str, Any]:
 def replica_tasks(
     options: LaunchOptions, facts: CheckpointFacts, plan: EnginePlan, *, ranks: range, address: str, key: str | None
 ) -> list[ChildTask]:
-    """The ranks of one replica, for one start: they meet at a port that no other start uses."""
-    port = free_loopback_port() if len(ranks) > 1 else None
-    return [
-        rank_task(options, facts, plan, rank=rank, address=address, key=key, rendezvous_port=port) for rank in ranks
-    ]
+    """The ranks of one replica that are in this pod, for one start."""
+    place = meeting_place(options)
+    return [rank_task(options, facts, plan, rank=rank, address=address, key=key, meeting=place) for rank in ranks]
+
+
+def meeting_place(options: LaunchOptions) -> tuple[str, int] | None:
+    """Host and port where the ranks of a replica meet for one start; within a pod no other start uses the port."""
+    identity = options.identity
+    if options.engine.ranks_per_group == 1:
+        return None
+    if not options.spans_pods:
+        return LOOPBACK, free_loopback_port()
+    # The name of the first pod need not be known in it yet, and is no address to listen at.
+    host = identity.bind_host if options.has_first_rank else identity.master_address
+    assert host is not None
+    return host, RENDEZVOUS_PORT
 
 
 def rank_task(
@@ -58,7 +74,7 @@ def rank_task(
     rank: int,
     address: str,
     key: str | None,
-    rendezvous_port: int | None = None,
+    meeting: tuple[str, int] | None = None,
 ) -> ChildTask:
     """One rank. Its share of the cores must be set before it imports torch, hence in the environment."""
     threads = str(threads_per_rank(options))
@@ -75,7 +91,8 @@ def rank_task(
             "group": rank // options.engine.ranks_per_group,
             "attempt": options.identity.attempt,
             "local_rank": rank - first_rank(options),
-            "rendezvous_port": rendezvous_port,
+            "meeting_place": meeting,
+            "rendezvous_timeout": options.rendezvous_timeout,
             "engine": engine,
             "coordinator_address": address,
             "drain_timeout": options.drain_timeout,

@@ -13,6 +13,8 @@ from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EX
 
 logger = logging.getLogger(__name__)
 
+LOST_RANK = "LostRank"
+"""A rank of this pod ended because another one, which may be in another pod, is gone or late."""
 LONGEST_MESSAGE = 3000
 """The kubelet keeps 4096 bytes of a termination message."""
 
@@ -39,6 +41,9 @@ class Outcome:
         if end.is_bad_input:
             reason = "CheckpointError" if (end.error or {}).get("reason") == "CheckpointError" else "InvalidSpec"
             return cls(EXIT_BAD_INPUT, reason, end.message, rank, end.exit_code)
+        if end.error is not None and end.error.get("reason") == "LostRankError":
+            missing = end.error.get("missing") or [rank]
+            return cls(EXIT_FAILURE, LOST_RANK, end.message, missing[0])
         reason = "ProcessFailed" if rank is None else "RankFailed"
         return cls(EXIT_FAILURE, reason, end.message, rank, end.exit_code)
 

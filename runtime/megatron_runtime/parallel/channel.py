@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from megatron_runtime.parallel.connections import Listener, connect, read
+from megatron_runtime.parallel.connections import Listener, break_when_silent, connect, read
 from megatron_runtime.parallel.layout import RankPosition
 
 _HEADER = struct.Struct("=QQ")
@@ -45,22 +45,24 @@ class Channel:
     ) -> None:
         if position.rank == source:
             others = position.sizes.ranks_per_replica - 1
-            self._ends = list(Listener(store, name, address, timeout).accept(others).values())
+            self.ends = list(Listener(store, name, address, timeout).accept(others).values())
         else:
-            self._ends = [connect(store, name, position.rank, timeout)]
+            self.ends = [connect(store, name, position.rank, timeout)]
+        for end in self.ends:
+            break_when_silent(end)
 
     def send(self, body: bytes, checksum: int = 0) -> None:
         """Send to all others."""
         message = _HEADER.pack(len(body), checksum) + body
-        for end in self._ends:
+        for end in self.ends:
             end.sendall(message)
 
     def receive(self) -> Message:
         """The next message."""
-        length, checksum = _HEADER.unpack(read(self._ends[0], _HEADER.size))
-        return Message(read(self._ends[0], length), checksum)
+        length, checksum = _HEADER.unpack(read(self.ends[0], _HEADER.size))
+        return Message(read(self.ends[0], length), checksum)
 
     def close(self) -> None:
         """What was sent still arrives."""
-        for end in self._ends:
+        for end in self.ends:
             end.close()

@@ -11,6 +11,9 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _GREETING = struct.Struct("=16sQ")
+_SILENCE = 10
+"""Seconds without a sign from the other host's kernel after which a connection is broken."""
+_FIRST_PROBE, _NEXT_PROBE = 4, 2
 
 
 class Listener:
@@ -54,6 +57,18 @@ def connect(store: Store, key: str, rank: int, timeout: float) -> socket.socket:
     end = socket.create_connection((address, int(port)), timeout)
     end.sendall(_GREETING.pack(token.encode(), rank))
     return _without_delay(end)
+
+
+def break_when_silent(end: socket.socket) -> None:
+    """Have an idle or waiting connection fail when the other host is not reached any more.
+
+    A cut network sends no sign of that. Not for what the other side may leave unread for long: it would break too.
+    """
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _FIRST_PROBE)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _NEXT_PROBE)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, (_SILENCE - _FIRST_PROBE) // _NEXT_PROBE)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _SILENCE)
 
 
 def read(end: socket.socket, size: int) -> bytes:

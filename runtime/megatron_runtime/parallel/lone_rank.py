@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_runtime.errors import LostRankError
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
 
 
@@ -69,6 +70,9 @@ class LoneRank:
         """There is no stage before."""
         del shape, dtype
         raise AssertionError("a lone rank has no stage before it")
+
+    def watch(self, act: Callable[[LostRankError], None]) -> None:
+        """Nobody to miss."""
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from datetime import timedelta
 
@@ -40,8 +41,8 @@ class MeetingPlace:
         self._server: TCPStore | None = None
         if position.is_first:
             try:
-                self._server = TCPStore(host, port, is_master=True, wait_for_workers=False)
-            except RuntimeError as error:
+                self._server = _serve(host, port)
+            except (RuntimeError, OSError) as error:
                 raise ConfigurationError(
                     f"rendezvous at {host}:{port}: can't listen there ({_first_line(error)}); choose a free port",
                     field="port",
@@ -109,6 +110,15 @@ class MeetingPlace:
         client = TCPStore(self._host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
         client.set_timeout(timedelta(seconds=timeout))
         return PrefixStore(self._prefix, client)
+
+
+def _serve(host: str, port: int) -> TCPStore:
+    """Listens at the host's address alone: beside it, another replica may have the same port of another address."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    # The store closes the descriptor when it ends.
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _here(rank: int) -> str:

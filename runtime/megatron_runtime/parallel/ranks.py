@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_runtime.errors import LostRankError
 from megatron_runtime.parallel.layout import RankPosition
 
 
@@ -84,6 +85,14 @@ class Ranks(Protocol):
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Activations from the stage before, in the order in which they were sent."""
+        ...
+
+    def watch(self, act: Callable[[LostRankError], None]) -> None:
+        """From now on call ``act``, in another thread, when a rank's host is not reached and nothing else has noticed.
+
+        Until ``close``; to be called once. The error names who is missing. Without this, a rank that waits for another
+        one in a collective of torch's notices after the group's timeout alone.
+        """
         ...
 
     def close(self) -> None:

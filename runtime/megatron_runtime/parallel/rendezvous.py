@@ -39,7 +39,7 @@ def join_replica(
 
     Args:
         position: Who this is.
-        host: Where the replica's first rank is, as seen by all.
+        host: Where the replica's first rank is, as this rank sees it; on the first one the address to listen at.
         port: Where it listens.
         attempt: Which try of this replica it is; ranks of another one are not met.
         device_type: ``cpu``, or ``cuda``, where the current device is this rank's.
@@ -52,9 +52,9 @@ def join_replica(
     """
     if position.sizes.ranks_per_replica == 1:
         return LoneRank(position.replica)
-    use_interface_towards(host)
     place = MeetingPlace(position, host, port, attempt=attempt)
     store = PrefixStore("torch", place.await_all(rendezvous_timeout))
+    use_interface_towards(host)  # whose name may not have been known before
     limit = timedelta(seconds=timeout)
     dist.init_process_group(
         "gloo", store=store, rank=position.rank, world_size=position.sizes.ranks_per_replica, timeout=limit

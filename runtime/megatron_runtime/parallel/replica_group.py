@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_runtime.errors import LockStepError
+from megatron_runtime.errors import LockStepError, LostRankError
 from megatron_runtime.parallel.channel import Channel, Message
 from megatron_runtime.parallel.exchange import Exchange
 from megatron_runtime.parallel.layout import RankPosition
+from megatron_runtime.parallel.link_watch import LinkWatch
 from megatron_runtime.parallel.roll_call import COMPUTING, RollCall
 
 T = TypeVar("T")
@@ -82,6 +83,7 @@ class ReplicaGroup:
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._meetings = 0
         self._closed = False
+        self._watch: LinkWatch | None = None
 
     def share_inbox(self, inbox: bytes | None) -> bytes:
         """As in Ranks."""
@@ -139,11 +141,21 @@ class ReplicaGroup:
         self._do("waiting for activations", dist.recv, hidden, source, self._groups.pipeline)
         return hidden
 
+    def watch(self, act: Callable[[LostRankError], None]) -> None:
+        """As in Ranks."""
+
+        def tell(error: OSError) -> None:
+            act(self._roll_call.lost(f"{self._roll_call.doing}, while a connection failed", error))
+
+        self._watch = LinkWatch([*self._inbox.ends, *self._outcome.ends], tell)
+
     def close(self) -> None:
         """As in Ranks. What was sent is delivered before, if it is taken within the timeout."""
         if self._closed:
             return
         self._closed = True
+        if self._watch is not None:
+            self._watch.close()
         try:
             while self._sent:
                 self._sent.popleft()[0].wait()

@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
@@ -44,6 +45,8 @@ class RollCall:
         self._position = position
         self._others = [rank for rank in range(position.sizes.ranks_per_replica) if rank != position.rank]
         self._verdict: str | None = None
+        self._calling = threading.Lock()
+        self._is_cut_off = False
         self._thread = threading.Thread(
             target=self._answer, args=(place.connect(PATIENCE),), name="roll-call", daemon=True
         )
@@ -51,14 +54,17 @@ class RollCall:
 
     def lost(self, doing: str, cause: Exception, missing: list[int] | None = None) -> LostRankError:
         """The error that names who is missing: ``missing``, or else those who don't answer; takes PATIENCE seconds."""
-        found = self._find(missing)
-        if self._position.is_first:
-            time.sleep(_PAUSE)  # the store may end with this rank, and the others have to hear the verdict before
+        with self._calling:
+            found = self._find(missing)
+            if self._position.is_first:
+                time.sleep(_PAUSE)  # the store may end with this rank, and the others have to hear the verdict before
         reason = (str(cause) or type(cause).__name__).splitlines()[0]
         return LostRankError(f"{self._position}: {doing}: {self._describe(found)} ({reason})", missing=found)
 
     def close(self) -> None:
         """End the thread."""
+        if self._is_cut_off:
+            return
         with contextlib.suppress(RuntimeError):
             self.store.set(_call(self._position.rank), _CLOSED)
             self._thread.join(PATIENCE)
@@ -73,13 +79,40 @@ class RollCall:
     def _find(self, known: list[int] | None) -> list[int]:
         """Who doesn't answer; the first rank when there is no store any more, unless it left a verdict."""
         try:
-            if self.store.add("calls", 1) == 1:
+            if self._take_place() == 1:
                 return self._call(known)
             verdict = self._wait_for_verdict(self.store)
             return self._call(known) if verdict is None else _read(verdict)
         except RuntimeError:
             self._thread.join(2 * PATIENCE)
             return [0] if self._verdict is None else _read(self._verdict)
+        except TimeoutError:
+            self._is_cut_off = True
+            return [0]
+
+    def _take_place(self) -> int:
+        """This rank's place among those who call.
+
+        RuntimeError when the store has ended, TimeoutError when it is cut off: one that is there answers at once. It is
+        asked in a thread, since torch waits for its answer for ever.
+        """
+        places: SimpleQueue[int] = SimpleQueue()
+
+        def take() -> None:
+            try:
+                places.put(self.store.add("calls", 1))
+            except RuntimeError:
+                places.put(0)
+
+        if not self._is_cut_off:
+            threading.Thread(target=take, name="roll-call-place", daemon=True).start()
+        try:
+            place = places.get(timeout=PATIENCE)
+        except Empty:
+            raise TimeoutError("the store is not reached") from None
+        if not place:
+            raise RuntimeError("the store has ended")
+        return place
 
     def _call(self, known: list[int] | None) -> list[int]:
         for rank in self._others:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planning_support.resources import parsed, widened
+from planning_support.resources import parsed
 from planning_support.simulation import SimulatedCluster
 
 from megatron_operator.api.v1alpha1 import MegatronInference, Status
@@ -16,16 +16,15 @@ from megatron_operator.world import Action, CreatePod, DeletePod, SendSignal
 class Planning:
     """A resource, the cluster it lives in, and rounds of planning over both."""
 
-    def __init__(self, pods_per_group: int = 1, **spec: Any) -> None:
+    def __init__(self, **spec: Any) -> None:
         self.cluster = SimulatedCluster()
         self.status = Status()
         self.spec = spec
-        self.pods_per_group = pods_per_group
 
     @property
     def resource(self) -> MegatronInference:
         """With the status that was written last."""
-        return widened(parsed(self.status, **self.spec), self.pods_per_group)
+        return parsed(self.status, **self.spec)
 
     def look(self) -> Plan:
         """Plans without doing anything."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_operator.api.parse import parse_resource
-from megatron_operator.api.v1alpha1 import MegatronInference, Parallelism, Status
+from megatron_operator.api.v1alpha1 import MegatronInference, Status
 from megatron_operator.status import as_json
 
 
@@ -23,9 +23,3 @@ def parsed(status: Status | None = None, **spec: Any) -> MegatronInference:
     """The same, parsed, with the status that it carries."""
     obj = resource_object(**spec)
     return parse_resource({**obj, "status": as_json(status) if status else {}})
-
-
-def widened(resource: MegatronInference, pods_per_group: int) -> MegatronInference:
-    """The same over more pods a group: the plan knows what the runtime does not serve yet, and parsing refuses."""
-    wide = Parallelism.model_construct(tensor=pods_per_group)
-    return resource.model_copy(update={"spec": resource.spec.model_copy(update={"parallelism": wide})})

@@ -60,6 +60,9 @@ def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
     assert said[0]["stats"].prefix_hits_total > 0
     assert (said[0]["too long"], said[0]["aborted"]) == ("FAILED", "abort")
     assert all(rank["stats"] == said[0]["stats"] for rank in said)
+    # Each stage has a pass: the first step begins one with the first request, and leaves the other to the next.
+    assert said[0]["tokens of a step"] == (0 if sizes.pipeline > 1 else 2)
+    assert said[0]["tokens before a pause"] == (1 if sizes.pipeline > 1 else 2)
 
 
 def test_weights_are_taken_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -> None:

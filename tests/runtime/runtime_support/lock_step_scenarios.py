@@ -124,7 +124,13 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
         first.step_modern()
         first.abort_request(10)
         said["aborted"] = aborted.result(timeout=0).merge().finish_reason
+        known = first.stats().generated_tokens_total
+        for request_id in (11, 12):
+            first.add_request(request_id, [request_id], SamplingParams(num_tokens_to_generate=2))
+        first.step_modern()
+        said["tokens of a step"] = first.stats().generated_tokens_total - known
         first.assemble("pause")
+        said["tokens before a pause"] = first.stats().generated_tokens_total - known
         first.dismiss()
     engine.check_integrity()
     said["stats"] = engine.stats()

@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 from runtime_support.processes import children_of, is_alive
 
-PORTS = (8000, 9000, 5557)
+PORTS = (8000, 9000, 5557, 29500)
 TOKEN = "control-token-of-the-tests"
 KEY = "coordinator-key-of-the-tests-0123456789"
 MODEL = "chat"
@@ -46,7 +46,7 @@ class Pod:
     """One launcher process and the ways to talk to it."""
 
     def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
-        self.host = free_host()
+        self.host = environment.get("MEGATRON_BIND_HOST") or free_host()
         self.key = KEY
         self.termination_log = folder / "termination.json"
         self.log = folder / "log.txt"
@@ -167,6 +167,12 @@ def start_pod(tmp_path: Path) -> Iterator[StartPod]:
     yield start
     for pod in pods:
         pod.end()
+
+
+@pytest.fixture
+def new_host() -> Callable[[], str]:
+    """Gives the address of a pod that others have to know before it is started."""
+    return free_host
 
 
 @pytest.fixture(scope="session")

@@ -99,6 +99,21 @@ def test_a_rank_that_dies_takes_its_replica_along_and_no_other(pod: Any, whole: 
     assert ask(pod) == whole
 
 
+def test_a_rank_that_is_stopped_is_ended_with_its_replica_which_goes_on_with_the_requests(
+    start_pod: Callable[..., Any], checkpoint: Path, whole: str
+) -> None:
+    flags = ("--tensor-parallel", "2", "--hang-timeout", "5")
+    pod = start_pod("--model", str(checkpoint), *FLAGS, *flags).wait_ready()
+    before = ranks_of(pod)
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, pod) for _ in range(2)]
+        pod.wait_for(lambda state: state["requests"]["running"] == 2)
+        os.kill(before[1], signal.SIGSTOP)
+        assert [answer.result(60) for answer in answers] == [whole] * 2
+    assert not any(is_alive(pid) for pid in before.values())
+    assert "rank 1 gave no sign of life for 5 s and was killed" in pod.log.read_text()
+
+
 def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
     start_pod: Callable[..., Any], checkpoint: Path
 ) -> None:

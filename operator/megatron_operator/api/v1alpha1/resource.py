@@ -38,12 +38,6 @@ class Spec(Part):
         json_schema_extra={
             "x-kubernetes-validations": [
                 {
-                    "rule": "self.parallelism.tensor == 1 && self.parallelism.pipeline == 1"
-                    " && self.parallelism.expert == 1",
-                    "message": "spec.parallelism: this version serves one rank per copy of the model;"
-                    " set tensor, pipeline and expert to 1",
-                },
-                {
                     "rule": "self.engine.prefixCaching"
                     " || !(self.routing.policy in ['LongestPrefix', 'FirstPrefixBlock'])",
                     "message": "spec.routing.policy: routes by cached prefixes, but engine.prefixCaching is false;"
@@ -117,6 +111,11 @@ class Spec(Part):
     def pods_per_group(self) -> int:
         """Pods of one complete replica group."""
         return -(-self.parallelism.ranks // self.pods.ranks_per_pod)
+
+    def ranks_in_pod(self, index: int) -> int:
+        """Ranks of a group's pod; the last one may have fewer than the others."""
+        per_pod = self.pods.ranks_per_pod
+        return min(per_pod, self.parallelism.ranks - index * per_pod)
 
 
 class Metadata(Report):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field, Strict, field_validator
+from pydantic import ConfigDict, Field, Strict, model_validator
 
 from megatron_operator.api.quantity import Quantity
-from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, Part, Text
+from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, Part, Text, misplaced
 
 Degree = Annotated[Integer, Field(ge=1, le=4096)]
 
@@ -46,21 +46,36 @@ class ServiceType(StrEnum):
 
 
 class Parallelism(Part):
-    """Over how many ranks one copy of the model is spread. This version serves one rank per copy."""
+    """Over how many ranks one copy of the model is spread."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "self.tensor % self.expert == 0",
+                    "message": "spec.parallelism.expert: a layer's experts are divided over its tensor parallel ranks;"
+                    " set it to a number that divides parallelism.tensor",
+                }
+            ]
+        }
+    )
 
     tensor: Degree = 1
     """Ranks that share each layer's matrices."""
     pipeline: Degree = 1
     """Stages that the layers are spread over."""
     expert: Degree = 1
-    """Ranks that the experts of a mixture-of-experts model are spread over."""
+    """Groups of a layer's ranks that the experts of a mixture-of-experts model are divided over; divides tensor."""
 
-    @field_validator("tensor", "pipeline", "expert")
-    @classmethod
-    def _can_be_served(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError("this version serves one rank per copy of the model; set it to 1")
-        return value
+    @model_validator(mode="after")
+    def _experts_are_divided_over_the_ranks_of_a_layer(self) -> Self:
+        if self.tensor % self.expert:
+            message = (
+                f"does not divide the {self.tensor} tensor parallel rank(s) that a layer's experts are divided over; "
+                "set it to a number that does"
+            )
+            raise misplaced("expert", self.expert, message)
+        return self
 
     @property
     def ranks(self) -> int:

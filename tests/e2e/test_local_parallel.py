@@ -1,0 +1,87 @@
+"""`megatron-operator local` with copies of a model over several pods: they answer as one rank, and fail as a whole."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+pytestmark = pytest.mark.model
+
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+SPREAD = {"tensor": 3}
+"""SmolLM2 has nine heads."""
+
+
+@pytest.fixture(scope="module")
+def spread(command_type: Any, tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Any]:
+    """Two copies of three ranks in two pods each; the tests leave it running."""
+    changes = {"parallelism": SPREAD, "pods": {"ranksPerPod": 2}, "engine": {"kvCacheMemory": "32Mi"}}
+    command = command_type.of_sample(tmp_path_factory.mktemp("spread"), smollm2_path.parent, **changes)
+    try:
+        command.wait_for("ready replicas: 2/2")
+        yield command
+    finally:
+        command.close()
+
+
+def ask(url: str) -> str:
+    http = openai.DefaultHttpxClient(trust_env=False)
+    with openai.OpenAI(base_url=url, api_key="none", timeout=100, http_client=http) as api:
+        reply = api.chat.completions.create(model="smollm2", messages=QUESTION, temperature=0, max_tokens=20)
+    return reply.choices[0].message.content or ""
+
+
+def rank_process(command: Any, rank: int) -> int:
+    """Process id of one rank, counted over all copies."""
+    found = [process.pid for process in command.seen if _is_rank(process.pid, rank)]
+    assert len(found) == 1
+    return found[0]
+
+
+def _is_rank(pid: int, rank: int) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+    return "megatron_runtime.rank" in words and f'"rank": {rank},' in words
+
+
+def test_copies_over_several_pods_answer_as_one_rank_does(spread: Any) -> None:
+    assert {ask(spread.url) for _ in range(4)} == {"The capital of France is Paris."}
+    addresses = dict(re.findall(r"pod (smollm2-\d-0-\d): \S+ at (127\.\S+?),?(?:\s|$)", spread.text))
+    assert sorted(addresses) == ["smollm2-0-0-0", "smollm2-0-0-1", "smollm2-1-0-0", "smollm2-1-0-1"]
+    assert len(set(addresses.values())) == 4
+
+
+def test_a_rank_that_is_killed_has_all_pods_of_its_copy_replaced_while_the_other_copy_answers(spread: Any) -> None:
+    before = len(spread.lines)
+    spread.wait_for("ready replicas: 2/2")
+    os.kill(rank_process(spread, 5), signal.SIGKILL)
+    told = spread.wait_for("GroupFailed: ", after=before).string
+    assert "smollm2-1-0-1 rank 5: RankFailed" in told
+    assert ask(spread.url) == "The capital of France is Paris."
+    for pod in ("smollm2-1-0-0", "smollm2-1-0-1"):
+        spread.wait_for(rf"pod {pod}: gone", after=before)
+    for pod in ("smollm2-1-1-0", "smollm2-1-1-1"):
+        spread.wait_for(rf"pod {pod}: Ready", after=before)
+    spread.wait_for("ready replicas: 2/2", after=before)
+    assert {ask(spread.url) for _ in range(4)} == {"The capital of France is Paris."}
+
+
+def test_copies_over_several_pods_pause_suspend_and_come_back(spread: Any) -> None:
+    for lifecycle in ("Suspended", "Running"):
+        spread.wait_for(f"phase: {lifecycle}", after=spread.edit(lifecycle=lifecycle))
+    assert ask(spread.url) == "The capital of France is Paris."
+
+
+def test_the_end_leaves_no_process_of_any_pod(spread: Any) -> None:
+    spread.signal(signal.SIGINT)
+    assert spread.exit_code() == 0
+    assert spread.left_over() == set()

@@ -1,0 +1,148 @@
+"""A copy of the model over several pods: launchers that know each other from the environment an operator gives them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_support.processes import is_alive
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+PROMPT = [5, 6, 7, 8, 9]
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1", "--drain-timeout", "20")
+LEAVE_SECONDS = 30
+"""Within which nothing is left of a group that has lost a rank, on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def start_group(start_pod: Callable[..., Any], new_host: Callable[[], str], checkpoint: Path) -> Callable[..., Any]:
+    """Starts the pods of one attempt of a group; the first pod of group 0 leads."""
+
+    def start(
+        *flags: str, pods: int = 2, group: int = 0, attempt: int = 0, leader: str | None = None, **environment: str
+    ) -> list[Any]:
+        hosts = [new_host() for _ in range(pods)]
+        coordinator = leader or hosts[0]
+        return [
+            start_pod(
+                *("--model", str(checkpoint), *FLAGS, *flags),
+                **environment,
+                MEGATRON_BIND_HOST=host,
+                MEGATRON_MASTER_ADDR=hosts[0],
+                MEGATRON_COORDINATOR_ADDRESS=f"tcp://{coordinator}:5557",
+                MEGATRON_GROUP_INDEX=str(group),
+                MEGATRON_GROUP_ATTEMPT=str(attempt),
+                MEGATRON_POD_INDEX=str(index),
+                MEGATRON_LEADER="1" if host == coordinator else "0",
+            )
+            for index, host in enumerate(hosts)
+        ]
+
+    return start
+
+
+def ask(pod: Any, length: int = 40) -> str:
+    answer = pod.openai.completions.create(
+        model="chat", prompt=PROMPT, temperature=0, max_tokens=length, extra_body={"ignore_eos": True}
+    )
+    return str(answer.choices[0].text)
+
+
+def begin(pool: ThreadPoolExecutor, pod: Any, requests: int) -> list[Future[str]]:
+    """Answers of 300 tokens, none of which has come far."""
+    pod.signal("pause")
+    answers = [pool.submit(ask, pod, 300) for _ in range(requests)]
+    pod.wait_for(lambda state: state["requests"]["waiting"] == requests)
+    pod.signal("unpause")
+    return answers
+
+
+def rank_in(pod: Any) -> int:
+    """Process id of the pod's first rank."""
+    return int(pod.child("megatron_runtime.rank"))
+
+
+def last_words(pod: Any) -> dict[str, Any]:
+    """What a launcher that failed left behind."""
+    reason: dict[str, Any] = json.loads(pod.termination_log.read_text())
+    return reason
+
+
+def test_pods_that_share_a_model_are_ready_together_and_answer_as_one(
+    start_pod: Callable[..., Any], start_group: Callable[..., Any], checkpoint: Path
+) -> None:
+    whole = ask(start_pod("--model", str(checkpoint), *FLAGS).wait_ready())
+    first, second = start_group("--tensor-parallel", "2", "--pipeline-parallel", "2", "--ranks-per-pod", "3")
+    first.wait_ready()
+    second.wait_ready()
+    assert [rank["rank"] for rank in first.state()["ranks"]] == [0, 1, 2]
+    assert [rank["rank"] for rank in second.state()["ranks"]] == [3]
+    assert ask(first) == whole
+    assert first.signal("pause").json()["engineState"] == "PAUSED"
+    assert first.signal("suspend").json()["engineState"] == "SUSPENDED"
+    assert first.signal("resume").json()["engineState"] == "PAUSED"
+    assert first.signal("unpause").json()["engineState"] == "RUNNING"
+    assert ask(first) == whole
+
+
+def test_no_pod_is_ready_before_all_ranks_are_there_and_the_missing_one_is_named(
+    start_group: Callable[..., Any],
+) -> None:
+    (alone,) = start_group("--tensor-parallel", "2", "--ranks-per-pod", "1", "--rendezvous-timeout", "6", pods=1)
+    alone.wait_for(lambda state: state["ranks"] and state["ranks"][0]["phase"] == "Rendezvous")
+    assert not alone.state()["ready"]
+    assert alone.process.wait(30) == 1
+    reason = last_words(alone)
+    assert (reason["reason"], reason["rank"]) == ("LostRank", 1)
+    assert "rank 1 did not come within 6 s" in reason["message"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_its_group_in_all_pods_and_the_next_attempt_takes_its_requests_over(
+    start_group: Callable[..., Any], start_pod: Callable[..., Any], checkpoint: Path, victim: int
+) -> None:
+    leader = start_pod("--model", str(checkpoint), *FLAGS).wait_ready()
+    whole, sizes = ask(leader, 300), ("--tensor-parallel", "2", "--ranks-per-pod", "1")
+    group = start_group(*sizes, group=1, attempt=4, leader=leader.host)
+    leader.wait_for(lambda state: len(state["replicas"]) == 2)
+    ranks = [rank_in(pod) for pod in group]
+    with ThreadPoolExecutor() as pool:
+        answers = begin(pool, leader, 4)
+        os.kill(ranks[victim], signal.SIGKILL)
+        assert [pod.process.wait(LEAVE_SECONDS) for pod in group] == [1, 1]
+        assert [answer.result(60) for answer in answers] == [whole] * 4
+    assert not any(is_alive(pid) for pid in ranks)
+    dead, survivor = last_words(group[victim]), last_words(group[1 - victim])
+    assert (dead["reason"], dead["rank"], dead["exitCode"]) == ("RankFailed", 2 + victim, -signal.SIGKILL)
+    assert dead["message"].startswith(f"rank {2 + victim} was ended by SIGKILL; its last words:\n")
+    assert (survivor["reason"], survivor["rank"]) == ("LostRank", 2 + victim)
+    assert f"rank {victim} (tensor {victim}, stage 0) is missing" in survivor["message"]
+    start_group(*sizes, group=1, attempt=5, leader=leader.host)
+    leader.wait_for(lambda state: len(state["replicas"]) == 2)
+    assert [ask(leader, 300) for _ in range(2)] == [whole] * 2
+
+
+def test_pods_that_are_asked_to_end_together_finish_their_requests_first(start_group: Callable[..., Any]) -> None:
+    first, second = start_group("--pipeline-parallel", "2", "--ranks-per-pod", "1")
+    first.wait_ready()
+    second.wait_ready()
+    whole = ask(first, 300)
+    with ThreadPoolExecutor() as pool:
+        (answer,) = begin(pool, first, 1)
+        for pod in (second, first):
+            pod.process.send_signal(signal.SIGTERM)
+        assert answer.result(60) == whole
+    assert [pod.process.wait(30) for pod in (first, second)] == [0, 0]
+    assert not first.termination_log.exists()
+    assert not second.termination_log.exists()
