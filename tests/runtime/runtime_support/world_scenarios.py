@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -14,11 +15,12 @@ import torch
 from runtime_support import lock_step_scenarios
 from safetensors.torch import load_file
 
-from megatron_runtime.apis import MegatronLLM, ParallelSizes, join_world
+from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ParallelSizes, join_world
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.errors import (
     CheckpointError,
     ConfigurationError,
+    CoordinatorError,
     EngineError,
     InvalidRequestError,
     InvalidStateError,
@@ -31,6 +33,7 @@ from megatron_runtime.sampling_params import SamplingParams
 PROMPTS = [[*range(40, 61), 1], [*range(40, 61), 2, 3], [7] * 11, [9]]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, seed=5, n=2, num_tokens_to_generate=16)
+STREAMED = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True, streaming=True)
 ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True)
 
 
@@ -41,11 +44,16 @@ def enter(rank: int, world_size: int, port: int, sizes: ParallelSizes) -> Ranks:
     return join_world(sizes, timeout=20.0)
 
 
-def build(path: Path, ranks: Ranks | None = None, **options: Any) -> MegatronLLM:
-    """An LLM of this rank's part."""
+def parts(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
+    """What an LLM of this rank's part is made of."""
     config = InferenceConfig(buffer_size_gb=0.01, enable_prefix_caching=True, kv_cache_management_mode="recompute")
     model = load_model(path, dtype="float32", ranks=ranks)
-    return MegatronLLM(model=model, tokenizer=load_tokenizer(path), inference_config=config, **options)
+    return {"model": model, "tokenizer": load_tokenizer(path), "inference_config": config}
+
+
+def build(path: Path, ranks: Ranks | None = None, **options: Any) -> MegatronLLM:
+    """An LLM of this rank's part."""
+    return MegatronLLM(**parts(path, ranks), **options)
 
 
 def tokens(llm: MegatronLLM, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -139,6 +147,25 @@ def _answer_all(llm: MegatronLLM) -> list[lock_step_scenarios.Answer]:
         return [lock_step_scenarios.Answer.of(future.result()[0]) for future in found]
 
 
+def stream(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> list[int] | None:
+    """An answer as it comes, on the primary rank, through a pause and a suspension that all take part in."""
+    ranks = enter(rank, world_size, port, sizes)
+
+    async def follow_answer() -> list[int] | None:
+        async with MegatronAsyncLLM(**parts(path, ranks), use_coordinator=True) as llm:
+            answer = llm.generate_stream(PROMPTS[0], STREAMED) if llm.is_primary_rank else None
+            tokens = (await anext(answer)).new_tokens if answer is not None else []
+            for step in (llm.pause, llm.suspend, llm.resume, llm.unpause):
+                await step()
+            if answer is None:
+                return None
+            return [*tokens, *[token async for update in answer for token in update.new_tokens]]
+
+    heard = asyncio.run(follow_answer())
+    ranks.close()
+    return heard
+
+
 def update_while_running(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> str:
     """No rank takes other weights, and none waits for the others."""
     ranks = enter(rank, world_size, port, sizes)
@@ -147,6 +174,16 @@ def update_while_running(rank: int, world_size: int, port: int, sizes: ParallelS
             llm.update_weights(path)
         except InvalidStateError as error:
             return str(error)
+    return "nothing"
+
+
+def miss_coordinator(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> str:
+    """The coordinator is wanted on a machine that is not this one."""
+    ranks = enter(rank, world_size, port, sizes)
+    try:
+        build(path, ranks, use_coordinator=True, coordinator_host="192.0.2.1")
+    except (ConfigurationError, CoordinatorError) as error:
+        return str(error)
     return "nothing"
 
 
