@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ STOP_SECONDS = 5.0
 LOAD_SECONDS = 1800.0
 """How much longer than others a rank may take to load its part of the model."""
 MOST_RESTARTS = 10
+_WHEN_ASKED_TO = (EXIT_DRAINED, -signal.SIGTERM)
+"""How a coordinator ends that was told to; the signal itself ends one that is ending already."""
 
 
 @dataclass(eq=False)
@@ -172,7 +175,7 @@ async def _launch_coordinator(
 
 
 def _note_end(end: ChildEnd) -> None:
-    if end.exit_code != EXIT_DRAINED:
+    if end.exit_code not in _WHEN_ASKED_TO:
         logger.error("the coordinator is not started again: %s", end.message)
 
 
