@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.bell import Bell
-from megatron_runtime.engine.lock_step import Turn, follow, require_files
+from megatron_runtime.engine.lock_step import Turn, follow
 from megatron_runtime.engine.weight_updates import require_idle
 from megatron_runtime.errors import CheckpointError, EngineError
 from megatron_runtime.headers import EngineState
+from megatron_runtime.model.refit import READ_TIMEOUT, Weights
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-    from megatron_runtime.model.refit import Weights
     from megatron_runtime.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class FollowingLoop:
         self._on_state = on_state
         self._changed = Bell()
         self._updates: deque[int | CheckpointError] = deque()
+        self._given: queue.SimpleQueue[Weights] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.state = EngineState.RUNNING
         self.failure: BaseException | None = None
@@ -85,16 +87,29 @@ class FollowingLoop:
         return self.state
 
     async def update_weights(self, weights: Weights) -> int:
-        """What became of the update that the first rank was asked for as well; errors as for CoordinatedLoop."""
-        require_files(weights)
-        while not self._updates:
-            self._require_life()
+        """What became of the update that the first rank was asked for as well; errors as for CoordinatedLoop.
+
+        Tensors are taken as they are given here, and files as the first rank names them.
+        """
+        if not self._updates:
             require_idle(self.state)
-            await self._changed.wait()
+            self._given.put(weights)
+        try:
+            while not self._updates:
+                self._require_life()
+                require_idle(self.state)
+                await self._changed.wait()
+        finally:
+            self._forget_given()
         outcome = self._updates.popleft()
         if isinstance(outcome, CheckpointError):
             raise outcome
         return outcome
+
+    def _forget_given(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._given.get_nowait()
 
     def _require_life(self) -> None:
         if self.ended:
@@ -107,10 +122,19 @@ class FollowingLoop:
         try:
             if self._prepare_thread is not None:
                 self._prepare_thread()
-            follow(self._engine, self._ranks, self._note_turn)
+            follow(self._engine, self._ranks, self._note_turn, self._own_weights)
         except BaseException as error:
             failure = error
         self._on_loop(lambda: None if end.done() else end.set_result(failure))
+
+    def _own_weights(self) -> Weights:
+        try:
+            return self._given.get(timeout=READ_TIMEOUT)
+        except queue.Empty:
+            raise EngineError(
+                f"{self._ranks.position}: update_weights was called with tensors on rank 0 of its replica, and within "
+                f"{READ_TIMEOUT:g} s not here; every rank calls it"
+            ) from None
 
     def _note_turn(self, action: str, args: list[Any], refusal: CheckpointError | None) -> None:
         match action:

@@ -118,7 +118,7 @@ def _make_loop(
         if not ranks.position.is_first:
             following = FollowingLoop(engine, ranks, **options)
             return following, following.run()
-        together = LockStepEngine(engine, ranks)
+        together = LockStepEngine(engine, ranks, takes_tensors=True)
     loop = CoordinatedLoop(
         together or engine, coordinator_address=address, data_parallel_rank=world.replica, key=key, **options
     )

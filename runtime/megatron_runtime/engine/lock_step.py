@@ -63,13 +63,15 @@ class LockStepEngine:
     Args:
         engine: This rank's own.
         ranks: The replica.
+        takes_tensors: Whether the other ranks are given the tensors of new weights as this one is.
 
     Raises:
         ConfigurationError: The engine has a ``request_timeout``; ranks have no clock in common.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+    def __init__(self, engine: DynamicInferenceEngine, ranks: Ranks, *, takes_tensors: bool = False) -> None:
         refuse_request_timeout(engine.config)
+        self._takes_tensors = takes_tensors
         self.config = engine.config
         self._engine = engine
         self._ranks = ranks
@@ -130,14 +132,17 @@ class LockStepEngine:
         self._take_turn(lambda: _assemble(self._engine, self._ranks, occasion), Turn.ASSEMBLE, occasion)
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
-        """As DynamicInferenceEngine does, from files that all ranks see.
+        """As DynamicInferenceEngine does, from files that all ranks see, or tensors that all are given.
 
         Raises:
-            CheckpointError: They don't fit on some rank, and no rank has taken them; or they are no files.
+            CheckpointError: They don't fit on some rank, and no rank has taken them; or they are no files, and the
+                other ranks are given no tensors.
         """
-        require_files(weights)
+        path = str(weights) if isinstance(weights, str | Path) else None
+        if path is None and not self._takes_tensors:
+            raise CheckpointError("a replica of several ranks takes weights from files; give their path")
         return self._take_turn(
-            lambda: self._engine.update_weights(weights, version=version), Turn.UPDATE_WEIGHTS, str(weights), version
+            lambda: self._engine.update_weights(weights, version=version), Turn.UPDATE_WEIGHTS, path, version
         )
 
     def dismiss(self) -> None:
@@ -169,12 +174,6 @@ class LockStepEngine:
             return act()
 
 
-def require_files(weights: Weights) -> None:
-    """Raise CheckpointError unless these are weights that every rank can read for itself."""
-    if not isinstance(weights, str | Path):
-        raise CheckpointError("a replica of several ranks takes weights from files; give their path")
-
-
 def refuse_request_timeout(config: InferenceConfig) -> None:
     """Raise ConfigurationError where a replica of several ranks is to watch over deadlines."""
     if config.request_timeout is not None:
@@ -185,13 +184,19 @@ def refuse_request_timeout(config: InferenceConfig) -> None:
         )
 
 
-def follow(engine: DynamicInferenceEngine, ranks: Ranks, on_turn: OnTurn | None = None) -> None:
+def follow(
+    engine: DynamicInferenceEngine,
+    ranks: Ranks,
+    on_turn: OnTurn | None = None,
+    own_weights: Callable[[], Weights] | None = None,
+) -> None:
     """Do what the first rank does, until it says that this is the end.
 
     Args:
         engine: This rank's own.
         ranks: The replica.
         on_turn: Called after every turn, with what the first rank asked for and why no rank did it, if that is so.
+        own_weights: Waits for the tensors of new weights that this rank is given, where the first rank takes some.
 
     Raises:
         LostRankError: Ranks are gone or late; they are named.
@@ -206,6 +211,9 @@ def follow(engine: DynamicInferenceEngine, ranks: Ranks, on_turn: OnTurn | None 
             _take(engine, *item)
         if action == Turn.LEAVE:
             return
+        if action == Turn.UPDATE_WEIGHTS and args[0] is None:
+            assert own_weights is not None, "the first rank takes tensors that this one is not given"
+            args[0] = own_weights()
         refusal = _act(engine, ranks, action, args)
         engine.take_reports()  # the first rank has them too
         if on_turn is not None:

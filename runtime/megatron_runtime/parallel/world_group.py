@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from megatron_runtime.errors import LostRankError
-from megatron_runtime.parallel.connections import Listener, connect, read
+from megatron_runtime.parallel.connections import Listener, break_when_silent, connect, read
 from megatron_runtime.parallel.interface import address_towards
 from megatron_runtime.parallel.world import World
 
@@ -70,6 +70,7 @@ class WorldGroup:
         else:
             self._primary = connect(place, "primary", self._world.rank, _CONNECT_SECONDS)
             self._primary.settimeout(None)
+            break_when_silent(self._primary)
 
     def _await_primary(self, end: Future[None]) -> None:
         assert self._primary is not None

@@ -70,11 +70,12 @@ def test_all_copies_answer_through_the_coordinator_as_one_rank_does(
     first = said[0]
     assert (first["greedy"], first["drawn"]) == (old["GREEDY"], old["DRAWN"])
     assert first["through it all"] == old["ENDLESS"]
-    assert (first["renewed"], first["versions"]) == (new["GREEDY"], {1})
+    assert (first["renewed by files"], first["versions by files"]) == (new["GREEDY"], {1})
+    assert (first["renewed by tensors"], first["versions by tensors"]) == (old["GREEDY"], {2})
     for rank, heard in enumerate(said):
-        assert (heard["version"], heard["state"]) == (1, "STOPPED")
+        assert (heard["version by files"], heard["version by tensors"], heard["state"]) == (1, 2, "STOPPED")
         assert "nowhere" in heard["complaints"][0]
-        assert ("from files" if sizes.tensor > 1 else "named tensors") in heard["complaints"][1]
+        assert "named tensors: 2 layers expected" in heard["complaints"][1]
         assert rank == 0 or "the primary rank (global rank 0), and this is rank" in heard["refused"]
         assert heard["steps"] > 0, f"rank {rank} had nothing to do"
 

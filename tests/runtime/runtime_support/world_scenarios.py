@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from runtime_support import lock_step_scenarios
+from safetensors.torch import load_file
 
 from megatron_runtime.apis import MegatronLLM, ParallelSizes, join_world
 from megatron_runtime.config import InferenceConfig
@@ -94,12 +95,15 @@ def generate_together(rank: int, world_size: int, port: int, sizes: ParallelSize
                 llm.update_weights(weights)
             except CheckpointError as error:
                 said.setdefault("complaints", []).append(str(error))
-        said["version"] = llm.update_weights(new)
-        llm.unpause()
-        if llm.is_primary_rank:
-            renewed = llm.generate(PROMPTS, GREEDY)
-            said["renewed"] = [request.generated_tokens for request in renewed]
-            said["versions"] = {request.weight_version for request in renewed}
+        for form, weights in (("files", new), ("tensors", load_file(old / "model.safetensors"))):
+            if form == "tensors":
+                llm.pause()
+            said[f"version by {form}"] = llm.update_weights(weights)
+            llm.unpause()
+            if llm.is_primary_rank:
+                renewed = llm.generate(PROMPTS, GREEDY)
+                said[f"renewed by {form}"] = [request.generated_tokens for request in renewed]
+                said[f"versions by {form}"] = {request.weight_version for request in renewed}
         said["steps"] = llm.engine.stats().generated_tokens_total
     said["state"] = llm.engine.state.name
     ranks.close()
