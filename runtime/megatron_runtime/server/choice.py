@@ -59,6 +59,8 @@ class ChoiceTask:
     """Its name towards the coordinator, if the client may send it again under the same one."""
     with_every_token: bool = False
     """Log probabilities count the token that ended the answer too, so that there is one for each token."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens that the text has nevertheless."""
 
 
 class ChoiceRunner:
@@ -84,7 +86,7 @@ class ChoiceRunner:
         yield self._last(task, request, sent_text="", sent_tokens=0)
 
     async def _stream(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
-        detokenizer = self._tokenizer.incremental()
+        detokenizer = self._tokenizer.incremental(shown=task.shown)
         sent_text, sent_tokens = "", 0
         held: list[int] = []
         updates = self._client.stream_request(list(task.prompt), task.params, request_uuid=task.uuid)
@@ -115,8 +117,8 @@ class ChoiceRunner:
     ) -> Delta:
         """What is left to send once the engine's word on the whole answer is there."""
         _raise_if_failed(request)
-        text = request.generated_text or ""
         tokens = request.generated_tokens
+        text = self._text(task, request)
         log_probs = _log_probs(tokens, request.generated_log_probs, request.generated_top_n_logprobs)
         ended_by_token = tokens and tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos
         if ended_by_token and not task.with_every_token:
@@ -132,6 +134,20 @@ class ChoiceRunner:
             cached_tokens=request.num_cached_tokens,
             weight_version=request.weight_version,
         )
+
+    def _text(self, task: ChoiceTask, request: DynamicInferenceRequest) -> str:
+        """The answer's text, with those special tokens that are shown."""
+        text = request.generated_text or ""
+        tokens = request.generated_tokens
+        if not task.shown.intersection(tokens):
+            return text
+        is_ended = tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos
+        told = tokens[: len(tokens) - 1] if is_ended else tokens
+        detokenizer = self._tokenizer.incremental(shown=task.shown)
+        with_marks = detokenizer.push(told) + detokenizer.flush()
+        # The engine cut the text where a stop text begins, which may be within the tokens or beyond them.
+        excess = len(self._tokenizer.detokenize(told)) - len(text)
+        return with_marks[: len(with_marks) - excess] if excess >= 0 else with_marks + text[excess:]
 
 
 def _log_probs(

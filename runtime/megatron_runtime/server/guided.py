@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_runtime.errors import InvalidRequestError
@@ -10,8 +11,19 @@ from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.protocol import GenerationBody
 
 
-def grammar_of(body: GenerationBody) -> str | None:
-    """The grammar that the answer has to keep to; None for free text.
+@dataclass(frozen=True)
+class AskedForm:
+    """A form that the words of an answer have to keep to."""
+
+    param: str
+    """The field that asks for it."""
+    grammar: str
+    is_format: bool
+    """Whether it is OpenAI's field, beside which there may be calls of tools."""
+
+
+def asked_form(body: GenerationBody) -> AskedForm | None:
+    """The form that the answer has to keep to; None for free text.
 
     Raises:
         ApiError: 400 when it can't be kept to, or there are several.
@@ -31,7 +43,7 @@ def grammar_of(body: GenerationBody) -> str | None:
         raise ApiError(400, f"{wanted[1]}: not together with {wanted[0]}; leave one out", param=wanted[1])
     param = wanted[0]
     try:
-        return _maker(param)(asked[param])
+        return AskedForm(param, _maker(param)(asked[param]), is_format=param == name)
     except InvalidRequestError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from error
 

@@ -153,6 +153,7 @@ def test_a_full_queue_asks_to_come_back_later(pod: Any) -> None:
 def test_a_request_keeps_its_id_and_its_trace(pod: Any) -> None:
     answer = pod.post("/tokenize", {"prompt": "a"}, **{"X-Request-Id": "mine-1", "traceparent": TRACE})
     assert (answer.headers["x-request-id"], answer.headers["traceparent"]) == ("mine-1", TRACE)
+    pod.wait_for(lambda _: any(entry["request_id"] == "mine-1" for entry in access_entries(pod)), seconds=10)
     (entry,) = [entry for entry in access_entries(pod) if entry["request_id"] == "mine-1"]
     assert (entry["method"], entry["path"], entry["status"]) == ("POST", "/tokenize", 200)
     assert (entry["trace_id"], entry["parent_span_id"]) == (TRACE[3:35], TRACE[36:52])
