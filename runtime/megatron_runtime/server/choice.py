@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import ContextOverflowError, InvalidRequestError
@@ -39,7 +41,7 @@ class Delta:
     tokens: tuple[int, ...] = ()
     """The tokens that this text came from, but never half of what begins a character."""
     prompt_log_probs: tuple[TokenLogProb, ...] = ()
-    """Of the prompt's tokens from the second on, with the last delta of a choice that asked for them."""
+    """Of the prompt's tokens from the second on, if they are asked for: with the first delta, be it the last one."""
     finish_reason: str | None = None
     generated_tokens: int = 0
     cached_tokens: int = 0
@@ -74,10 +76,33 @@ class ChoiceRunner:
     async def run(self, task: ChoiceTask) -> AsyncGenerator[Delta, None]:
         """The deltas of a choice; with ``params.streaming`` as they come, else a single one."""
         with ChoiceTimer(self._metrics, len(task.prompt)) as timer:
-            deltas = self._stream(task, timer) if task.params.streaming else self._at_once(task, timer)
-            async with aclosing(deltas):
+            async with aclosing(self._deltas(task, timer)) as deltas:
                 async for delta in deltas:
                     yield delta
+
+    def _deltas(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
+        if not task.params.streaming:
+            return self._at_once(task, timer)
+        has_scored_prompt = task.params.return_log_probs and not task.params.skip_prompt_log_probs
+        return self._scored_stream(task, timer) if has_scored_prompt else self._stream(task, timer)
+
+    async def _scored_stream(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
+        """A stream that begins with the log probabilities of the prompt.
+
+        An engine tells those with the end of a request: they are had from one that only scores the prompt, and what
+        it computed is in the prefix cache for the other.
+        """
+        scoring, going_on = copy.deepcopy(task.params), copy.deepcopy(task.params)
+        scoring.add_attributes({"num_tokens_to_generate": 0, "min_tokens": 0, "grammar": None, "streaming": False})
+        going_on.add_attributes({"skip_prompt_log_probs": True})
+        name = None if task.uuid is None else uuid.uuid5(uuid.UUID(bytes=task.uuid), "prompt").bytes
+        record = await self._client.add_request(list(task.prompt), scoring, request_uuid=name)
+        request: DynamicInferenceRequest = record[-1]
+        _raise_if_failed(request)
+        yield Delta(task.index, "", prompt_log_probs=_prompt_log_probs(task, request))
+        async with aclosing(self._stream(replace(task, params=going_on), timer)) as deltas:
+            async for delta in deltas:
+                yield replace(delta, cached_tokens=min(delta.cached_tokens, request.num_cached_tokens))
 
     async def _at_once(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
         record = await self._client.add_request(list(task.prompt), task.params, request_uuid=task.uuid)
@@ -128,7 +153,7 @@ class ChoiceRunner:
             text.removeprefix(sent_text),
             log_probs[sent_tokens:],
             (*held, *tokens[sent_tokens:]),
-            _log_probs(task.prompt[1:], request.prompt_log_probs, request.prompt_top_n_logprobs),
+            _prompt_log_probs(task, request),
             finish_reason="length" if request.finish_reason == "length" else "stop",
             generated_tokens=len(tokens),
             cached_tokens=request.num_cached_tokens,
@@ -156,6 +181,10 @@ def _log_probs(
     numbers = [float(value) for value in (() if values is None else values)]
     likeliest = tops or [{}] * len(tokens)
     return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, likeliest, strict=False))
+
+
+def _prompt_log_probs(task: ChoiceTask, request: DynamicInferenceRequest) -> tuple[TokenLogProb, ...]:
+    return _log_probs(task.prompt[1:], request.prompt_log_probs, request.prompt_top_n_logprobs)
 
 
 def _raise_if_failed(request: DynamicInferenceRequest) -> None:

@@ -75,8 +75,15 @@ def generation_routes(frontend: Frontend) -> APIRouter:
     )
     async def responses(body: ResponsesBody, request: Request) -> Response:
         frontend.check_model(body.model)
-        prompt = render(body.messages, frontend.tokenizer, body.chat_template_kwargs, param="input")
-        return await _answer(frontend, body, request, [prompt], _RESPONSE)
+        prompt = render(
+            body.messages,
+            frontend.tokenizer,
+            body.chat_template_kwargs,
+            param="input",
+            tools=body.tool_use.for_template(),
+        )
+        reading = frontend.message_form.reading(body.tool_use, prompt)
+        return await _answer(frontend, body, request, [prompt], _RESPONSE, reading)
 
     return router
 

@@ -10,6 +10,8 @@ from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.protocol import GenerationBody
 
+_STRUCTURED = "structured_outputs"
+
 
 @dataclass(frozen=True)
 class AskedForm:
@@ -35,6 +37,7 @@ def asked_form(body: GenerationBody) -> AskedForm | None:
         "guided_regex": body.guided_regex,
         "guided_choice": body.guided_choice,
         "guided_grammar": body.guided_grammar,
+        **_structured(body),
     }
     wanted = [field for field, value in asked.items() if value is not None]
     if not wanted:
@@ -52,8 +55,21 @@ def _maker(param: str) -> Callable[[Any], str]:
     from megatron_runtime import guides  # not above: most services are never asked for any
 
     makers: dict[str, Callable[[Any], str]] = {
-        "guided_regex": guides.regex_grammar,
-        "guided_choice": guides.choice_grammar,
-        "guided_grammar": guides.lark_grammar,
+        "regex": guides.regex_grammar,
+        "choice": guides.choice_grammar,
+        "grammar": guides.lark_grammar,
     }
-    return makers.get(param, guides.json_schema_grammar)
+    return makers.get(param.removeprefix("guided_").removeprefix(f"{_STRUCTURED}."), guides.json_schema_grammar)
+
+
+def _structured(body: GenerationBody) -> dict[str, Any]:
+    asked = body.structured_outputs
+    if asked is None:
+        return {}
+    return {
+        f"{_STRUCTURED}.json": asked.schema_of_json,
+        f"{_STRUCTURED}.json_object": {"type": "object"} if asked.json_object else None,
+        f"{_STRUCTURED}.regex": asked.regex,
+        f"{_STRUCTURED}.choice": asked.choice,
+        f"{_STRUCTURED}.grammar": asked.grammar,
+    }

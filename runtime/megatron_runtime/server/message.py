@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class MessageBuilder:
     """
 
     def __init__(self, reading: Reading, *, shows_reasoning: bool = True) -> None:
-        self._call_id: Callable[[], str] | None = None if reading.format is None else reading.format.call_id
+        self._call_id = reading.call_id
         self._has_reasoning = reading.has_parser and shows_reasoning
         self._named = reading.tools.named
         self._content: list[str] = []
@@ -71,7 +71,6 @@ class MessageBuilder:
                 self._reasoning.append(text)
                 return _thoughts(text) if self._has_reasoning else {}
             case CallStart(name):
-                assert self._call_id is not None
                 self.calls.append(Call(self._call_id(), name))
                 return self._call_delta(_call_body(self.calls[-1].id, name, ""))
             case CallArguments(text):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_runtime.errors import InvalidRequestError
@@ -35,16 +35,22 @@ class Reading:
     """Marks that are special tokens of the model."""
 
     @property
-    def reader(self) -> Callable[[], MessageReader] | None:
-        """Makes what reads one answer; None if there is nothing to find in it."""
-        return None if self.format is None and self.thoughts is None else self._reader
+    def is_plain(self) -> bool:
+        """Whether there is nothing to find in an answer but words."""
+        return self.format is None and self.thoughts is None
+
+    def call_id(self) -> str:
+        """The id of a call that begins."""
+        assert self.format is not None
+        return self.format.call_id()
 
     @property
     def shown_tokens(self) -> frozenset[int]:
         """Special tokens that belong into the text that is read."""
         return frozenset(self.tokens.values())
 
-    def _reader(self) -> MessageReader:
+    def new_reader(self) -> MessageReader:
+        """What reads one answer."""
         return MessageReader(
             None if self.thoughts is None else ThinkingReader(is_thinking=self.thoughts),
             None if self.format is None else self.format.reader(),

@@ -66,6 +66,19 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+class StructuredOutputs(BaseModel):
+    """vLLM's newer name for its ``guided_`` fields."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    schema_of_json: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: StopString | None = None
+    choice: Annotated[list[StopString], Field(min_length=1)] | None = None
+    grammar: StopString | None = None
+    json_object: Literal[True] | None = None
+    structural_tag: Annotated[Any, only(None)] = None
+
+
 class GenerationBody(BaseModel, ABC):
     """Fields that chat and text completions share."""
 
@@ -98,9 +111,9 @@ class GenerationBody(BaseModel, ABC):
     guided_regex: StopString | None = None
     guided_choice: Annotated[list[StopString], Field(min_length=1)] | None = None
     guided_grammar: StopString | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     priority: Annotated[int, only(0)] = 0
-    structured_outputs: Annotated[Any, only(None)] = None
     multi_modal_data: Annotated[Any, only(None, {})] = None
 
     # Known to OpenAI's clients and without influence on the answer.
@@ -278,12 +291,6 @@ class CompletionBody(GenerationBody):
 
     best_of: Annotated[int, only(1)] = 1
     suffix: Annotated[str | None, only(None, "")] = None
-
-    @model_validator(mode="after")
-    def _scored_prompts_are_not_streamed(self) -> CompletionBody:
-        if self.echo and self.stream and self.logprobs is not None:
-            raise ValueError("logprobs together with echo is only for stream: false")
-        return self
 
     @property
     def token_limit(self) -> int | None:

@@ -10,9 +10,7 @@ from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.message_form import MessageForm
 from megatron_runtime.server.tools import FunctionDefinition, ToolChoice, ToolUse
 
-QWEN = (
-    r"""{%- if tools %}{{ "within <tool_call></tool_call>:\n<tool_call>\n{\"name\": <function-name>}" }}{% endif %}"""
-)
+QWEN = r"""{%- if tools %}{{ "within <tool_call></tool_call>\n<tool_call>\n{\"name\": <function-name>}" }}{% endif %}"""
 LLAMA = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{%- if tools is not none %}
 {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
 {%- endif %}"""
@@ -60,7 +58,7 @@ def test_a_way_of_calling_that_nobody_knows_is_refused_unless_calls_are_forced()
     forced = form.reading(use("required"), []).format
     assert forced is not None
     assert forced.name == "hermes"
-    assert form.reading(use("none"), []).reader is None
+    assert form.reading(use("none"), []).is_plain
 
 
 @pytest.mark.parametrize(

@@ -139,3 +139,23 @@ def test_the_template_gets_tools_and_the_arguments_of_calls_as_mappings(pod: Any
     assert prompt.startswith('[TOOLS][{"type": "function", "function": {"name": "look", "parameters": {')
     assert '[TOOL_CALLS][{"name": "look", "arguments": {"at": "sea"}}]' in prompt
     assert "t:Blue." in prompt
+
+
+def test_thoughts_are_an_item_of_a_response(pod: Any) -> None:
+    asked: dict[str, Any] = {"model": "chat", "input": "Why?", "temperature": 0, "max_output_tokens": 9}
+    events = list(pod.openai.responses.create(**asked, extra_body={"logit_bias": {"97": 100}}, stream=True))
+    final = events[-1].response
+    (item,) = final.output
+    assert (item.type, item.content[0].text, item.status) == ("reasoning", "a" * 9, "incomplete")
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "a" * 9
+    assert final.usage.output_tokens_details.reasoning_tokens == 9
+    assert final.output_text == ""
+    answered = pod.openai.responses.create(
+        **asked | {"max_output_tokens": 20},
+        extra_body={**ENDS_AT_ONCE, "guided_choice": ["So."]},
+        top_logprobs=1,
+    )
+    assert answered.output_text == "So."
+    assert "".join(entry.token for entry in answered.output[0].content[0].logprobs).endswith("So.")
+    again = [{"role": "user", "content": "Why?"}, *(entry.model_dump() for entry in (item, answered.output[0]))]
+    assert pod.openai.responses.create(**{**asked, "input": again}).usage.input_tokens > final.usage.input_tokens
