@@ -107,7 +107,7 @@ class ChoiceRunner:
     async def _at_once(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
         record = await self._client.add_request(list(task.prompt), task.params, request_uuid=task.uuid)
         request: DynamicInferenceRequest = record[-1]
-        timer.finish(len(request.generated_tokens), request.num_cached_tokens)
+        timer.finish(request)
         yield self._last(task, request, sent_text="", sent_tokens=0)
 
     async def _stream(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
@@ -120,7 +120,7 @@ class ChoiceRunner:
                 if update.new_tokens:
                     timer.first_token()
                 if update.finished is not None:
-                    timer.finish(len(update.finished.generated_tokens), update.finished.num_cached_tokens)
+                    timer.finish(update.finished)
                     yield self._last(task, update.finished, sent_text, sent_tokens, held)
                     return
                 held += update.new_tokens
