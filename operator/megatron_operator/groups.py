@@ -109,7 +109,7 @@ class Group:
 
         Pods that only complain about others are asked last. When the pods are gone, the memory of it counts.
         """
-        ended = [pod for pod in self.pods if pod.finished and not pod.deleting]
+        ended = [pod for pod in self.pods if pod.finished and not pod.deleting and not self._was_let_go(pod)]
         if ended:
             first = min(ended, key=lambda pod: (_complains(pod), _end_of(pod), pod.index))
             return self._failure_of(first, first.failure or _unexplained(first), _end_of(first), policy)
@@ -132,7 +132,12 @@ class Group:
     @property
     def _has_lost_a_pod(self) -> bool:
         """Whether somebody removed a pod whose ranks the others have met; they can't meet those of another one."""
-        return bool(self.missing) and any(pod.rank_phase in MET for pod in self.pods)
+        return bool(self.missing) and any(pod.finished or pod.rank_phase in MET for pod in self.pods)
+
+    def _was_let_go(self, pod: ObservedPod) -> bool:
+        """Whether its ranks ended well because the first pod, which somebody deleted, was at its end."""
+        first = self.first_pod
+        return pod.phase is PodPhase.SUCCEEDED and pod.index > 0 and (first is None or first.deleting)
 
     def _failure_of(self, pod: ObservedPod, failure: Failure, when: float, policy: FailurePolicy) -> GroupFailure:
         lived_long = when - pod.created_at >= policy.reset_after and failure.reason != STARTUP_TIMEOUT

@@ -33,6 +33,24 @@ async def test_a_failed_pod_is_followed_by_the_next_attempt_until_the_budget_is_
     assert [events.count(each) for each in told] == [2, 2, 1]
 
 
+async def test_the_pods_of_a_group_are_replaced_together(chat: Resource, stage: ScriptedNode) -> None:
+    await chat.create(parallelism={"tensor": 3, "pipeline": 2}, pods={"device": "cpu", "ranksPerPod": 4})
+    first = await chat.until_pods("chat-0-0-0", "chat-0-0-1")
+    for pod in first.values():
+        await stage.run(pod)
+        await stage.make_ready(pod)
+    status = await chat.until(lambda status: status.get("ready") == "1/1", "both pods")
+    assert (status["groups"][0]["readyPods"], status["groups"][0]["totalPods"]) == (2, 2)
+    stage.by_itself = True
+    killed = {"reason": "RankFailed", "message": "rank 5 was ended by SIGKILL", "rank": 5, "exitCode": -9}
+    await stage.fail(first["chat-0-0-1"], 1, killed)
+    await chat.until_pods("chat-0-1-0", "chat-0-1-1")
+    status = await chat.until(lambda status: status.get("ready") == "1/1", "the next attempt")
+    (group,) = status["groups"]
+    assert (group["attempt"], group["restarts"]) == (1, 1)
+    assert (group["lastFailure"]["pod"], group["lastFailure"]["rank"]) == ("chat-0-0-1", 5)
+
+
 async def test_bad_input_is_not_tried_again_until_the_spec_changes(chat: Resource, stage: ScriptedNode) -> None:
     await chat.create(failurePolicy=QUICK)
     pod = (await chat.until_pods("chat-0-0-0"))["chat-0-0-0"]

@@ -16,6 +16,7 @@ from operator_support.resource import Resource, condition
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 SAMPLE = MANIFESTS / "samples" / "smollm2.yaml"
+OVER_PODS = MANIFESTS / "samples" / "smollm2-over-pods.yaml"
 QUESTION = "What is the capital of France?"
 
 
@@ -38,9 +39,9 @@ def smollm2(chat: Resource) -> Resource:
     return Resource(chat.cluster, chat.namespace, "smollm2")
 
 
-def client_of(machine: ProcessNode) -> openai.AsyncOpenAI:
+def client_of(machine: ProcessNode, name: str = "smollm2") -> openai.AsyncOpenAI:
     """The official client at the address behind the HTTP Service."""
-    address = machine.service_address("smollm2")
+    address = machine.service_address(name)
     return openai.AsyncOpenAI(base_url=f"http://{address}:8000/v1", api_key="unused", max_retries=0, timeout=120)
 
 
@@ -81,6 +82,17 @@ async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
     await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
     await smollm2.until_gone("pods", "services", "secrets", within=90)
     assert [pid for pid in processes if is_running(pid)] == []
+
+
+async def test_the_pods_of_one_copy_find_each_other_and_answer_together(chat: Resource, machine: ProcessNode) -> None:
+    spread = Resource(chat.cluster, chat.namespace, "smollm2-over-pods")
+    await spread.apply(yaml.safe_load(OVER_PODS.read_text()))
+    status = await spread.until(lambda status: status.get("ready") == "1/1", "both pods of the group", within=120)
+    assert (status["groups"][0]["readyPods"], status["groups"][0]["totalPods"]) == (2, 2)
+    async with client_of(machine, spread.name) as client:
+        assert await ask(client) == "The capital of France is Paris."
+    await spread.kubectl("delete", "mi", spread.name, "--timeout=60s")
+    await spread.until_gone("pods", "services", "secrets", within=90)
 
 
 @pytest.mark.usefixtures("machine")

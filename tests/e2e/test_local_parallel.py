@@ -75,6 +75,17 @@ def test_a_rank_that_is_killed_has_all_pods_of_its_copy_replaced_while_the_other
     assert {ask(spread.url) for _ in range(4)} == {"The capital of France is Paris."}
 
 
+def test_a_service_whose_leading_copy_fails_is_led_by_the_next_attempt_and_keeps_its_other_copy(spread: Any) -> None:
+    before = len(spread.lines)
+    os.kill(rank_process(spread, 2), signal.SIGKILL)
+    told = spread.wait_for("GroupFailed: ", after=before).string
+    assert "smollm2-0-0-1 rank 2: RankFailed" in told
+    spread.wait_for("pod smollm2-0-1-1: Ready", after=before)
+    spread.wait_for("ready replicas: 2/2", after=before)
+    assert {ask(spread.url) for _ in range(4)} == {"The capital of France is Paris."}
+    assert "group 1 starts" not in "\n".join(spread.lines[before:])
+
+
 def test_copies_over_several_pods_pause_suspend_and_come_back(spread: Any) -> None:
     for lifecycle in ("Suspended", "Running"):
         spread.wait_for(f"phase: {lifecycle}", after=spread.edit(lifecycle=lifecycle))

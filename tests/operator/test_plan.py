@@ -126,6 +126,19 @@ def test_a_pod_that_vanished_from_a_group_whose_ranks_have_met_is_not_made_again
     assert restarts(actions) == ["0", "0"]
 
 
+def test_ranks_that_their_deleted_first_pod_lets_go_have_not_failed() -> None:
+    planning = Planning(parallelism=TWO_PODS).settled()
+    cluster = planning.cluster
+    cluster.remove("chat-0-0-0")
+    cluster.change("chat-0-0-1", phase=PodPhase.SUCCEEDED, ready=False, finished_at=cluster.now, rank_phase=None)
+    actions = planning.round()
+    assert (created(actions), deleted(actions)) == ([], ["chat-0-0-1"])
+    actions = planning.round()
+    assert created(actions) == ["chat-0-1-0", "chat-0-1-1"]
+    assert restarts(actions) == ["0", "0"]
+    assert planning.status.groups[0].last_failure is None
+
+
 def test_the_last_failure_is_that_of_the_rank_which_failed_and_not_of_those_who_missed_it() -> None:
     planning = Planning(parallelism={"tensor": 3}).settled()
     complaint = Failure("LostRank", "rank 0: adding up a layer: rank 1 is missing", rank=1, exit_code=1)

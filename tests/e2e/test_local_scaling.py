@@ -1,0 +1,102 @@
+"""Copies of the model that come and go while requests are answered."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytestmark = pytest.mark.model
+
+CLIENTS = 4
+QUESTION: Any = [{"role": "user", "content": "Count from one to fifty in words."}]
+
+
+class Load:
+    """Clients that ask without a pause and never ask again; what they got, and what went wrong."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self.answers: list[str] = []
+        self.failures: list[str] = []
+        self._threads = [threading.Thread(target=self._ask_on, args=(place,)) for place in range(CLIENTS)]
+
+    def start(self) -> None:
+        """All clients at once."""
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Waits for the answers that are still to come."""
+        self._ending.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask_on(self, place: int) -> None:
+        http = openai.DefaultHttpxClient(trust_env=False)
+        with openai.OpenAI(base_url=self._url, api_key="none", timeout=100, max_retries=0, http_client=http) as api:
+            for turn in itertools.count(place):
+                if self._ending.is_set():
+                    return
+                self._ask(api, is_streamed=bool(turn % 2))
+
+    def _ask(self, api: openai.OpenAI, *, is_streamed: bool) -> None:
+        asked: Any = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 60}
+        try:
+            if is_streamed:
+                chunks = list(api.chat.completions.create(**asked, stream=True))
+                answer = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+            else:
+                answer = api.chat.completions.create(**asked).choices[0].message.content
+        except openai.OpenAIError as error:
+            with self._lock:
+                self.failures.append(repr(error))
+            return
+        with self._lock:
+            self.answers.append(answer)
+
+
+@contextmanager
+def load_on(url: str) -> Iterator[Load]:
+    load = Load(url)
+    load.start()
+    try:
+        yield load
+    finally:
+        load.end()
+
+
+def running_by_group(command: Any) -> dict[str, int]:
+    """Requests that each copy computes, as the leader's metrics say."""
+    leader = re.findall(r"pod smollm2-0-\d+-0: \S+ at (127\.[\d.]+)", command.text)[-1]
+    text = httpx.get(f"http://{leader}:9000/metrics", trust_env=False).text
+    return {group: int(float(count)) for group, count in re.findall(r'requests_running\{group="(\d+)"\} (\S+)', text)}
+
+
+@pytest.mark.parametrize("pods", [1, 2])
+def test_copies_that_come_get_requests_and_those_that_go_lose_none(
+    start_local: Callable[..., Any], wait_until: Callable[..., Any], pods: int
+) -> None:
+    command = start_local(replicas=1, parallelism={"pipeline": pods})
+    command.wait_for("ready replicas: 1/1")
+    with load_on(command.url) as load:
+        wait_until(lambda: len(load.answers) >= CLIENTS, "answers of one copy")
+        command.wait_for("ready replicas: 2/2", after=command.edit(replicas=2))
+        wait_until(lambda: running_by_group(command).get("1", 0) > 0, "requests at the copy that came")
+        told = command.edit(replicas=1)
+        for pod in range(pods):
+            command.wait_for(rf"pod smollm2-1-0-{pod}: gone", after=told)
+        before = len(load.answers)
+        wait_until(lambda: len(load.answers) >= before + CLIENTS, "answers of the copy that stayed")
+    assert load.failures == []
+    assert len(set(load.answers)) == 1
+    assert "GroupFailed" not in command.text
