@@ -138,8 +138,19 @@ def test_weights_are_not_taken_by_a_running_engine_on_any_rank(checkpoints: tupl
 def test_a_rank_that_dies_ends_the_others_of_its_copy_by_name(
     mode: str, victim: int, checkpoints: tuple[Path, Path]
 ) -> None:
-    said = run_ranks(world_scenarios.die, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim)
+    said = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, True)
     assert said[victim] is None
+    other = said[1 - victim]
+    assert f"rank {victim} (tensor {victim}, stage 0) is missing" in other["error"]
+    assert other["seconds"] < 11.0
+
+
+@pytest.mark.parametrize(("mode", "victim"), [("direct", 0), ("coordinated", 0), ("coordinated", 1)])
+def test_a_rank_that_fails_ends_the_others_of_its_copy_at_once(
+    mode: str, victim: int, checkpoints: tuple[Path, Path]
+) -> None:
+    said = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, False)
+    assert "the device is on fire" in said[victim]["error"]
     other = said[1 - victim]
     assert f"rank {victim} (tensor {victim}, stage 0) is missing" in other["error"]
     assert other["seconds"] < 11.0
@@ -147,7 +158,7 @@ def test_a_rank_that_dies_ends_the_others_of_its_copy_by_name(
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_a_copy_that_loses_a_rank_leaves_the_others_to_serve(victim: int, checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.die, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", victim)
+    said = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", victim, True)
     assert said[victim] is None
     assert said[0]["answers"] == alone(checkpoints[0])["GREEDY"]
     assert victim == 1 or "rank 1 (tensor 1, stage 0) is missing" in said[2]["error"]
@@ -155,7 +166,7 @@ def test_a_copy_that_loses_a_rank_leaves_the_others_to_serve(victim: int, checkp
 
 
 def test_without_the_primary_rank_no_other_stays(checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.die, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0)
+    said = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0, True)
     assert said[0] is None
     assert "rank 0 (tensor 0, stage 0) is missing" in said[1]["error"]
     assert "rank 0 of the world, which has the coordinator, is gone" in said[2]["error"]

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from megatron_runtime.errors import (
     EngineError,
     InvalidRequestError,
     InvalidStateError,
-    LostRankError,
 )
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.parallel.ranks import Ranks
@@ -187,13 +187,15 @@ def miss_coordinator(rank: int, world_size: int, port: int, sizes: ParallelSizes
     return "nothing"
 
 
-def die(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str, victim: int) -> Any:
-    """One rank ends while the primary one generates, as long as all copies are there, and once more after that."""
+def lose(
+    rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str, victim: int, dies: bool
+) -> Any:
+    """One rank dies or fails while the primary one generates, as long as all copies are there, and once more then."""
     ranks = enter(rank, world_size, port, sizes)
     llm = build(path, ranks, use_coordinator=mode == "coordinated")
     start = time.monotonic()
     if rank == victim:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(1.0, _die if dies else partial(setattr, llm.engine, "step_modern", _fail)).start()
     said: dict[str, Any] = {}
     try:
         if llm.is_primary_rank:
@@ -201,10 +203,18 @@ def die(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path,
                 tokens(llm, ENDLESS)
             said["answers"] = tokens(llm, GREEDY)
         llm.shutdown()
-    except (EngineError, LostRankError) as error:
+    except (EngineError, ArithmeticError) as error:
         said["error"] = str(error)
     said["seconds"] = time.monotonic() - start
     return said
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail() -> None:
+    raise ArithmeticError("the device is on fire")
 
 
 def _copies(llm: MegatronLLM) -> int:
