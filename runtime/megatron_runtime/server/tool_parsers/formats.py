@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_runtime.guides import CallForm
+from megatron_runtime.call_form import CallForm
 from megatron_runtime.server.message_parts import PartReader
 from megatron_runtime.server.tool_parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
 from megatron_runtime.server.tool_parsers.qwen3_coder import Schemas
