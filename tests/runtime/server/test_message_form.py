@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 from runtime_support.byte_backend import END, byte_backend
+from transformers import PreTrainedTokenizerFast
 
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server.conversation import chat_prompt
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.message_form import MessageForm
+from megatron_runtime.server.protocol import ChatCompletionBody
 from megatron_runtime.server.tools import FunctionDefinition, ToolChoice, ToolUse
 
 QWEN = r"""{%- if tools %}{{ "within <tool_call></tool_call>\n<tool_call>\n{\"name\": <function-name>}" }}{% endif %}"""
@@ -77,3 +80,34 @@ def test_a_way_of_calling_that_nobody_knows_is_refused_unless_calls_are_forced()
 def test_the_end_of_a_prompt_says_whether_the_model_thinks(parser: str, prompt: str, thoughts: bool | None) -> None:
     known = tokenizer(QWEN)
     assert MessageForm(known, [parser]).reading(ToolUse(), known.tokenize(prompt)).thoughts is thoughts
+
+
+RENDERED = """{% for tool in tools %}{{ tool | tojson }};{{ tool.function.parameters.properties.keys() | list }}
+{% endfor %}{% for message in messages %}{{ message.role }}:{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{ call.id }}={{ call.function.name }}{{ call.function.arguments | tojson }}
+{%- for key, value in call.function.arguments.items() %}<{{ key }}>{{ value }}{% endfor %}{% endfor %}
+{%- if message.tool_call_id %}#{{ message.tool_call_id }}{% endif %}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+
+
+def test_tools_and_calls_reach_the_template_as_transformers_hands_them_over() -> None:
+    function = {
+        "name": "look",
+        "description": "Öffnet <es>.",
+        "parameters": {"type": "object", "properties": {"a": {}}},
+    }
+    tools = [{"type": "function", "function": function}]
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"a": ["ö", 1.5, None]}}}
+    messages = [
+        {"role": "user", "content": "Look!"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "Blue.", "tool_call_id": "1"},
+    ]
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), chat_template=RENDERED).apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    sent = {**call, "function": {"name": "look", "arguments": '{"a": ["\\u00f6", 1.5, null]}'}}
+    body = {"model": "m", "tools": tools, "messages": [messages[0], {**messages[1], "tool_calls": [sent]}, messages[2]]}
+    ours = tokenizer(RENDERED)
+    assert ours.detokenize(chat_prompt(ChatCompletionBody.model_validate(body), ours)) == theirs
+    assert "<a>" in theirs
