@@ -37,6 +37,7 @@ FIELD_OF_FLAG = {
     "--routing-policy": "spec.routing.policy",
     "--routing-alpha": "spec.routing.alpha",
     "--frontend-replicas": "spec.frontend.replicas",
+    "--parsers": "spec.frontend.parsers",
     "--drain-timeout": "spec.rollout.drainTimeout",
     "--max-restarts": "spec.failurePolicy.maxRestarts",
     "--rendezvous-timeout": "spec.failurePolicy.startupTimeout",

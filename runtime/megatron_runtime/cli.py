@@ -20,6 +20,7 @@ from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
 from megatron_runtime.launch.quantity import parse_bytes
 from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.server.options import HttpOptions
+from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -75,6 +76,13 @@ def serve(
         list[str] | None, typer.Option(help="Origin whose pages may read answers, or *; may be repeated.")
     ] = None,
     access_log: Annotated[str, typer.Option(help="A line per request: off, text or json.")] = "off",
+    parsers: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"What finds calls of tools ({', '.join(TOOL_PARSERS)}; default: as the chat template shows)"
+            f" and reasoning ({', '.join(REASONING_PARSERS)}; default: none) in answers; may be repeated."
+        ),
+    ] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to running requests.")] = 60.0,
     max_restarts: Annotated[int, typer.Option(help="Restarts of dead ranks before giving up.")] = 5,
     restart_reset_after: Annotated[
@@ -129,6 +137,7 @@ def serve(
                 max_in_flight=max_in_flight,
                 cors_origins=tuple(cors_origin or ()),
                 access_log=access_log,
+                parsers=tuple(parsers or ()),
             ),
             drain_timeout=drain_timeout,
             max_restarts=max_restarts,

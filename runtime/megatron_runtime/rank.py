@@ -21,9 +21,10 @@ from megatron_runtime.launch.pod_state import RankPhase
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 if TYPE_CHECKING:
+    import torch
+
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-    from megatron_runtime.engine.lock_step import LockStepEngine
     from megatron_runtime.model.weights import LoadProgress
     from megatron_runtime.parallel.layout import ParallelSizes
     from megatron_runtime.parallel.ranks import Ranks
@@ -87,7 +88,7 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
 
     options = link.options["engine"]
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = torch.device(options["device"], link.options["local_rank"]) if options["device"] == "cuda" else "cpu"
+    device = _choose_device(link)
     ranks = _join_replica(link)
     ranks.watch(partial(_end_at_once, link))
     # Pods that were left the choice may have chosen differently.
@@ -103,6 +104,17 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     )
     tokenizer = load_tokenizer(link.options["checkpoint"])
     return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options, ranks))
+
+
+def _choose_device(link: ParentLink) -> torch.device:
+    """This rank's; a GPU becomes the one that this thread uses, as for NCCL it has to be."""
+    import torch
+
+    if link.options["engine"]["device"] == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", link.options["local_rank"])
+    torch.cuda.set_device(device)
+    return device
 
 
 def _join_replica(link: ParentLink) -> Ranks:
@@ -163,6 +175,7 @@ def _free_device_memory() -> int:
 async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
     """Works for the coordinator until it says stop, or until SIGTERM has been obeyed by a drain."""
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+    from megatron_runtime.engine.leading import lead
     from megatron_runtime.engine.lock_step import LockStepEngine
 
     together = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica > 1 else None
@@ -172,6 +185,7 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks)
         data_parallel_rank=link.options["group"],
         attempt=link.options["attempt"],
         key=os.environ.get(KEY_VARIABLE),
+        prepare_thread=lambda: _use_device_of(engine),
     )
     drains: list[asyncio.Task[bool]] = []
 
@@ -183,37 +197,38 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks)
     _report_phase(link, RankPhase.REGISTERING)
     reporting = [asyncio.create_task(work) for work in (_report_registration(link, loop), link.keep_beating())]
     try:
-        await (loop.run() if together is None else _lead(loop, together))
+        await (loop.run() if together is None else lead(loop, together))
     finally:
         for task in reporting:
             task.cancel()
         await asyncio.gather(*reporting, *drains, return_exceptions=True)
 
 
-async def _lead(loop: CoordinatedLoop, engine: LockStepEngine) -> None:
-    """Runs the loop as long as the other ranks are there, and lets them go at its end."""
-    work, touch = asyncio.create_task(loop.run()), asyncio.create_task(engine.keep_in_touch())
-    await asyncio.wait({work, touch}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (touch, work):
-        task.cancel()
-    for failure in await asyncio.gather(touch, work, return_exceptions=True):
-        if isinstance(failure, Exception):
-            raise failure
-    await asyncio.to_thread(engine.dismiss)
-
-
 async def _follow(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
     """Does what the first rank does until that lets it go; SIGTERM is for that one."""
-    from megatron_runtime.engine.lock_step import follow
-
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     beating = asyncio.create_task(link.keep_beating())
     _report_phase(link, RankPhase.SERVING)
     try:
-        await asyncio.to_thread(follow, engine, ranks)
+        await asyncio.to_thread(_follow_on_device, engine, ranks)
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
+
+
+def _follow_on_device(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+    from megatron_runtime.engine.lock_step import follow
+
+    _use_device_of(engine)
+    follow(engine, ranks)
+
+
+def _use_device_of(engine: DynamicInferenceEngine) -> None:
+    """Every thread has a GPU of its own choice, the first one until it says otherwise."""
+    import torch
+
+    if engine.context.device.type == "cuda":
+        torch.cuda.set_device(engine.context.device)
 
 
 async def _report_registration(link: ParentLink, loop: CoordinatedLoop) -> None:

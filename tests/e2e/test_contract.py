@@ -21,7 +21,7 @@ import yaml
 
 from megatron_operator import groups, names
 from megatron_operator.api.parse import parse_resource
-from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, RoutingPolicy
+from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, Parser, RoutingPolicy
 from megatron_operator.api.v1alpha1.model import DType
 from megatron_operator.engine import RANK_PHASES, EngineClient, EngineUnreachable
 from megatron_operator.failures import read_failure
@@ -47,6 +47,7 @@ from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
 from megatron_runtime.launch.tasks import first_rank, meeting_place
 from megatron_runtime.launch.termination import Outcome
+from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "smollm2.yaml"
 LEADER = PodIdentity(group=0, attempt=3, index=0, leader=True, template_hash="abc", restarts=2)
@@ -145,6 +146,7 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
         ),
         ({"engine": {"extraArgs": ["--threads-per-rank=2"]}}, {"threads_per_rank": 2}),
         ({"rollout": {"drainTimeout": "1500ms"}}, {"drain_timeout": 1.5}),
+        ({"frontend": {"parsers": ["hermes", "qwen3"]}}, {"parsers": ["hermes", "qwen3"]}),
     ],
 )
 def test_every_choice_of_the_resource_is_understood(spec: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -182,6 +184,7 @@ def test_every_word_that_the_resource_offers_is_one_that_the_runtime_takes() -> 
     assert managements <= set(KV_CACHE_MANAGEMENTS)
     policies = {flags_of(rendered(routing={"policy": each.value}))["routing_policy"] for each in RoutingPolicy}
     assert policies <= set(ROUTING_POLICIES)
+    assert [each.value for each in Parser] == [*TOOL_PARSERS, *REASONING_PARSERS]
 
 
 def test_a_pod_knows_who_it_is() -> None:

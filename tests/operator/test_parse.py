@@ -68,6 +68,7 @@ def test_what_is_left_out_gets_its_default() -> None:
         ),
         ({"routing": {"alpha": 2}}, "spec.routing.alpha", "at most 1.0"),
         ({"image": ""}, "spec.image", "must not be empty"),
+        ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers", "leave all but one of them out"),
         ({"podTemplate": {"spec": []}}, "spec.podTemplate.spec", "dictionary"),
         ({"podTemplate": {"metadata": {"labels": {"a": 1}}}}, "spec.podTemplate.metadata.labels.a", "string"),
     ],

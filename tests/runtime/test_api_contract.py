@@ -59,6 +59,14 @@ def test_the_serve_config_has_its_defaults() -> None:
     assert (config.verbose, config.frontend_replicas) == (False, 4)
 
 
+def test_the_serve_config_takes_one_parser_of_each_kind() -> None:
+    assert ServeConfig(parsers=["qwen3", "hermes"]).http.parsers == ("qwen3", "hermes")
+    with pytest.raises(ConfigurationError, match="'gpt' is none; there are for tools hermes"):
+        ServeConfig(parsers=["gpt"])
+    with pytest.raises(ConfigurationError, match="hermes and mistral are for the same"):
+        ServeConfig(parsers=["hermes", "mistral"])
+
+
 @pytest.mark.parametrize("address", [{"inference_coordinator_port": 5557}, {"inference_coordinator_address": 5557}])
 def test_the_client_takes_a_port_by_either_name(address: dict[str, int]) -> None:
     assert InferenceClient(**address)._dealer.address == InferenceClient(5557)._dealer.address

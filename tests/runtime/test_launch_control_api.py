@@ -57,7 +57,7 @@ async def client(state: PodState, engines: Engines) -> AsyncIterator[httpx.Async
 
 def registered(*groups: int, state: str = "RUNNING") -> dict[str, Any]:
     """What the coordinator says when these groups are registered."""
-    return {"engine_state": state, "replicas": tuple(ReplicaState(group, state, 2, 3) for group in groups)}
+    return {"engine_state": state, "replicas": tuple(ReplicaState(group, state, 2, 3, 8, 2) for group in groups)}
 
 
 async def test_a_leader_is_ready_with_a_frontend_and_a_replica(client: httpx.AsyncClient, state: PodState) -> None:
@@ -166,6 +166,13 @@ async def test_a_pod_that_does_not_lead_takes_no_signals(state: PodState) -> Non
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "NotLeader")
 
 
+async def test_no_request_stands_still_in_an_engine_that_runs(client: httpx.AsyncClient, state: PodState) -> None:
+    state.update(**registered(0, 1))
+    text = (await client.get("/metrics", headers={"Authorization": ""})).text
+    assert 'megatron_requests_paused{group="1"} 0.0' in text
+    assert 'megatron_requests_running{group="1"} 2.0' in text
+
+
 async def test_metrics_show_the_engines_and_the_ranks(client: httpx.AsyncClient, state: PodState) -> None:
     state.update(**registered(0, state="PAUSED"))
     state.update(dropped_messages=7)
@@ -174,6 +181,10 @@ async def test_metrics_show_the_engines_and_the_ranks(client: httpx.AsyncClient,
     assert 'megatron_engine_state{state="PAUSED"} 1.0' in text
     assert 'megatron_engine_state{state="RUNNING"} 0.0' in text
     assert 'megatron_requests_waiting{group="0"} 3.0' in text
+    assert 'megatron_requests_paused{group="0"} 5.0' in text
+    assert 'megatron_kv_usage{group="0"} 0.25' in text
+    assert 'megatron_replica_prompt_tokens_total{group="0"} 0.0' in text
+    assert 'megatron_replica_generation_tokens_total{group="0"} 0.0' in text
     assert 'megatron_weight_version{group="0"} 0.0' in text
     assert 'megatron_ranks{phase="Serving"} 1.0' in text
     assert "megatron_dropped_messages_total 7.0" in text

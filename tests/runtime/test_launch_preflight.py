@@ -120,7 +120,6 @@ def test_no_room_for_the_weights_is_said_of_the_model(options: LaunchOptions) ->
             "--tensor-parallel 3: does not divide the model's 8 attention heads; use one of 1, 2, 4, 8",
         ),
         ({"pipeline_parallel": 5}, "--pipeline-parallel 5: the model has only 4 layers"),
-        ({"tensor_parallel": 2, "device": "cuda"}, "--device cuda: 2 ranks per copy of the model work on a CPU alone"),
         ({"expert_parallel": 2}, "--expert-parallel 2: the model has no experts; use --expert-parallel 1"),
         ({"max_sequence_length": 513}, "--max-sequence-length 513: the model was made for 512 tokens"),
         (

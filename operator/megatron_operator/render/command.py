@@ -54,6 +54,7 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
     words.append("--chunked-prefill" if engine.chunked_prefill else "--no-chunked-prefill")
     if engine.offload_weights:
         words.append("--offload-weights")
+    words += [f"--parsers={parser.value}" for parser in spec.frontend.parsers]
     return [*words, *engine.extra_args]
 
 

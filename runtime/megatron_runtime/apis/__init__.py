@@ -6,5 +6,7 @@ from megatron_runtime.apis.async_llm import MegatronAsyncLLM
 from megatron_runtime.apis.llm import MegatronLLM
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.apis.streaming import GenerationUpdate
+from megatron_runtime.parallel.layout import ParallelSizes
+from megatron_runtime.parallel.world import join_world
 
-__all__ = ["GenerationUpdate", "MegatronAsyncLLM", "MegatronLLM", "ServeConfig"]
+__all__ = ["GenerationUpdate", "MegatronAsyncLLM", "MegatronLLM", "ParallelSizes", "ServeConfig", "join_world"]

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_runtime.apis.coordinated_runtime import CoordinatedRuntime
+from megatron_runtime.apis.direct_runtime import DirectRuntime
 from megatron_runtime.apis.runtime_thread import RuntimeThread
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.listening import World
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.parallel.world import World
 
 _Result = TypeVar("_Result")
 
@@ -26,11 +27,12 @@ _Result = TypeVar("_Result")
 class _MegatronLLMBase:
     """An engine for one model, used directly or through a coordinator.
 
-    The caller has put the model in eval mode and, for several ranks, initialised torch.distributed. In coordinator mode
-    every rank constructs an LLM and calls its lifecycle methods; only rank 0 generates.
+    With several ranks, as torchrun starts them, every rank constructs an LLM around its part of the model, or around a
+    whole one. In coordinator mode every rank calls the lifecycle methods, and only rank 0 generates, on all copies of
+    the model. In direct mode every rank generates, and those that share a copy are given the same prompts.
 
     Args:
-        model: From `model.checkpoint.load_model`.
+        model: From `model.checkpoint.load_model`, with the ranks of `join_world` where several share it.
         tokenizer: From `model.checkpoint.load_tokenizer`.
         inference_config: None takes the defaults.
         use_coordinator: Run the engine in a background thread, behind a coordinator process.
@@ -38,7 +40,8 @@ class _MegatronLLMBase:
         coordinator_port: As coordinator_host.
 
     Raises:
-        ConfigurationError: Options that don't go together, or a configuration that doesn't fit the model.
+        ConfigurationError: Options that don't go together, a configuration that doesn't fit the model, or a model that
+            doesn't fit this rank of the world.
         CoordinatorError: The coordinator did not start, or not all ranks joined it in time.
     """
 
@@ -53,9 +56,9 @@ class _MegatronLLMBase:
         coordinator_port: int | None = None,
     ) -> None:
         self._check_mode(use_coordinator, coordinator_host, coordinator_port)
-        self._world = World.current()
+        self._world = World.current(model.ranks.position)
         self._engine = DynamicInferenceEngine.build(model, tokenizer, inference_config or InferenceConfig())
-        self._direct_lock = threading.Lock()
+        self._direct = None if use_coordinator else DirectRuntime(self._engine)
         self._shutdown_lock = threading.Lock()
         self._shutdown_called = False
         self._thread: RuntimeThread | None = None
@@ -98,7 +101,7 @@ class _MegatronLLMBase:
     @property
     def is_primary_rank(self) -> bool:
         """Whether this rank may generate: every rank in direct mode, global rank 0 in coordinator mode."""
-        return self._runtime is None or self._world.rank == 0
+        return self._runtime is None or self._world.is_primary
 
     @property
     def frontend_address(self) -> tuple[str, int] | None:

@@ -160,7 +160,11 @@ class MegatronAsyncLLM(_MegatronLLMBase):
             await self.wait_for_shutdown()
 
     async def shutdown(self) -> None:
-        """Stop engine, coordinator and frontend. Idempotent."""
+        """Stop engine, coordinator and frontend. Idempotent.
+
+        Raises:
+            EngineError: On a rank other than the primary one, which waits for that one: the engine failed.
+        """
         await asyncio.to_thread(self._shutdown)
 
     async def wait_for_shutdown(self) -> None:

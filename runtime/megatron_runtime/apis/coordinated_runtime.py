@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.engine.listening import STOP_SECONDS, Listening, World, listen
-from megatron_runtime.errors import CoordinatorError, EngineError, MegatronInferenceError, TransitionTimeoutError
+from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+from megatron_runtime.engine.listening import STOP_SECONDS, Listening, listen
+from megatron_runtime.errors import (
+    CoordinatorError,
+    EngineError,
+    LostRankError,
+    MegatronInferenceError,
+    TransitionTimeoutError,
+)
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient, RequestStream
 from megatron_runtime.inference_request import DynamicInferenceRequest
-from megatron_runtime.model.refit import Weights
+from megatron_runtime.model.refit import READ_TIMEOUT, Weights
+from megatron_runtime.parallel.world import World
+from megatron_runtime.parallel.world_group import WorldGroup
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.server.http_server import bind
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.bodies import Prompt
 from megatron_runtime.wire.security import KEY_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 READY_SECONDS = 120.0
 TRANSITION_SECONDS = 120.0
@@ -54,6 +66,7 @@ class CoordinatedRuntime:
         self._port = port
         self._prepare_thread = prepare_thread
         self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32))
+        self._group = WorldGroup(world)
         self._listening: Listening | None = None
         self._client: InferenceClient | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -76,8 +89,9 @@ class CoordinatedRuntime:
                 key=self._key,
                 prepare_thread=self._prepare_thread,
             )
-            self._watch = asyncio.create_task(self._watch_loop())
-            if self._world.rank == 0:
+            watch = self._watch_loop if self._world.is_primary else self._watch_primary
+            self._watch = asyncio.create_task(watch())
+            if self._world.is_primary:
                 self._client = InferenceClient(self._listening.address, key=self._key)
                 await self._client.start()
                 await self._wait_for_engines()
@@ -116,9 +130,12 @@ class CoordinatedRuntime:
         await self._transition(InferenceClient.resume_engines, EngineState.PAUSED)
 
     async def update_weights(self, weights: Weights) -> int:
-        """Give this rank's engine other weights; every rank calls it."""
+        """Give this rank's engine other weights; every rank calls it, and none returns before all have done it."""
         assert self._listening is not None
-        return await self._listening.loop.update_weights(weights)
+        try:
+            return await self._listening.loop.update_weights(weights)
+        finally:
+            await asyncio.to_thread(self._group.meet, "update_weights", READ_TIMEOUT)
 
     async def open_stream(self, prompt: Prompt, params: SamplingParams) -> RequestStream:
         """A request to be followed."""
@@ -131,7 +148,7 @@ class CoordinatedRuntime:
             ConfigurationError: The port can't be used, or the tokenizer was not read from a file.
             CoordinatorError: The frontends did not answer in time, or there are some already.
         """
-        if self._world.rank != 0:
+        if not self._world.is_primary:
             return
         self._healthy_client()
         if self._frontends is not None:
@@ -167,12 +184,19 @@ class CoordinatedRuntime:
         self._raise_failure()
 
     async def shutdown(self) -> None:
-        """Stop engines, coordinator and frontends; with several ranks, every rank calls it."""
+        """Stop engines, coordinator and frontends; with several ranks, every rank calls it.
+
+        Raises:
+            EngineError: On a rank that others depend on: its engine has failed before.
+        """
         await self._stop_frontends()
         assert self._listening is not None
-        if self._world.rank != 0:
+        if not self._world.is_primary:
             await asyncio.wait({self._listening.task})
-        elif self._client is not None and not self._listening.task.done():
+            await self.close()
+            self._raise_failure()
+            return
+        if self._client is not None and (self._world.replicas > 1 or not self._listening.task.done()):
             with contextlib.suppress(MegatronInferenceError):
                 state = await self._client.service_state()
                 if state.state == "RUNNING":
@@ -181,6 +205,7 @@ class CoordinatedRuntime:
                 async with asyncio.timeout(TRANSITION_SECONDS):
                     await asyncio.wait({self._listening.task})
                 self._client.shutdown_coordinator()
+        await asyncio.to_thread(self._group.dismiss)
         await self.close()
 
     async def close(self) -> None:
@@ -194,6 +219,8 @@ class CoordinatedRuntime:
             if self._listening.coordinator is not None:
                 await self._listening.coordinator.stop(STOP_SECONDS)
         if self._watch is not None:
+            if not self._world.is_primary:
+                self._watch.cancel()
             await asyncio.wait({self._watch})
 
     async def _stop_frontends(self) -> None:
@@ -203,13 +230,17 @@ class CoordinatedRuntime:
             self.frontend_address = None
 
     async def _transition(self, signal: Callable[[InferenceClient], Awaitable[None]], arrival: EngineState) -> None:
-        """Rank 0 moves all engines and waits for them; the others wait for their own."""
+        """Rank 0 moves all engines and waits for them; the others wait for their own, which may be ahead of them."""
         assert self._listening is not None
-        if self._world.rank == 0:
+        if self._world.is_primary:
             await signal(self._healthy_client())
         try:
             async with asyncio.timeout(TRANSITION_SECONDS):
-                await self._listening.loop.wait_until(arrival)
+                if self._world.is_primary:
+                    await self._listening.loop.wait_until(arrival)
+                elif await self._listening.reached.next_of(arrival, EngineState.STOPPED) is not arrival:
+                    self._raise_failure()
+                    raise EngineError("the engine loop was stopped")
         except TimeoutError:
             raise TransitionTimeoutError(
                 f"the engine of rank {self._world.rank} was not {arrival.value} within {TRANSITION_SECONDS:g} s; it is "
@@ -220,7 +251,7 @@ class CoordinatedRuntime:
         assert self._client is not None
         state = await self._client.service_state()
         async with asyncio.timeout(READY_SECONDS):
-            while sum(engine.ready for engine in state.engines) < self._world.size:
+            while sum(engine.ready for engine in state.engines) < self._world.replicas:
                 self._raise_failure()
                 state = await self._client.wait_for_state_change(state.revision, 1.0)
 
@@ -229,12 +260,25 @@ class CoordinatedRuntime:
         assert self._listening is not None
         await asyncio.wait({self._listening.task})
         failure = self._failure()
-        if failure is not None and self._client is not None and self._world.size == 1:
+        if failure is not None and self._client is not None and self._world.replicas == 1:
             self._client.fail_outstanding(failure)
+
+    async def _watch_primary(self) -> None:
+        """Without rank 0 there is no coordinator: an engine that works for it has nothing to wait for."""
+        assert self._listening is not None
+        try:
+            await asyncio.wrap_future(self._group.await_primary())
+            await asyncio.wait({self._listening.task}, timeout=STOP_SECONDS)
+        except LostRankError as error:
+            if isinstance(self._listening.loop, CoordinatedLoop) and not self._listening.loop.ended:
+                logger.error("%s", error)
+                self._listening.loop.failure = error
+        if isinstance(self._listening.loop, CoordinatedLoop):
+            self._listening.task.cancel()
 
     def _healthy_client(self) -> InferenceClient:
         assert self._client is not None
-        if self._world.size == 1:
+        if self._world.replicas == 1:
             self._raise_failure()
         return self._client
 

@@ -18,8 +18,9 @@ from megatron_runtime.sampling_params import SamplingParams
 class MegatronLLM(_MegatronLLMBase):
     """Generates with plain calls, from any thread, also where an event loop runs; arguments as for the base class.
 
-    In direct mode the engine works in the calling thread, for one call at a time. In coordinator mode calls from
-    several threads are served together. Leaving a ``with`` block shuts down.
+    In direct mode the engine works in the calling thread, for one call at a time; ranks that share a copy of the model
+    make the same calls. In coordinator mode calls from several threads are served together. Leaving a ``with`` block
+    shuts down.
     """
 
     def generate(
@@ -52,9 +53,8 @@ class MegatronLLM(_MegatronLLMBase):
         params = params_for(several, sampling_params)
         if not several:
             return []
-        if self._runtime is None:
-            with self._direct_lock:
-                return [record.merge() for record in self._engine.generate(several, params)]
+        if self._direct is not None:
+            return self._direct.generate(several, params)
         runtime, thread = self._require_runtime("generate")
         return thread.run(runtime.generate(several, params))
 
@@ -103,9 +103,8 @@ class MegatronLLM(_MegatronLLMBase):
             CheckpointError: A path that can't be read, another model, or tensors that are missing, unknown, misshapen
                 or not finite; each named.
         """
-        if self._runtime is None:
-            with self._direct_lock:
-                return self._engine.update_weights(weights)
+        if self._direct is not None:
+            return self._direct.update_weights(weights)
         runtime, thread = self._require_runtime("update_weights")
         return thread.run(runtime.update_weights(weights))
 
@@ -126,7 +125,11 @@ class MegatronLLM(_MegatronLLMBase):
             self.wait_for_shutdown()
 
     def shutdown(self) -> None:
-        """Stop engine, coordinator and frontend. Idempotent; nothing to do in direct mode."""
+        """Stop engine, coordinator and frontend. Idempotent; nothing to do in direct mode.
+
+        Raises:
+            EngineError: On a rank other than the primary one, which waits for that one: the engine failed.
+        """
         self._shutdown()
 
     def wait_for_shutdown(self) -> None:

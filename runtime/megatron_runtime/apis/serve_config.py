@@ -21,7 +21,7 @@ class ServeConfig:
     port: int = 5000
     """0 takes any free port, which ``frontend_address`` of the LLM then tells."""
     parsers: list[str] = field(default_factory=list)
-    """Names of parsers for reasoning and tool calls. No parser is known to this version."""
+    """What finds reasoning and calls of tools in answers: at most one name of each list in ``server/parsers.py``."""
     verbose: bool = False
     """Logs every request; ``http`` may choose another form than text."""
     frontend_replicas: int = 4
@@ -38,9 +38,9 @@ class ServeConfig:
     def __post_init__(self) -> None:
         if self.verbose and self.http.access_log == "off":
             self.http = replace(self.http, access_log="text")
-        self.http.check()
         if self.parsers:
-            raise ConfigurationError(f"parsers={self.parsers!r}: no such parser; leave it empty", field="parsers")
+            self.http = replace(self.http, parsers=tuple(self.parsers))
+        self.http.check()
         if not 0 <= self.port <= 65535:
             raise ConfigurationError(f"port={self.port} must be from 0 to 65535", field="port")
         if self.frontend_replicas < 1:

@@ -18,6 +18,7 @@ from megatron_runtime.engine.request_future import RequestFuture
 from megatron_runtime.engine.running_engine import RunningEngine
 from megatron_runtime.engine.scheduler import Scheduler, SchedulerLimits
 from megatron_runtime.engine.sequence import Sequence
+from megatron_runtime.engine.serve_batch import serve_batch
 from megatron_runtime.engine.step_log import StepLog
 from megatron_runtime.engine.step_result import EngineStats, StepResult
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
@@ -57,6 +58,7 @@ class DynamicInferenceEngine(RunningEngine):
             block_size_tokens=context.block_size_tokens,
             chunked_prefill=self.config.enable_chunked_prefill,
             paused_blocks=context.limits.paused_blocks,
+            passes_under_way=controller.model.ranks.position.sizes.pipeline,
         )
         self.scheduler = Scheduler(limits, context.allocator)
         self._admission = Admission(
@@ -159,6 +161,8 @@ class DynamicInferenceEngine(RunningEngine):
     def step_modern(self) -> StepResult:
         """Advance every running request by one pass, and report what ended and what came.
 
+        In a pipeline a pass is begun, and the oldest of those that are under way, one for each stage, is settled.
+
         Raises:
             EngineSuspendedError: The engine is suspended.
         """
@@ -169,7 +173,9 @@ class DynamicInferenceEngine(RunningEngine):
         self._passes.run_pass()
         result = self._report(started)
         if self._log.note_step(self, result):
-            self._requests.note_step_time(result["active_request_ids"], result["step_time"])
+            # A request gets one token while each of the passes that are under way takes a step.
+            seconds = result["step_time"] * (self._passes.num_under_way + 1)
+            self._requests.note_step_time(result["active_request_ids"], seconds)
         return result
 
     async def async_step(self) -> StepResult:
@@ -186,31 +192,20 @@ class DynamicInferenceEngine(RunningEngine):
         prompts: Tokens[Prompt],
         sampling_params: SamplingParams | Tokens[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequestRecord]:
-        """Serve prompts to their end, in this thread; one set of parameters for all, or one each.
+        """Serve prompts to their end, in this thread: `serve_batch`."""
+        unused = (request_id for request_id in self._ids if request_id not in self._requests)
+        return serve_batch(self, unused, prompts, sampling_params)
 
-        Records come in the order of the prompts, the ``n`` samples of a prompt side by side.
-
-        Raises:
-            TypeError: One text was given instead of a list.
-        """
-        if isinstance(prompts, str):
-            raise TypeError("prompts must be a list; put the text into one")
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
-        pairs = zip(prompts, sampling_params, strict=True)
-        samples = [(self._unused_id(), prompt, sample) for prompt, params in pairs for sample in params.samples()]
-        for request in samples:
-            self.add_request(*request)
-        ids = [request_id for request_id, _, _ in samples]
-        done: dict[int, DynamicInferenceRequestRecord] = {}
-        while any(request_id not in done for request_id in ids):
-            done |= {record.request_id: record for record in self.step_modern()["finished_request_records"]}
-        return [done[request_id] for request_id in ids]
+    def assemble(self, occasion: str) -> None:
+        """Settle the passes of a pipeline that are under way; an engine of one rank has none, and waits for nobody."""
+        del occasion
+        self._passes.settle_all()
 
     def suspend(self) -> None:
         """Give memory back as the configuration says; unfinished requests stay and go on after resume."""
         if self.is_suspended:
             return
+        self._passes.settle_all()
         mode = self.config.kv_cache_management_mode
         if mode is KVCacheManagementMode.OFFLOAD:
             self.context.kv_cache.offload(self.context.allocator.held())
@@ -251,6 +246,7 @@ class DynamicInferenceEngine(RunningEngine):
         """
         if self.coordinated_loop is not None and not self.coordinated_loop.ended:
             raise InvalidStateError("reset() is for an engine without a coordinator", state=self.state.name)
+        self._passes.settle_all()
         for tracked in self._requests:
             self._passes.finish(tracked, "abort")
         self._requests.take_reports()
@@ -287,6 +283,7 @@ class DynamicInferenceEngine(RunningEngine):
         """
         if self.coordinated_loop is not None and not self.coordinated_loop.ended:
             require_idle(self.state)
+        self._passes.settle_all()
         update_weights(self.controller.model, weights)
         self.invalidate_prefix_cache()
         self.increment_staleness()
@@ -338,9 +335,6 @@ class DynamicInferenceEngine(RunningEngine):
             "cuda_graph_request_count": None,
             "partial_outputs": partials,
         }
-
-    def _unused_id(self) -> int:
-        return next(request_id for request_id in self._ids if request_id not in self._requests)
 
     def _sequence(self, request_id: int) -> Sequence:
         sequence = self._requests[request_id].sequence

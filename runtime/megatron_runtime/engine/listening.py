@@ -5,49 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed
+import torch
 
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
 from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
 from megatron_runtime.data_parallel_inference_coordinator.states import SETTLED, CoordinatorState
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
+from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.following_loop import FollowingLoop
+from megatron_runtime.engine.leading import lead
+from megatron_runtime.engine.lock_step import LockStepEngine, refuse_request_timeout
 from megatron_runtime.engine.running_engine import RunningEngine
+from megatron_runtime.engine.state_journal import StateJournal
 from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
 from megatron_runtime.launch.parent_link import EXIT_DRAINED
+from megatron_runtime.parallel.lone_rank import LoneRank
+from megatron_runtime.parallel.ranks import Ranks
+from megatron_runtime.parallel.world import World
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
+LOAD_SECONDS = 1800.0
+"""How much longer than others a rank may take to load its part of the model."""
 MOST_RESTARTS = 10
-
-
-@dataclass(frozen=True)
-class World:
-    """This process among those that torch.distributed started together; alone if it did not."""
-
-    rank: int
-    size: int
-
-    @classmethod
-    def current(cls) -> World:
-        """As torch.distributed says."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return cls(torch.distributed.get_rank(), torch.distributed.get_world_size())
-        return cls(0, 1)
-
-    def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; all ranks call it."""
-        if self.size == 1:
-            return value
-        values = [value]
-        torch.distributed.broadcast_object_list(values, src=0)
-        return values[0]
 
 
 @dataclass(eq=False)
@@ -58,9 +45,11 @@ class Listening:
     """Where the coordinator is."""
     key: str | None
     """What to show it."""
-    loop: CoordinatedLoop
+    loop: CoordinatedLoop | FollowingLoop
     task: asyncio.Task[None]
     """Runs the loop."""
+    reached: StateJournal
+    """What the loop did."""
     coordinator: KeptCoordinator | None
     """On the rank that started it."""
 
@@ -77,6 +66,8 @@ async def listen(
 ) -> Listening:
     """Put an engine to work, as a task of the running loop. With several ranks, every rank calls it.
 
+    The first rank of each replica works for the coordinator; the others do what it does.
+
     Args:
         port: Of the coordinator; None lets a launched one choose.
         launch_coordinator: Rank 0 starts a coordinator process; False joins one that runs.
@@ -88,32 +79,61 @@ async def listen(
     Raises:
         ConfigurationError: host needs a key, or is not this machine's; or no port to join at.
         CoordinatorError: The coordinator did not start.
+        LostRankError: Other ranks of the replica did not come; they are named.
     """
-    world = World.current()
+    ranks = _ranks_of(engine)
+    world = World.current(ranks.position)
+    await asyncio.to_thread(ranks.barrier, "listen", LOAD_SECONDS)
     host = hostname or (os.environ.get("MASTER_ADDR", "127.0.0.1") if world.size > 1 else "127.0.0.1")
     key = key if key is not None else os.environ.get(KEY_VARIABLE)
     coordinator: KeptCoordinator | None = None
     address = f"{host}:{port}"
-    loops: list[CoordinatedLoop] = []
-    if launch_coordinator and world.rank == 0:
+    loops: list[CoordinatedLoop | FollowingLoop] = []
+    if launch_coordinator and world.is_primary:
         options = _coordinator_options(engine, world, host, port, schedule_output_path)
         coordinator, address = await _launch_coordinator(options, key, lambda: _service_state(loops))
     if launch_coordinator:
         address = await asyncio.to_thread(world.share, address)
-    loop = CoordinatedLoop(
-        engine,
-        coordinator_address=address,
-        data_parallel_rank=world.rank,
-        key=key,
-        prepare_thread=prepare_thread,
+    reached = StateJournal()
+    loop, work = _make_loop(
+        engine, ranks, world, address=address, key=key, prepare_thread=prepare_thread, on_state=reached.note
     )
     loops.append(loop)
     if isinstance(engine, RunningEngine):
         engine.coordinated_loop = loop
-    return Listening(address, key, loop, asyncio.create_task(loop.run()), coordinator)
+    return Listening(address, key, loop, asyncio.create_task(work), reached, coordinator)
 
 
-def _service_state(loops: list[CoordinatedLoop]) -> str:
+def _ranks_of(engine: Engine) -> Ranks:
+    return engine.controller.model.ranks if isinstance(engine, DynamicInferenceEngine) else LoneRank()
+
+
+def _make_loop(
+    engine: Engine, ranks: Ranks, world: World, *, address: str, key: str | None, **options: Any
+) -> tuple[CoordinatedLoop | FollowingLoop, Coroutine[Any, Any, None]]:
+    """This rank's loop, and what runs it."""
+    together: LockStepEngine | None = None
+    if isinstance(engine, DynamicInferenceEngine) and world.ranks_per_replica > 1:
+        refuse_request_timeout(engine.config)
+        if not ranks.position.is_first:
+            following = FollowingLoop(engine, ranks, **options)
+            return following, following.run()
+        together = LockStepEngine(engine, ranks, takes_tensors=True)
+    loop = CoordinatedLoop(
+        together or engine, coordinator_address=address, data_parallel_rank=world.replica, key=key, **options
+    )
+    return loop, loop.run() if together is None else _lead(loop, together)
+
+
+async def _lead(loop: CoordinatedLoop, engine: LockStepEngine) -> None:
+    try:
+        await lead(loop, engine)
+    except BaseException:
+        await asyncio.to_thread(engine.leave)
+        raise
+
+
+def _service_state(loops: list[CoordinatedLoop | FollowingLoop]) -> str:
     """Where this rank's loop says that the service is; one that has stopped, or has not begun, knows nothing else."""
     settled = SETTLED.get(loops[0].state) if loops else None
     return "RUNNING" if settled in (None, CoordinatorState.STOPPING) else settled.name
@@ -154,7 +174,7 @@ def _coordinator_options(
 ) -> dict[str, Any]:
     config = getattr(engine, "config", None) or InferenceConfig()
     options: dict[str, Any] = {
-        "data_parallel_size": world.size,
+        "data_parallel_size": world.replicas,
         "inference_coordinator_port": port,
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
         "block_size_tokens": config.block_size_tokens,

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgpack
 import torch
 
+from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.admission import Prompt
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.request_book import Reports
@@ -26,12 +27,13 @@ from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
 
 T = TypeVar("T")
+OnTurn = Callable[[str, list[Any], CheckpointError | None], None]
 
 BEAT_SECONDS = 5.0
 """Between two signs of life of an idle first rank: a rank that is lost meanwhile is noticed then."""
 
 
-class _Turn(StrEnum):
+class Turn(StrEnum):
     """What all ranks do together."""
 
     STEP = "step"
@@ -61,18 +63,16 @@ class LockStepEngine:
     Args:
         engine: This rank's own.
         ranks: The replica.
+        takes_tensors: Whether the other ranks are given the tensors of new weights as this one is.
 
     Raises:
         ConfigurationError: The engine has a ``request_timeout``; ranks have no clock in common.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
-        if engine.config.request_timeout is not None:
-            raise ConfigurationError(
-                f"request_timeout={engine.config.request_timeout}: the ranks of a replica have no clock in common; "
-                "leave it out, and give it to the coordinator",
-                field="request_timeout",
-            )
+    def __init__(self, engine: DynamicInferenceEngine, ranks: Ranks, *, takes_tensors: bool = False) -> None:
+        refuse_request_timeout(engine.config)
+        self._takes_tensors = takes_tensors
+        self.config = engine.config
         self._engine = engine
         self._ranks = ranks
         self._news: list[Any] = []
@@ -117,35 +117,42 @@ class LockStepEngine:
 
     def step_modern(self) -> StepResult:
         """As DynamicInferenceEngine does; LostRankError names ranks that are gone or late."""
-        return self._take_turn(self._engine.step_modern, _Turn.STEP)
+        return self._take_turn(self._engine.step_modern, Turn.STEP)
 
     def suspend(self) -> None:
         """All ranks give memory back; LostRankError names those that don't in time."""
-        self._take_turn(lambda: _suspend(self._engine, self._ranks), _Turn.SUSPEND)
+        self._take_turn(lambda: _suspend(self._engine, self._ranks), Turn.SUSPEND)
 
     def resume(self) -> None:
         """All ranks take their memory again; LostRankError names those that don't in time."""
-        self._take_turn(lambda: _resume(self._engine, self._ranks), _Turn.RESUME)
+        self._take_turn(lambda: _resume(self._engine, self._ranks), Turn.RESUME)
 
     def assemble(self, occasion: str) -> None:
         """Wait until all ranks have done all that came before; LostRankError names those that haven't in time."""
-        self._take_turn(lambda: self._ranks.barrier(occasion), _Turn.ASSEMBLE, occasion)
+        self._take_turn(lambda: _assemble(self._engine, self._ranks, occasion), Turn.ASSEMBLE, occasion)
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
-        """As DynamicInferenceEngine does, from files that all ranks see.
+        """As DynamicInferenceEngine does, from files that all ranks see, or tensors that all are given.
 
         Raises:
-            CheckpointError: They don't fit on some rank, and no rank has taken them; or they are no files.
+            CheckpointError: They don't fit on some rank, and no rank has taken them; or they are no files, and the
+                other ranks are given no tensors.
         """
-        if not isinstance(weights, str | Path):
+        path = str(weights) if isinstance(weights, str | Path) else None
+        if path is None and not self._takes_tensors:
             raise CheckpointError("a replica of several ranks takes weights from files; give their path")
         return self._take_turn(
-            lambda: self._engine.update_weights(weights, version=version), _Turn.UPDATE_WEIGHTS, str(weights), version
+            lambda: self._engine.update_weights(weights, version=version), Turn.UPDATE_WEIGHTS, path, version
         )
 
     def dismiss(self) -> None:
         """Let the other ranks go; nothing may come after it."""
-        self._take_turn(lambda: None, _Turn.LEAVE)
+        self._take_turn(lambda: None, Turn.LEAVE)
+
+    def leave(self) -> None:
+        """Go without a word, after the turn under way: the others find the connections closed."""
+        with self._turn:
+            self._ranks.close()
 
     async def keep_in_touch(self) -> None:
         """Until cancelled, let idle ranks know that this one is there; LostRankError when one of them is not."""
@@ -167,8 +174,29 @@ class LockStepEngine:
             return act()
 
 
-def follow(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+def refuse_request_timeout(config: InferenceConfig) -> None:
+    """Raise ConfigurationError where a replica of several ranks is to watch over deadlines."""
+    if config.request_timeout is not None:
+        raise ConfigurationError(
+            f"request_timeout={config.request_timeout}: the ranks of a replica have no clock in common; leave it out, "
+            "and give it to the coordinator",
+            field="request_timeout",
+        )
+
+
+def follow(
+    engine: DynamicInferenceEngine,
+    ranks: Ranks,
+    on_turn: OnTurn | None = None,
+    own_weights: Callable[[], Weights] | None = None,
+) -> None:
     """Do what the first rank does, until it says that this is the end.
+
+    Args:
+        engine: This rank's own.
+        ranks: The replica.
+        on_turn: Called after every turn, with what the first rank asked for and why no rank did it, if that is so.
+        own_weights: Waits for the tensors of new weights that this rank is given, where the first rank takes some.
 
     Raises:
         LostRankError: Ranks are gone or late; they are named.
@@ -181,10 +209,15 @@ def follow(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
         news, (action, *args) = msgpack.unpackb(inbox)
         for item in news:
             _take(engine, *item)
-        if action == _Turn.LEAVE:
+        if action == Turn.LEAVE:
             return
-        _act(engine, ranks, action, args)
+        if action == Turn.UPDATE_WEIGHTS and args[0] is None:
+            assert own_weights is not None, "the first rank takes tensors that this one is not given"
+            args[0] = own_weights()
+        refusal = _act(engine, ranks, action, args)
         engine.take_reports()  # the first rank has them too
+        if on_turn is not None:
+            on_turn(action, args, refusal)
 
 
 def _take(engine: DynamicInferenceEngine, kind: str, request_id: int, *args: Any) -> None:
@@ -197,21 +230,29 @@ def _take(engine: DynamicInferenceEngine, kind: str, request_id: int, *args: Any
         engine.add_request(request_id, prompt, SamplingParams.deserialize(params), generated=generated)
 
 
-def _act(engine: DynamicInferenceEngine, ranks: Ranks, action: str, args: list[Any]) -> None:
+def _act(engine: DynamicInferenceEngine, ranks: Ranks, action: str, args: list[Any]) -> CheckpointError | None:
     match action:
-        case _Turn.STEP:
+        case Turn.STEP:
             engine.step_modern()
-        case _Turn.SUSPEND:
+        case Turn.SUSPEND:
             _suspend(engine, ranks)
-        case _Turn.RESUME:
+        case Turn.RESUME:
             _resume(engine, ranks)
-        case _Turn.ASSEMBLE:
-            ranks.barrier(args[0])
-        case _Turn.UPDATE_WEIGHTS:
-            with contextlib.suppress(CheckpointError):  # then no rank has taken them
+        case Turn.ASSEMBLE:
+            _assemble(engine, ranks, args[0])
+        case Turn.UPDATE_WEIGHTS:
+            try:
                 engine.update_weights(args[0], version=args[1])
+            except CheckpointError as error:
+                return error  # no rank has taken them
         case _:
             raise AssertionError(f"the first rank asks for {action}")
+    return None
+
+
+def _assemble(engine: DynamicInferenceEngine, ranks: Ranks, occasion: str) -> None:
+    engine.assemble(occasion)
+    ranks.barrier(occasion)
 
 
 def _suspend(engine: DynamicInferenceEngine, ranks: Ranks) -> None:

@@ -1,19 +1,30 @@
-"""One pass after the other: schedule, run, settle."""
+"""One pass after the other: schedule, run, settle. In a pipeline a pass for each stage is under way."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
 
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.request_book import RequestBook
 from megatron_runtime.engine.sampler import NO_TOKEN
 from megatron_runtime.engine.scheduler import Schedule, Scheduler
 from megatron_runtime.engine.sequence import Sequence, SequenceSlice
-from megatron_runtime.engine.shared_output import share_output
+from megatron_runtime.engine.shared_output import PendingOutput, awaited_output, share_output
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
 from megatron_runtime.errors import EngineError, InvalidLogitsError
 from megatron_runtime.model.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One that is under way."""
+
+    slices: list[SequenceSlice]
+    requests: list[TrackedRequest]
+    """Of the slices."""
+    output: PendingOutput
 
 
 class PassRunner:
@@ -37,20 +48,36 @@ class PassRunner:
         self._context = context
         self._scheduler = scheduler
         self._requests = requests
+        self._under_way: deque[_Pass] = deque()
         self.prompt_tokens_total = 0
         self.generated_tokens_total = 0
         self.evictions_total = 0
         self.cached_tokens_total = 0
         self.prefix_hits_total = 0
 
+    @property
+    def num_under_way(self) -> int:
+        """Passes that are begun and not settled."""
+        return len(self._under_way)
+
     def run_pass(self) -> None:
-        """Advance every running request; a pass that the model fails can be repeated."""
+        """Begin a pass, and settle the oldest one, unless there is work for another one that may be under way.
+
+        Once each running request has been in a pass, one pass begins as another one ends. A pass that the model fails
+        can be repeated.
+        """
         schedule = self._scheduler.schedule()
         self._apply(schedule)
         if schedule.slices:
-            output = self._run(schedule.slices)
-            self._scheduler.settle(schedule)
-            self._settle(schedule.slices, output)
+            self._under_way.append(self._begin(schedule.slices))
+        is_full = len(self._under_way) == self._scheduler.limits.passes_under_way
+        if self._under_way and (is_full or not schedule.slices or not self._scheduler.has_idle):
+            self._settle(self._under_way.popleft())
+
+    def settle_all(self) -> None:
+        """Wait for the passes that are under way."""
+        while self._under_way:
+            self._settle(self._under_way.popleft())
 
     def evict_all(self) -> None:
         """Take every running request's cache away; they are computed again from their tokens."""
@@ -85,15 +112,22 @@ class PassRunner:
             self._requests[sequence.request_id].evict()
             self.evictions_total += 1
 
-    def _run(self, slices: list[SequenceSlice]) -> StepOutput:
+    def _begin(self, slices: list[SequenceSlice]) -> _Pass:
+        try:
+            output = self._run(slices)
+        except BaseException:
+            self._scheduler.withdraw(slices)
+            raise
+        return _Pass(slices, [self._requests[part.sequence.request_id] for part in slices], output)
+
+    def _run(self, slices: list[SequenceSlice]) -> PendingOutput:
         ranks = self._controller.model.ranks
         batch = self._context.forward_batch(slices)
-        if ranks.position.sizes.ranks_per_replica == 1:
-            return self._sample(batch, slices)
         if ranks.position.samples:
-            return share_output(ranks, slices, self._sample(batch, slices))
+            output = self._sample(batch, slices)
+            return share_output(ranks, slices, output)
         self._controller.model(batch, self._context.kv_cache)
-        return share_output(ranks, slices)
+        return awaited_output(ranks, slices)
 
     def _sample(self, batch: ForwardBatch, slices: list[SequenceSlice]) -> StepOutput:
         top_n = max(self._requests[part.sequence.request_id].params.top_n_logprobs for part in slices)
@@ -113,19 +147,23 @@ class PassRunner:
         guides = [self._requests[part.sequence.request_id].guide for part in slices if part.samples]
         return {row: guide.failure for row, guide in enumerate(guides) if guide is not None and guide.failure}
 
-    def _settle(self, slices: list[SequenceSlice], output: StepOutput) -> None:
+    def _settle(self, done: _Pass) -> None:
+        output = done.output()
+        self._scheduler.settle(done.slices)
         tokens = iter(enumerate(output.tokens))
         next_log_prob = 0
-        for part in slices:
-            tracked = self._requests[part.sequence.request_id]
-            count = part.num_log_probs
-            scores = self._controller.scores(output.log_probs, next_log_prob, count, tracked.params.top_n_logprobs)
-            next_log_prob += count
+        for part, tracked in zip(done.slices, done.requests, strict=True):
             row, token = next(tokens) if part.samples else (None, None)
+            count = part.num_log_probs
+            next_log_prob += count
+            if not part.counts:
+                continue
             if row in output.dead_ends:
                 self.finish(tracked, "error", EngineError(f"the grammar leads nowhere: {output.dead_ends[row]}"))
-            else:
-                self._settle_one(tracked, part, token, scores)
+                continue
+            first = next_log_prob - count
+            scores = self._controller.scores(output.log_probs, first, count, tracked.params.top_n_logprobs)
+            self._settle_one(tracked, part, token, scores)
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
         if token == NO_TOKEN:

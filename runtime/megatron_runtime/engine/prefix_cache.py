@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
-from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.sequence import Sequence
 
 _NO_PARENT = -1
 
@@ -93,10 +93,9 @@ class PrefixCache:
             self._by_hash[block_hash] = self._by_block[entry.block] = entry
             sequence.num_registered = index + 1
 
-    def upcoming(self, part: SequenceSlice) -> dict[int, tuple[int, ...]]:
-        """Hashes and tokens of the blocks that will be registered once the slice is computed."""
-        sequence = part.sequence
-        indices = range(sequence.num_registered, self._last_complete(sequence, part.end))
+    def upcoming(self, sequence: Sequence) -> dict[int, tuple[int, ...]]:
+        """Hashes and tokens of the blocks that will be registered once what was begun is computed."""
+        indices = range(sequence.num_registered, self._last_complete(sequence, sequence.num_begun))
         return {sequence.block_hashes[index]: self._tokens(sequence, index) for index in indices}
 
     def is_next(self, sequence: Sequence, num_matched: int, upcoming: dict[int, tuple[int, ...]]) -> bool:

@@ -11,6 +11,7 @@ from megatron_runtime.headers import EngineState
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
+    from megatron_runtime.engine.following_loop import FollowingLoop
 
 _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
 
@@ -20,7 +21,7 @@ class RunningEngine(ABC):
 
     def __init__(self) -> None:
         self.is_suspended = False
-        self.coordinated_loop: CoordinatedLoop | None = None
+        self.coordinated_loop: CoordinatedLoop | FollowingLoop | None = None
         """Runs this engine for a coordinator, once it listens to one."""
         self._waiting: set[asyncio.Event] = set()
 
@@ -36,9 +37,9 @@ class RunningEngine(ABC):
     def fail_all_requests(self, error: Exception) -> None:
         """End every unfinished request with the error."""
 
+    @abstractmethod
     def assemble(self, occasion: str) -> None:
-        """Wait until all ranks of the replica have done what came before. An engine by itself waits for nobody."""
-        del occasion
+        """Wait until everything that came before is done."""
 
     @property
     def state(self) -> EngineState:

@@ -19,6 +19,8 @@ class SchedulerLimits:
     chunked_prefill: bool
     paused_blocks: int = 0
     """Most blocks that sequences may own while they wait for further ones."""
+    passes_under_way: int = 1
+    """Most passes that are begun before the first of them is settled; each computes its share of the sequences."""
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"
@@ -45,10 +47,16 @@ _Upcoming = dict[int, tuple[int, ...]]
 class Scheduler:
     """First come, first served, over a fixed pool of blocks; pure bookkeeping.
 
-    Every running sequence gets at least one token in every pass. When the pool is exhausted, who needs a block pauses
+    Every running sequence gets at least one token in every pass, or, where several passes are under way, in one of
+    them: each takes the oldest sequences that are not waiting for their next token, so many that there are enough for
+    all passes. When the pool is exhausted, who needs a block pauses
     with those that it owns, as far as the limits allow; otherwise the newest running sequence gives way. Either way
     the oldest proceeds, and nobody new is admitted meanwhile: as long as each sequence alone fits the pool (which the
     engine checks on submission), all of them end.
+
+    Passes are computed in the order of their schedules, so that blocks which were given back meanwhile can be given
+    away at once: whoever has them next writes later. What a pass computes for a sequence that has lost its blocks
+    meanwhile does not count.
 
     If the allocator has a prefix cache, a sequence begins after what is known of its tokens. Only whole blocks are
     skipped, and never the last token, so nobody writes into a block that others own. A sequence whose next block is
@@ -78,6 +86,11 @@ class Scheduler:
     def num_paused(self) -> int:
         """Running sequences that got no token in the last pass, for want of a block."""
         return len(self._paused)
+
+    @property
+    def has_idle(self) -> bool:
+        """True if another pass might compute something before those under way are settled."""
+        return bool(self._waiting) or any(sequence.num_left for sequence in self._running.values())
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -121,13 +134,16 @@ class Scheduler:
         evicted: list[Sequence] = []
         paused: list[Sequence] = []
         budget = self.limits.max_tokens
+        share = self._share(len(self._running))
         for sequence in list(self._running.values()):
-            if not sequence.is_running:
+            if len(slices) == share or budget == 0:
+                break
+            if not sequence.is_running or not sequence.num_left:
                 continue
-            if self._should_pause(sequence, slices, paused):
+            if self._should_pause(sequence, paused):
                 paused.append(sequence)
             elif self._grow(sequence, evicted):
-                slices.append(self._slice(sequence, budget))
+                slices.append(self._begin_slice(sequence, budget))
                 budget -= slices[-1].length
         # What was evicted or paused just now would only push somebody out again.
         admitted = [] if evicted or paused else self._admit(slices, budget)
@@ -135,12 +151,19 @@ class Scheduler:
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
 
-    def settle(self, schedule: Schedule) -> None:
-        """Note that the pass was computed."""
-        for part in schedule.slices:
-            part.sequence.num_computed = part.end
-            if self._prefixes is not None:
-                self._prefixes.register(part.sequence)
+    def settle(self, slices: list[SequenceSlice]) -> None:
+        """Note that the oldest of the passes that are under way was computed."""
+        for part in slices:
+            if part.counts:
+                part.sequence.num_computed = part.end
+                if self._prefixes is not None:
+                    self._prefixes.register(part.sequence)
+
+    def withdraw(self, slices: list[SequenceSlice]) -> None:
+        """Note that the newest of the passes that are under way will not be computed."""
+        for part in slices:
+            if part.counts:
+                part.sequence.num_begun = part.start
 
     def forget_prefixes(self) -> None:
         """Let nobody use what was computed until now, except who uses it already."""
@@ -166,19 +189,27 @@ class Scheduler:
         assert kept <= self.limits.paused_blocks, "paused sequences own more than they may"
         for sequence in self._running.values():
             room = len(sequence.blocks) * self.limits.block_size_tokens
-            assert sequence.num_computed <= min(room, len(sequence.tokens)), "computed tokens have no room"
+            assert sequence.num_computed <= sequence.num_begun, "tokens are computed that no pass began with"
+            assert sequence.num_begun <= min(room, len(sequence.tokens)), "computed tokens have no room"
             assert sequence.num_cached <= sequence.num_computed, "skipped tokens are not computed"
         for sequence in self._waiting.values():
             assert not sequence.blocks, "a waiting sequence owns blocks"
-            assert sequence.num_computed == 0, "a waiting sequence has computed tokens"
+            assert sequence.num_begun == sequence.num_computed == 0, "a waiting sequence has computed tokens"
         self._check_sharing()
 
-    def _slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
-        return SequenceSlice(sequence, sequence.num_computed, min(sequence.num_uncomputed, budget))
+    def _share(self, sequences: int) -> int:
+        """How many of the sequences one pass takes, so that there are some for each of those that may be under way."""
+        return -(-sequences // self.limits.passes_under_way)
 
-    def _should_pause(self, sequence: Sequence, slices: list[SequenceSlice], paused: list[Sequence]) -> bool:
+    def _begin_slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
+        part = SequenceSlice(sequence, sequence.num_begun, min(sequence.num_left, budget), sequence.life)
+        sequence.num_begun = part.end
+        return part
+
+    def _should_pause(self, sequence: Sequence, paused: list[Sequence]) -> bool:
         """True if a running sequence lacks blocks and may wait for them with what it owns; the oldest never does."""
-        if not self.limits.paused_blocks or not slices or self.allocator.can_allocate(self._missing(sequence)):
+        is_oldest = sequence is next(iter(self._running.values()))
+        if not self.limits.paused_blocks or is_oldest or self.allocator.can_allocate(self._missing(sequence)):
             return False
         return sum(len(each.blocks) for each in (*paused, sequence)) <= self.limits.paused_blocks
 
@@ -207,19 +238,20 @@ class Scheduler:
         admitted: list[Sequence] = []
         upcoming: _Upcoming = {}
         if self._waiting and self._prefixes is not None:
-            for part in slices:
-                upcoming |= self._prefixes.upcoming(part)
-        while self._waiting and budget > 0 and len(self._running) < self.limits.max_requests:
+            for sequence in self._running.values():
+                upcoming |= self._prefixes.upcoming(sequence)
+        share = self._share(min(len(self._running) + len(self._waiting), self.limits.max_requests))
+        while self._waiting and budget > 0 and len(slices) < share and len(self._running) < self.limits.max_requests:
             sequence = next(iter(self._waiting.values()))
             matched = self._prefixes.match(sequence) if self._prefixes is not None else []
             if not self._can_admit(sequence, budget, matched) or self._should_wait(sequence, matched, upcoming):
                 break
             self._begin(sequence, matched)
-            slices.append(self._slice(sequence, budget))
+            slices.append(self._begin_slice(sequence, budget))
             budget -= slices[-1].length
             admitted.append(sequence)
             if self._prefixes is not None:
-                upcoming |= self._prefixes.upcoming(slices[-1])
+                upcoming |= self._prefixes.upcoming(sequence)
         return admitted
 
     def _can_admit(self, sequence: Sequence, budget: int, matched: list[int]) -> bool:
@@ -244,12 +276,13 @@ class Scheduler:
             self.allocator.share(matched)
             self._prefixes.begin(sequence, len(matched))
         sequence.blocks = matched + self.allocator.allocate(self.blocks_for(len(sequence.tokens)) - len(matched))
-        sequence.num_cached = sequence.num_computed = len(matched) * self.limits.block_size_tokens
+        sequence.num_cached = sequence.num_computed = sequence.num_begun = len(matched) * self.limits.block_size_tokens
 
     def _release(self, sequence: Sequence) -> None:
         self.allocator.free(reversed(sequence.blocks))
         sequence.blocks = []
-        sequence.num_computed = sequence.num_cached = 0
+        sequence.num_computed = sequence.num_begun = sequence.num_cached = 0
+        sequence.life += 1
         sequence.num_registered = sequence.num_registrable = 0
 
     def _check_sharing(self) -> None:

@@ -24,6 +24,8 @@ class Sequence:
     """One for each complete block of the tokens that may be found in the prefix cache; empty if none may."""
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
+    num_begun: int = 0
+    """Leading tokens that are in the cache or being computed by passes under way."""
     num_cached: int = 0
     """Leading tokens that were computed already, by others or before an eviction, when it last began to run."""
     num_registered: int = 0
@@ -34,11 +36,13 @@ class Sequence:
     """The KV blocks it owns, alone or with others, in the order of its tokens."""
     row: int | None = None
     """Its row in the context's tables while it runs."""
+    life: int = 0
+    """How often it lost its blocks."""
 
     @property
-    def num_uncomputed(self) -> int:
-        """Tokens whose keys and values are not in the cache."""
-        return len(self.tokens) - self.num_computed
+    def num_left(self) -> int:
+        """Tokens that no pass computes yet; none while the next one is awaited."""
+        return len(self.tokens) - self.num_begun
 
     @property
     def is_running(self) -> bool:
@@ -53,11 +57,18 @@ class SequenceSlice:
     sequence: Sequence
     start: int
     length: int
+    life: int = 0
+    """Of the sequence, when the pass was begun."""
 
     @property
     def end(self) -> int:
         """Tokens that are computed afterwards."""
         return self.start + self.length
+
+    @property
+    def counts(self) -> bool:
+        """False once the sequence has lost the blocks that the pass writes to."""
+        return self.life == self.sequence.life
 
     @property
     def samples(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Slices
 
 import msgpack
@@ -14,16 +15,25 @@ from megatron_runtime.parallel.ranks import Ranks
 _BITS_64 = 2**64 - 1
 
 
-def share_output(ranks: Ranks, slices: Slices[SequenceSlice], output: StepOutput | None = None) -> StepOutput:
-    """The output of the rank that samples, on all ranks; the others give none, and wait for it.
+PendingOutput = Callable[[], StepOutput]
+"""Waits for what a pass brought; to be called once, in the order of the passes."""
 
-    Raises:
-        LockStepError: The rank that sampled computed other slices than this one.
-        LostRankError: It doesn't come; names who is missing.
+
+def share_output(ranks: Ranks, slices: Slices[SequenceSlice], output: StepOutput) -> PendingOutput:
+    """Tell the other ranks of the replica what this one, which samples, has got."""
+    if ranks.position.sizes.ranks_per_replica > 1:
+        ranks.share_outcome(_pack(output), checksum=schedule_checksum(slices))
+    return lambda: output
+
+
+def awaited_output(ranks: Ranks, slices: Slices[SequenceSlice]) -> PendingOutput:
+    """What the rank that samples gets.
+
+    To wait for it raises LockStepError when that rank computed other slices than this one, and LostRankError, which
+    names who is missing, when nothing comes.
     """
-    packed = None if output is None else _pack(output)
-    arrived = ranks.share_outcome(packed, checksum=schedule_checksum(slices)).wait()
-    return _unpack(arrived) if output is None else output
+    arriving = ranks.share_outcome(None, checksum=schedule_checksum(slices))
+    return lambda: _unpack(arriving.wait())
 
 
 def schedule_checksum(slices: Slices[SequenceSlice]) -> int:

@@ -104,6 +104,8 @@ class EngineLink:
                 kv_blocks_total=engine.kv_blocks_total,
                 kv_blocks_used=engine.kv_blocks_used,
                 weight_version=engine.weight_version,
+                prompt_tokens=engine.prompt_tokens,
+                generated_tokens=engine.generated_tokens,
             )
             for engine in sorted(service.engines, key=lambda engine: engine.group)
         )

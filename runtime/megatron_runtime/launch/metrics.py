@@ -56,6 +56,14 @@ def _engine_metrics(facts: PodFacts) -> Iterator[Metric]:
     yield states
     running = GaugeMetricFamily("megatron_requests_running", "Requests that generate tokens", labels=["group"])
     waiting = GaugeMetricFamily("megatron_requests_waiting", "Requests that wait for their turn", labels=["group"])
+    paused = GaugeMetricFamily(
+        "megatron_requests_paused", "Requests that stand still in a paused or suspended engine", labels=["group"]
+    )
+    usage = GaugeMetricFamily("megatron_kv_usage", "Used part of the KV cache, 0 to 1", labels=["group"])
+    prompts = CounterMetricFamily(
+        "megatron_replica_prompt_tokens", "Tokens of prompts taken up, cached or not", labels=["group"]
+    )
+    generated = CounterMetricFamily("megatron_replica_generation_tokens", "Tokens generated", labels=["group"])
     blocks = GaugeMetricFamily("megatron_kv_blocks", "Blocks of the KV cache", labels=["group", "state"])
     weights = GaugeMetricFamily("megatron_weight_version", "How often the weights were updated", labels=["group"])
     for replica in facts.replicas:
@@ -65,7 +73,11 @@ def _engine_metrics(facts: PodFacts) -> Iterator[Metric]:
         blocks.add_metric([group, "used"], replica.kv_blocks_used)
         blocks.add_metric([group, "free"], replica.kv_blocks_total - replica.kv_blocks_used)
         weights.add_metric([group], replica.weight_version)
-    yield from (running, waiting, blocks, weights)
+        paused.add_metric([group], replica.paused_requests)
+        usage.add_metric([group], replica.kv_blocks_used / max(replica.kv_blocks_total, 1))
+        prompts.add_metric([group], replica.prompt_tokens)
+        generated.add_metric([group], replica.generated_tokens)
+    yield from (running, waiting, paused, blocks, usage, weights, prompts, generated)
     yield CounterMetricFamily(
         "megatron_dropped_messages",
         "Messages to the coordinator that were malformed, stale or from strangers, and connections without the key",

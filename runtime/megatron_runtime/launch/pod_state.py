@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_runtime.bell import Bell
+from megatron_runtime.headers import EngineState
 
 
 class RankPhase(StrEnum):
@@ -54,6 +55,16 @@ class ReplicaState:
     kv_blocks_total: int = field(default=0, compare=False)
     kv_blocks_used: int = field(default=0, compare=False)
     weight_version: int = 0
+    prompt_tokens: int = field(default=0, compare=False)
+    """Of prompts that it took up since it started, cached or not."""
+    generated_tokens: int = field(default=0, compare=False)
+    """Generated since it started."""
+
+    @property
+    def paused_requests(self) -> int:
+        """All its requests, while it computes for none."""
+        stands_still = self.state in (EngineState.PAUSED, EngineState.SUSPENDED)
+        return self.running_requests + self.waiting_requests if stands_still else 0
 
     def body(self) -> dict[str, Any]:
         """As the control API writes it."""

@@ -72,11 +72,6 @@ def element_bytes(engine: EngineOptions) -> int:
 
 def _check_parallelism(engine: EngineOptions, facts: CheckpointFacts) -> None:
     tensor = engine.tensor_parallel
-    if engine.ranks_per_group > 1 and engine.device != "cpu":
-        raise ConfigurationError(
-            f"--device {engine.device}: {engine.ranks_per_group} ranks per copy of the model work on a CPU alone in "
-            "this version; use --tensor-parallel 1 and --pipeline-parallel 1, or --device cpu"
-        )
     if facts.attention_heads % tensor:
         fitting = [str(size) for size in range(1, facts.attention_heads + 1) if facts.attention_heads % size == 0]
         raise ConfigurationError(

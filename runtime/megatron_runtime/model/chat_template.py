@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -24,7 +24,8 @@ class ChatTemplate:
     """One template; compiled when it is first used, since a model without chat may carry a broken one."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._source = source
+        self.source = source
+        """The program."""
         self._special_tokens = special_tokens
 
     def render(
@@ -51,14 +52,27 @@ class ChatTemplate:
             ) from error
 
     @cached_property
+    def takes_tools(self) -> bool:
+        """Whether it tells the model of tools; one that can't be read does not."""
+        try:
+            tree = self._environment.parse(self.source)
+        except jinja2.TemplateError:
+            return False
+        return "tools" in meta.find_undeclared_variables(tree)
+
+    @cached_property
     def _template(self) -> jinja2.Template:
+        return self._environment.from_string(self.source)
+
+    @cached_property
+    def _environment(self) -> ImmutableSandboxedEnvironment:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _now
-        return environment.from_string(self._source)
+        return environment
 
 
 class _GenerationTag(Extension):

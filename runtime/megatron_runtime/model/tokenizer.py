@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as Backend
@@ -84,9 +84,21 @@ class Tokenizer:
         """The text of ``ids``; bytes that can't become a character show as U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def incremental(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A detokenizer for one sequence that grows."""
-        return IncrementalDetokenizer(self._token_bytes, self._special_ids if skip_special_tokens else ())
+    def incremental(self, *, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> IncrementalDetokenizer:
+        """A detokenizer for one sequence that grows; special tokens that are ``shown`` are never skipped."""
+        special = self._special_ids.difference(shown) if shown else self._special_ids
+        skipped = special if skip_special_tokens else ()
+        return IncrementalDetokenizer(self._token_bytes, skipped)
+
+    def special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of the texts that are special tokens, with their ids."""
+        found = {text: self._backend.token_to_id(text) for text in texts}
+        return {text: token for text, token in found.items() if token in self._special_ids}
+
+    def chat_template(self, *, has_tools: bool) -> ChatTemplate | None:
+        """The template for chats with tools or without; None if there is no such template."""
+        template = self._templates.get(_TOOLS_TEMPLATE if has_tools else _DEFAULT_TEMPLATE)
+        return template or self._templates.get(_DEFAULT_TEMPLATE)
 
     def render_chat(
         self,
@@ -100,8 +112,7 @@ class Tokenizer:
 
         InvalidRequestError when there is no template or the template refuses the messages.
         """
-        template = self._templates.get(_TOOLS_TEMPLATE if tools else _DEFAULT_TEMPLATE)
-        template = template or self._templates.get(_DEFAULT_TEMPLATE)
+        template = self.chat_template(has_tools=bool(tools))
         if template is None:
             raise InvalidRequestError(
                 "messages: this model has no chat template. Send a prompt to /v1/completions instead", field="messages"

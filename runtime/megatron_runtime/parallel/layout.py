@@ -12,7 +12,7 @@ Either way the ranks' results are parts of one sum.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_runtime.errors import ConfigurationError
 
@@ -71,6 +71,23 @@ class ParallelSizes:
                 f"{self.data} need {self.world_size}; start as many, or change a size",
                 field="world_size",
             )
+
+    def filling(self, world_size: int) -> ParallelSizes:
+        """These sizes with as many copies as such a world has ranks for, unless ``data`` says how many.
+
+        Raises:
+            ConfigurationError: Ranks would be missing or left over.
+        """
+        copies, left = divmod(world_size, self.ranks_per_replica)
+        if left and self.data == 1:
+            raise ConfigurationError(
+                f"the world has {world_size} ranks, but tensor {self.tensor} x pipeline {self.pipeline} take "
+                f"{self.ranks_per_replica} for each copy of the model; start a multiple of that, or change a size",
+                field="world_size",
+            )
+        filled = replace(self, data=copies) if self.data == 1 else self
+        filled.check_world(world_size)
+        return filled
 
     def position(self, world_rank: int) -> RankPosition:
         """The place of a rank in a world over all replicas."""

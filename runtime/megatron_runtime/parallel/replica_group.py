@@ -82,6 +82,7 @@ class ReplicaGroup:
             self._exchange = self._do("opening the connections of a layer", opening)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._meetings = 0
+        self._closed = False
         self._watch: LinkWatch | None = None
 
     def share_inbox(self, inbox: bytes | None) -> bytes:
@@ -150,6 +151,9 @@ class ReplicaGroup:
 
     def close(self) -> None:
         """As in Ranks. What was sent is delivered before, if it is taken within the timeout."""
+        if self._closed:
+            return
+        self._closed = True
         if self._watch is not None:
             self._watch.close()
         try:
@@ -157,10 +161,10 @@ class ReplicaGroup:
                 self._sent.popleft()[0].wait()
         except RuntimeError:
             pass  # somebody is gone, who needs nothing any more
+        self._roll_call.close()  # first, so that whoever finds a connection closed finds nobody who answers
         for opened in (self._inbox, self._outcome, self._exchange):
             if opened is not None:
                 opened.close()
-        self._roll_call.close()
         if self._groups.owns_world:
             dist.destroy_process_group()
             return

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_runtime.server.choice import Delta
+from megatron_runtime.server.message_form import Reading
 from megatron_runtime.server.protocol import GenerationBody
 
 
@@ -20,6 +21,7 @@ class Answer:
     body: GenerationBody
     prompts: Sequence[Sequence[int]]
     id_prefix: str
+    reading: Reading = field(default_factory=Reading)
     number: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -8,6 +8,9 @@ from typing import Any
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.answer import Answer
 from megatron_runtime.server.choice import Delta, TokenLogProb
+from megatron_runtime.server.message import MessageBuilder
+from megatron_runtime.server.message_parts import Content, joined
+from megatron_runtime.server.protocol import ChatCompletionBody
 from megatron_runtime.server.token_ids import TokenIds
 
 
@@ -16,11 +19,13 @@ def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenize
     ids = TokenIds(answer)
 
     def choice(delta: Delta) -> dict[str, Any]:
+        message = _Message(answer)
+        message.add(delta)
         return {
             "index": delta.choice,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None, **ids.of_whole(delta)},
+            "message": message.builder.body() | ids.of_whole(delta),
             "logprobs": chat_logprobs(delta.log_probs, tokenizer),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": message.builder.finish_reason(delta.finish_reason),
             **ids.of_piece(delta),
         }
 
@@ -30,23 +35,49 @@ def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenize
 def chat_chunks(
     answer: Answer, deltas: AsyncGenerator[Delta, None], tokenizer: Tokenizer
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """The chunks of a stream: the role of every choice, its text, its finish reason, at last the usage."""
+    """The chunks of a stream: the role of every choice, its parts, its finish reason, at last the usage."""
     ids = TokenIds(answer)
+    messages = [_Message(answer) for _ in range(answer.choices)]
 
     def pieces(delta: Delta) -> Iterator[dict[str, Any]]:
+        message = messages[delta.choice]
         new = ids.of_piece(delta)
         whole = ids.of_whole(delta)
-        if delta.text or delta.log_probs or new.get("token_ids"):
-            logprobs = chat_logprobs(delta.log_probs, tokenizer)
-            yield _piece(delta.choice, {"content": delta.text}, logprobs) | new
+        logprobs = chat_logprobs(delta.log_probs, tokenizer)
+        changes = message.add(delta)
+        if not changes and (logprobs or new.get("token_ids")):
+            changes = [message.nothing]
+        for change in changes:
+            yield _piece(delta.choice, change, logprobs) | new
+            logprobs, new = None, ids.of_piece(Delta(delta.choice, ""))
         if delta.finish_reason is not None:
-            yield _piece(delta.choice, whole, finish_reason=delta.finish_reason)
+            yield _piece(delta.choice, whole, finish_reason=message.builder.finish_reason(delta.finish_reason))
 
     openings = [
         _piece(choice, {"role": "assistant", "content": ""}) | ids.of_prompt(choice) | ids.of_piece(Delta(choice, ""))
         for choice in range(answer.choices)
     ]
     return answer.chunks("chat.completion.chunk", deltas, pieces, openings=openings)
+
+
+class _Message:
+    """The message of one choice, which its deltas build up."""
+
+    def __init__(self, answer: Answer) -> None:
+        assert isinstance(answer.body, ChatCompletionBody)
+        self._reader = None if answer.reading.is_plain else answer.reading.new_reader()
+        self.builder = MessageBuilder(answer.reading, shows_reasoning=answer.body.include_reasoning)
+        self.nothing: dict[str, Any] = {"content": ""} if self._reader is None else {}
+        """The ``delta`` of a chunk that has no part of the message."""
+
+    def add(self, delta: Delta) -> list[dict[str, Any]]:
+        """Take a delta; the ``delta`` of each chunk that it makes."""
+        if self._reader is None:
+            return self.builder.add([Content(delta.text)] if delta.text else [])
+        parts = self._reader.push(delta.text)
+        if delta.finish_reason is not None:
+            parts = joined([*parts, *self._reader.finish()])
+        return self.builder.add(parts)
 
 
 def chat_logprobs(entries: Sequence[TokenLogProb], tokenizer: Tokenizer) -> dict[str, Any] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import ContextOverflowError, InvalidRequestError
@@ -39,7 +41,7 @@ class Delta:
     tokens: tuple[int, ...] = ()
     """The tokens that this text came from, but never half of what begins a character."""
     prompt_log_probs: tuple[TokenLogProb, ...] = ()
-    """Of the prompt's tokens from the second on, with the last delta of a choice that asked for them."""
+    """Of the prompt's tokens from the second on, if they are asked for: with the first delta, be it the last one."""
     finish_reason: str | None = None
     generated_tokens: int = 0
     cached_tokens: int = 0
@@ -59,6 +61,8 @@ class ChoiceTask:
     """Its name towards the coordinator, if the client may send it again under the same one."""
     with_every_token: bool = False
     """Log probabilities count the token that ended the answer too, so that there is one for each token."""
+    shown: frozenset[int] = frozenset()
+    """Special tokens that the text has nevertheless."""
 
 
 class ChoiceRunner:
@@ -72,19 +76,42 @@ class ChoiceRunner:
     async def run(self, task: ChoiceTask) -> AsyncGenerator[Delta, None]:
         """The deltas of a choice; with ``params.streaming`` as they come, else a single one."""
         with ChoiceTimer(self._metrics, len(task.prompt)) as timer:
-            deltas = self._stream(task, timer) if task.params.streaming else self._at_once(task, timer)
-            async with aclosing(deltas):
+            async with aclosing(self._deltas(task, timer)) as deltas:
                 async for delta in deltas:
                     yield delta
+
+    def _deltas(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
+        if not task.params.streaming:
+            return self._at_once(task, timer)
+        has_scored_prompt = task.params.return_log_probs and not task.params.skip_prompt_log_probs
+        return self._scored_stream(task, timer) if has_scored_prompt else self._stream(task, timer)
+
+    async def _scored_stream(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
+        """A stream that begins with the log probabilities of the prompt.
+
+        An engine tells those with the end of a request: they are had from one that only scores the prompt, and what
+        it computed is in the prefix cache for the other.
+        """
+        scoring, going_on = copy.deepcopy(task.params), copy.deepcopy(task.params)
+        scoring.add_attributes({"num_tokens_to_generate": 0, "min_tokens": 0, "grammar": None, "streaming": False})
+        going_on.add_attributes({"skip_prompt_log_probs": True})
+        name = None if task.uuid is None else uuid.uuid5(uuid.UUID(bytes=task.uuid), "prompt").bytes
+        record = await self._client.add_request(list(task.prompt), scoring, request_uuid=name)
+        request: DynamicInferenceRequest = record[-1]
+        _raise_if_failed(request)
+        yield Delta(task.index, "", prompt_log_probs=_prompt_log_probs(task, request))
+        async with aclosing(self._stream(replace(task, params=going_on), timer)) as deltas:
+            async for delta in deltas:
+                yield replace(delta, cached_tokens=min(delta.cached_tokens, request.num_cached_tokens))
 
     async def _at_once(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
         record = await self._client.add_request(list(task.prompt), task.params, request_uuid=task.uuid)
         request: DynamicInferenceRequest = record[-1]
-        timer.finish(len(request.generated_tokens), request.num_cached_tokens)
+        timer.finish(request)
         yield self._last(task, request, sent_text="", sent_tokens=0)
 
     async def _stream(self, task: ChoiceTask, timer: ChoiceTimer) -> AsyncGenerator[Delta, None]:
-        detokenizer = self._tokenizer.incremental()
+        detokenizer = self._tokenizer.incremental(shown=task.shown)
         sent_text, sent_tokens = "", 0
         held: list[int] = []
         updates = self._client.stream_request(list(task.prompt), task.params, request_uuid=task.uuid)
@@ -93,7 +120,7 @@ class ChoiceRunner:
                 if update.new_tokens:
                     timer.first_token()
                 if update.finished is not None:
-                    timer.finish(len(update.finished.generated_tokens), update.finished.num_cached_tokens)
+                    timer.finish(update.finished)
                     yield self._last(task, update.finished, sent_text, sent_tokens, held)
                     return
                 held += update.new_tokens
@@ -115,8 +142,8 @@ class ChoiceRunner:
     ) -> Delta:
         """What is left to send once the engine's word on the whole answer is there."""
         _raise_if_failed(request)
-        text = request.generated_text or ""
         tokens = request.generated_tokens
+        text = self._text(task, request)
         log_probs = _log_probs(tokens, request.generated_log_probs, request.generated_top_n_logprobs)
         ended_by_token = tokens and tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos
         if ended_by_token and not task.with_every_token:
@@ -126,12 +153,26 @@ class ChoiceRunner:
             text.removeprefix(sent_text),
             log_probs[sent_tokens:],
             (*held, *tokens[sent_tokens:]),
-            _log_probs(task.prompt[1:], request.prompt_log_probs, request.prompt_top_n_logprobs),
+            _prompt_log_probs(task, request),
             finish_reason="length" if request.finish_reason == "length" else "stop",
             generated_tokens=len(tokens),
             cached_tokens=request.num_cached_tokens,
             weight_version=request.weight_version,
         )
+
+    def _text(self, task: ChoiceTask, request: DynamicInferenceRequest) -> str:
+        """The answer's text, with those special tokens that are shown."""
+        text = request.generated_text or ""
+        tokens = request.generated_tokens
+        if not task.shown.intersection(tokens):
+            return text
+        is_ended = tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos
+        told = tokens[: len(tokens) - 1] if is_ended else tokens
+        detokenizer = self._tokenizer.incremental(shown=task.shown)
+        with_marks = detokenizer.push(told) + detokenizer.flush()
+        # The engine cut the text where a stop text begins, which may be within the tokens or beyond them.
+        excess = len(self._tokenizer.detokenize(told)) - len(text)
+        return with_marks[: len(with_marks) - excess] if excess >= 0 else with_marks + text[excess:]
 
 
 def _log_probs(
@@ -140,6 +181,10 @@ def _log_probs(
     numbers = [float(value) for value in (() if values is None else values)]
     likeliest = tops or [{}] * len(tokens)
     return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, likeliest, strict=False))
+
+
+def _prompt_log_probs(task: ChoiceTask, request: DynamicInferenceRequest) -> tuple[TokenLogProb, ...]:
+    return _log_probs(task.prompt[1:], request.prompt_log_probs, request.prompt_top_n_logprobs)
 
 
 def _raise_if_failed(request: DynamicInferenceRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) ->
     def choice(delta: Delta) -> dict[str, Any]:
         logprobs = Logprobs(tokenizer)
         echo = _prompt_text(answer, delta.choice, tokenizer) if answer.body.is_echoed else ""
-        prompt = answer.prompt_of(delta.choice) if answer.body.is_echoed else []
+        prompt = answer.prompt_of(delta.choice) if _has_scored_prompt(answer) else []
         return {
             **_choice(delta, logprobs.body(delta.log_probs, delta.prompt_log_probs, prompt)),
             "text": echo + delta.text,
@@ -48,18 +49,31 @@ def completion_chunks(
     logprobs = [Logprobs(tokenizer) for _ in range(answer.choices)]
     ids = TokenIds(answer)
 
+    is_scored = _has_scored_prompt(answer)
+    opened: set[int] = set()
+
     def piece(delta: Delta) -> dict[str, Any]:
+        if is_scored and delta.choice not in opened:
+            opened.add(delta.choice)
+            delta = replace(delta, text=_prompt_text(answer, delta.choice, tokenizer))
+            return _choice(
+                delta, logprobs[delta.choice].body((), delta.prompt_log_probs, answer.prompt_of(delta.choice))
+            )
         new = _choice(delta, logprobs[delta.choice].body(delta.log_probs))
         return {**new, **ids.of_piece(delta), **ids.of_whole(delta)}
 
     def opening(choice: int) -> dict[str, Any]:
-        echo = _prompt_text(answer, choice, tokenizer) if answer.body.is_echoed else ""
+        echo = _prompt_text(answer, choice, tokenizer) if answer.body.is_echoed and not is_scored else ""
         delta = Delta(choice, echo)
         return {**_choice(delta, None), **ids.of_prompt(choice), **ids.of_piece(delta)}
 
-    is_announced = answer.body.is_echoed or answer.body.return_token_ids
+    is_announced = (answer.body.is_echoed and not is_scored) or answer.body.return_token_ids
     openings = [opening(choice) for choice in range(answer.choices)] if is_announced else []
     return answer.chunks("text_completion", deltas, lambda delta: [piece(delta)], openings=openings)
+
+
+def _has_scored_prompt(answer: Answer) -> bool:
+    return answer.body.is_echoed and answer.body.top_n_log_probs is not None
 
 
 def _prompt_text(answer: Answer, choice: int, tokenizer: Tokenizer) -> str:
@@ -92,7 +106,7 @@ class Logprobs:
         prompt: Sequence[int] = (),
     ) -> dict[str, Any] | None:
         """The ``logprobs`` of one choice or chunk; those of an echoed prompt first, whose first token has none."""
-        if not entries and not of_prompt:
+        if not entries and not of_prompt and not prompt:
             return None
         known: list[TokenLogProb | None] = [*([None] if prompt else []), *of_prompt, *entries]
         ids = [*prompt[:1], *(entry.token for entry in (*of_prompt, *entries))]

@@ -127,16 +127,16 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
 def _leading_field(text: str) -> str | None:
     """The field that a complaint about the whole body starts with."""
     word = text.split(" ", 1)[0]
-    return word if "_" in word or word == "logprobs" else None
+    return word if "_" in word or word in ("logprobs", "tools") else None
 
 
 def _path(location: Sequence[str | int]) -> list[str]:
     """Names and positions inside the body, without pydantic's marks for the alternatives of a union."""
-    return [
-        str(part)
-        for part in location
-        if part != "body" and (isinstance(part, int) or part.isidentifier()) and part not in ("str", "int", "float")
-    ]
+    return [str(part) for part in location if part != "body" and (isinstance(part, int) or _is_field(part))]
+
+
+def _is_field(part: str) -> bool:
+    return part.isidentifier() and part not in ("str", "int", "float") and not part[0].isupper()
 
 
 def _shorten(value: object) -> str:

@@ -19,6 +19,7 @@ from megatron_runtime.server.completions import completion, completion_chunks, c
 from megatron_runtime.server.conversation import chat_prompt, render
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.generation import Generation
+from megatron_runtime.server.message_form import Reading
 from megatron_runtime.server.parts import Frontend
 from megatron_runtime.server.protocol import ChatCompletionBody, CompletionBody, GenerationBody
 from megatron_runtime.server.repetition import request_name
@@ -54,7 +55,9 @@ def generation_routes(frontend: Frontend) -> APIRouter:
     )
     async def chat_completions(body: ChatCompletionBody, request: Request) -> Response:
         frontend.check_model(body.model)
-        return await _answer(frontend, body, request, [chat_prompt(body, frontend.tokenizer)], _CHAT)
+        prompt = chat_prompt(body, frontend.tokenizer)
+        reading = frontend.message_form.reading(body.tool_use, prompt)
+        return await _answer(frontend, body, request, [prompt], _CHAT, reading)
 
     @router.post(
         "/completions",
@@ -72,17 +75,29 @@ def generation_routes(frontend: Frontend) -> APIRouter:
     )
     async def responses(body: ResponsesBody, request: Request) -> Response:
         frontend.check_model(body.model)
-        prompt = render(body.messages, frontend.tokenizer, body.chat_template_kwargs, param="input")
-        return await _answer(frontend, body, request, [prompt], _RESPONSE)
+        prompt = render(
+            body.messages,
+            frontend.tokenizer,
+            body.chat_template_kwargs,
+            param="input",
+            tools=body.tool_use.for_template(),
+        )
+        reading = frontend.message_form.reading(body.tool_use, prompt)
+        return await _answer(frontend, body, request, [prompt], _RESPONSE, reading)
 
     return router
 
 
 async def _answer(
-    frontend: Frontend, body: GenerationBody, request: Request, prompts: list[list[int]], style: _Style
+    frontend: Frontend,
+    body: GenerationBody,
+    request: Request,
+    prompts: list[list[int]],
+    style: _Style,
+    reading: Reading | None = None,
 ) -> Response:
-    generation = frontend.generation(body, prompts, request_name(request, body))
-    answer = Answer(body, prompts, style.id_prefix)
+    generation = frontend.generation(body, prompts, request_name(request, body), reading)
+    answer = Answer(body, prompts, style.id_prefix, reading or Reading())
     try:
         await unless_client_leaves(request, frontend.admission.admit(generation.size))
         if body.stream:

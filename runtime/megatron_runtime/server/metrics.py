@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+if TYPE_CHECKING:
+    from megatron_runtime.inference_request import DynamicInferenceRequest
+
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -23,7 +28,10 @@ class FrontendMetrics:
         )
         self.generation_tokens = Counter("megatron_generation_tokens", "Generated tokens", registry=registry)
         self.time_to_first_token = Histogram(
-            "megatron_time_to_first_token_seconds", "From request to first token", buckets=_SECONDS, registry=registry
+            "megatron_time_to_first_token_seconds",
+            "From request to first token; by the engine's clock where the answer is not streamed",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.time_per_output_token = Histogram(
             "megatron_time_per_output_token_seconds",
@@ -34,6 +42,21 @@ class FrontendMetrics:
         self.request_duration = Histogram(
             "megatron_request_duration_seconds", "From request to last token", buckets=_SECONDS, registry=registry
         )
+        self.queue_time = Histogram(
+            "megatron_queue_time_seconds",
+            "From the arrival at an engine to the first step that computes for it",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.request_prompt_tokens = Histogram(
+            "megatron_request_prompt_tokens", "Tokens of each prompt", buckets=_TOKENS, registry=registry
+        )
+        self.request_generation_tokens = Histogram(
+            "megatron_request_generation_tokens", "Tokens of each answer", buckets=_TOKENS, registry=registry
+        )
+        self.finished = Counter(
+            "megatron_finished_answers", "Answers by how they ended in an engine", ["reason"], registry=registry
+        )
 
 
 class ChoiceTimer:
@@ -43,6 +66,7 @@ class ChoiceTimer:
         self._metrics = metrics
         self._started = time.perf_counter()
         self._first_token: float | None = None
+        self._prompt_tokens = prompt_tokens
         self._tokens = 0
         metrics.prompt_tokens.inc(prompt_tokens)
 
@@ -55,10 +79,21 @@ class ChoiceTimer:
             self._first_token = time.perf_counter()
             self._metrics.time_to_first_token.observe(self._first_token - self._started)
 
-    def finish(self, tokens: int, cached_tokens: int) -> None:
-        """To be called once with the number of generated tokens, and of those of the prompt that were cached."""
-        self._tokens = tokens
-        self._metrics.cached_prompt_tokens.inc(cached_tokens)
+    def finish(self, request: DynamicInferenceRequest) -> None:
+        """To be called once with what the engine made of the request."""
+        metrics = self._metrics
+        self._tokens = len(request.generated_tokens)
+        metrics.cached_prompt_tokens.inc(request.num_cached_tokens)
+        metrics.finished.labels(request.finish_reason or "error").inc()
+        metrics.request_prompt_tokens.observe(self._prompt_tokens)
+        metrics.request_generation_tokens.observe(self._tokens)
+        waited = _queue_seconds(request)
+        if waited is not None:
+            metrics.queue_time.observe(waited)
+        if self._first_token is None and request.ttft is not None:
+            metrics.time_to_first_token.observe(request.ttft)
+            if request.latency is not None and self._tokens > 1:
+                metrics.time_per_output_token.observe((request.latency - request.ttft) / (self._tokens - 1))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -70,3 +105,11 @@ class ChoiceTimer:
         self._metrics.request_duration.observe(ended - self._started)
         if self._first_token is not None and self._tokens > 1:
             self._metrics.time_per_output_token.observe((ended - self._first_token) / (self._tokens - 1))
+
+
+def _queue_seconds(request: DynamicInferenceRequest) -> float | None:
+    """By the engine's clock; None for a request that no step computed for."""
+    begins = (event.timestamp for event in request.events if event.type.name == "ADD_CONTEXT")
+    begun = next(begins, None)
+    added = None if request.event_add_engine is None else request.event_add_engine.timestamp
+    return None if begun is None or added is None else max(0.0, begun - added)

@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.server.parsers import check_parsers
 
 ACCESS_LOGS = ("off", "text", "json")
 
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """How HTTP requests are taken, whatever they ask for. Times are seconds."""
+    """How HTTP requests are taken and answered, whatever they ask for. Times are seconds."""
 
     max_body_bytes: int = 16 * 2**20
     """Larger bodies are refused with 413."""
@@ -25,6 +26,8 @@ class HttpOptions:
     """Origins whose pages may read answers in a browser; ``*`` means all."""
     access_log: str = "off"
     """A line per request: ``off``, ``text`` or ``json``."""
+    parsers: tuple[str, ...] = ()
+    """What finds thoughts and calls of tools in the model's words: names of ``parsers.py``, one of each kind."""
 
     def check(self) -> None:
         """Raises ConfigurationError naming the field, its value and what it may be."""
@@ -35,6 +38,7 @@ class HttpOptions:
             raise ConfigurationError(
                 f"access_log={self.access_log!r} must be one of {', '.join(ACCESS_LOGS)}", field="access_log"
             )
+        check_parsers(self.parsers)
         for origin in self.cors_origins:
             if origin != "*" and "://" not in origin:
                 raise ConfigurationError(
@@ -72,4 +76,5 @@ class FrontendOptions:
     def deserialize(cls, data: Mapping[str, Any]) -> FrontendOptions:
         """The options that ``serialize`` was called on, also after a turn through JSON."""
         http = data["http"]
-        return cls(**{**data, "http": HttpOptions(**{**http, "cors_origins": tuple(http["cors_origins"])})})
+        lists = {name: tuple(http[name]) for name in ("cors_origins", "parsers")}
+        return cls(**{**data, "http": HttpOptions(**{**http, **lists})})

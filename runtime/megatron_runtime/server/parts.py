@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fastapi import Request
 
@@ -15,7 +16,8 @@ from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.choice import ChoiceRunner, ChoiceTask
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation import Generation
-from megatron_runtime.server.guided import grammar_of
+from megatron_runtime.server.guided import asked_form
+from megatron_runtime.server.message_form import MessageForm, Reading
 from megatron_runtime.server.metrics import FrontendMetrics
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.server.protocol import MAX_CHOICES, GenerationBody
@@ -35,6 +37,11 @@ class Frontend:
     metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
     started: int = field(default_factory=lambda: int(time.time()))
 
+    @cached_property
+    def message_form(self) -> MessageForm:
+        """How the model writes its messages."""
+        return MessageForm(self.tokenizer, self.options.http.parsers)
+
     def check_key(self, request: Request) -> None:
         """Raises ApiError 401 when keys are asked for and the request has none of them."""
         if self.api_keys is not None:
@@ -46,15 +53,23 @@ class Frontend:
             message = f"model: {name!r} is not served here; the served one is {self.options.served_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def generation(self, body: GenerationBody, prompts: list[list[int]], name: RequestName | None = None) -> Generation:
+    def generation(
+        self,
+        body: GenerationBody,
+        prompts: list[list[int]],
+        name: RequestName | None = None,
+        reading: Reading | None = None,
+    ) -> Generation:
         """The choices that ``body`` asks for: ``n`` for every prompt, in the order of the prompts."""
         if len(prompts) * body.n > MAX_CHOICES:
             message = f"n: {len(prompts)} prompts times {body.n} are more than {MAX_CHOICES} answers"
             raise ApiError(400, message, param="n")
-        grammar = grammar_of(body)
+        reading = reading or Reading()
+        grammar = reading.grammar(asked_form(body))
+        shown = reading.shown_tokens
         tasks = [
             self._task(
-                index * body.n + sample, prompt, self._sampling_params(body, prompt, sample, grammar), body, name
+                index * body.n + sample, prompt, self._sampling_params(body, prompt, sample, grammar), body, name, shown
             )
             for index, prompt in enumerate(prompts)
             for sample in range(body.n)
@@ -70,13 +85,18 @@ class Frontend:
 
     @staticmethod
     def _task(
-        index: int, prompt: list[int], params: SamplingParams, body: GenerationBody, name: RequestName | None
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        body: GenerationBody,
+        name: RequestName | None,
+        shown: frozenset[int],
     ) -> ChoiceTask:
         if name is not None and params.seed is None:
             params.seed = name.seed(index)
         every_token = body.is_echoed or body.return_token_ids or body.return_tokenized_data
         uuid = None if name is None else name.uuid(index)
-        return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token)
+        return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token, shown=shown)
 
     def _sampling_params(
         self, body: GenerationBody, prompt: list[int], sample: int, grammar: str | None

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from megatron_runtime.server.tools import NamedTool, Tool, ToolCall, ToolChoice, ToolUse, tool_use
+
 MAX_CHOICES = 128
 """Most choices (prompts x n) that one request may ask for."""
 
@@ -64,6 +66,19 @@ class ResponseFormat(BaseModel):
         return {"type": "object"} if self.type == "json_object" else None
 
 
+class StructuredOutputs(BaseModel):
+    """vLLM's newer name for its ``guided_`` fields."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    schema_of_json: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: StopString | None = None
+    choice: Annotated[list[StopString], Field(min_length=1)] | None = None
+    grammar: StopString | None = None
+    json_object: Literal[True] | None = None
+    structural_tag: Annotated[Any, only(None)] = None
+
+
 class GenerationBody(BaseModel, ABC):
     """Fields that chat and text completions share."""
 
@@ -96,9 +111,9 @@ class GenerationBody(BaseModel, ABC):
     guided_regex: StopString | None = None
     guided_choice: Annotated[list[StopString], Field(min_length=1)] | None = None
     guided_grammar: StopString | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     priority: Annotated[int, only(0)] = 0
-    structured_outputs: Annotated[Any, only(None)] = None
     multi_modal_data: Annotated[Any, only(None, {})] = None
 
     # Known to OpenAI's clients and without influence on the answer.
@@ -142,6 +157,11 @@ class GenerationBody(BaseModel, ABC):
         return "response_format", None if self.response_format is None else self.response_format.schema_to_keep
 
     @property
+    def tool_use(self) -> ToolUse:
+        """Which tools there are, and which may be called: none, where an endpoint has none."""
+        return ToolUse()
+
+    @property
     def is_echoed(self) -> bool:
         """Whether the answer begins with the prompt."""
         return False
@@ -171,6 +191,7 @@ class ChatMessage(BaseModel):
 
     role: str = Field(min_length=1)
     content: str | list[ContentPart] | None = None
+    tool_calls: list[ToolCall] | None = None
     prompt_token_ids: list[TokenId] | None = None
     generation_token_ids: list[TokenId] | None = None
 
@@ -181,7 +202,9 @@ class ChatMessage(BaseModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: content is one string."""
-        message = self.model_dump(exclude_none=True, exclude={"prompt_token_ids", "generation_token_ids"})
+        message = self.model_dump(exclude_none=True, exclude={"prompt_token_ids", "generation_token_ids", "tool_calls"})
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if isinstance(self.content, list):
             message["content"] = "".join(part.text for part in self.content)
         message.setdefault("content", "")
@@ -203,9 +226,11 @@ class ChatCompletionBody(GenerationBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     prevent_retokenization: bool = True
 
-    tools: Annotated[list[Any] | None, only(None, [])] = None
-    tool_choice: Annotated[Any, only(None, "none", "auto")] = None
-    parallel_tool_calls: bool | None = None
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
     functions: Annotated[list[Any] | None, only(None, [])] = None
     function_call: Annotated[Any, only(None, "none", "auto")] = None
     modalities: Annotated[list[str] | None, only(None, ["text"])] = None
@@ -213,6 +238,11 @@ class ChatCompletionBody(GenerationBody):
     reasoning_effort: Annotated[str | None, only(None, "none")] = None
     verbosity: Annotated[str | None, only(None, "medium")] = None
     web_search_options: Annotated[Any, only(None)] = None
+
+    @model_validator(mode="after")
+    def _tools_go_together(self) -> ChatCompletionBody:
+        _ = self.tool_use  # raises if they don't
+        return self
 
     @model_validator(mode="after")
     def _top_logprobs_needs_logprobs(self) -> ChatCompletionBody:
@@ -235,6 +265,18 @@ class ChatCompletionBody(GenerationBody):
         """``top_logprobs``, if ``logprobs`` asks for any."""
         return self.top_logprobs if self.logprobs else None
 
+    @property
+    def tool_use(self) -> ToolUse:
+        """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` say together."""
+        choice = self.tool_choice
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        return tool_use(
+            [tool.function for tool in self.tools],
+            None if isinstance(choice, NamedTool) else choice,
+            named=named,
+            is_parallel=self.parallel_tool_calls,
+        )
+
 
 class CompletionBody(GenerationBody):
     """``POST /v1/completions``."""
@@ -249,12 +291,6 @@ class CompletionBody(GenerationBody):
 
     best_of: Annotated[int, only(1)] = 1
     suffix: Annotated[str | None, only(None, "")] = None
-
-    @model_validator(mode="after")
-    def _scored_prompts_are_not_streamed(self) -> CompletionBody:
-        if self.echo and self.stream and self.logprobs is not None:
-            raise ValueError("logprobs together with echo is only for stream: false")
-        return self
 
     @property
     def token_limit(self) -> int | None:

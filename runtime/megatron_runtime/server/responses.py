@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.answer import Answer, UsageMeter
 from megatron_runtime.server.chat import token_logprob
-from megatron_runtime.server.choice import Delta, TokenLogProb
+from megatron_runtime.server.choice import Delta
 from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.message_parts import CallStart, Content, Part, Reasoning
+from megatron_runtime.server.response_items import CallItem, Event, Item, MessageItem, ReasoningItem, item_number
 from megatron_runtime.server.responses_protocol import ResponsesBody
 
 
@@ -18,7 +20,8 @@ def response(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> d
     """The complete response from the only delta of its only choice."""
     builder = _Response(answer, tokenizer)
     (delta,) = deltas
-    builder.add(delta)
+    for _ in builder.add(delta):
+        pass
     return builder.body()
 
 
@@ -31,30 +34,21 @@ async def response_events(
     def event(kind: str, **fields: Any) -> dict[str, Any]:
         nonlocal number
         number += 1
-        return {"type": kind, "sequence_number": number - 1, **fields}
+        return {"type": f"response.{kind}", "sequence_number": number - 1, **fields}
 
     builder = _Response(answer, tokenizer)
-    place = {"item_id": builder.item_id, "output_index": 0, "content_index": 0}
     async with aclosing(deltas):
-        yield event("response.created", response=builder.body())
-        yield event("response.in_progress", response=builder.body())
-        yield event("response.output_item.added", output_index=0, item=builder.item(is_empty=True))
-        yield event("response.content_part.added", **place, part=builder.part(is_empty=True))
+        yield event("created", response=builder.body())
+        yield event("in_progress", response=builder.body())
         try:
             async for delta in deltas:
-                builder.add(delta)
-                if delta.text or delta.log_probs:
-                    logprobs = [token_logprob(entry, tokenizer) for entry in delta.log_probs]
-                    yield event("response.output_text.delta", **place, delta=delta.text, logprobs=logprobs)
+                for kind, fields in builder.add(delta):
+                    yield event(kind, **fields)
         except ApiError as error:
-            yield event("response.failed", response=builder.failed(error))
+            yield event("failed", response=builder.failed(error))
             return
-    part = builder.part()
-    yield event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
-    yield event("response.content_part.done", **place, part=part)
-    yield event("response.output_item.done", output_index=0, item=builder.item())
     body = builder.body()
-    yield event(f"response.{body['status']}", response=body)
+    yield event(body["status"], response=body)
 
 
 class _Response:
@@ -65,35 +59,53 @@ class _Response:
         self._request = answer.body
         self._answer = answer
         self._tokenizer = tokenizer
-        self.item_id = f"msg_{answer.number}"
-        self._text = ""
-        self._log_probs: list[TokenLogProb] = []
+        self._reader = answer.reading.new_reader()
+        self._items: list[Item] = []
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come yet
         self._usage = UsageMeter(answer)
         self._finish_reason: str | None = None
 
-    def add(self, delta: Delta) -> None:
-        """Take the next delta."""
-        self._text += delta.text
-        self._log_probs += delta.log_probs
+    def add(self, delta: Delta) -> Iterator[Event]:
+        """Take the next delta; the events that follow from it."""
         self._usage.add(delta)
+        self._logprobs += [token_logprob(entry, self._tokenizer) for entry in delta.log_probs]
+        parts = self._reader.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += self._reader.finish()
+        for part in parts:
+            yield from self._add(part)
+        if delta.finish_reason is None:
+            return
+        if not self._items:
+            yield from self._open(MessageItem(0, item_number()))
+        if self._logprobs and isinstance(last := self._items[-1], MessageItem):
+            yield last.add("", self._logprobs)
         self._finish_reason = delta.finish_reason
+        yield from self._items[-1].closing(self._status)
 
-    def part(self, *, is_empty: bool = False) -> dict[str, Any]:
-        """The text as content of the message."""
-        logprobs = [token_logprob(entry, self._tokenizer) for entry in self._log_probs]
-        text = {"text": "", "logprobs": []} if is_empty else {"text": self._text, "logprobs": logprobs}
-        return {"type": "output_text", "annotations": [], **text}
+    def _add(self, part: Part) -> Iterator[Event]:
+        match part:
+            case Content(text):
+                if not self._items or not isinstance(self._items[-1], MessageItem):
+                    yield from self._open(MessageItem(len(self._items), item_number()))
+            case Reasoning(text):
+                if not self._items or not isinstance(self._items[-1], ReasoningItem):
+                    yield from self._open(ReasoningItem(len(self._items), item_number()))
+            case CallStart(name):
+                called = {"name": name, "call_id": self._answer.reading.call_id()}
+                yield from self._open(CallItem(len(self._items), item_number(), **called))
+                return
+            case _:
+                text = part.text
+        logprobs, self._logprobs = self._logprobs, []
+        item = self._items[-1]
+        yield item.add(text, logprobs) if isinstance(item, MessageItem) else item.add(text)
 
-    def item(self, *, is_empty: bool = False) -> dict[str, Any]:
-        """The message."""
-        content = [] if is_empty else [self.part()]
-        return {
-            "type": "message",
-            "id": self.item_id,
-            "role": "assistant",
-            "status": self._status,
-            "content": content,
-        }
+    def _open(self, item: Item) -> Iterator[Event]:
+        if self._items:
+            yield from self._items[-1].closing("completed")
+        self._items.append(item)
+        yield from item.opening()
 
     def body(self) -> dict[str, Any]:
         """The whole response as far as it is."""
@@ -111,15 +123,15 @@ class _Response:
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
             "model": request.model,
-            "output": [self.item()] if is_over else [],
+            "output": self._output() if is_over else [],
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": request.temperature,
             "text": {"format": request.text.format.model_dump(exclude_none=True)},
-            "tool_choice": request.tool_choice,
-            "tools": [],
+            "tool_choice": request.tool_choice if isinstance(request.tool_choice, str) else dict(request.tool_choice),
+            "tools": [tool.model_dump() for tool in request.tools],
             "top_logprobs": request.top_logprobs,
             "top_p": request.top_p,
             "truncation": "disabled",
@@ -138,12 +150,17 @@ class _Response:
             return "in_progress"
         return "incomplete" if self._finish_reason == "length" else "completed"
 
+    def _output(self) -> list[dict[str, Any]]:
+        *before, last = self._items
+        return [*(item.body("completed") for item in before), last.body(self._status)]
+
     def _usage_body(self) -> dict[str, Any]:
         usage = self._usage.body()
+        thoughts = [len(self._tokenizer.tokenize(item.text)) for item in self._items if isinstance(item, ReasoningItem)]
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": sum(thoughts)},
             "total_tokens": usage["total_tokens"],
         }

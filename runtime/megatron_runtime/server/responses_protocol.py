@@ -1,12 +1,21 @@
-"""The body of ``POST /v1/responses`` as this server takes it: text in, text out, nothing kept."""
+"""The body of ``POST /v1/responses`` as this server takes it: text and calls in and out, nothing kept."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from megatron_runtime.server.protocol import ChatMessage, ContentPart, GenerationBody, only
+from megatron_runtime.server.tools import (
+    CalledFunction,
+    FunctionDefinition,
+    ToolCall,
+    ToolChoice,
+    ToolUse,
+    tool_use,
+)
 
 
 class InputPart(BaseModel):
@@ -25,10 +34,87 @@ class InputItem(BaseModel):
 
     def message(self) -> ChatMessage:
         """The same as a message of a chat."""
-        if isinstance(self.content, str):
-            return ChatMessage(role=self.role, content=self.content)
-        parts = [ContentPart(type="text", text=part.text) for part in self.content]
-        return ChatMessage(role=self.role, content=parts)
+        return ChatMessage(role=self.role, content=_content(self.content))
+
+
+class CallItem(CalledFunction):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+
+    def call(self) -> ToolCall:
+        """The same as a call in a chat's message."""
+        return ToolCall(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
+
+
+class ResultItem(BaseModel):
+    """What came out of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputPart]
+
+    def message(self) -> ChatMessage:
+        """The same as a message of a chat."""
+        return ChatMessage.model_validate(
+            {"role": "tool", "tool_call_id": self.call_id, "content": _content(self.output)}
+        )
+
+
+class ThoughtPart(BaseModel):
+    """A piece of a model's thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ThoughtsItem(BaseModel):
+    """The thoughts of an earlier answer."""
+
+    type: Literal["reasoning"]
+    content: list[ThoughtPart] | None = None
+
+    def text(self) -> str:
+        """All of them."""
+        return "".join(part.text for part in self.content or [])
+
+
+def _kind_of_item(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return _ITEM_KINDS.get(kind) if isinstance(kind, str) else None
+
+
+_ITEM_KINDS = {
+    "message": "Message",
+    "function_call": "Call",
+    "function_call_output": "Result",
+    "reasoning": "Thoughts",
+}
+AnyItem = Annotated[
+    Annotated[InputItem, Tag("Message")]
+    | Annotated[CallItem, Tag("Call")]
+    | Annotated[ResultItem, Tag("Result")]
+    | Annotated[ThoughtsItem, Tag("Thoughts")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="item_type",
+        custom_error_message=f"an item has one of the types {', '.join(_ITEM_KINDS)}",
+    ),
+]
+
+
+class ResponseTool(FunctionDefinition):
+    """A tool: a function, whose fields are not one level deeper as in chats."""
+
+    type: Literal["function"]
+
+
+class NamedResponseTool(BaseModel):
+    """The one function that the model has to call."""
+
+    type: Literal["function"]
+    name: str
 
 
 class TextFormat(BaseModel):
@@ -59,13 +145,16 @@ class ResponsesBody(GenerationBody):
 
     prompt_param = "input"
 
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[AnyItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int = Field(0, ge=0, le=20)
     include: list[str] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     text: TextOptions = Field(default_factory=TextOptions)
+    tools: list[ResponseTool] = Field(default_factory=list)
+    tool_choice: ToolChoice | NamedResponseTool = "auto"
+    parallel_tool_calls: bool = True
 
     n: Annotated[int, only(1)] = 1
     previous_response_id: Annotated[Any, only(None)] = None
@@ -73,10 +162,23 @@ class ResponsesBody(GenerationBody):
     prompt: Annotated[Any, only(None)] = None
     background: Annotated[bool, only(False)] = False
     truncation: Annotated[str, only("disabled")] = "disabled"
-    tools: Annotated[list[Any], only([])] = Field(default_factory=list)
-    tool_choice: Annotated[Any, only("auto", "none")] = "auto"
-    parallel_tool_calls: bool = True
     reasoning: Annotated[Any, only(None, {})] = None
+
+    @model_validator(mode="after")
+    def _tools_go_together(self) -> ResponsesBody:
+        _ = self.tool_use  # raises if they don't
+        return self
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` say together."""
+        choice = self.tool_choice
+        return tool_use(
+            self.tools,
+            None if isinstance(choice, NamedResponseTool) else choice,
+            named=choice.name if isinstance(choice, NamedResponseTool) else None,
+            is_parallel=self.parallel_tool_calls,
+        )
 
     @property
     def messages(self) -> list[ChatMessage]:
@@ -84,7 +186,7 @@ class ResponsesBody(GenerationBody):
         opening = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             return [*opening, ChatMessage(role="user", content=self.input)]
-        return [*opening, *(item.message() for item in self.input)]
+        return [*opening, *_conversation(self.input)]
 
     @property
     def token_limit(self) -> int | None:
@@ -106,3 +208,41 @@ class ResponsesBody(GenerationBody):
     def top_n_log_probs(self) -> int | None:
         """``top_logprobs``, which ``include`` may also ask for without any."""
         return self.top_logprobs if self.top_logprobs or "message.output_text.logprobs" in self.include else None
+
+
+def _content(content: str | list[InputPart]) -> str | list[ContentPart]:
+    return content if isinstance(content, str) else [ContentPart(type="text", text=part.text) for part in content]
+
+
+def _conversation(items: Iterable[InputItem | CallItem | ResultItem | ThoughtsItem]) -> list[ChatMessage]:
+    """Messages, in which thoughts, words and calls that follow each other are one of the assistant's."""
+    messages: list[ChatMessage] = []
+    turn: ChatMessage | None = None
+    for item in items:
+        match item:
+            case InputItem(role="assistant"):
+                said = item.message()
+                if turn is not None and turn.content is None and not turn.tool_calls:
+                    turn.content = said.content
+                    continue
+                turn = said
+            case CallItem() | ThoughtsItem() if turn is not None:
+                _add_to(turn, item)
+                continue
+            case CallItem() | ThoughtsItem():
+                turn = ChatMessage(role="assistant")
+                _add_to(turn, item)
+            case InputItem() | ResultItem():
+                turn = None
+                messages.append(item.message())
+                continue
+        messages.append(turn)
+    return messages
+
+
+def _add_to(turn: ChatMessage, item: CallItem | ThoughtsItem) -> None:
+    if isinstance(item, CallItem):
+        turn.tool_calls = [*(turn.tool_calls or []), item.call()]
+    else:
+        assert turn.model_extra is not None
+        turn.model_extra["reasoning_content"] = item.text()

@@ -11,6 +11,7 @@ from megatron_runtime.server.conversation import render
 from megatron_runtime.server.errors import check_text
 from megatron_runtime.server.protocol import ChatMessage, TokenId
 from megatron_runtime.server.sampling import check_tokens
+from megatron_runtime.server.tools import Tool
 
 
 class TokenizeBody(BaseModel):
@@ -22,6 +23,7 @@ class TokenizeBody(BaseModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[Tool] = Field(default_factory=list)
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -50,6 +52,7 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str
             body.chat_template_kwargs,
             param="messages",
             is_open=body.add_generation_prompt,
+            tools=[tool.function.for_template() for tool in body.tools] or None,
         )
     texts = None
     if body.return_token_strs:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from megatron_runtime.config import KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.listening import World, _coordinator_options
+from megatron_runtime.engine.listening import _coordinator_options
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.parallel.world import World
 from megatron_runtime.sampling_params import SamplingParams
 
 MakeEngine = Callable[..., DynamicInferenceEngine]

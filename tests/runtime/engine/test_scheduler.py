@@ -27,19 +27,28 @@ class RandomLives(SchedulerLives):
         spare_tokens=st.integers(0, 20),
         chunked=st.booleans(),
         paused_blocks=st.integers(0, 8),
+        passes=st.integers(1, 4),
     )
     def begin(
-        self, blocks: int, block_size: int, max_requests: int, spare_tokens: int, chunked: bool, paused_blocks: int
+        self,
+        blocks: int,
+        block_size: int,
+        max_requests: int,
+        spare_tokens: int,
+        chunked: bool,
+        paused_blocks: int,
+        passes: int,
     ) -> None:
-        self.scheduler = scheduler_of(
+        scheduler = scheduler_of(
             blocks,
             block_size=block_size,
             max_requests=max_requests,
             max_tokens=max_requests + spare_tokens,
             chunked=chunked,
             paused_blocks=paused_blocks,
+            passes=passes,
         )
-        self.alive = {}
+        self.use(scheduler)
         self.next_id = 0
 
     @rule(prompt=st.integers(1, 30), answer=st.integers(1, 30))
@@ -177,3 +186,51 @@ def test_a_sequence_that_never_fits_is_told_before_it_queues() -> None:
     assert not scheduler.can_ever_fit(sequence_of(0, 5, 5))
     with pytest.raises(AssertionError, match="never fits"):
         scheduler.add(sequence_of(0, 5, 5))
+
+
+def test_passes_that_are_under_way_share_the_sequences() -> None:
+    scheduler = scheduler_of(20, passes=2)
+    for request_id in range(5):
+        scheduler.add(sequence_of(request_id, 3, 9))
+    begun = [scheduler.schedule().slices for _ in range(3)]
+    assert [[part.sequence.request_id for part in slices] for slices in begun] == [[0, 1, 2], [3, 4], []]
+    assert not scheduler.has_idle
+    scheduler.settle(begun[0])
+    for part in begun[0]:
+        part.sequence.tokens.append(7)
+    assert [part.sequence.request_id for part in scheduler.schedule().slices] == [0, 1, 2]
+
+
+def test_the_chunks_of_a_long_prompt_are_in_passes_one_behind_the_other() -> None:
+    scheduler = scheduler_of(20, passes=3, max_tokens=8)
+    scheduler.add(sequence_of(0, 20, 9))
+    begun = [scheduler.schedule().slices for _ in range(3)]
+    assert [(part.start, part.length) for slices in begun for part in slices] == [(0, 8), (8, 8), (16, 4)]
+    assert not scheduler.has_idle
+    for slices in begun:
+        scheduler.settle(slices)
+    assert begun[0][0].sequence.num_computed == 20
+
+
+def test_a_pass_that_was_withdrawn_is_begun_again() -> None:
+    scheduler = scheduler_of(20, passes=2, max_tokens=8)
+    scheduler.add(sequence_of(0, 20, 9))
+    first, second = scheduler.schedule().slices, scheduler.schedule().slices
+    scheduler.withdraw(second)
+    scheduler.settle(first)
+    assert scheduler.schedule().slices == second
+
+
+def test_what_a_pass_computed_for_a_request_that_lost_its_blocks_does_not_count() -> None:
+    scheduler = scheduler_of(3, passes=2)
+    old, new = sequence_of(0, 4, 9), sequence_of(1, 4, 5)
+    for sequence in (old, new):
+        scheduler.add(sequence)
+    first, second = scheduler.schedule().slices, scheduler.schedule().slices
+    assert [part.sequence for part in first + second] == [old, new]
+    scheduler.settle(first)
+    old.tokens += range(5)
+    assert scheduler.schedule().evicted == [new]
+    scheduler.settle(second)
+    assert not second[0].counts
+    assert new.num_computed == 0

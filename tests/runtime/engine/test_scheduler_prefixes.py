@@ -83,6 +83,7 @@ class RandomSharing(SchedulerLives):
         policy=st.sampled_from(PrefixCachingEvictionPolicy),
         num_hashes=st.sampled_from([None, 3]),
         paused_blocks=st.integers(0, 8),
+        passes=st.integers(1, 4),
     )
     def begin(
         self,
@@ -94,8 +95,10 @@ class RandomSharing(SchedulerLives):
         policy: PrefixCachingEvictionPolicy,
         num_hashes: int | None,
         paused_blocks: int,
+        passes: int,
     ) -> None:
-        self.scheduler = scheduler_of(
+        self.memory = Memory(block_size)
+        scheduler = scheduler_of(
             blocks,
             policy=policy,
             block_size=block_size,
@@ -103,10 +106,10 @@ class RandomSharing(SchedulerLives):
             max_tokens=max_requests + spare_tokens,
             chunked=chunked,
             paused_blocks=paused_blocks,
+            passes=passes,
         )
-        self.memory = Memory(block_size)
+        self.use(scheduler)
         self.num_hashes = num_hashes
-        self.alive = {}
         self.ids = itertools.count()
 
     @rule(

@@ -47,12 +47,21 @@ MEASURE = """
 """
 
 
-@pytest.mark.parametrize("sizes", [ParallelSizes(tensor=2), ParallelSizes(pipeline=2)], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("Llama", ParallelSizes(tensor=2)),
+        ("Llama", ParallelSizes(pipeline=2)),
+        ("Mixtral", ParallelSizes(tensor=2, expert=2)),
+    ],
+    ids=["tensor", "pipeline", "expert"],
+)
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
 def test_a_rank_peaks_at_its_part_and_one_shard(
-    form: str, sizes: ParallelSizes, tmp_path: Path, random_model: Any, write_gguf: Any
+    form: str, family: str, sizes: ParallelSizes, tmp_path: Path, random_model: Any, write_gguf: Any
 ) -> None:
-    models = {"small": random_model("Llama"), "large": random_model("Llama", **LARGE)}
+    large = LARGE | ({"num_local_experts": 4, "intermediate_size": 384} if family == "Mixtral" else {})
+    models = {"small": random_model(family), "large": random_model(family, **large)}
     beside = 0
     for name, model in models.items():
         if form == "gguf":

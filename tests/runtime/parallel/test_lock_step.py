@@ -18,12 +18,19 @@ from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.lone_rank import LoneRank
 
 TENSOR, PIPELINE, BOTH = ParallelSizes(tensor=2), ParallelSizes(pipeline=2), ParallelSizes(tensor=2, pipeline=2)
+EXPERT_2, EXPERT_4 = ParallelSizes(tensor=2, expert=2), ParallelSizes(tensor=4, expert=4)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two layers."""
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with experts."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("mixture"), experts=4)
 
 
 @cache
@@ -37,12 +44,25 @@ def alone(path: Path) -> list[Any]:
 def test_ranks_answer_as_one_does_through_eviction_pause_and_suspension(
     tiny: Path, sizes: ParallelSizes, mode: str
 ) -> None:
-    said = run_ranks(lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica, sizes, free_port(), tiny, mode)
-    assert said[0]["answers"] == alone(tiny)
+    assert_same_as_alone(tiny, sizes, mode)
+
+
+@pytest.mark.parametrize(("sizes", "mode"), [(EXPERT_2, "recompute"), (EXPERT_4, "offload")], ids=str)
+def test_ranks_that_share_experts_answer_as_one_does(mixture: Path, sizes: ParallelSizes, mode: str) -> None:
+    assert_same_as_alone(mixture, sizes, mode)
+
+
+def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
+    said = run_ranks(lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica, sizes, free_port(), path, mode)
+    assert said[0]["answers"] == alone(path)
+    assert [answer.reason for answer in said[0]["answers"][-2:]] == ["stop", "error"]
     assert said[0]["evictions"] > 0
     assert said[0]["stats"].prefix_hits_total > 0
     assert (said[0]["too long"], said[0]["aborted"]) == ("FAILED", "abort")
     assert all(rank["stats"] == said[0]["stats"] for rank in said)
+    # Each stage has a pass: the first step begins one with the first request, and leaves the other to the next.
+    assert said[0]["tokens of a step"] == (0 if sizes.pipeline > 1 else 2)
+    assert said[0]["tokens before a pause"] == (1 if sizes.pipeline > 1 else 2)
 
 
 def test_weights_are_taken_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -> None:

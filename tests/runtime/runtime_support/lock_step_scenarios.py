@@ -15,7 +15,10 @@ from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.lock_step import LockStepEngine, follow
 from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
+from megatron_runtime.guides import lark_grammar, regex_grammar
+from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.ranks import Ranks
@@ -23,15 +26,20 @@ from megatron_runtime.sampling_params import SamplingParams
 
 BLOCK = 4
 STEM = list(range(40, 61))
-PROMPTS: list[Any] = [[*STEM, 1], [*STEM, 2, 3], "as text", [7] * 11, [9]]
+PROMPTS: list[Any] = [[*STEM, 1], [*STEM, 2, 3], "as text", [7] * 11, [9], [8, 8], [5]]
 PARAMS = [
     SamplingParams(temperature=0, num_tokens_to_generate=64, return_log_probs=True, top_n_logprobs=2),
     SamplingParams(seed=5, temperature=1.5, top_p=0.9, num_tokens_to_generate=64),
     SamplingParams(temperature=0, num_tokens_to_generate=30, repetition_penalty=1.4, skip_prompt_log_probs=True),
     SamplingParams(seed=6, min_p=0.01, num_tokens_to_generate=20, return_log_probs=True, skip_prompt_log_probs=False),
     SamplingParams(temperature=0, num_tokens_to_generate=64, stop_token_ids=[3]),
+    SamplingParams(seed=7, grammar=regex_grammar("[ab]{20}")),
+    SamplingParams(temperature=0, grammar=lark_grammar('start: "a" start')),
 ]
-"""What is asked for in every way that ranks could disagree about: text, drawn tokens, scores, penalties and stops."""
+"""What is asked for in every way that ranks could disagree about: text, drawn tokens, scores, penalties, stops, a
+grammar, and one that never ends, which shows after a token."""
+LATER = range(3, len(PROMPTS))
+"""Those that come after some steps."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,16 @@ class Answer:
     reason: str
     log_probs: list[float]
 
+    @classmethod
+    def of(cls, request: DynamicInferenceRequest) -> Answer:
+        """What became of it."""
+        return cls(
+            request.generated_tokens,
+            request.generated_text or "",
+            str(request.finish_reason),
+            [*(request.prompt_log_probs or []), *(request.generated_log_probs or [])],
+        )
+
     def __eq__(self, other: object) -> bool:
         """Sums over ranks differ in the last digits from those of one."""
         assert isinstance(other, Answer)
@@ -53,7 +71,12 @@ class Answer:
 def build(path: Path, ranks: Ranks | None = None, blocks: int = 24, **settings: Any) -> DynamicInferenceEngine:
     """An engine of small passes and so few blocks that requests are evicted; all of it, or this rank's part."""
     model = load_model(path, dtype="float32", ranks=ranks)
-    config = InferenceConfig(
+    return DynamicInferenceEngine.build(model, load_tokenizer(path), tight(model, blocks, **settings))
+
+
+def tight(model: Decoder, blocks: int = 24, **settings: Any) -> InferenceConfig:
+    """Small passes, and so few blocks that requests are evicted."""
+    return InferenceConfig(
         block_size_tokens=BLOCK,
         kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.shard.largest_cache_config, BLOCK, model.dtype),
         max_requests=4,
@@ -61,29 +84,19 @@ def build(path: Path, ranks: Ranks | None = None, blocks: int = 24, **settings: 
         enable_prefix_caching=True,
         **settings,
     )
-    return DynamicInferenceEngine.build(model, load_tokenizer(path), config)
 
 
 def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> list[Answer]:
-    """All prompts, the last two after some steps; what became of each. ``interrupt`` is called before every step."""
+    """All prompts, the last ones after some steps; what became of each. ``interrupt`` is called before every step."""
     futures = [engine.add_request(i, PROMPTS[i], PARAMS[i]) for i in range(3)]
     step = 0
     while engine.has_unfinished_requests():
         if step == 5:
-            futures += [engine.add_request(i, PROMPTS[i], PARAMS[i]) for i in (3, 4)]
+            futures += [engine.add_request(i, PROMPTS[i], PARAMS[i]) for i in LATER]
         interrupt(step)
         engine.step_modern()
         step += 1
-    merged = [future.result(timeout=0).merge() for future in futures]
-    return [
-        Answer(
-            request.generated_tokens,
-            request.generated_text or "",
-            str(request.finish_reason),
-            [*(request.prompt_log_probs or []), *(request.generated_log_probs or [])],
-        )
-        for request in merged
-    ]
+    return [Answer.of(future.result(timeout=0).merge()) for future in futures]
 
 
 def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str) -> dict[str, Any]:
@@ -111,7 +124,13 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
         first.step_modern()
         first.abort_request(10)
         said["aborted"] = aborted.result(timeout=0).merge().finish_reason
+        known = first.stats().generated_tokens_total
+        for request_id in (11, 12):
+            first.add_request(request_id, [request_id], SamplingParams(num_tokens_to_generate=2))
+        first.step_modern()
+        said["tokens of a step"] = first.stats().generated_tokens_total - known
         first.assemble("pause")
+        said["tokens before a pause"] = first.stats().generated_tokens_total - known
         first.dismiss()
     engine.check_integrity()
     said["stats"] = engine.stats()

@@ -19,7 +19,7 @@ PATIENCE = 100.0
 _THREADS = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Threads that a rank doesn't use would spin beside those of the others."""
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "megatron_runtime.model.checkpoint", "megatron_runtime.parallel.rendezvous"])
+_context.set_forkserver_preload(["torch", "megatron_runtime.apis", "megatron_runtime.model.checkpoint"])
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:

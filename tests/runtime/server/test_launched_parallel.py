@@ -44,7 +44,10 @@ def pod(pod_type: type[Any], checkpoint: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def whole(checkpoint: Path) -> str:
-    """What one rank answers."""
+    return answer_of_one_rank(checkpoint)
+
+
+def answer_of_one_rank(checkpoint: Path) -> str:
     model = load_model(checkpoint, dtype="float32")
     engine = DynamicInferenceEngine.build(model, load_tokenizer(checkpoint), InferenceConfig(buffer_size_gb=0.01))
     params = SamplingParams(temperature=0, num_tokens_to_generate=LENGTH, ignore_eos=True)
@@ -96,6 +99,21 @@ def test_a_rank_that_dies_takes_its_replica_along_and_no_other(pod: Any, whole: 
     assert ask(pod) == whole
 
 
+def test_a_rank_that_is_stopped_is_ended_with_its_replica_which_goes_on_with_the_requests(
+    start_pod: Callable[..., Any], checkpoint: Path, whole: str
+) -> None:
+    flags = ("--tensor-parallel", "2", "--hang-timeout", "5")
+    pod = start_pod("--model", str(checkpoint), *FLAGS, *flags).wait_ready()
+    before = ranks_of(pod)
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, pod) for _ in range(2)]
+        pod.wait_for(lambda state: state["requests"]["running"] == 2)
+        os.kill(before[1], signal.SIGSTOP)
+        assert [answer.result(60) for answer in answers] == [whole] * 2
+    assert not any(is_alive(pid) for pid in before.values())
+    assert "rank 1 gave no sign of life for 5 s and was killed" in pod.log.read_text()
+
+
 def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
     start_pod: Callable[..., Any], checkpoint: Path
 ) -> None:
@@ -111,6 +129,14 @@ def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
     stops.wait_ready()
     stops.process.send_signal(signal.SIGTERM)
     assert stops.process.wait(30) == 0
+
+
+def test_experts_are_divided_over_the_ranks_of_a_copy(start_pod: Callable[..., Any], tmp_path: Path) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "mixture", experts=4)
+    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--expert-parallel", "2")
+    pod = start_pod(*flags).wait_ready()
+    assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 2
+    assert ask(pod) == answer_of_one_rank(checkpoint)
 
 
 @pytest.mark.model

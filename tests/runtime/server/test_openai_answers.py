@@ -82,6 +82,27 @@ def test_an_echo_opens_a_stream(shared_pod: Any) -> None:
     assert "".join(pieces) == whole
 
 
+@pytest.mark.parametrize("prompt", [["Monday, Tuesday,", "Hello"], [[19556]]])
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_a_streamed_echo_has_the_log_probabilities_of_a_whole_one(
+    shared_pod: Any, prompt: Any, max_tokens: int
+) -> None:
+    asked = {"model": "chat", "prompt": prompt, "temperature": 0, "max_tokens": max_tokens, "echo": True, "logprobs": 2}
+    whole = shared_pod.openai.completions.create(**asked, n=2)
+    chunks = list(shared_pod.openai.completions.create(**asked, n=2, stream=True))
+    assert whole.choices
+    for choice in whole.choices:
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        parts = [piece.logprobs for piece in mine if piece.logprobs is not None]
+        assert "".join(piece.text for piece in mine) == choice.text
+        assert [token for part in parts for token in part.tokens] == choice.logprobs.tokens
+        assert [at for part in parts for at in part.text_offset] == choice.logprobs.text_offset
+        values = [value for part in parts for value in part.token_logprobs]
+        assert values[0] is choice.logprobs.token_logprobs[0] is None
+        assert values[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
+        assert len(mine) > max_tokens
+
+
 # Responses
 
 
@@ -176,6 +197,10 @@ def test_a_response_keeps_to_a_pydantic_model(shared_pod: Any) -> None:
         ({"guided_choice": ["öffnen", 'say "no"']}, 'öffnen|say "no"'),
         ({"guided_grammar": 'start: "x" pair "x"\npair: "(" pair? ")"'}, r"x[()]{2,}x"),
         ({"guided_json": '{"enum": [1, [2, "b"]]}'}, r'1|\[2, "b"\]'),
+        ({"structured_outputs": {"regex": "[a-c]{3}-[0-9]{2}"}}, "[a-c]{3}-[0-9]{2}"),
+        ({"structured_outputs": {"choice": ["öffnen", "zu"]}}, "öffnen|zu"),
+        ({"structured_outputs": {"grammar": 'start: "x" "y"{2}'}}, "xyy"),
+        ({"structured_outputs": {"json": {"enum": [1, [2, "b"]]}}}, r'1|\[2, "b"\]'),
     ],
 )
 def test_an_answer_keeps_to_a_form(shared_pod: Any, fields: dict[str, Any], form: str) -> None:
@@ -183,6 +208,12 @@ def test_an_answer_keeps_to_a_form(shared_pod: Any, fields: dict[str, Any], form
     for choice in shared_pod.post("/v1/completions", body).json()["choices"]:
         assert choice["finish_reason"] == "stop"
         assert re.fullmatch(form, choice["text"])
+
+
+def test_any_object_may_be_asked_for_in_each_way(shared_pod: Any) -> None:
+    for fields in ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}):
+        body = {"prompt": "Once", "max_tokens": 8, "temperature": 0, **fields}
+        assert shared_pod.post("/v1/completions", body).json()["choices"][0]["text"].startswith("{")
 
 
 def test_free_and_guided_answers_go_side_by_side(shared_pod: Any) -> None:

@@ -58,7 +58,6 @@ def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
     [
         ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
         ("completions", {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
-        ("completions", {"prompt": "a", "logprobs": 1, "echo": True, "stream": True}, "logprobs", "stream: false"),
         ("completions", {"prompt": [[1], [999999]]}, "prompt", "outside the vocabulary"),
         ("completions", {"prompt": "a", "stop_token_ids": [10**30]}, "stop_token_ids", "outside the vocabulary"),
         ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id"),
@@ -68,6 +67,13 @@ def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
         ("chat/completions", {"messages": STORY, "guided_regex": "a("}, "guided_regex", "unclosed group"),
         ("chat/completions", {"messages": STORY, "guided_json": {"type": "x"}}, "guided_json", "Invalid type"),
         ("completions", {"prompt": "a", "guided_json": {}, "guided_regex": "a"}, "guided_regex", "leave one out"),
+        (
+            "completions",
+            {"prompt": "a", "structured_outputs": {"regex": "a("}},
+            "structured_outputs.regex",
+            "unclosed group",
+        ),
+        ("completions", {"prompt": "a", "structured_outputs": {"structural_tag": "a"}}, None, "not supported"),
         ("completions", {"prompt": "a", "guided_choice": ["a"], "min_tokens": 2}, "min_tokens", "a grammar"),
         (
             "chat/completions",
@@ -86,7 +92,15 @@ def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
         ("responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_text"),
         ("responses", {"input": "a", "max_output_tokens": 10**6}, "max_output_tokens", "ask for at most"),
-        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools", "not supported"),
+        ("responses", {"input": "a", "tools": [{"type": "web_search", "name": "a"}]}, "tools.0.type", "'function'"),
+        ("responses", {"input": "a", "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            "responses",
+            {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]},
+            "input.0",
+            "must be a JSON object",
+        ),
+        ("responses", {"input": [{"type": "computer_call"}]}, "input.0", "one of the types message, function_call"),
         ("embeddings", {"input": "a"}, "model", "has no embeddings"),
     ],
 )
@@ -153,6 +167,7 @@ def test_a_full_queue_asks_to_come_back_later(pod: Any) -> None:
 def test_a_request_keeps_its_id_and_its_trace(pod: Any) -> None:
     answer = pod.post("/tokenize", {"prompt": "a"}, **{"X-Request-Id": "mine-1", "traceparent": TRACE})
     assert (answer.headers["x-request-id"], answer.headers["traceparent"]) == ("mine-1", TRACE)
+    pod.wait_for(lambda _: any(entry["request_id"] == "mine-1" for entry in access_entries(pod)), seconds=10)
     (entry,) = [entry for entry in access_entries(pod) if entry["request_id"] == "mine-1"]
     assert (entry["method"], entry["path"], entry["status"]) == ("POST", "/tokenize", 200)
     assert (entry["trace_id"], entry["parent_span_id"]) == (TRACE[3:35], TRACE[36:52])

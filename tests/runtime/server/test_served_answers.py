@@ -127,7 +127,7 @@ def test_an_unknown_model_is_not_found(shared_pod: Any) -> None:
         ({"messages": FRANCE, "temperature": 3}, "temperature", "less than or equal to 2"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "text"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": FRANCE, "tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"messages": FRANCE, "tools": [{"type": "function"}]}, "tools.0.function", "required"),
         ({"messages": FRANCE, "max_tokens": 100000}, "max_tokens", "100000 tokens after a prompt of"),
         ({"messages": FRANCE, "frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
         ({"messages": FRANCE, "presence_penalty": "much"}, "presence_penalty", "number"),

@@ -37,6 +37,20 @@ class RoutingPolicy(StrEnum):
     LONGEST_PREFIX = "LongestPrefix"
 
 
+class Parser(StrEnum):
+    """What finds calls of tools and thoughts in the words of a model."""
+
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
+    PYTHONIC = "pythonic"
+    DEEPSEEK_R1 = "deepseek_r1"
+    QWEN3 = "qwen3"
+
+
+TOOL_PARSERS = (Parser.HERMES, Parser.LLAMA3_JSON, Parser.MISTRAL, Parser.PYTHONIC)
+
+
 class ServiceType(StrEnum):
     """Types of a Kubernetes Service that reaches pods."""
 
@@ -139,10 +153,35 @@ class ApiKeysSecret(Part):
 class Frontend(Part):
     """The HTTP frontend in the leader pod."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "!has(self.parsers)"
+                    f" || (self.parsers.filter(p, p in {[each.value for each in TOOL_PARSERS]}).size() <= 1"
+                    f" && self.parsers.filter(p, !(p in {[each.value for each in TOOL_PARSERS]})).size() <= 1)",
+                    "message": "spec.frontend.parsers: two of them are for the same; name at most one for tools and"
+                    " one for reasoning",
+                }
+            ]
+        }
+    )
+
     replicas: Annotated[Integer, Field(ge=1, le=64)] = 1
     """Processes that share the HTTP port."""
     api_keys_secret: ApiKeysSecret | None = None
     """Requests must carry one of this Secret's keys as a bearer token; anyone may ask when left out."""
+    parsers: list[Parser] = Field(default=[], max_length=2)
+    """What finds calls of tools (hermes, llama3_json, mistral, pythonic) and reasoning (deepseek_r1, qwen3) in answers,
+    at most one of each kind. Without one for tools it is the one that fits the model's chat template."""
+
+    @model_validator(mode="after")
+    def _there_is_one_parser_of_a_kind(self) -> Self:
+        for kind in (True, False):
+            same = [parser.value for parser in self.parsers if (parser in TOOL_PARSERS) is kind]
+            if len(same) > 1:
+                raise misplaced("parsers", same, "these are for the same; leave all but one of them out")
+        return self
 
 
 class ServiceExposure(Part):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from megatron_runtime.config import PrefixCachingEvictionPolicy
 from megatron_runtime.engine.block_allocator import BlockAllocator
 from megatron_runtime.engine.prefix_cache import PrefixCache
 from megatron_runtime.engine.scheduler import Schedule, Scheduler, SchedulerLimits
-from megatron_runtime.engine.sequence import Sequence
+from megatron_runtime.engine.sequence import Sequence, SequenceSlice
 
 Compute = Callable[[Schedule], None]
 
@@ -26,9 +27,10 @@ def scheduler_of(
     max_tokens: int = 32,
     chunked: bool = True,
     paused_blocks: int = 0,
+    passes: int = 1,
 ) -> Scheduler:
     """Over so many blocks; with a ``policy`` they are shared by prefixes."""
-    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks)
+    limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks, passes)
     cache = None if policy is None else PrefixCache(policy, block_size)
     return Scheduler(limits, BlockAllocator(blocks, cache))
 
@@ -37,22 +39,44 @@ def compute_nothing(_: Schedule) -> None:
     """For tests that don't look into the blocks."""
 
 
+class Passes:
+    """Passes as the engine makes them: as many as may be are begun before the first of them is settled."""
+
+    def __init__(self, scheduler: Scheduler, compute: Compute = compute_nothing) -> None:
+        self._scheduler = scheduler
+        self._compute = compute
+        self._under_way: deque[list[SequenceSlice]] = deque()
+
+    def run(self) -> tuple[Schedule, list[Sequence]]:
+        """Compute, append a token where one was sampled, forget what is done."""
+        schedule = self._scheduler.schedule()
+        self._scheduler.check_integrity()
+        self._compute(schedule)
+        if schedule.slices:
+            self._under_way.append(schedule.slices)
+        is_full = len(self._under_way) == self._scheduler.limits.passes_under_way
+        if self._under_way and (is_full or not schedule.slices or not self._scheduler.has_idle):
+            return schedule, self._settle(self._under_way.popleft())
+        return schedule, []
+
+    def _settle(self, slices: list[SequenceSlice]) -> list[Sequence]:
+        self._scheduler.settle(slices)
+        self._scheduler.check_integrity()
+        done = []
+        for part in slices:
+            if part.counts and part.samples:
+                part.sequence.tokens.append(7)
+                if len(part.sequence.tokens) >= part.sequence.max_length:
+                    done.append(part.sequence)
+                    self._scheduler.remove(part.sequence)
+        self._scheduler.check_integrity()
+        return done
+
+
 def run_pass(scheduler: Scheduler, compute: Compute = compute_nothing) -> tuple[Schedule, list[Sequence]]:
-    """One pass as the engine makes it: compute, append a token where one is sampled, forget what is done."""
-    schedule = scheduler.schedule()
-    scheduler.check_integrity()
-    compute(schedule)
-    scheduler.settle(schedule)
-    scheduler.check_integrity()
-    done = []
-    for part in schedule.slices:
-        if part.samples:
-            part.sequence.tokens.append(7)
-            if len(part.sequence.tokens) >= part.sequence.max_length:
-                done.append(part.sequence)
-                scheduler.remove(part.sequence)
-    scheduler.check_integrity()
-    return schedule, done
+    """One pass of a scheduler that has one under way."""
+    assert scheduler.limits.passes_under_way == 1
+    return Passes(scheduler, compute).run()
 
 
 class SchedulerLives(RuleBasedStateMachine):
@@ -61,23 +85,31 @@ class SchedulerLives(RuleBasedStateMachine):
     Attributes:
         passes_per_token: Within so many passes per token of what is still alive everything ends.
         scheduler: Made by the test's `initialize`.
+        passes: Of it.
         alive: The requests that have not ended, by their numbers.
     """
 
     passes_per_token: ClassVar[int]
     scheduler: Scheduler
+    passes: Passes
     alive: dict[int, Sequence]
+
+    def use(self, scheduler: Scheduler) -> None:
+        """To be called by the test's `initialize`."""
+        self.scheduler = scheduler
+        self.passes = Passes(scheduler, self.compute)
+        self.alive = {}
 
     def compute(self, schedule: Schedule) -> None:
         """What a pass does with the blocks."""
 
     @rule()
     def make_a_pass(self) -> None:
-        schedule, done = run_pass(self.scheduler, self.compute)
+        schedule, done = self.passes.run()
         assert sum(part.length for part in schedule.slices) <= self.scheduler.limits.max_tokens
         assert len(schedule.slices) <= self.scheduler.limits.max_requests
         assert all(part.length > 0 for part in schedule.slices)
-        assert bool(schedule.slices) == bool(self.alive)
+        assert bool(schedule.slices) == bool(self.alive) or self.scheduler.limits.passes_under_way > 1
         for sequence in done:
             del self.alive[sequence.request_id]
 
@@ -98,8 +130,9 @@ class SchedulerLives(RuleBasedStateMachine):
         """Nobody starves, and nothing stays owned."""
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(sum(self.passes_per_token * sequence.max_length for sequence in self.alive.values())):
-            for sequence in run_pass(self.scheduler, self.compute)[1]:
+        tokens = sum(sequence.max_length for sequence in self.alive.values())
+        for _ in range(tokens * self.passes_per_token * self.scheduler.limits.passes_under_way):
+            for sequence in self.passes.run()[1]:
                 del self.alive[sequence.request_id]
         assert not self.alive
         assert self.scheduler.allocator.num_used == 0

@@ -1,0 +1,64 @@
+"""The ranks of a replica, with a clock."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from megatron_runtime.parallel.layout import RankPosition
+from megatron_runtime.parallel.ranks import Ranks
+
+BEGIN, END = "begin of a turn", "end of a turn"
+"""Barriers between which the clock counts."""
+
+
+class TimedRanks:
+    """Counts the seconds in everything that a rank says to others or hears of them, waiting for them included.
+
+    Args:
+        ranks: What is counted.
+        on_end: Gets the seconds of a turn by what was asked of the ranks.
+    """
+
+    def __init__(self, ranks: Ranks, on_end: Callable[[dict[str, float]], None]) -> None:
+        self._ranks = ranks
+        self._on_end = on_end
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @property
+    def position(self) -> RankPosition:
+        """As that of the ranks."""
+        return self._ranks.position
+
+    def barrier(self, name: str, timeout: float | None = None) -> None:
+        """Starts the clock anew, or tells what it says, where a turn begins or ends."""
+        if name == END:
+            self._on_end(dict(self._seconds))
+        self._timed("barrier", self._ranks.barrier, name, timeout)
+        if name == BEGIN:
+            self._seconds.clear()
+
+    def share_outcome(self, outcome: bytes | None, *, checksum: int) -> TimedPending:
+        """Its wait is counted too."""
+        pending = self._timed("share_outcome", self._ranks.share_outcome, outcome, checksum=checksum)
+        return TimedPending(lambda: self._timed("share_outcome", pending.wait))
+
+    def __getattr__(self, name: str) -> Any:
+        asked = getattr(self._ranks, name)
+        return lambda *args, **named: self._timed(name, asked, *args, **named)
+
+    def _timed(self, name: str, asked: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return asked(*args, **named)
+        finally:
+            self._seconds[name] += time.perf_counter() - started
+
+
+class TimedPending:
+    """A message that may still be on its way."""
+
+    def __init__(self, wait: Callable[[], bytes]) -> None:
+        self.wait = wait

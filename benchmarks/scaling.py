@@ -1,0 +1,188 @@
+"""What several ranks bring on this machine, what they spend on each other, and what scheduling costs.
+
+First the scheduling alone: everything that the engine does for a step but the model and the sampling, with 1 to 1024
+requests in flight. Then a random Llama of 110 million parameters on 1, 2 and 4 ranks, which divide its layers (tensor)
+or share them out (pipeline): each copy is a group of processes that computes the whole job once to warm up, and then
+takes turns with the others; whoever has no turn is stopped. The ranks of a group share the cores: each has
+cores / ranks threads, at least one. What counts is the ratio to the one rank of the same round; absolute figures hold
+for one machine only.
+
+    python benchmarks/scaling.py
+    python benchmarks/scaling.py --rounds 5 --group tensor=2 --group tensor=2,pipeline=2
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from offline_throughput import MODELS, make_prompts, write_checkpoint
+from peers.command_line import listed, positive, print_table
+from peers.process import ContenderError, StoppedProcess
+from ranks import scheduling
+
+IN_FLIGHT = (1, 4, 16, 64, 256, 1024)
+GROUPS = ({"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"pipeline": 4})
+SCHEDULING = ["requests in flight", "step, us", "token, us", "ratio to the row above", "of the rounds"]
+RANKS = [
+    "ranks",
+    "threads each",
+    "tokens/s",
+    "ratio to 1 rank",
+    "of the rounds",
+    "in communication",
+    "most of it in",
+    "same tokens",
+]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One job of one group."""
+
+    seconds: float
+    tokens: list[list[int]]
+    communication: list[dict[str, float]]
+    """Seconds of each rank by what it said to others or waited to hear."""
+
+    @property
+    def speed(self) -> float:
+        """Output tokens per second."""
+        return sum(map(len, self.tokens)) / self.seconds
+
+    @property
+    def share(self) -> float:
+        """Part of the ranks' time that they spent on each other."""
+        return statistics.mean(sum(rank.values()) for rank in self.communication) / self.seconds
+
+
+class RankGroup(StoppedProcess):
+    """One copy of the model on some ranks."""
+
+    def __init__(self, sizes: dict[str, int], folder: Path, chosen: argparse.Namespace) -> None:
+        self.sizes = {"tensor": 1, "pipeline": 1, **sizes}
+        ranks = self.sizes["tensor"] * self.sizes["pipeline"]
+        self.threads = max(chosen.cores // ranks, 1)
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(self.threads))
+        title = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "1"
+        super().__init__(title, sys.executable, "ranks.group", folder / f"{title}.log", threads)
+        self._folder, self._chosen = folder, chosen
+        self._job = {
+            "prompts": make_prompts(chosen.requests, chosen.prompt_tokens, MODELS[chosen.model]["vocab_size"]),
+            "new_tokens": chosen.new_tokens,
+        }
+        self.versions: dict[str, str] = {}
+
+    def _load(self) -> None:
+        setup = {
+            "folder": self._folder / "checkpoint",
+            "dtype": self._chosen.dtype,
+            "threads": self.threads,
+            "requests": self._chosen.requests,
+            "longest": self._chosen.prompt_tokens + self._chosen.new_tokens,
+        }
+        self.versions = self._ask("load", **self.sizes, **setup)["versions"]
+        self.run()
+
+    def run(self) -> Turn:
+        """One turn.
+
+        Raises:
+            ContenderError: A rank ended.
+        """
+        return Turn(**self._ask("run", **self._job))
+
+
+def compete(groups: list[RankGroup], rounds: int) -> dict[RankGroup, list[Turn]]:
+    """Turn by turn, so that what disturbs the machine disturbs all."""
+    turns: dict[RankGroup, list[Turn]] = {group: [] for group in groups}
+    for _ in range(rounds):
+        for group in groups:
+            turns[group].append(group.run())
+    return turns
+
+
+def rows(turns: dict[RankGroup, list[Turn]]) -> list[list[str]]:
+    """A row for each group; the first is the one rank that the others are compared with."""
+    return [_row(group, next(iter(turns.values())), theirs) for group, theirs in turns.items()]
+
+
+def _row(group: RankGroup, alone: list[Turn], turns: list[Turn]) -> list[str]:
+    ratios = [turn.speed / one.speed for turn, one in zip(turns, alone, strict=True)]
+    spent = sum((Counter(rank) for turn in turns for rank in turn.communication), Counter[str]())
+    is_alone = turns is alone
+    same = sum(a == b for a, b in zip(turns[0].tokens, alone[0].tokens, strict=True)) / len(alone[0].tokens)
+    return [
+        group.name,
+        str(group.threads),
+        f"{statistics.median(turn.speed for turn in turns):.0f}",
+        "" if is_alone else f"{statistics.median(ratios):.2f}",
+        "" if is_alone else f"{min(ratios):.2f} to {max(ratios):.2f}",
+        f"{statistics.median(turn.share for turn in turns):.0%}",
+        "" if is_alone else spent.most_common(1)[0][0],
+        "" if is_alone else f"{same:.0%}",
+    ]
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """``tensor=2,pipeline=2`` as a mapping."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if any(name not in ("tensor", "pipeline") for name, _, _ in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: write tensor=N, pipeline=N, or both with a comma between")
+    return {name: positive(size) for name, _, size in pairs}
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument(
+        "--group", type=sizes_of, action="append", metavar="SIZES", help="repeatable: tensor=N, pipeline=N, or both"
+    )
+    parser.add_argument("--cores", type=positive, default=len(os.sched_getaffinity(0)), help="that a group may use")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--model", choices=MODELS, default="110m", help="tiny shows whether it works")
+    parser.add_argument("--requests", type=positive, default=16)
+    parser.add_argument("--prompt-tokens", type=positive, default=64)
+    parser.add_argument("--new-tokens", type=positive, default=32, help="of each request")
+    parser.add_argument("--most-in-flight", type=positive, default=IN_FLIGHT[-1], help="where scheduling is measured")
+    parser.add_argument("--steps", type=positive, default=32, help="of a round, where scheduling is measured")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print both tables; exit status 1 if a rank fails."""
+    chosen = parse()
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        measure_scheduling(folder / "tiny", chosen)
+        write_checkpoint(folder / "checkpoint", chosen.model)
+        try:
+            groups = [RankGroup(sizes, folder, chosen) for sizes in ({}, *(chosen.group or GROUPS))]
+            for group in groups:
+                stack.enter_context(group)
+            print(f"\n{listed(groups[0].versions)}; {chosen.cores} cores, {chosen.dtype}", flush=True)
+            print_table([RANKS, *rows(compete(groups, chosen.rounds))])
+        except (ContenderError, OSError) as error:
+            sys.exit(str(error))
+
+
+def measure_scheduling(folder: Path, chosen: argparse.Namespace) -> None:
+    """Print what steps cost without a model, with and without the prefix cache."""
+    write_checkpoint(folder, "tiny")
+    counts = [count for count in IN_FLIGHT if count <= chosen.most_in_flight]
+    for is_on in (False, True):
+        found = scheduling.measure(folder, counts, chosen.steps, chosen.rounds, prefix_caching=is_on)
+        print(f"\nscheduling {'with' if is_on else 'without'} the prefix cache", flush=True)
+        print_table([SCHEDULING, *scheduling.rows(found)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""All ranks of a world over all replicas, apart from what the caller does in torch's own group."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
+
+from megatron_runtime.errors import LostRankError
+from megatron_runtime.parallel.connections import Listener, break_when_silent, connect, read
+from megatron_runtime.parallel.interface import address_towards
+from megatron_runtime.parallel.world import World
+
+_CONNECT_SECONDS = 300.0
+_END = b"."
+
+
+class WorldGroup:
+    """To be made on all ranks of the world at once; without others it does nothing.
+
+    Between rank 0 and each other rank there is a connection, whose end says that a process has ended.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._meeting: dist.ProcessGroup | None = None
+        self._others: list[socket.socket] = []
+        self._primary: socket.socket | None = None
+        if world.size > 1:
+            self._meeting = dist.new_group(backend="gloo")
+            self._connect()
+
+    def meet(self, occasion: str, timeout: float) -> None:
+        """Wait until all ranks are here; LostRankError after ``timeout`` seconds, which on rank 0 names who is not."""
+        if self._meeting is None:
+            return
+        try:
+            dist.monitored_barrier(self._meeting, timedelta(seconds=timeout), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise LostRankError(
+                f"rank {self._world.rank} of the world, at {occasion}, for up to {timeout:g} s: {error}"
+            ) from error
+
+    def await_primary(self) -> Future[None]:
+        """Done when rank 0 has said that this is the end; LostRankError when it is gone without. For other ranks."""
+        end: Future[None] = Future()
+        end.set_running_or_notify_cancel()  # from now on nobody can cancel it who waits for it
+        threading.Thread(target=self._await_primary, args=(end,), name="primary-watch", daemon=True).start()
+        return end
+
+    def dismiss(self) -> None:
+        """On rank 0: say that this is the end, to who is still there."""
+        for other in self._others:
+            with contextlib.suppress(OSError), other:
+                other.sendall(_END)
+
+    def _connect(self) -> None:
+        place = PrefixStore(self._world.share(secrets.token_hex(8)), distributed_c10d._get_default_store())
+        if self._world.is_primary:
+            towards = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            listener = Listener(place, "primary", address_towards(towards) or towards, _CONNECT_SECONDS)
+            self._others = list(listener.accept(self._world.size - 1).values())
+        else:
+            self._primary = connect(place, "primary", self._world.rank, _CONNECT_SECONDS)
+            self._primary.settimeout(None)
+            break_when_silent(self._primary)
+
+    def _await_primary(self, end: Future[None]) -> None:
+        assert self._primary is not None
+        try:
+            with self._primary:
+                read(self._primary, len(_END))
+        except OSError as error:
+            end.set_exception(LostRankError(f"rank 0 of the world, which has the coordinator, is gone ({error})"))
+            return
+        end.set_result(None)

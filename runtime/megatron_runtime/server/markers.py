@@ -1,0 +1,26 @@
+"""Marks in a text that comes in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def split_at(text: str, markers: Sequence[str]) -> tuple[str, str | None, str]:
+    """Text before the first of these marks, the mark, and the rest.
+
+    Without a mark it is None, and the rest is the longest end of the text that may yet become one.
+    """
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if found:
+        at, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    kept = max(begun_length(text, marker) for marker in markers)
+    return text[: len(text) - kept], None, text[len(text) - kept :]
+
+
+def begun_length(text: str, marker: str) -> int:
+    """How many of the text's last characters are the beginning of a mark that is not complete."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0

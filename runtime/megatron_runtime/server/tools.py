@@ -1,0 +1,146 @@
+"""Tools in the bodies of requests: which there are, which may be called, and calls of earlier turns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+LONGEST_NAME = 128
+NO_PARAMETERS: dict[str, Any] = {"properties": {}}
+"""The schema of a function that takes none."""
+
+
+class FunctionDefinition(BaseModel):
+    """A function that the model may call. ``strict`` keeps to the parameters' schema also where no call is forced."""
+
+    name: str = Field(min_length=1, max_length=LONGEST_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _parameters_are_an_object(self) -> FunctionDefinition:
+        if self.parameters is not None and self.parameters.get("type", "object") != "object":
+            raise ValueError("parameters must be the schema of an object: type is 'object', or left out")
+        return self
+
+    @property
+    def schema_of_parameters(self) -> dict[str, Any]:
+        """The JSON schema of the arguments."""
+        return {"type": "object", **(self.parameters or NO_PARAMETERS)}
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates know it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {
+            "type": "function",
+            "function": {"name": self.name, **described, "parameters": self.schema_of_parameters},
+        }
+
+
+class Tool(BaseModel):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(BaseModel):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The one tool that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(BaseModel):
+    """A call of an earlier turn. ``arguments`` is JSON."""
+
+    name: str
+    arguments: str = "{}"
+
+    @model_validator(mode="after")
+    def _arguments_are_an_object(self) -> CalledFunction:
+        if not isinstance(_object(self.arguments), dict):
+            raise ValueError("the arguments of a call must be a JSON object")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates know it: with the arguments as a mapping."""
+        return {"name": self.name, "arguments": _object(self.arguments)}
+
+
+class ToolCall(BaseModel):
+    """A call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates know it."""
+        name = {} if self.id is None else {"id": self.id}
+        return {**name, "type": "function", "function": self.function.for_template()}
+
+
+ToolChoice = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """What a request says of tools."""
+
+    functions: tuple[FunctionDefinition, ...] = ()
+    choice: ToolChoice = "none"
+    named: str | None = None
+    """The only function that may be called, and has to be."""
+    is_parallel: bool = True
+    """Whether there may be several calls in one answer."""
+
+    @property
+    def callable_functions(self) -> list[FunctionDefinition]:
+        """Those that this answer may call."""
+        if self.choice == "none":
+            return []
+        return [function for function in self.functions if self.named in (None, function.name)]
+
+    def for_template(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is told of: none if it may call none."""
+        return [function.for_template() for function in self.functions] if self.choice != "none" else None
+
+
+def tool_use(
+    functions: Sequence[FunctionDefinition], choice: ToolChoice | None, *, named: str | None, is_parallel: bool
+) -> ToolUse:
+    """What the fields of a body say together.
+
+    Raises:
+        ValueError: They contradict each other; begins with the field's name.
+    """
+    names = [function.name for function in functions]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"tools has two functions called {twice!r}")
+    wants_call = named is not None or choice == "required"
+    if wants_call and not functions:
+        raise ValueError("tool_choice asks for a call, but there are no tools")
+    if named is not None and named not in names:
+        raise ValueError(f"tool_choice names {named!r}, which is none of the tools")
+    chosen: ToolChoice = "required" if wants_call else "none" if choice == "none" or not functions else "auto"
+    return ToolUse(tuple(functions), chosen, named, is_parallel)
+
+
+def _object(arguments: str) -> Any:
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return None

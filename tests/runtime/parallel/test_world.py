@@ -1,0 +1,168 @@
+"""The library in one world over all replicas, as torchrun starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_support import lock_step_scenarios, world_scenarios
+from runtime_support.rank_processes import free_port, run_ranks
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.parallel.layout import ParallelSizes
+from megatron_runtime.parallel.world import World
+from megatron_runtime.sampling_params import SamplingParams
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "generate.py"
+TENSOR, BOTH = ParallelSizes(tensor=2), ParallelSizes(tensor=2, pipeline=2)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Of one architecture."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_tiny_checkpoint(folder / "old"), write_tiny_checkpoint(folder / "new", seed=4)
+
+
+@cache
+def alone(path: Path) -> dict[str, Any]:
+    """What one rank answers."""
+    torch.set_num_threads(1)
+    llm = world_scenarios.build(path)
+    said = {
+        name: world_scenarios.tokens(llm, getattr(world_scenarios, name)) for name in ("GREEDY", "DRAWN", "ENDLESS")
+    }
+    return said | {"parameters": sum(parameter.numel() for parameter in llm.controller.model.parameters())}
+
+
+@pytest.mark.parametrize(("world_size", "sizes"), [(2, TENSOR), (4, BOTH)], ids=str)
+def test_in_direct_mode_all_ranks_generate_the_same(
+    world_size: int, sizes: ParallelSizes, checkpoints: tuple[Path, Path]
+) -> None:
+    said = run_ranks(world_scenarios.generate_directly, world_size, world_size, free_port(), sizes, *checkpoints)
+    old, new = (alone(path) for path in checkpoints)
+    for rank, heard in enumerate(said):
+        assert heard["primary"]
+        assert (heard["greedy"], heard["drawn"]) == (old["GREEDY"], old["DRAWN"])
+        assert heard["without seed"] == said[0]["without seed"]
+        assert "rank 1 (tensor 1, stage 0) of replica 0 is asked for something else than rank 0" in heard["complaint"]
+        assert (heard["version"], heard["renewed"]) == (1, new["GREEDY"]), rank
+        assert heard["parameters"] < 0.6 * old["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [(2, ParallelSizes()), (2, TENSOR), (4, TENSOR)],
+    ids=["data 2", "tensor 2", "tensor 2, data 2"],
+)
+def test_all_copies_answer_through_the_coordinator_as_one_rank_does(
+    world_size: int, sizes: ParallelSizes, checkpoints: tuple[Path, Path]
+) -> None:
+    said = run_ranks(world_scenarios.generate_together, world_size, world_size, free_port(), sizes, *checkpoints)
+    old, new = (alone(path) for path in checkpoints)
+    first = said[0]
+    assert (first["greedy"], first["drawn"]) == (old["GREEDY"], old["DRAWN"])
+    assert first["through it all"] == old["ENDLESS"]
+    assert (first["renewed by files"], first["versions by files"]) == (new["GREEDY"], {1})
+    assert (first["renewed by tensors"], first["versions by tensors"]) == (old["GREEDY"], {2})
+    for rank, heard in enumerate(said):
+        assert (heard["version by files"], heard["version by tensors"], heard["state"]) == (1, 2, "STOPPED")
+        assert "nowhere" in heard["complaints"][0]
+        assert "named tensors: 2 layers expected" in heard["complaints"][1]
+        assert rank == 0 or "the primary rank (global rank 0), and this is rank" in heard["refused"]
+        assert heard["steps"] > 0, f"rank {rank} had nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "experts", "mode"),
+    [
+        (3, ParallelSizes(), 0, "persist"),
+        (8, BOTH, 0, "recompute"),
+        (4, ParallelSizes(tensor=2, expert=2), 4, "offload"),
+    ],
+    ids=["data 3", "tensor 2, pipeline 2, data 2", "expert 2, data 2"],
+)
+def test_copies_answer_alike_through_eviction_pause_and_suspension(
+    world_size: int, sizes: ParallelSizes, experts: int, mode: str, tmp_path: Path
+) -> None:
+    path = write_tiny_checkpoint(tmp_path / "tiny", experts=experts)
+    said = run_ranks(world_scenarios.serve_through_it_all, world_size, world_size, free_port(), sizes, path, mode)
+    expected = lock_step_scenarios.serve(lock_step_scenarios.build(path))
+    copies = world_size // sizes.ranks_per_replica
+    assert said[0]["still at it"]
+    assert said[0]["answers"] == [expected] * copies
+    for first in range(0, world_size, sizes.ranks_per_replica):
+        stats = said[first]["stats"]
+        assert all(heard["stats"] == stats for heard in said[first : first + sizes.ranks_per_replica])
+    assert sum(heard["stats"].evictions_total for heard in said) > 0
+    assert sum(heard["stats"].prefix_hits_total for heard in said) > 0
+
+
+def test_torchrun_starts_the_example(checkpoints: tuple[Path, Path]) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    wish = [str(EXAMPLE), str(checkpoints[0]), "--dtype", "float32", "--tensor-parallel", "2", "--prompt", "Water"]
+    ended = subprocess.run(
+        [*torchrun, *wish], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    greedy = SamplingParams(temperature=0, num_tokens_to_generate=30)
+    (expected,) = world_scenarios.build(checkpoints[0]).generate("Water", greedy)
+    assert ended.stdout.decode() == f"Water{expected.generated_text}\n"
+
+
+def test_weights_are_not_taken_by_a_running_engine_on_any_rank(checkpoints: tuple[Path, Path]) -> None:
+    said = run_ranks(world_scenarios.update_while_running, 2, 2, free_port(), TENSOR, checkpoints[0])
+    assert all("while the engine is RUNNING; pause it first" in heard for heard in said)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", ["direct", "coordinated"])
+def test_a_rank_that_dies_ends_the_others_of_its_copy_by_name(
+    mode: str, victim: int, checkpoints: tuple[Path, Path]
+) -> None:
+    said = run_ranks(world_scenarios.die, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim)
+    assert said[victim] is None
+    other = said[1 - victim]
+    assert f"rank {victim} (tensor {victim}, stage 0) is missing" in other["error"]
+    assert other["seconds"] < 11.0
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_a_copy_that_loses_a_rank_leaves_the_others_to_serve(victim: int, checkpoints: tuple[Path, Path]) -> None:
+    said = run_ranks(world_scenarios.die, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", victim)
+    assert said[victim] is None
+    assert said[0]["answers"] == alone(checkpoints[0])["GREEDY"]
+    assert victim == 1 or "rank 1 (tensor 1, stage 0) is missing" in said[2]["error"]
+    assert all("error" not in said[rank] for rank in range(4) if rank // 2 != victim // 2)
+
+
+def test_without_the_primary_rank_no_other_stays(checkpoints: tuple[Path, Path]) -> None:
+    said = run_ranks(world_scenarios.die, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0)
+    assert said[0] is None
+    assert "rank 0 (tensor 0, stage 0) is missing" in said[1]["error"]
+    assert "rank 0 of the world, which has the coordinator, is gone" in said[2]["error"]
+    assert "rank 0 (tensor 0, stage 0) is missing" in said[3]["error"]
+
+
+def test_a_world_that_the_sizes_do_not_fit_is_refused_on_all_ranks() -> None:
+    said = run_ranks(world_scenarios.refuse, 3, 3, free_port(), TENSOR)
+    words = "the world has 3 ranks, but tensor 2 x pipeline 1 take 2 for each copy of the model; start a multiple"
+    assert all(words in heard for heard in said)
+    with pytest.raises(ConfigurationError, match="the world has 4 ranks, but tensor 2 x pipeline 1 x data 3 need 6"):
+        ParallelSizes(tensor=2, data=3).filling(4)
+    assert ParallelSizes(tensor=2, expert=2).filling(6) == ParallelSizes(tensor=2, expert=2, data=3)
+
+
+def test_ranks_of_a_world_know_their_copy_and_their_place() -> None:
+    world = World(5, 8, 2)
+    assert (world.replica, world.replicas, world.is_primary) == (2, 4, False)
+    assert World.current() == World(0, 1)
+    with pytest.raises(ConfigurationError, match="the world has 1 ranks, but tensor 2 x pipeline 1"):
+        World.current(TENSOR.position_in_replica(1))

@@ -1,0 +1,188 @@
+"""What each rank does in the tests of the library in one world over all replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from runtime_support import lock_step_scenarios
+from safetensors.torch import load_file
+
+from megatron_runtime.apis import MegatronLLM, ParallelSizes, join_world
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.errors import (
+    CheckpointError,
+    ConfigurationError,
+    EngineError,
+    InvalidRequestError,
+    InvalidStateError,
+    LostRankError,
+)
+from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.parallel.ranks import Ranks
+from megatron_runtime.sampling_params import SamplingParams
+
+PROMPTS = [[*range(40, 61), 1], [*range(40, 61), 2, 3], [7] * 11, [9]]
+GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.5, seed=5, n=2, num_tokens_to_generate=16)
+ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True)
+
+
+def enter(rank: int, world_size: int, port: int, sizes: ParallelSizes) -> Ranks:
+    """As torchrun starts a process."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    return join_world(sizes, timeout=20.0)
+
+
+def build(path: Path, ranks: Ranks | None = None, **options: Any) -> MegatronLLM:
+    """An LLM of this rank's part."""
+    config = InferenceConfig(buffer_size_gb=0.01, enable_prefix_caching=True, kv_cache_management_mode="recompute")
+    model = load_model(path, dtype="float32", ranks=ranks)
+    return MegatronLLM(model=model, tokenizer=load_tokenizer(path), inference_config=config, **options)
+
+
+def tokens(llm: MegatronLLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    """What is answered to PROMPTS."""
+    return [request.generated_tokens for request in llm.generate(PROMPTS, params)]
+
+
+def generate_directly(rank: int, world_size: int, port: int, sizes: ParallelSizes, old: Path, new: Path) -> Any:
+    """Every rank asks; other weights in between; and once they ask for different things."""
+    ranks = enter(rank, world_size, port, sizes)
+    llm = build(old, ranks)
+    said = {"primary": llm.is_primary_rank, "greedy": tokens(llm), "drawn": tokens(llm, DRAWN)}
+    without_seed = llm.generate(PROMPTS, SamplingParams(num_tokens_to_generate=4))
+    said["without seed"] = [(request.generated_tokens, request.sampling_params.seed) for request in without_seed]
+    try:
+        llm.generate([[1, 2, rank]], GREEDY)
+    except InvalidRequestError as error:
+        said["complaint"] = str(error)
+    said["version"] = llm.update_weights(new)
+    said["renewed"] = tokens(llm)
+    llm.shutdown()
+    said["parameters"] = sum(parameter.numel() for parameter in llm.controller.model.parameters())
+    ranks.close()
+    return said
+
+
+def generate_together(rank: int, world_size: int, port: int, sizes: ParallelSizes, old: Path, new: Path) -> Any:
+    """Through the coordinator, with everything that may happen between two answers."""
+    ranks = enter(rank, world_size, port, sizes)
+    said: dict[str, Any] = {}
+    with build(old, ranks, use_coordinator=True) as llm:
+        if llm.is_primary_rank:
+            said["greedy"], said["drawn"] = tokens(llm), tokens(llm, DRAWN)
+        else:
+            try:
+                tokens(llm)
+            except RuntimeError as error:
+                said["refused"] = str(error)
+        with ThreadPoolExecutor() as pool:
+            under_way = pool.submit(tokens, llm, ENDLESS) if llm.is_primary_rank else None
+            for step in (llm.pause, llm.suspend, llm.resume, llm.unpause, llm.pause, llm.unpause):
+                step()
+            said["through it all"] = None if under_way is None else under_way.result()
+        llm.pause()
+        for weights in (old / "nowhere", {"strange": torch.zeros(1)}):
+            try:
+                llm.update_weights(weights)
+            except CheckpointError as error:
+                said.setdefault("complaints", []).append(str(error))
+        for form, weights in (("files", new), ("tensors", load_file(old / "model.safetensors"))):
+            if form == "tensors":
+                llm.pause()
+            said[f"version by {form}"] = llm.update_weights(weights)
+            llm.unpause()
+            if llm.is_primary_rank:
+                renewed = llm.generate(PROMPTS, GREEDY)
+                said[f"renewed by {form}"] = [request.generated_tokens for request in renewed]
+                said[f"versions by {form}"] = {request.weight_version for request in renewed}
+        said["steps"] = llm.engine.stats().generated_tokens_total
+    said["state"] = llm.engine.state.name
+    ranks.close()
+    return said
+
+
+def serve_through_it_all(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str) -> Any:
+    """All that ranks could disagree about, once for each copy, in small passes and few blocks, and suspended once."""
+    ranks = enter(rank, world_size, port, sizes)
+    model = load_model(path, dtype="float32", ranks=ranks)
+    config = lock_step_scenarios.tight(model, kv_cache_management_mode=mode, offload_weights=True)
+    said: dict[str, Any] = {}
+    llm = MegatronLLM(model=model, tokenizer=load_tokenizer(path), inference_config=config, use_coordinator=True)
+    with llm, ThreadPoolExecutor() as pool:
+        copies = world_size // sizes.ranks_per_replica
+        answers = [pool.submit(_answer_all, llm) for _ in range(copies)] if llm.is_primary_rank else []
+        while llm.is_primary_rank and llm.engine.stats().generated_tokens_total < 20:
+            time.sleep(0.01)
+        for step in (llm.pause, llm.suspend, llm.resume, llm.unpause):
+            step()
+        said["still at it"] = not all(future.done() for future in answers)
+        said["answers"] = [future.result() for future in answers]
+    llm.engine.check_integrity()
+    said["stats"] = llm.engine.stats()
+    ranks.close()
+    return said
+
+
+def _answer_all(llm: MegatronLLM) -> list[lock_step_scenarios.Answer]:
+    prompts, params = lock_step_scenarios.PROMPTS, lock_step_scenarios.PARAMS
+    with ThreadPoolExecutor() as pool:
+        found = [pool.submit(llm.generate, *each) for each in zip(prompts, params, strict=True)]
+        return [lock_step_scenarios.Answer.of(future.result()[0]) for future in found]
+
+
+def update_while_running(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> str:
+    """No rank takes other weights, and none waits for the others."""
+    ranks = enter(rank, world_size, port, sizes)
+    with build(path, ranks, use_coordinator=True) as llm:
+        try:
+            llm.update_weights(path)
+        except InvalidStateError as error:
+            return str(error)
+    return "nothing"
+
+
+def die(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str, victim: int) -> Any:
+    """One rank ends while the primary one generates, as long as all copies are there, and once more after that."""
+    ranks = enter(rank, world_size, port, sizes)
+    llm = build(path, ranks, use_coordinator=mode == "coordinated")
+    start = time.monotonic()
+    if rank == victim:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    said: dict[str, Any] = {}
+    try:
+        if llm.is_primary_rank:
+            while _copies(llm) == world_size // sizes.ranks_per_replica:
+                tokens(llm, ENDLESS)
+            said["answers"] = tokens(llm, GREEDY)
+        llm.shutdown()
+    except (EngineError, LostRankError) as error:
+        said["error"] = str(error)
+    said["seconds"] = time.monotonic() - start
+    return said
+
+
+def _copies(llm: MegatronLLM) -> int:
+    """Those that the coordinator has, or the one that there is in direct mode."""
+    if llm._runtime is None:
+        return 1
+    assert llm._runtime._client is not None
+    state = llm.run_sync(llm._runtime._client.service_state())
+    return sum(engine.ready for engine in state.engines)
+
+
+def refuse(rank: int, world_size: int, port: int, sizes: ParallelSizes) -> str:
+    """A world of another size."""
+    try:
+        enter(rank, world_size, port, sizes)
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing"

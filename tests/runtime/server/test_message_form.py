@@ -1,0 +1,77 @@
+"""What follows from a chat template about the messages of its model."""
+
+from __future__ import annotations
+
+import pytest
+from runtime_support.byte_backend import END, byte_backend
+
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.message_form import MessageForm
+from megatron_runtime.server.tools import FunctionDefinition, ToolChoice, ToolUse
+
+QWEN = r"""{%- if tools %}{{ "within <tool_call></tool_call>\n<tool_call>\n{\"name\": <function-name>}" }}{% endif %}"""
+LLAMA = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{%- if tools is not none %}
+{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+{%- endif %}"""
+MISTRAL = '{% if tools %}{% endif %}{{ "[TOOL_CALLS]" }}'
+PYTHONIC = '{% if tools %}{{ "[func_name1(params_name1=params_value1, params_name2=params_value2)]" }}{% endif %}'
+XML = "{% if tools %}<tool_call>\n<function=example>{% endif %}"
+
+
+def tokenizer(template: str) -> Tokenizer:
+    return Tokenizer(byte_backend(), location="here", eod=END, chat_templates={"default": template})
+
+
+def use(choice: ToolChoice) -> ToolUse:
+    return ToolUse((FunctionDefinition(name="f"),), choice)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (QWEN, "hermes"),
+        (LLAMA, "llama3_json"),
+        (MISTRAL, "mistral"),
+        (PYTHONIC, "pythonic"),
+        ("{{ messages }}", "hermes"),
+        ("{% broken", "hermes"),
+    ],
+)
+def test_a_template_shows_how_calls_are_written(template: str, expected: str) -> None:
+    written = MessageForm(tokenizer(template)).reading(use("auto"), []).format
+    assert written is not None
+    assert written.name == expected
+
+
+def test_a_parser_that_was_chosen_counts_more_than_the_template() -> None:
+    written = MessageForm(tokenizer(QWEN), ["pythonic"]).reading(use("auto"), []).format
+    assert written is not None
+    assert written.name == "pythonic"
+
+
+def test_a_way_of_calling_that_nobody_knows_is_refused_unless_calls_are_forced() -> None:
+    form = MessageForm(tokenizer(XML))
+    with pytest.raises(ApiError, match="--parsers hermes") as caught:
+        form.reading(use("auto"), [])
+    assert caught.value.param == "tools"
+    forced = form.reading(use("required"), []).format
+    assert forced is not None
+    assert forced.name == "hermes"
+    assert form.reading(use("none"), []).is_plain
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "thoughts"),
+    [
+        ("qwen3", "assistant\n", False),
+        ("qwen3", "assistant\n<think>\n", True),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", None),
+        ("deepseek_r1", "<|Assistant|>", True),
+        ("deepseek_r1", "</think> said earlier. <|Assistant|>", True),
+        ("hermes", "<think>", None),
+    ],
+)
+def test_the_end_of_a_prompt_says_whether_the_model_thinks(parser: str, prompt: str, thoughts: bool | None) -> None:
+    known = tokenizer(QWEN)
+    assert MessageForm(known, [parser]).reading(ToolUse(), known.tokenize(prompt)).thoughts is thoughts
