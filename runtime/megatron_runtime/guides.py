@@ -9,39 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher
 
+from megatron_runtime.call_form import CallForm
 from megatron_runtime.errors import InvalidRequestError
 
 _NO_TOKENS: Mapping[str, int] = {}
 # Where white space is free, a small model may go on with nothing else.
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-
-
-@dataclass(frozen=True)
-class CallForm:
-    """How a model writes calls of functions: each one is a JSON object with a ``name``, and something around it."""
-
-    begin: str = ""
-    """Before each call."""
-    end: str = ""
-    """After each call."""
-    separator: str = ""
-    """Between two."""
-    opening: str = ""
-    """Before all of them."""
-    closing: str = ""
-    """After all of them."""
-    arguments: str = "arguments"
-    """The key of the object with the arguments."""
-
-    @property
-    def mark(self) -> str:
-        """What tells calls from words; empty where nothing does."""
-        return self.opening or self.begin
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
@@ -52,7 +29,7 @@ def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
     """
     try:
         content = json.loads(schema) if isinstance(schema, str) else schema
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"the schema can't be read: {error}", field="grammar") from error
     if not isinstance(content, Mapping):
         raise InvalidRequestError("the schema must be a JSON object", field="grammar")

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -66,6 +67,34 @@ def test_a_row_compares_the_turns_of_a_round(program: ModuleType) -> None:
     )
     assert table[0] == ["1", "2", "3", "", "", "0%", "", ""]
     assert table[1] == ["tensor 2", "1", "3", "1.25", "0.50 to 2.00", "18%", "sum", "100%"]
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_token_takes_no_more_calls_the_more_requests_are_in_flight(
+    program: ModuleType, tmp_path: Path, prefix_caching: bool
+) -> None:
+    program.write_checkpoint(tmp_path, "tiny")
+    found = {}
+    for requests in (16, 64, 256):
+        load = program.scheduling.InFlight(tmp_path, requests, 2, prefix_caching=prefix_caching)
+        found[requests] = calls_of(lambda load=load: load.seconds(2)) / requests
+    assert found[256] <= found[64] <= found[16]
+
+
+def calls_of(act: Callable[[], object]) -> int:
+    """Functions that are called, those of other languages among them."""
+    count = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 @pytest.mark.parametrize("text", ["expert=2", "tensor", "tensor=0"])

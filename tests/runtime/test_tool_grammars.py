@@ -11,6 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from megatron_runtime import guides
+from megatron_runtime.call_form import CallForm
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.model.tokenizer_files import load_tokenizer
@@ -41,7 +42,7 @@ def lets_through(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def written(form: guides.CallForm, *calls: tuple[str, Any]) -> str:
+def written(form: CallForm, *calls: tuple[str, Any]) -> str:
     objects = (json.dumps({"name": name, form.arguments: value}, ensure_ascii=False) for name, value in calls)
     return form.opening + form.separator.join(form.begin + text + form.end for text in objects) + form.closing
 
@@ -65,13 +66,11 @@ def test_only_calls_of_the_functions_with_arguments_of_their_schemas_pass(tokeni
     [
         (TOOL_FORMATS["hermes"].form, {}),
         (TOOL_FORMATS["mistral"].form, {}),
-        (guides.CallForm(begin=IMAGINED, end="|"), {IMAGINED: 1}),
-        (guides.CallForm(opening=f"{IMAGINED}[", separator=", ", closing="]"), {IMAGINED: 1}),
+        (CallForm(begin=IMAGINED, end="|"), {IMAGINED: 1}),
+        (CallForm(opening=f"{IMAGINED}[", separator=", ", closing="]"), {IMAGINED: 1}),
     ],
 )
-def test_words_may_come_before_calls_or_alone(
-    tokenizer: Tokenizer, form: guides.CallForm, tokens: dict[str, int]
-) -> None:
+def test_words_may_come_before_calls_or_alone(tokenizer: Tokenizer, form: CallForm, tokens: dict[str, int]) -> None:
     assert tokens == tokenizer.special_tokens(tokens)
     grammar = guides.calls_grammar(form, FUNCTIONS, or_words=True, tokens=tokens)
     calls = written(form, ("weather", {"city": "Paris"}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_runtime.engine.leading import lead
 from megatron_runtime.engine.lock_step import LockStepEngine, refuse_request_timeout
 from megatron_runtime.engine.running_engine import RunningEngine
 from megatron_runtime.engine.state_journal import StateJournal
+from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
 from megatron_runtime.launch.parent_link import EXIT_DRAINED
 from megatron_runtime.parallel.lone_rank import LoneRank
@@ -35,6 +37,8 @@ STOP_SECONDS = 5.0
 LOAD_SECONDS = 1800.0
 """How much longer than others a rank may take to load its part of the model."""
 MOST_RESTARTS = 10
+_WHEN_ASKED_TO = (EXIT_DRAINED, -signal.SIGTERM)
+"""How a coordinator ends that was told to; the signal itself ends one that is ending already."""
 
 
 @dataclass(eq=False)
@@ -87,13 +91,19 @@ async def listen(
     host = hostname or (os.environ.get("MASTER_ADDR", "127.0.0.1") if world.size > 1 else "127.0.0.1")
     key = key if key is not None else os.environ.get(KEY_VARIABLE)
     coordinator: KeptCoordinator | None = None
-    address = f"{host}:{port}"
+    address, trouble = f"{host}:{port}", ""
     loops: list[CoordinatedLoop | FollowingLoop] = []
     if launch_coordinator and world.is_primary:
         options = _coordinator_options(engine, world, host, port, schedule_output_path)
-        coordinator, address = await _launch_coordinator(options, key, lambda: _service_state(loops))
+        try:
+            coordinator, address = await _launch_coordinator(options, key, lambda: _service_state(loops))
+        except Exception as error:
+            await asyncio.to_thread(world.share, (address, str(error)))
+            raise
     if launch_coordinator:
-        address = await asyncio.to_thread(world.share, address)
+        address, trouble = await asyncio.to_thread(world.share, (address, trouble))
+    if trouble:
+        raise CoordinatorError(f"rank 0 of the world has no coordinator: {trouble}")
     reached = StateJournal()
     loop, work = _make_loop(
         engine, ranks, world, address=address, key=key, prepare_thread=prepare_thread, on_state=reached.note
@@ -165,7 +175,7 @@ async def _launch_coordinator(
 
 
 def _note_end(end: ChildEnd) -> None:
-    if end.exit_code != EXIT_DRAINED:
+    if end.exit_code not in _WHEN_ASKED_TO:
         logger.error("the coordinator is not started again: %s", end.message)
 
 

@@ -9,7 +9,7 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.answer import Answer
 from megatron_runtime.server.choice import Delta, TokenLogProb
 from megatron_runtime.server.message import MessageBuilder
-from megatron_runtime.server.message_parts import Content, joined
+from megatron_runtime.server.message_parts import joined
 from megatron_runtime.server.protocol import ChatCompletionBody
 from megatron_runtime.server.token_ids import TokenIds
 
@@ -47,9 +47,10 @@ def chat_chunks(
         changes = message.add(delta)
         if not changes and (logprobs or new.get("token_ids")):
             changes = [message.nothing]
-        for change in changes:
+        for at, change in enumerate(changes):
+            if at:
+                logprobs, new = None, ids.of_piece(Delta(delta.choice, ""))
             yield _piece(delta.choice, change, logprobs) | new
-            logprobs, new = None, ids.of_piece(Delta(delta.choice, ""))
         if delta.finish_reason is not None:
             yield _piece(delta.choice, whole, finish_reason=message.builder.finish_reason(delta.finish_reason))
 
@@ -73,7 +74,7 @@ class _Message:
     def add(self, delta: Delta) -> list[dict[str, Any]]:
         """Take a delta; the ``delta`` of each chunk that it makes."""
         if self._reader is None:
-            return self.builder.add([Content(delta.text)] if delta.text else [])
+            return self.builder.add_words(delta.text)
         parts = self._reader.push(delta.text)
         if delta.finish_reason is not None:
             parts = joined([*parts, *self._reader.finish()])

@@ -44,6 +44,13 @@ class MessageBuilder:
         """Take parts; what each of them adds, as the ``delta`` of a chunk."""
         return [delta for part in parts if (delta := self._add(part))]
 
+    def add_words(self, text: str) -> list[dict[str, Any]]:
+        """As ``add``, of words alone: most answers are nothing else."""
+        if not text:
+            return []
+        self._content.append(text)
+        return [{"content": text}]
+
     def body(self) -> dict[str, Any]:
         """The whole message."""
         content = "".join(self._content)

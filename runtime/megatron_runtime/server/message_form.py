@@ -53,7 +53,11 @@ class Reading:
         """What reads one answer."""
         return MessageReader(
             None if self.thoughts is None else ThinkingReader(is_thinking=self.thoughts),
-            None if self.format is None else self.format.reader(),
+            None
+            if self.format is None
+            else self.format.reader(
+                {function.name: function.schema_of_parameters for function in self.tools.functions}
+            ),
             most_calls=None if self.tools.is_parallel else 1,
         )
 

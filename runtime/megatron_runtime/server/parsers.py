@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_runtime.errors import ConfigurationError
 
-TOOL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic")
+TOOL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 from megatron_runtime.server.tools import NamedTool, Tool, ToolCall, ToolChoice, ToolUse, tool_use
 
@@ -17,15 +18,24 @@ MAX_CHOICES = 128
 """Most choices (prompts x n) that one request may ask for."""
 
 
-def only(*neutral: object) -> AfterValidator:
+class Only:
     """Accepts the neutral values of a field that this server does not implement."""
 
-    def check(value: Any) -> Any:
-        if value not in neutral:
+    def __init__(self, *neutral: object) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The field's own validation, and then ours."""
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """What may be sent, so that the description of the API says it too."""
+        return {**handler(schema), "enum": list(self._neutral)}
+
+    def _check(self, value: Any) -> Any:
+        if value not in self._neutral:
             raise ValueError("is not supported by this server; leave it out")
         return value
-
-    return AfterValidator(check)
 
 
 StopString = Annotated[str, Field(min_length=1)]
@@ -36,7 +46,7 @@ class StreamOptions(BaseModel):
     """What a stream carries besides its deltas."""
 
     include_usage: bool = False
-    include_obfuscation: Annotated[bool, only(False)] = False
+    include_obfuscation: Annotated[bool, Only(False)] = False
 
 
 class JsonSchema(BaseModel):
@@ -76,7 +86,7 @@ class StructuredOutputs(BaseModel):
     choice: Annotated[list[StopString], Field(min_length=1)] | None = None
     grammar: StopString | None = None
     json_object: Literal[True] | None = None
-    structural_tag: Annotated[Any, only(None)] = None
+    structural_tag: Annotated[Any, Only(None)] = None
 
 
 class GenerationBody(BaseModel, ABC):
@@ -113,8 +123,8 @@ class GenerationBody(BaseModel, ABC):
     guided_grammar: StopString | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    priority: Annotated[int, only(0)] = 0
-    multi_modal_data: Annotated[Any, only(None, {})] = None
+    priority: Annotated[int, Only(0)] = 0
+    multi_modal_data: Annotated[Any, Only(None, {})] = None
 
     # Known to OpenAI's clients and without influence on the answer.
     user: str | None = None
@@ -231,13 +241,13 @@ class ChatCompletionBody(GenerationBody):
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
-    functions: Annotated[list[Any] | None, only(None, [])] = None
-    function_call: Annotated[Any, only(None, "none", "auto")] = None
-    modalities: Annotated[list[str] | None, only(None, ["text"])] = None
-    audio: Annotated[Any, only(None)] = None
-    reasoning_effort: Annotated[str | None, only(None, "none")] = None
-    verbosity: Annotated[str | None, only(None, "medium")] = None
-    web_search_options: Annotated[Any, only(None)] = None
+    functions: Annotated[list[Any] | None, Only(None, [])] = None
+    function_call: Annotated[Any, Only(None, "none", "auto")] = None
+    modalities: Annotated[list[str] | None, Only(None, ["text"])] = None
+    audio: Annotated[Any, Only(None)] = None
+    reasoning_effort: Annotated[str | None, Only(None, "none")] = None
+    verbosity: Annotated[str | None, Only(None, "medium")] = None
+    web_search_options: Annotated[Any, Only(None)] = None
 
     @model_validator(mode="after")
     def _tools_go_together(self) -> ChatCompletionBody:
@@ -289,8 +299,8 @@ class CompletionBody(GenerationBody):
 
     echo: bool = False
 
-    best_of: Annotated[int, only(1)] = 1
-    suffix: Annotated[str | None, only(None, "")] = None
+    best_of: Annotated[int, Only(1)] = 1
+    suffix: Annotated[str | None, Only(None, "")] = None
 
     @property
     def token_limit(self) -> int | None:

@@ -13,6 +13,7 @@ import uuid
 from dataclasses import dataclass
 
 from fastapi import Request
+from pydantic_core import PydanticSerializationError
 
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.protocol import GenerationBody
@@ -41,14 +42,18 @@ def request_name(request: Request, body: GenerationBody) -> RequestName | None:
     """The name that the request's header gives it, together with its body and its API key; None without the header.
 
     Raises:
-        ApiError: 400, when the header is empty or too long.
+        ApiError: 400, when the header is empty or too long, or the body nested too deeply.
     """
     key = request.headers.get(HEADER)
     if key is None:
         return None
     if not 0 < len(key) <= LONGEST_KEY:
         raise ApiError(400, f"Idempotency-Key: {len(key)} characters; use 1 to {LONGEST_KEY}", param="Idempotency-Key")
-    parts = [key, request.headers.get("authorization"), request.url.path, body.model_dump_json()]
+    try:
+        content = body.model_dump_json()
+    except PydanticSerializationError as error:
+        raise ApiError(400, f"the body can't be told from others: {error}") from error
+    parts = [key, request.headers.get("authorization"), request.url.path, content]
     return RequestName(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from megatron_runtime.server.protocol import ChatMessage, ContentPart, GenerationBody, only
+from megatron_runtime.server.protocol import ChatMessage, ContentPart, GenerationBody, Only
 from megatron_runtime.server.tools import (
     CalledFunction,
     FunctionDefinition,
@@ -137,7 +137,7 @@ class TextOptions(BaseModel):
     """What the text of the answer looks like."""
 
     format: TextFormat = Field(default_factory=lambda: TextFormat(type="text"))
-    verbosity: Annotated[str | None, only(None, "medium")] = None
+    verbosity: Annotated[str | None, Only(None, "medium")] = None
 
 
 class ResponsesBody(GenerationBody):
@@ -156,13 +156,13 @@ class ResponsesBody(GenerationBody):
     tool_choice: ToolChoice | NamedResponseTool = "auto"
     parallel_tool_calls: bool = True
 
-    n: Annotated[int, only(1)] = 1
-    previous_response_id: Annotated[Any, only(None)] = None
-    conversation: Annotated[Any, only(None)] = None
-    prompt: Annotated[Any, only(None)] = None
-    background: Annotated[bool, only(False)] = False
-    truncation: Annotated[str, only("disabled")] = "disabled"
-    reasoning: Annotated[Any, only(None, {})] = None
+    n: Annotated[int, Only(1)] = 1
+    previous_response_id: Annotated[Any, Only(None)] = None
+    conversation: Annotated[Any, Only(None)] = None
+    prompt: Annotated[Any, Only(None)] = None
+    background: Annotated[bool, Only(False)] = False
+    truncation: Annotated[str, Only("disabled")] = "disabled"
+    reasoning: Annotated[Any, Only(None, {})] = None
 
     @model_validator(mode="after")
     def _tools_go_together(self) -> ResponsesBody:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
+from pydantic_core import PydanticSerializationError, to_json
 
 LONGEST_NAME = 128
 NO_PARAMETERS: dict[str, Any] = {"properties": {}}
@@ -26,6 +27,10 @@ class FunctionDefinition(BaseModel):
     def _parameters_are_an_object(self) -> FunctionDefinition:
         if self.parameters is not None and self.parameters.get("type", "object") != "object":
             raise ValueError("parameters must be the schema of an object: type is 'object', or left out")
+        try:
+            to_json(self.parameters)
+        except PydanticSerializationError as error:
+            raise ValueError("parameters are nested too deeply") from error
         return self
 
     @property

@@ -117,6 +117,17 @@ def test_torchrun_starts_the_example(checkpoints: tuple[Path, Path]) -> None:
     assert ended.stdout.decode() == f"Water{expected.generated_text}\n"
 
 
+def test_an_answer_is_followed_as_it_comes_from_ranks_that_share_a_copy(checkpoints: tuple[Path, Path]) -> None:
+    said = run_ranks(world_scenarios.stream, 2, 2, free_port(), ParallelSizes(pipeline=2), checkpoints[0])
+    assert said == [alone(checkpoints[0])["ENDLESS"][0], None]
+
+
+def test_a_coordinator_that_cannot_be_is_told_on_all_ranks(checkpoints: tuple[Path, Path]) -> None:
+    said = run_ranks(world_scenarios.miss_coordinator, 3, 3, free_port(), ParallelSizes(), checkpoints[0])
+    assert "192.0.2.1" in said[0]
+    assert all(heard == f"rank 0 of the world has no coordinator: {said[0]}" for heard in said[1:])
+
+
 def test_weights_are_not_taken_by_a_running_engine_on_any_rank(checkpoints: tuple[Path, Path]) -> None:
     said = run_ranks(world_scenarios.update_while_running, 2, 2, free_port(), TENSOR, checkpoints[0])
     assert all("while the engine is RUNNING; pause it first" in heard for heard in said)
@@ -127,8 +138,19 @@ def test_weights_are_not_taken_by_a_running_engine_on_any_rank(checkpoints: tupl
 def test_a_rank_that_dies_ends_the_others_of_its_copy_by_name(
     mode: str, victim: int, checkpoints: tuple[Path, Path]
 ) -> None:
-    said = run_ranks(world_scenarios.die, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim)
+    said = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, True)
     assert said[victim] is None
+    other = said[1 - victim]
+    assert f"rank {victim} (tensor {victim}, stage 0) is missing" in other["error"]
+    assert other["seconds"] < 11.0
+
+
+@pytest.mark.parametrize(("mode", "victim"), [("direct", 0), ("coordinated", 0), ("coordinated", 1)])
+def test_a_rank_that_fails_ends_the_others_of_its_copy_at_once(
+    mode: str, victim: int, checkpoints: tuple[Path, Path]
+) -> None:
+    said = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, False)
+    assert "the device is on fire" in said[victim]["error"]
     other = said[1 - victim]
     assert f"rank {victim} (tensor {victim}, stage 0) is missing" in other["error"]
     assert other["seconds"] < 11.0
@@ -136,7 +158,7 @@ def test_a_rank_that_dies_ends_the_others_of_its_copy_by_name(
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_a_copy_that_loses_a_rank_leaves_the_others_to_serve(victim: int, checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.die, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", victim)
+    said = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", victim, True)
     assert said[victim] is None
     assert said[0]["answers"] == alone(checkpoints[0])["GREEDY"]
     assert victim == 1 or "rank 1 (tensor 1, stage 0) is missing" in said[2]["error"]
@@ -144,7 +166,7 @@ def test_a_copy_that_loses_a_rank_leaves_the_others_to_serve(victim: int, checkp
 
 
 def test_without_the_primary_rank_no_other_stays(checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.die, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0)
+    said = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0, True)
     assert said[0] is None
     assert "rank 0 (tensor 0, stage 0) is missing" in said[1]["error"]
     assert "rank 0 of the world, which has the coordinator, is gone" in said[2]["error"]

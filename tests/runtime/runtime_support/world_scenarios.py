@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,15 @@ import torch
 from runtime_support import lock_step_scenarios
 from safetensors.torch import load_file
 
-from megatron_runtime.apis import MegatronLLM, ParallelSizes, join_world
+from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ParallelSizes, join_world
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.errors import (
     CheckpointError,
     ConfigurationError,
+    CoordinatorError,
     EngineError,
     InvalidRequestError,
     InvalidStateError,
-    LostRankError,
 )
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.parallel.ranks import Ranks
@@ -31,6 +33,7 @@ from megatron_runtime.sampling_params import SamplingParams
 PROMPTS = [[*range(40, 61), 1], [*range(40, 61), 2, 3], [7] * 11, [9]]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, seed=5, n=2, num_tokens_to_generate=16)
+STREAMED = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True, streaming=True)
 ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True)
 
 
@@ -41,11 +44,16 @@ def enter(rank: int, world_size: int, port: int, sizes: ParallelSizes) -> Ranks:
     return join_world(sizes, timeout=20.0)
 
 
-def build(path: Path, ranks: Ranks | None = None, **options: Any) -> MegatronLLM:
-    """An LLM of this rank's part."""
+def parts(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
+    """What an LLM of this rank's part is made of."""
     config = InferenceConfig(buffer_size_gb=0.01, enable_prefix_caching=True, kv_cache_management_mode="recompute")
     model = load_model(path, dtype="float32", ranks=ranks)
-    return MegatronLLM(model=model, tokenizer=load_tokenizer(path), inference_config=config, **options)
+    return {"model": model, "tokenizer": load_tokenizer(path), "inference_config": config}
+
+
+def build(path: Path, ranks: Ranks | None = None, **options: Any) -> MegatronLLM:
+    """An LLM of this rank's part."""
+    return MegatronLLM(**parts(path, ranks), **options)
 
 
 def tokens(llm: MegatronLLM, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -139,6 +147,25 @@ def _answer_all(llm: MegatronLLM) -> list[lock_step_scenarios.Answer]:
         return [lock_step_scenarios.Answer.of(future.result()[0]) for future in found]
 
 
+def stream(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> list[int] | None:
+    """An answer as it comes, on the primary rank, through a pause and a suspension that all take part in."""
+    ranks = enter(rank, world_size, port, sizes)
+
+    async def follow_answer() -> list[int] | None:
+        async with MegatronAsyncLLM(**parts(path, ranks), use_coordinator=True) as llm:
+            answer = llm.generate_stream(PROMPTS[0], STREAMED) if llm.is_primary_rank else None
+            tokens = (await anext(answer)).new_tokens if answer is not None else []
+            for step in (llm.pause, llm.suspend, llm.resume, llm.unpause):
+                await step()
+            if answer is None:
+                return None
+            return [*tokens, *[token async for update in answer for token in update.new_tokens]]
+
+    heard = asyncio.run(follow_answer())
+    ranks.close()
+    return heard
+
+
 def update_while_running(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> str:
     """No rank takes other weights, and none waits for the others."""
     ranks = enter(rank, world_size, port, sizes)
@@ -150,13 +177,25 @@ def update_while_running(rank: int, world_size: int, port: int, sizes: ParallelS
     return "nothing"
 
 
-def die(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str, victim: int) -> Any:
-    """One rank ends while the primary one generates, as long as all copies are there, and once more after that."""
+def miss_coordinator(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> str:
+    """The coordinator is wanted on a machine that is not this one."""
+    ranks = enter(rank, world_size, port, sizes)
+    try:
+        build(path, ranks, use_coordinator=True, coordinator_host="192.0.2.1")
+    except (ConfigurationError, CoordinatorError) as error:
+        return str(error)
+    return "nothing"
+
+
+def lose(
+    rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str, victim: int, dies: bool
+) -> Any:
+    """One rank dies or fails while the primary one generates, as long as all copies are there, and once more then."""
     ranks = enter(rank, world_size, port, sizes)
     llm = build(path, ranks, use_coordinator=mode == "coordinated")
     start = time.monotonic()
     if rank == victim:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(1.0, _die if dies else partial(setattr, llm.engine, "step_modern", _fail)).start()
     said: dict[str, Any] = {}
     try:
         if llm.is_primary_rank:
@@ -164,10 +203,18 @@ def die(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path,
                 tokens(llm, ENDLESS)
             said["answers"] = tokens(llm, GREEDY)
         llm.shutdown()
-    except (EngineError, LostRankError) as error:
+    except (EngineError, ArithmeticError) as error:
         said["error"] = str(error)
     said["seconds"] = time.monotonic() - start
     return said
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail() -> None:
+    raise ArithmeticError("the device is on fire")
 
 
 def _copies(llm: MegatronLLM) -> int:

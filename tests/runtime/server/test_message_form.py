@@ -16,7 +16,8 @@ LLAMA = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{%- 
 {%- endif %}"""
 MISTRAL = '{% if tools %}{% endif %}{{ "[TOOL_CALLS]" }}'
 PYTHONIC = '{% if tools %}{{ "[func_name1(params_name1=params_value1, params_name2=params_value2)]" }}{% endif %}'
-XML = "{% if tools %}<tool_call>\n<function=example>{% endif %}"
+CODER = "{% if tools %}<tool_call>\n<function=example_function>\n<parameter=example>{% endif %}"
+UNKNOWN = "{% if tools %}<call f/>{% endif %}"
 
 
 def tokenizer(template: str) -> Tokenizer:
@@ -34,6 +35,7 @@ def use(choice: ToolChoice) -> ToolUse:
         (LLAMA, "llama3_json"),
         (MISTRAL, "mistral"),
         (PYTHONIC, "pythonic"),
+        (CODER, "qwen3_coder"),
         ("{{ messages }}", "hermes"),
         ("{% broken", "hermes"),
     ],
@@ -51,7 +53,7 @@ def test_a_parser_that_was_chosen_counts_more_than_the_template() -> None:
 
 
 def test_a_way_of_calling_that_nobody_knows_is_refused_unless_calls_are_forced() -> None:
-    form = MessageForm(tokenizer(XML))
+    form = MessageForm(tokenizer(UNKNOWN))
     with pytest.raises(ApiError, match="--parsers hermes") as caught:
         form.reading(use("auto"), [])
     assert caught.value.param == "tools"

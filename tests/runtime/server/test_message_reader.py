@@ -25,6 +25,17 @@ from megatron_runtime.server.thinking import ThinkingReader
 from megatron_runtime.server.tool_parsers.formats import TOOL_FORMATS
 
 HERMES, LLAMA, MISTRAL, PYTHONIC = (TOOL_FORMATS[name] for name in ("hermes", "llama3_json", "mistral", "pythonic"))
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "w": {
+        "properties": {
+            "n": {"type": "integer"},
+            "s": {"type": "string"},
+            "o": {"anyOf": [{"type": "object"}, {"type": "null"}]},
+            "t": {"type": ["string", "null"]},
+            "b": {"type": "boolean"},
+        }
+    }
+}
 PARIS = '{"city": "Paris"}'
 
 
@@ -37,7 +48,7 @@ def read(reader: PartReader, *pieces: str) -> list[Part]:
 
 
 def calls_reader(name: str, most_calls: int | None = None) -> MessageReader:
-    return MessageReader(None, TOOL_FORMATS[name].reader(), most_calls=most_calls)
+    return MessageReader(None, TOOL_FORMATS[name].reader(SCHEMAS), most_calls=most_calls)
 
 
 CASES: list[tuple[str, str, list[Part]]] = [
@@ -96,6 +107,21 @@ CASES: list[tuple[str, str, list[Part]]] = [
     ("pythonic", "[w(1)]", [Content("[w(1)]")]),
     ("pythonic", "[]", [Content("[]")]),
     ("pythonic", "[w(a=1), v(b=", [*call("w", '{"a": 1}'), Content("v(b=")]),
+    (
+        "qwen3_coder",
+        'Sure.\n<tool_call>\n<function=w>\n<parameter=n>\n3\n</parameter>\n<parameter=s>\nif a < b:\n\t"x"\n\n'
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=v>\n</function>\n</tool_call>",
+        [Content("Sure."), *call("w", '{"n": 3, "s": "if a < b:\\n\\t\\"x\\"\\n"}'), *call("v", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        '<function=w><parameter=o>{"k": [1]}</parameter><parameter=t>null</parameter><parameter=b>True</parameter>'
+        "<parameter=z>7</parameter><parameter=n>many</parameter></function> So.",
+        [*call("w", '{"o": {"k": [1]}, "t": null, "b": true, "z": "7", "n": "many"}'), Content("So.")],
+    ),
+    ("qwen3_coder", "<function=w><parameter=s>\nab", call("w", '{"s": "ab')),
+    ("qwen3_coder", "<tool_call> so", [Content("<tool_call> so")]),
+    ("qwen3_coder", "a <function=> b", [Content("a <function=> b")]),
     ("pythonic", "Hello [w()]", [Content("Hello [w()]")]),
 ]
 
@@ -126,7 +152,7 @@ def test_thoughts_are_told_from_words(is_thinking: bool, text: str, expected: li
 
 def test_calls_are_looked_for_after_the_thoughts_only() -> None:
     said = '<tool_call>{"name": "a"}</tool_call>'
-    reader = MessageReader(ThinkingReader(is_thinking=True), HERMES.reader())
+    reader = MessageReader(ThinkingReader(is_thinking=True), HERMES.reader({}))
     assert read(reader, f"I could {said}</think>\n{said}") == [Reasoning(f"I could {said}"), *call("a", "{}")]
 
 
@@ -145,7 +171,19 @@ def test_a_call_is_streamed_while_it_is_written() -> None:
     assert reader.finish() == []
 
 
-MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[", "]"]
+XML = ["<function=w>", "</function>", "<parameter=s>", "<parameter=n>", "</parameter>", "\n"]
+MARKS = [
+    *XML,
+    "<tool_call>",
+    "</tool_call>",
+    "<think>",
+    "</think>",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "[ARGS]",
+    "[",
+    "]",
+]
 SCRAPS = [
     *MARKS,
     '{"name": "w", "arguments": {"a": "ö"}}',
@@ -164,7 +202,7 @@ texts = st.lists(st.sampled_from(SCRAPS) | st.text(max_size=6), max_size=12).map
 READERS: dict[str, Callable[[], PartReader]] = {
     **{name: lambda name=name: calls_reader(name) for name in TOOL_FORMATS},  # type: ignore[misc]
     "thinking": lambda: ThinkingReader(is_thinking=True),
-    "both": lambda: MessageReader(ThinkingReader(is_thinking=False), HERMES.reader(), most_calls=2),
+    "both": lambda: MessageReader(ThinkingReader(is_thinking=False), HERMES.reader({}), most_calls=2),
 }
 
 

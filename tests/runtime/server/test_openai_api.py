@@ -66,6 +66,7 @@ def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
         ("chat/completions", {"messages": STORY, "response_format": {"type": "json_schema"}}, None, "json_schema goes"),
         ("chat/completions", {"messages": STORY, "guided_regex": "a("}, "guided_regex", "unclosed group"),
         ("chat/completions", {"messages": STORY, "guided_json": {"type": "x"}}, "guided_json", "Invalid type"),
+        ("completions", {"prompt": "a", "guided_json": "[" * 9000}, "guided_json", "can't be read"),
         ("completions", {"prompt": "a", "guided_json": {}, "guided_regex": "a"}, "guided_regex", "leave one out"),
         (
             "completions",

@@ -181,6 +181,13 @@ def test_a_model_that_may_call_none_is_told_of_none(shared_pod: Any) -> None:
     assert none.usage.prompt_tokens == plain.usage.prompt_tokens < ask(shared_pod, max_tokens=1).usage.prompt_tokens
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -210,6 +217,11 @@ def test_a_model_that_may_call_none_is_told_of_none(shared_pod: Any) -> None:
             "messages.0.tool_calls.0.function",
             "must be a JSON object",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": nested(200)}}]},
+            "tools.0.function",
+            "nested too deeply",
+        ),
         ({"functions": [NOW]}, "functions", "not supported"),
     ],
 )
@@ -218,3 +230,9 @@ def test_what_makes_no_sense_is_refused(shared_pod: Any, fields: dict[str, Any],
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert words in error["message"]
+
+
+def test_a_body_too_deep_to_be_named_is_refused(shared_pod: Any) -> None:
+    body = {"messages": ASKED, "max_tokens": 1, "metadata": nested(200)}
+    answer = shared_pod.post("/v1/chat/completions", body, **{"Idempotency-Key": "a"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

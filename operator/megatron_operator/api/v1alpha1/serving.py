@@ -44,11 +44,12 @@ class Parser(StrEnum):
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
     PYTHONIC = "pythonic"
+    QWEN3_CODER = "qwen3_coder"
     DEEPSEEK_R1 = "deepseek_r1"
     QWEN3 = "qwen3"
 
 
-TOOL_PARSERS = (Parser.HERMES, Parser.LLAMA3_JSON, Parser.MISTRAL, Parser.PYTHONIC)
+TOOL_PARSERS = (Parser.HERMES, Parser.LLAMA3_JSON, Parser.MISTRAL, Parser.PYTHONIC, Parser.QWEN3_CODER)
 
 
 class ServiceType(StrEnum):
@@ -172,8 +173,9 @@ class Frontend(Part):
     api_keys_secret: ApiKeysSecret | None = None
     """Requests must carry one of this Secret's keys as a bearer token; anyone may ask when left out."""
     parsers: list[Parser] = Field(default=[], max_length=2)
-    """What finds calls of tools (hermes, llama3_json, mistral, pythonic) and reasoning (deepseek_r1, qwen3) in answers,
-    at most one of each kind. Without one for tools it is the one that fits the model's chat template."""
+    """What finds calls of tools (hermes, llama3_json, mistral, pythonic, qwen3_coder) and reasoning (deepseek_r1,
+    qwen3) in answers, at most one of each kind. Without one for tools it is the one that fits the model's chat
+    template."""
 
     @model_validator(mode="after")
     def _there_is_one_parser_of_a_kind(self) -> Self:

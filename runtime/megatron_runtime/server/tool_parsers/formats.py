@@ -8,9 +8,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_runtime.guides import CallForm
+from megatron_runtime.call_form import CallForm
 from megatron_runtime.server.message_parts import PartReader
-from megatron_runtime.server.tool_parsers import hermes, llama3_json, mistral, pythonic
+from megatron_runtime.server.tool_parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
+from megatron_runtime.server.tool_parsers.qwen3_coder import Schemas
 
 
 def _call_id() -> str:
@@ -27,8 +28,8 @@ class ToolFormat:
     """One way."""
 
     name: str
-    reader: Callable[[], PartReader]
-    """Makes what finds the calls in one answer."""
+    reader: Callable[[Schemas], PartReader]
+    """Makes what finds the calls in one answer, given the schema of each function's arguments."""
     marks: tuple[str, ...]
     """Texts that tell calls from words; they may be special tokens of the model."""
     signs: tuple[tuple[str, ...], ...] = ()
@@ -40,7 +41,7 @@ class ToolFormat:
 
 HERMES = ToolFormat(
     "hermes",
-    hermes.HermesReader,
+    lambda _: hermes.HermesReader(),
     (hermes.BEGIN, hermes.END),
     (("<tool_call>",),),
     CallForm(begin="<tool_call>\n", end="\n</tool_call>", separator="\n"),
@@ -51,14 +52,14 @@ TOOL_FORMATS = {
         HERMES,
         ToolFormat(
             "llama3_json",
-            llama3_json.Llama3JsonReader,
+            lambda _: llama3_json.Llama3JsonReader(),
             (llama3_json.TAG,),
             (("<|python_tag|>",), ('{"name": function name, "parameters": ',)),
             CallForm(separator="; ", arguments="parameters"),
         ),
         ToolFormat(
             "mistral",
-            mistral.MistralReader,
+            lambda _: mistral.MistralReader(),
             (mistral.MARK, mistral.ARGUMENTS, mistral.CALL_ID),
             ((mistral.MARK,),),
             CallForm(opening=f"{mistral.MARK}[", separator=", ", closing="]"),
@@ -66,9 +67,15 @@ TOOL_FORMATS = {
         ),
         ToolFormat(
             "pythonic",
-            pythonic.PythonicReader,
+            lambda _: pythonic.PythonicReader(),
             (pythonic.BEGIN, pythonic.END),
             (("[func_name1(params_name1=params_value1",),),
+        ),
+        ToolFormat(
+            "qwen3_coder",
+            qwen3_coder.Qwen3CoderReader,
+            (qwen3_coder.BEGIN, qwen3_coder.END),
+            ((qwen3_coder.FUNCTION, qwen3_coder.PARAMETER),),
         ),
     )
 }
@@ -76,9 +83,8 @@ TOOL_FORMATS = {
 
 def format_of_template(source: str) -> ToolFormat | None:
     """The way that a chat template itself shows; None if it shows none that is known."""
-    if "<function=" in source:
-        return None  # calls in XML, though within the marks of Hermes
-    for form in (TOOL_FORMATS["mistral"], TOOL_FORMATS["llama3_json"], TOOL_FORMATS["pythonic"], HERMES):
+    # Qwen3-Coder's calls are within the marks of Hermes.
+    for form in (*(form for form in TOOL_FORMATS.values() if form is not HERMES), HERMES):
         if any(all(sign in source for sign in signs) for signs in form.signs):
             return form
     return None
