@@ -19,7 +19,7 @@ from megatron_operator.world import (
     WorldError,
 )
 
-RANK_PHASES = ("Exited", "Starting", "Loading", "Rendezvous", "Registering", "Serving")
+RANK_PHASES = ("Exited", "Starting", "Rendezvous", "Loading", "Registering", "Serving")
 """From the least advanced to the most."""
 
 CONNECT_TIMEOUT = 2.0

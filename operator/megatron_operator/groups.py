@@ -113,12 +113,27 @@ class Group:
         if ended:
             first = min(ended, key=lambda pod: (_complains(pod), _end_of(pod), pod.index))
             return self._failure_of(first, first.failure or _unexplained(first), _end_of(first), policy)
-        for pod in self.live_pods:
-            deadline = startup_deadline(pod, policy)
-            if deadline is not None and deadline <= now:
-                words = f"{pod.name} was not ready within {policy.startup_timeout.text}"
-                return self._failure_of(pod, Failure(STARTUP_TIMEOUT, words), deadline, policy)
+        deadline = self.startup_deadline(policy)
+        if deadline is not None and deadline <= now:
+            late = self._late_pods
+            were = f"{', '.join(pod.name for pod in late)} {'was' if len(late) == 1 else 'were'}"
+            words = f"{were} not ready within {policy.startup_timeout.text}"
+            return self._failure_of(late[0], Failure(STARTUP_TIMEOUT, words), deadline, policy)
         return self.remembered_failure if not self.pods else None
+
+    def startup_deadline(self, policy: FailurePolicy) -> float | None:
+        """When unready pods count as failed; None when there are none, or while one of them waits for a place.
+
+        Pods that are placed wait for the others, so their time begins with that of the last one.
+        """
+        late = self._late_pods
+        if not late or any(pod.waiting is not None and pod.waiting.reason == UNSCHEDULABLE for pod in late):
+            return None
+        return max(pod.ready_changed_at or pod.created_at for pod in late) + policy.startup_timeout
+
+    @property
+    def _late_pods(self) -> tuple[ObservedPod, ...]:
+        return tuple(pod for pod in self.live_pods if not pod.ready)
 
     @property
     def remembered_failure(self) -> GroupFailure | None:
@@ -185,15 +200,6 @@ def pod_is_ready(pod: ObservedPod) -> bool:
     """Whether the pod and the ranks in it serve."""
     serves = pod.rank_phase in (None, SERVING)
     return pod.phase is PodPhase.RUNNING and pod.ready and serves and not pod.deleting
-
-
-def startup_deadline(pod: ObservedPod, policy: FailurePolicy) -> float | None:
-    """When an unready pod counts as failed; None for one that is ready, has ended, or waits for a place."""
-    if pod.finished or pod.ready:
-        return None
-    if pod.waiting is not None and pod.waiting.reason == UNSCHEDULABLE:
-        return None
-    return (pod.ready_changed_at or pod.created_at) + policy.startup_timeout
 
 
 def lost_at(pod: ObservedPod) -> float | None:

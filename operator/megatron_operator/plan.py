@@ -18,7 +18,6 @@ from megatron_operator.groups import (
     lost_at,
     observe_groups,
     running_leader,
-    startup_deadline,
 )
 from megatron_operator.lifecycle import next_signal
 from megatron_operator.names import PodIdentity
@@ -123,7 +122,8 @@ class _Planner:
             yield from self._delete_all(group.pods)
             return
         yield from self._create(group, group.attempt, group.restarts, group.missing)
-        self.alarms += [at for pod in group.pods if (at := startup_deadline(pod, self.policy)) is not None]
+        if (deadline := group.startup_deadline(self.policy)) is not None:
+            self.alarms.append(deadline)
 
     def _follow_leaving(self, group: Group) -> Iterator[Action]:
         """The rest of the attempt goes as well; the next one starts when all are gone, or lost with their node."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_operator.engine import RANK_PHASES
 from megatron_operator.groups import GroupFailure, Standing, pod_is_ready
 from megatron_operator.picture import GroupView, Picture
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED, GiveUp, Retry
@@ -36,7 +37,7 @@ def why_not_ready(view: GroupView, picture: Picture) -> Cause:
             waiting = [pod for pod in view.group.pods if not pod_is_ready(pod)]
             if not waiting:
                 return Cause("Pending", f"group {index}: {len(view.group.missing)} more pods are about to be created")
-            return _of_pod(waiting[0])
+            return _of_pod(min(waiting, key=_progress))
 
 
 def _of_failure(failed: GroupFailure) -> str:
@@ -64,6 +65,12 @@ def _after_failure(view: GroupView, picture: Picture) -> Cause:
         case Retry(at=at, restarts=restarts):
             return Cause("BackOff", f"{words}; restart {restarts} of {limit} at {time_of_day(at)}")
     raise AssertionError("a failed group has an outlook")
+
+
+def _progress(pod: ObservedPod) -> tuple[bool, bool, int]:
+    """How far a pod has come; the others of its group wait for the last one."""
+    phase = RANK_PHASES.index(pod.rank_phase) if pod.rank_phase in RANK_PHASES else -1
+    return pod.waiting is None, pod.phase is PodPhase.RUNNING, phase
 
 
 def _of_pod(pod: ObservedPod) -> Cause:

@@ -133,6 +133,24 @@ def test_a_pod_without_a_place_may_wait_as_long_as_it_takes() -> None:
     assert planning.look() == Plan()
 
 
+def test_pods_that_wait_for_one_without_a_place_have_their_time_once_it_has_one() -> None:
+    planning = Planning(failurePolicy={"startupTimeout": "5m"}, parallelism={"tensor": 2})
+    planning.round()
+    cluster = planning.cluster
+    cluster.start("chat-0-0-0")
+    cluster.change("chat-0-0-0", rank_phase="Rendezvous")
+    cluster.change("chat-0-0-1", waiting=Failure("Unschedulable", "0/3 nodes have a GPU"))
+    cluster.now += 3600
+    assert planning.look() == Plan()
+    cluster.change("chat-0-0-1", waiting=None, phase=PodPhase.RUNNING, ready_changed_at=cluster.now)
+    assert planning.look() == Plan((), 300)
+    cluster.now += 300
+    assert deleted(planning.round()) == ["chat-0-0-1", "chat-0-0-0"]
+    (group,) = planning.status.groups
+    assert group.last_failure is not None
+    assert group.last_failure.message == "chat-0-0-0, chat-0-0-1 were not ready within 5m"
+
+
 def test_a_pod_that_someone_deleted_is_followed_by_a_new_attempt_that_costs_nothing() -> None:
     planning = Planning().settled()
     planning.cluster.delete("chat-0-0-0")

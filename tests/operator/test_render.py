@@ -101,8 +101,8 @@ def test_the_pods_of_a_group_meet_in_its_first_one() -> None:
     assert ports == [{"control", "rendezvous"}, {"control"}]
 
 
-def test_ranks_have_as_long_to_meet_as_their_pods_to_start() -> None:
-    assert "--rendezvous-timeout=90" in container(failurePolicy={"startupTimeout": "90s"})["args"]
+def test_ranks_wait_for_pods_of_their_group_that_wait_for_a_node() -> None:
+    assert "--rendezvous-timeout=604800" in container(failurePolicy={"startupTimeout": "90s"})["args"]
 
 
 def test_the_launcher_gets_what_is_left_of_the_restart_budget() -> None:

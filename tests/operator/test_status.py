@@ -83,6 +83,18 @@ def test_what_keeps_a_pod_from_starting_is_the_reason(reason: str) -> None:
     assert message(status, ConditionType.READY) == "chat-0-0-0 cannot start: 0/3 nodes have a free GPU"
 
 
+def test_a_group_says_of_the_pod_that_the_others_wait_for_what_it_waits_for() -> None:
+    watching = Watching(parallelism={"tensor": 3})
+    watching.act()
+    for pod, phase in (("chat-0-0-0", "Rendezvous"), ("chat-0-0-1", "Starting"), ("chat-0-0-2", "Rendezvous")):
+        watching.cluster.start(pod)
+        watching.cluster.change(pod, rank_phase=phase, loading=None)
+    status = watching.look()
+    assert message(status, ConditionType.READY) == "chat-0-0-1 has started; its ranks are not up yet"
+    watching.cluster.change("chat-0-0-2", waiting=Failure("ImagePull", "no such image"))
+    assert shown(watching.look())["Ready=False"] == "ImagePull"
+
+
 def test_an_engine_that_runs_is_ready_and_available() -> None:
     status = Watching(replicas=2).settled().status
     assert status.phase is Phase.RUNNING

@@ -192,6 +192,7 @@ def test_the_pods_of_a_copy_meet_in_the_first_one(options: LaunchOptions) -> Non
     [
         (1, {"master_address": None}, "but MEGATRON_MASTER_ADDR does not say where the first of them is; set it"),
         (0, {"bind_host": None}, "but MEGATRON_BIND_HOST does not say at which address the others reach this one"),
+        (0, {"bind_host": "0.0.0.0"}, "but MEGATRON_BIND_HOST=0.0.0.0 does not say at which address the others"),
     ],
 )
 def test_a_pod_that_could_not_meet_the_others_says_what_is_missing(

@@ -15,6 +15,9 @@ MODEL_MOUNT = "/models"
 CACHE_MOUNT = "/cache"
 """Where downloads go."""
 
+LONGEST_RENDEZVOUS = 7 * 86400
+"""Seconds that ranks wait for pods of their group, which may be waiting for a node; the plan bounds the rest."""
+
 API_KEYS_MOUNT = "/etc/megatron"
 """Where the Secret with the API keys is mounted."""
 API_KEYS_FILE = "api-keys"
@@ -44,7 +47,7 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         "--frontend-replicas": spec.frontend.replicas,
         "--drain-timeout": f"{spec.rollout.drain_timeout:g}",
         "--max-restarts": max_restarts,
-        "--rendezvous-timeout": f"{spec.failure_policy.startup_timeout:g}",
+        "--rendezvous-timeout": LONGEST_RENDEZVOUS,
         "--restart-reset-after": f"{spec.failure_policy.reset_after:g}",
     }
     if spec.model.max_sequence_length is not None:

@@ -18,6 +18,8 @@ KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
 ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES)
 HIGHEST_PORT = 65535
+EVERY_ADDRESS = ("0.0.0.0", "::")
+"""Can be listened at, but not be told to others."""
 RENDEZVOUS_SECONDS = 300.0
 SHORTEST_HANG = 3
 """Seconds: some signs of life may be late."""
@@ -229,9 +231,10 @@ class LaunchOptions:
         if self.has_first_rank:
             needed = ("MEGATRON_BIND_HOST", identity.bind_host, "at which address the others reach this one")
         variable, value, meaning = needed
-        if value is None:
+        if value is None or value in EVERY_ADDRESS:
+            given = variable if value is None else f"{variable}={value}"
             raise ConfigurationError(
-                f"{split}, but {variable} does not say {meaning}; set it, or use --ranks-per-pod {ranks}"
+                f"{split}, but {given} does not say {meaning}; set it, or use --ranks-per-pod {ranks}"
             )
 
     def _check_identity(self) -> None:

@@ -53,11 +53,15 @@ def join_replica(
     if position.sizes.ranks_per_replica == 1:
         return LoneRank(position.replica)
     place = MeetingPlace(position, host, port, attempt=attempt)
-    store = PrefixStore("torch", place.await_all(rendezvous_timeout))
+    store, limit = place.await_all(rendezvous_timeout), timedelta(seconds=timeout)
+    store.set_timeout(limit)  # from here on nobody waits as long as for those who may still have to be started
     use_interface_towards(host)  # whose name may not have been known before
-    limit = timedelta(seconds=timeout)
     dist.init_process_group(
-        "gloo", store=store, rank=position.rank, world_size=position.sizes.ranks_per_replica, timeout=limit
+        "gloo",
+        store=PrefixStore("torch", store),
+        rank=position.rank,
+        world_size=position.sizes.ranks_per_replica,
+        timeout=limit,
     )
     groups = _make_groups([position.replica], position, device_type, limit, owns_world=True)
     address = address_towards(host) or host

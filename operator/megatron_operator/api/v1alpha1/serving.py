@@ -161,7 +161,7 @@ class Frontend(Part):
                     "rule": "!has(self.parsers)"
                     f" || (self.parsers.filter(p, p in {[each.value for each in TOOL_PARSERS]}).size() <= 1"
                     f" && self.parsers.filter(p, !(p in {[each.value for each in TOOL_PARSERS]})).size() <= 1)",
-                    "message": "spec.frontend.parsers: two of them are for the same; name at most one for tools and"
+                    "message": "spec.frontend.parsers: two of them are for the same; choose at most one for tools and"
                     " one for reasoning",
                 }
             ]
