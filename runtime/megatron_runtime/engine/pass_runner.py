@@ -138,7 +138,8 @@ class PassRunner:
             self._context.sampled_logit_rows(slices),
             self._context.log_prob_rows(slices, top_n),
         )
-        return replace(output, dead_ends=self._dead_ends(slices, output.tokens))
+        dead_ends = self._dead_ends(slices, output.tokens)
+        return replace(output, dead_ends=dead_ends) if dead_ends else output
 
     def _dead_ends(self, slices: list[SequenceSlice], tokens: list[int]) -> dict[int, str]:
         """Only the rank that samples follows the grammars."""

@@ -31,7 +31,9 @@ class RequestGuide:
     @property
     def failure(self) -> str | None:
         """Why there is no next token, although the grammar is not at its end; None if there is one."""
-        return self._matcher.get_error() or None if self._matcher.is_error() else None
+        if not self._matcher.is_error():
+            return None
+        return (self._matcher.get_error().splitlines() or ["llguidance gives no reason"])[0]  # below is all its state
 
     def after(self, tokens: Sequence[int], length: int, vocab_size: int) -> NDArray[np.bool_]:
         """Which tokens may follow the sequence's first so many: bool [vocab_size]; none after a failure."""

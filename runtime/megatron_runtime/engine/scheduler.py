@@ -202,7 +202,7 @@ class Scheduler:
         return -(-sequences // self.limits.passes_under_way)
 
     def _begin_slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
-        part = SequenceSlice(sequence, sequence.num_begun, min(sequence.num_left, budget), sequence.life)
+        part = SequenceSlice.next_of(sequence, budget)
         sequence.num_begun = part.end
         return part
 

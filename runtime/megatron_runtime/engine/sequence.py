@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(eq=False)
@@ -50,37 +51,37 @@ class Sequence:
         return bool(self.blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSlice:
+class SequenceSlice(NamedTuple):
     """The part of a sequence that one forward pass computes."""
 
     sequence: Sequence
     start: int
-    length: int
-    life: int = 0
+    end: int
+    """Tokens that are computed afterwards."""
+    samples: bool
+    """True if the last token is the last known one, so that its logits give the next token."""
+    num_log_probs: int
+    """Trailing tokens whose logits are wanted for log probabilities: of the tokens after each of them."""
+    life: int
     """Of the sequence, when the pass was begun."""
 
+    @classmethod
+    def next_of(cls, sequence: Sequence, most: int) -> SequenceSlice:
+        """What a pass that takes up to so many tokens has to compute."""
+        start, known, wanted = sequence.num_begun, len(sequence.tokens), sequence.next_log_prob
+        end = min(known, start + most)
+        num_log_probs = 0 if wanted is None else max(0, end - max(start, wanted - 1))
+        return cls(sequence, start, end, end == known, num_log_probs, sequence.life)
+
     @property
-    def end(self) -> int:
-        """Tokens that are computed afterwards."""
-        return self.start + self.length
+    def length(self) -> int:
+        """Tokens to compute."""
+        return self.end - self.start
 
     @property
     def counts(self) -> bool:
         """False once the sequence has lost the blocks that the pass writes to."""
         return self.life == self.sequence.life
-
-    @property
-    def samples(self) -> bool:
-        """True if the last token is the last known one, so that its logits give the next token."""
-        return self.end == len(self.sequence.tokens)
-
-    @property
-    def num_log_probs(self) -> int:
-        """Trailing tokens whose logits are wanted for log probabilities: of the tokens after each of them."""
-        if self.sequence.next_log_prob is None:
-            return 0
-        return max(0, self.end - max(self.start, self.sequence.next_log_prob - 1))
 
     @property
     def num_logits(self) -> int:
