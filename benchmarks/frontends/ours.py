@@ -23,8 +23,8 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>\n{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
-CHILDREN: list[Child] = []
-"""They are kept, since a child's readers end with it."""
+KEPT: list[object] = []
+"""What must last as long as this process: a child's readers end with it, and its files with their folder."""
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -43,7 +43,8 @@ def write_tokenizer(folder: Path) -> None:
 
 
 async def open_stand() -> Stand:
-    folder = Path(tempfile.mkdtemp())
+    kept = tempfile.TemporaryDirectory()
+    folder = Path(kept.name)
     write_tokenizer(folder)
     (folder / "metrics").mkdir()
     _, address = await start_processes(
@@ -65,7 +66,7 @@ async def open_stand() -> Stand:
         ),
         on_report=lambda report: serving.set() if report.get("phase") == "Serving" else None,
     )
-    CHILDREN.append(frontend)
+    KEPT.extend((kept, frontend))
     await frontend.start()
     await serving.wait()
     assert frontend.pid
