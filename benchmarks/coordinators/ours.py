@@ -27,9 +27,10 @@ PATIENT = 3600.0
 class Engine:
     """One reply message for all requests that came in one; streams token by token."""
 
-    def __init__(self, address: str, group: int) -> None:
+    def __init__(self, address: str, group: int, text_of_token: str) -> None:
+        self._text_of_token = text_of_token
         self._reply = DynamicInferenceRequest(
-            request_id=0, generated_text="text", sampling_params=SamplingParams(), status=Status.COMPLETED
+            request_id=0, generated_text="", sampling_params=SamplingParams(), status=Status.COMPLETED
         ).serialize()
         self._streams: list[tuple[LoopRequest, int]] = []
         self._link = EngineLink(
@@ -71,15 +72,16 @@ class Engine:
         self._link.send_replies([self._finish(request, request.made.tokens) for request in ended])
 
     def _finish(self, request: LoopRequest, tokens: list[int]) -> LoopRequest:
-        request.reply = pack_body(self._reply | {"generated_tokens": tokens})
+        text = self._text_of_token * len(tokens)
+        request.reply = pack_body(self._reply | {"generated_tokens": tokens, "generated_text": text})
         return request
 
 
-def serve_engines(address: str, engines: int) -> None:
-    """All engines in this process."""
+def serve_engines(address: str, engines: int, text_of_token: str = "text") -> None:
+    """All engines in this process; streams are of token 1."""
 
     async def work() -> None:
-        await asyncio.gather(*(Engine(address, group).work() for group in range(engines)))
+        await asyncio.gather(*(Engine(address, group, text_of_token).work() for group in range(engines)))
 
     asyncio.run(work())
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import partial
+from typing import Protocol, TypeVar, runtime_checkable
 
 from peers.protocol import answer_requests, versions
+
+T = TypeVar("T")
 
 PATIENCE_SECONDS = 120
 VOCABULARY = 32000
@@ -115,16 +118,16 @@ async def _opened(stand: Awaitable[Stand]) -> Stand:
 
 async def _measure(stand: Stand, workload: Workload) -> dict[str, object]:
     """Both parts of a turn, after as many requests as the window holds, which wake everybody up."""
-    ask = _way_to_ask(stand, workload)
+    trip = partial(_round_trip, _way_to_ask(stand, workload), workload)
     prompts = workload.prompts(workload.window + workload.requests + workload.round_trips)
     warm_up = [next(prompts) for _ in range(workload.window)]
     crowd = [next(prompts) for _ in range(workload.requests)]
     async with asyncio.timeout(PATIENCE_SECONDS):
-        await _keep_busy(ask, workload, warm_up)
+        await keep_busy(trip, warm_up, workload.window)
         cpu, started = cpu_seconds(stand.coordinator), time.perf_counter()
-        await _keep_busy(ask, workload, crowd)
+        await keep_busy(trip, crowd, workload.window)
         seconds, cpu = time.perf_counter() - started, cpu_seconds(stand.coordinator) - cpu
-        trips = [await _round_trip(ask, workload, prompt) for prompt in prompts]
+        trips = [await trip(prompt) for prompt in prompts]
     return {"seconds": seconds, "cpu_seconds": cpu, "round_trips": trips}
 
 
@@ -136,16 +139,16 @@ def _way_to_ask(stand: Stand, workload: Workload) -> Ask:
     raise ValueError("this coordinator passes on no single tokens")
 
 
-async def _keep_busy(ask: Ask, workload: Workload, prompts: list[list[int]]) -> None:
-    """All prompts, with as many outstanding as the window has room for."""
-    left = iter(prompts)
+async def keep_busy(ask: Callable[[T], Awaitable[object]], questions: Iterable[T], window: int) -> None:
+    """All questions, with as many outstanding as the window has room for."""
+    left = iter(questions)
 
     async def one_after_the_other() -> None:
-        for prompt in left:
-            await _round_trip(ask, workload, prompt)
+        for question in left:
+            await ask(question)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(workload.window):
+        for _ in range(window):
             group.create_task(one_after_the_other())
 
 

@@ -37,6 +37,7 @@ def chat_chunks(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a stream: the role of every choice, its parts, its finish reason, at last the usage."""
     ids = TokenIds(answer)
+    no_tokens = ids.of_piece(Delta(0, ""))
     messages = [_Message(answer) for _ in range(answer.choices)]
 
     def pieces(delta: Delta) -> Iterator[dict[str, Any]]:
@@ -49,13 +50,13 @@ def chat_chunks(
             changes = [message.nothing]
         for at, change in enumerate(changes):
             if at:
-                logprobs, new = None, ids.of_piece(Delta(delta.choice, ""))
+                logprobs, new = None, no_tokens
             yield _piece(delta.choice, change, logprobs) | new
         if delta.finish_reason is not None:
             yield _piece(delta.choice, whole, finish_reason=message.builder.finish_reason(delta.finish_reason))
 
     openings = [
-        _piece(choice, {"role": "assistant", "content": ""}) | ids.of_prompt(choice) | ids.of_piece(Delta(choice, ""))
+        _piece(choice, {"role": "assistant", "content": ""}) | ids.of_prompt(choice) | no_tokens
         for choice in range(answer.choices)
     ]
     return answer.chunks("chat.completion.chunk", deltas, pieces, openings=openings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -65,6 +66,8 @@ async def _serve(link: ParentLink) -> int:
     beating = asyncio.create_task(link.keep_beating())
     try:
         await server.listening.wait()
+        # What is here now stays: the garbage collector need not look through the tokenizer again and again.
+        gc.freeze()
         link.report(phase="Serving")
         await serving
     finally:

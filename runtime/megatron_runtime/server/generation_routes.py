@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server import documentation
+from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.answer import Answer
 from megatron_runtime.server.chat import chat_chunks, chat_completion
 from megatron_runtime.server.choice import Delta
@@ -99,16 +100,17 @@ async def _answer(
     generation = frontend.generation(body, prompts, request_name(request, body), reading)
     answer = Answer(body, prompts, style.id_prefix, reading or Reading())
     try:
-        await unless_client_leaves(request, frontend.admission.admit(generation.size))
         if body.stream:
+            await unless_client_leaves(request, frontend.admission.admit(generation.size))
             chunks = style.chunks(answer, generation.deltas(), frontend.tokenizer)
             return EventStream(chunks, names_events=style.names_events)
-        deltas = await unless_client_leaves(request, _collect(generation))
+        deltas = await unless_client_leaves(request, _collect(generation, frontend.admission))
     except ClientLeft:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     return JSONResponse(style.whole(answer, deltas, frontend.tokenizer))
 
 
-async def _collect(generation: Generation) -> list[Delta]:
+async def _collect(generation: Generation, admission: Admission) -> list[Delta]:
+    await admission.admit(generation.size)
     async with aclosing(generation.deltas()) as deltas:
         return [delta async for delta in deltas]

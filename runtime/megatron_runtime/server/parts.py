@@ -42,8 +42,11 @@ class Frontend:
         """How the model writes its messages."""
         return MessageForm(self.tokenizer, self.options.http.parsers)
 
-    def check_key(self, request: Request) -> None:
-        """Raises ApiError 401 when keys are asked for and the request has none of them."""
+    async def check_key(self, request: Request) -> None:
+        """Raises ApiError 401 when keys are asked for and the request has none of them.
+
+        It awaits nothing, and is a coroutine because FastAPI calls anything else in a thread, which costs more.
+        """
         if self.api_keys is not None:
             self.api_keys.check(request.headers.get("authorization"))
 

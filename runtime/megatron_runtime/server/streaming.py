@@ -21,6 +21,9 @@ T = TypeVar("T")
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies must pass each event on at once."""
 
+_written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+"""Made once: ``json.dumps`` would make one for each chunk."""
+
 
 class EventStream(StreamingResponse):
     """``text/event-stream`` of JSON chunks that ends with ``[DONE]``, or with an error in OpenAI's shape.
@@ -45,7 +48,7 @@ async def _events(chunks: AsyncGenerator[Mapping[str, Any], None], names_events:
     try:
         async for chunk in chunks:
             name = f"event: {chunk['type']}\n".encode() if names_events else b""
-            yield name + _event(json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+            yield name + _event(_written(chunk))
     except ApiError as error:
         yield _event(json.dumps(error.body()))
         return

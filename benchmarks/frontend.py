@@ -1,0 +1,137 @@
+"""What a frontend process costs: ours beside a bare FastAPI and uvicorn that answers the same bodies.
+
+Behind ours are our coordinator and an engine without a model, which answers at once; behind the bare one is nothing.
+Clients are in other processes, as are the coordinator and the engine: what counts is the CPU of the frontend's process
+alone. The two take turns, workload by workload; README.md beside this file says how to read the table.
+
+    python benchmarks/frontend.py
+    python benchmarks/frontend.py --pairs 5 --window 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from frontends.protocol import Workload
+from peers.command_line import listed, positive, print_table
+from peers.process import ContenderError, StoppedProcess
+
+CONTENDERS = ("ours", "bare")
+COLUMNS = [
+    "workload",
+    "frontend",
+    "requests/s",
+    "CPU/request, us",
+    "CPU/token, us",
+    "CPU ratio ours / it",
+    "of the pairs",
+]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of one contender."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+class FrontendProcess(StoppedProcess):
+    """A contender with its frontend, what is behind it, and its clients."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name, sys.executable, f"frontends.{name}", folder / f"{name}.log", {})
+        self.versions: dict[str, str] = {}
+
+    def _load(self) -> None:
+        self.versions = self._ask("load")["versions"]
+
+    def run(self, workload: Workload) -> Turn:
+        """One turn.
+
+        Raises:
+            ContenderError: It ended; a wrong answer or none within two minutes are reasons.
+        """
+        return Turn(**self._ask("run", **asdict(workload)))
+
+
+def compete(contenders: list[FrontendProcess], workload: Workload, pairs: int) -> dict[str, list[Turn]]:
+    """Turn by turn, so that what disturbs the machine disturbs all; by contender."""
+    turns: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
+    for _ in range(pairs):
+        for contender in contenders:
+            turns[contender.name].append(contender.run(workload))
+    return turns
+
+
+def rows(title: str, workload: Workload, turns: dict[str, list[Turn]]) -> list[list[str]]:
+    """A row of the table for each contender; the first is what the others are compared with."""
+    ours = next(iter(turns.values()))
+    return [_row(title, name, workload, ours, theirs) for name, theirs in turns.items()]
+
+
+def _row(title: str, name: str, workload: Workload, ours: list[Turn], theirs: list[Turn]) -> list[str]:
+    ratios = [a.cpu_seconds / b.cpu_seconds for a, b in zip(ours, theirs, strict=True)]
+    cpu = statistics.median(turn.cpu_seconds for turn in theirs) / workload.requests * 1e6
+    return [
+        title,
+        name,
+        f"{statistics.median(workload.requests / turn.seconds for turn in theirs):.0f}",
+        f"{cpu:.0f}",
+        f"{cpu / workload.answer_tokens:.1f}" if workload.streaming else "",
+        f"{statistics.median(ratios):.2f}" if ours is not theirs else "",
+        f"{min(ratios):.2f} to {max(ratios):.2f}" if ours is not theirs else "",
+    ]
+
+
+def workloads(chosen: argparse.Namespace) -> dict[str, Workload]:
+    """By title."""
+    common: dict[str, Any] = {"prompt_sentences": chosen.prompt_sentences, "window": chosen.window}
+    at_once = {**common, "streaming": False, "answer_tokens": 16, "requests": chosen.requests}
+    streamed = {**common, "streaming": True, "answer_tokens": chosen.stream_tokens, "requests": chosen.streams}
+    return {
+        f"{kind}{way}": Workload(chat=kind == "chat", **fields)
+        for way, fields in (("", at_once), (", streamed", streamed))
+        for kind in ("chat", "completion")
+    }
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=positive, default=5)
+    parser.add_argument("--requests", type=positive, default=1000, help="of a turn that streams nothing")
+    parser.add_argument("--streams", type=positive, default=64, help="of a turn that streams")
+    parser.add_argument("--stream-tokens", type=positive, default=128, help="of each stream")
+    parser.add_argument("--window", type=positive, default=32, help="requests that are outstanding at any time")
+    parser.add_argument("--prompt-sentences", type=positive, default=6, help="of 16 tokens or 76 bytes each")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure each workload and print the table; exit status 1 if a contender fails."""
+    chosen = parse()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        try:
+            contenders = [stack.enter_context(FrontendProcess(name, Path(folder))) for name in CONTENDERS]
+            for contender in contenders:
+                print(f"{contender.name}: {listed(contender.versions)}", flush=True)
+            table = [COLUMNS]
+            for title, workload in workloads(chosen).items():
+                table += rows(title, workload, compete(contenders, workload, chosen.pairs))
+            print_table(table)
+            print(f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
+        except (ContenderError, OSError) as error:
+            sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
