@@ -11,6 +11,8 @@ from datetime import timedelta
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _GREETING = struct.Struct("=16sQ")
+_GREETING_SECONDS = 2.0
+"""A rank greets as soon as it is connected."""
 _SILENCE = 10
 """Seconds without a sign from the other host's kernel after which a connection is broken."""
 _FIRST_PROBE, _NEXT_PROBE = 4, 2
@@ -41,13 +43,22 @@ class Listener:
             while len(found) < count:
                 self._server.settimeout(max(deadline - time.monotonic(), 0.001))
                 end, _ = self._server.accept()
-                end.settimeout(self._timeout)
-                token, rank = _GREETING.unpack(read(end, _GREETING.size))
-                if token == self._token.encode():
-                    found[rank] = _without_delay(end)
-                else:
+                rank = self._greeted_by(end)
+                if rank is None:
                     end.close()
+                    continue
+                end.settimeout(self._timeout)
+                found[rank] = _without_delay(end)
         return found
+
+    def _greeted_by(self, end: socket.socket) -> int | None:
+        """The rank at the other side; None for anybody else, who may say nothing, or leave."""
+        end.settimeout(_GREETING_SECONDS)
+        try:
+            token, rank = _GREETING.unpack(read(end, _GREETING.size))
+        except OSError:
+            return None
+        return int(rank) if secrets.compare_digest(token, self._token.encode()) else None
 
 
 def connect(store: Store, key: str, rank: int, timeout: float) -> socket.socket:
