@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 0.1
 """Least time between two reports of progress."""
-LOAD_SECONDS = 1800.0
-"""How much longer than others a rank may take to load its part."""
 CUDA_SHARE = 0.9
 """Part of the device's free memory that a KV cache of unasked size takes; the rest is for activations."""
 
@@ -44,8 +42,7 @@ def main() -> None:
     link = ParentLink.from_arguments()
     try:
         engine = _build_engine(link)
-        ranks = engine.controller.model.ranks
-        ranks.barrier("ready", LOAD_SECONDS)
+        ranks = _all_loaded(engine)
         asyncio.run(_serve(link, engine, ranks) if ranks.position.is_first else _follow(link, engine, ranks))
         ranks.close()
     except (CheckpointError, ConfigurationError) as error:
@@ -104,6 +101,15 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     )
     tokenizer = load_tokenizer(link.options["checkpoint"])
     return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options, ranks))
+
+
+def _all_loaded(engine: DynamicInferenceEngine) -> Ranks:
+    """The ranks of this copy, each with its part of the model."""
+    from megatron_runtime.parallel.ranks import LOAD_SECONDS
+
+    ranks = engine.controller.model.ranks
+    ranks.barrier("ready", LOAD_SECONDS)
+    return ranks
 
 
 def _choose_device(link: ParentLink) -> torch.device:

@@ -26,7 +26,7 @@ from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
 from megatron_runtime.launch.parent_link import EXIT_DRAINED
 from megatron_runtime.parallel.lone_rank import LoneRank
-from megatron_runtime.parallel.ranks import Ranks
+from megatron_runtime.parallel.ranks import LOAD_SECONDS, Ranks
 from megatron_runtime.parallel.world import World
 from megatron_runtime.wire.security import KEY_VARIABLE
 
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
-LOAD_SECONDS = 1800.0
-"""How much longer than others a rank may take to load its part of the model."""
 MOST_RESTARTS = 10
 _WHEN_ASKED_TO = (EXIT_DRAINED, -signal.SIGTERM)
 """How a coordinator ends that was told to; the signal itself ends one that is ending already."""
