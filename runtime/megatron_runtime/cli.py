@@ -15,10 +15,11 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.launch.identity import TERMINATION_LOG_VARIABLE, Identity
 from megatron_runtime.launch.keeper import HANG_SECONDS, RESET_SECONDS
 from megatron_runtime.launch.launcher import Launcher
-from megatron_runtime.launch.options import RENDEZVOUS_SECONDS, EngineOptions, LaunchOptions, ModelSource
+from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
 from megatron_runtime.launch.quantity import parse_bytes
 from megatron_runtime.launch.termination import Outcome
+from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
 from megatron_runtime.server.options import HttpOptions
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 
@@ -93,7 +94,7 @@ def serve(
     ] = HANG_SECONDS,
     rendezvous_timeout: Annotated[
         float, typer.Option(help="Seconds within which all ranks of a copy have to come together.")
-    ] = RENDEZVOUS_SECONDS,
+    ] = RENDEZVOUS_TIMEOUT,
     replicas: Annotated[int, typer.Option(help="Copies of the model, for a standalone run.")] = 1,
     host: Annotated[str | None, typer.Option(help="Address of the OpenAI endpoint.")] = None,
     port: Annotated[int | None, typer.Option(help="Its port; 0 for any free one. Default: 8000.")] = None,

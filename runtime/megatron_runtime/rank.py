@@ -18,6 +18,7 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineE
 from megatron_runtime.launch.keeper import error_report
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.launch.pod_state import RankPhase
+from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def main() -> None:
     link = ParentLink.from_arguments()
     try:
         engine = _build_engine(link)
-        ranks = _all_loaded(engine)
+        ranks = engine.controller.model.ranks
+        ranks.barrier("ready", LOAD_TIMEOUT)
         asyncio.run(_serve(link, engine, ranks) if ranks.position.is_first else _follow(link, engine, ranks))
         ranks.close()
     except (CheckpointError, ConfigurationError) as error:
@@ -101,15 +103,6 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     )
     tokenizer = load_tokenizer(link.options["checkpoint"])
     return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options, ranks))
-
-
-def _all_loaded(engine: DynamicInferenceEngine) -> Ranks:
-    """The ranks of this copy, each with its part of the model."""
-    from megatron_runtime.parallel.ranks import LOAD_SECONDS
-
-    ranks = engine.controller.model.ranks
-    ranks.barrier("ready", LOAD_SECONDS)
-    return ranks
 
 
 def _choose_device(link: ParentLink) -> torch.device:

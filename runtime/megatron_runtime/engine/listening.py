@@ -26,7 +26,8 @@ from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
 from megatron_runtime.launch.parent_link import EXIT_DRAINED
 from megatron_runtime.parallel.lone_rank import LoneRank
-from megatron_runtime.parallel.ranks import LOAD_SECONDS, Ranks
+from megatron_runtime.parallel.ranks import Ranks
+from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.parallel.world import World
 from megatron_runtime.wire.security import KEY_VARIABLE
 
@@ -85,7 +86,7 @@ async def listen(
     """
     ranks = _ranks_of(engine)
     world = World.current(ranks.position)
-    await asyncio.to_thread(ranks.barrier, "listen", LOAD_SECONDS)
+    await asyncio.to_thread(ranks.barrier, "listen", LOAD_TIMEOUT)
     host = hostname or (os.environ.get("MASTER_ADDR", "127.0.0.1") if world.size > 1 else "127.0.0.1")
     key = key if key is not None else os.environ.get(KEY_VARIABLE)
     coordinator: KeptCoordinator | None = None

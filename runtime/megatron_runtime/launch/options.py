@@ -9,6 +9,7 @@ from megatron_runtime.config import LOGPROBS_MODES, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.keeper import HANG_SECONDS, RESET_SECONDS
+from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
 from megatron_runtime.server.options import HttpOptions
 from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
 
@@ -20,7 +21,6 @@ ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES)
 HIGHEST_PORT = 65535
 EVERY_ADDRESS = ("0.0.0.0", "::")
 """Can be listened at, but not be told to others."""
-RENDEZVOUS_SECONDS = 300.0
 SHORTEST_HANG = 3
 """Seconds: some signs of life may be late."""
 
@@ -103,7 +103,7 @@ class LaunchOptions:
     max_restarts: int = 5
     restart_reset_after: float = RESET_SECONDS
     hang_timeout: float = HANG_SECONDS
-    rendezvous_timeout: float = RENDEZVOUS_SECONDS
+    rendezvous_timeout: float = RENDEZVOUS_TIMEOUT
     host: str | None = None
     port: int | None = None
     control_port: int | None = None

@@ -158,6 +158,11 @@ class RankPosition:
         return range(start, start + self.sizes.tensor)
 
     @property
+    def others(self) -> list[int]:
+        """All other ranks of the replica."""
+        return [rank for rank in range(self.sizes.ranks_per_replica) if rank != self.rank]
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank takes the replica's requests in."""
         return self.rank == 0

@@ -11,9 +11,6 @@ from torch import Tensor
 from megatron_runtime.errors import LostRankError
 from megatron_runtime.parallel.layout import RankPosition
 
-LOAD_SECONDS = 1800.0
-"""How much longer than others a rank may take to load its part of the model."""
-
 
 class Pending(Protocol):
     """A message that may still be on its way."""

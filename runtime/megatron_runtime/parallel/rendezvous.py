@@ -18,10 +18,8 @@ from megatron_runtime.parallel.meeting_place import MeetingPlace
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.replica_group import ProcessGroups, ReplicaGroup
 from megatron_runtime.parallel.roll_call import RollCall
+from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TIMEOUT
 
-COLLECTIVE_TIMEOUT = 60.0
-"""Seconds that a rank may be behind; more than a forward pass takes. That one has died is noticed at once."""
-RENDEZVOUS_TIMEOUT = 300.0
 _ADDRESS_BYTES = 128
 
 

@@ -73,7 +73,7 @@ class ReplicaGroup:
             torch.device(device_type, torch.cuda.current_device()) if not self._on_cpu else torch.device("cpu")
         )
         self._timeout = timeout
-        self._others = [rank for rank in range(position.sizes.ranks_per_replica) if rank != position.rank]
+        self._others = position.others
         self._inbox = self._open_channel("inbox", 0, address)
         self._outcome = self._open_channel("outcome", position.sampler, address)
         self._exchange: Exchange | None = None

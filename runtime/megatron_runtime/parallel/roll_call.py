@@ -43,7 +43,7 @@ class RollCall:
         self.doing = COMPUTING
         """What this rank is at, for the others to read."""
         self._position = position
-        self._others = [rank for rank in range(position.sizes.ranks_per_replica) if rank != position.rank]
+        self._others = position.others
         self._verdict: str | None = None
         self._calling = threading.Lock()
         self._is_cut_off = False

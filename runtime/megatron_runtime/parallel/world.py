@@ -13,7 +13,8 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.interface import use_interface_towards
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
 from megatron_runtime.parallel.ranks import Ranks
-from megatron_runtime.parallel.rendezvous import COLLECTIVE_TIMEOUT, replica_of_world
+from megatron_runtime.parallel.rendezvous import replica_of_world
+from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -16,9 +16,9 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 from megatron_runtime.errors import LostRankError
 from megatron_runtime.parallel.connections import Listener, break_when_silent, connect, read
 from megatron_runtime.parallel.interface import address_towards
+from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
 from megatron_runtime.parallel.world import World
 
-_CONNECT_SECONDS = 300.0
 _END = b"."
 
 
@@ -65,10 +65,10 @@ class WorldGroup:
         place = PrefixStore(self._world.share(secrets.token_hex(8)), distributed_c10d._get_default_store())
         if self._world.is_primary:
             towards = os.environ.get("MASTER_ADDR", "127.0.0.1")
-            listener = Listener(place, "primary", address_towards(towards) or towards, _CONNECT_SECONDS)
+            listener = Listener(place, "primary", address_towards(towards) or towards, RENDEZVOUS_TIMEOUT)
             self._others = list(listener.accept(self._world.size - 1).values())
         else:
-            self._primary = connect(place, "primary", self._world.rank, _CONNECT_SECONDS)
+            self._primary = connect(place, "primary", self._world.rank, RENDEZVOUS_TIMEOUT)
             self._primary.settimeout(None)
             break_when_silent(self._primary)
 
