@@ -18,12 +18,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from coordinators.protocol import Setup, Workload
 from peers.command_line import add_peer_option, listed, positive, print_table
 from peers.process import ContenderError, StoppedProcess
+from peers.turns import ratio_cells, take_turns
 
 PEERS = ("forwarder", "megatron-core")
 WORKLOADS: dict[str, dict[str, int]] = {
@@ -78,16 +80,6 @@ class CoordinatorProcess(StoppedProcess):
         return Turn(**self._ask("run", **asdict(workload)))
 
 
-def compete(contenders: list[CoordinatorProcess], workload: Workload, pairs: int) -> dict[str, list[Turn]]:
-    """Turn by turn, so that what disturbs the machine disturbs all; by contender."""
-    turns: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
-    for pair in range(pairs):
-        fresh = Workload(**{**asdict(workload), "seed": pair})
-        for contender in contenders:
-            turns[contender.name].append(contender.run(fresh))
-    return turns
-
-
 def rows(title: str, workload: Workload, turns: dict[str, list[Turn]]) -> list[list[str]]:
     """A row of the table for each contender; the first is what the others are compared with."""
     ours = next(iter(turns.values()))
@@ -95,7 +87,7 @@ def rows(title: str, workload: Workload, turns: dict[str, list[Turn]]) -> list[l
 
 
 def _row(title: str, name: str, workload: Workload, ours: list[Turn], theirs: list[Turn]) -> list[str]:
-    ratios = [a.cpu_seconds / b.cpu_seconds for a, b in zip(ours, theirs, strict=True)]
+    ratios = [a.cpu_seconds / b.cpu_seconds for a, b in zip(ours, theirs, strict=True) if a is not b]
     cpu = statistics.median(turn.cpu_seconds for turn in theirs) / workload.requests * 1e6
     trips = sorted(trip * 1000 for turn in theirs for trip in turn.round_trips)
     return [
@@ -106,8 +98,7 @@ def _row(title: str, name: str, workload: Workload, ours: list[Turn], theirs: li
         f"{cpu / workload.answer_tokens:.1f}" if workload.streaming else "",
         f"{statistics.median(trips):.2f}" if trips else "",
         f"{trips[len(trips) * 99 // 100]:.2f}" if trips else "",
-        f"{statistics.median(ratios):.2f}" if ours is not theirs else "",
-        f"{min(ratios):.2f} to {max(ratios):.2f}" if ours is not theirs else "",
+        *ratio_cells(ratios),
     ]
 
 
@@ -149,8 +140,13 @@ def measure(contenders: list[CoordinatorProcess], chosen: argparse.Namespace) ->
     for title, fields in WORKLOADS.items():
         workload = workload_of(chosen, fields)
         able = [contender for contender in contenders if contender.streams or not workload.streaming]
-        table += rows(title, workload, compete(able, workload, chosen.pairs))
+        turns = take_turns(able, chosen.pairs, partial(_run_afresh, workload))
+        table += rows(title, workload, {contender.name: theirs for contender, theirs in turns.items()})
     return table
+
+
+def _run_afresh(workload: Workload, contender: CoordinatorProcess, pair: int) -> Turn:
+    return contender.run(replace(workload, seed=pair))
 
 
 def workload_of(chosen: argparse.Namespace, fields: Mapping[str, int]) -> Workload:

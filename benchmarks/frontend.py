@@ -17,12 +17,14 @@ import statistics
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from frontends.protocol import Workload
 from peers.command_line import listed, positive, print_table
 from peers.process import ContenderError, StoppedProcess
+from peers.turns import ratio_cells, take_turns
 
 CONTENDERS = ("ours", "bare")
 COLUMNS = [
@@ -63,15 +65,6 @@ class FrontendProcess(StoppedProcess):
         return Turn(**self._ask("run", **asdict(workload)))
 
 
-def compete(contenders: list[FrontendProcess], workload: Workload, pairs: int) -> dict[str, list[Turn]]:
-    """Turn by turn, so that what disturbs the machine disturbs all; by contender."""
-    turns: dict[str, list[Turn]] = {contender.name: [] for contender in contenders}
-    for _ in range(pairs):
-        for contender in contenders:
-            turns[contender.name].append(contender.run(workload))
-    return turns
-
-
 def rows(title: str, workload: Workload, turns: dict[str, list[Turn]]) -> list[list[str]]:
     """A row of the table for each contender; the first is what the others are compared with."""
     ours = next(iter(turns.values()))
@@ -79,7 +72,7 @@ def rows(title: str, workload: Workload, turns: dict[str, list[Turn]]) -> list[l
 
 
 def _row(title: str, name: str, workload: Workload, ours: list[Turn], theirs: list[Turn]) -> list[str]:
-    ratios = [a.cpu_seconds / b.cpu_seconds for a, b in zip(ours, theirs, strict=True)]
+    ratios = [a.cpu_seconds / b.cpu_seconds for a, b in zip(ours, theirs, strict=True) if a is not b]
     cpu = statistics.median(turn.cpu_seconds for turn in theirs) / workload.requests * 1e6
     return [
         title,
@@ -87,8 +80,7 @@ def _row(title: str, name: str, workload: Workload, ours: list[Turn], theirs: li
         f"{statistics.median(workload.requests / turn.seconds for turn in theirs):.0f}",
         f"{cpu:.0f}",
         f"{cpu / workload.answer_tokens:.1f}" if workload.streaming else "",
-        f"{statistics.median(ratios):.2f}" if ours is not theirs else "",
-        f"{min(ratios):.2f} to {max(ratios):.2f}" if ours is not theirs else "",
+        *ratio_cells(ratios),
     ]
 
 
@@ -102,6 +94,10 @@ def workloads(chosen: argparse.Namespace) -> dict[str, Workload]:
         for way, fields in (("", at_once), (", streamed", streamed))
         for kind in ("chat", "completion")
     }
+
+
+def _run(workload: Workload, contender: FrontendProcess, _: int) -> Turn:
+    return contender.run(workload)
 
 
 def parse() -> argparse.Namespace:
@@ -126,7 +122,8 @@ def main() -> None:
                 print(f"{contender.name}: {listed(contender.versions)}", flush=True)
             table = [COLUMNS]
             for title, workload in workloads(chosen).items():
-                table += rows(title, workload, compete(contenders, workload, chosen.pairs))
+                turns = take_turns(contenders, chosen.pairs, partial(_run, workload))
+                table += rows(title, workload, {contender.name: theirs for contender, theirs in turns.items()})
             print_table(table)
             print(f"load of the machine at the end: {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores")
         except (ContenderError, OSError) as error:

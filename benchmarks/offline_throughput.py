@@ -24,6 +24,7 @@ from typing import Any
 from peers.command_line import add_peer_option, listed, positive, print_table
 from peers.process import ContenderError, ContenderProcess
 from peers.protocol import Job
+from peers.turns import ratio_cells
 
 PEERS = ("transformers", "transformers-continuous", "llama-cpp", "onnxruntime-genai", "openvino-genai", "vllm")
 MODELS: dict[str, dict[str, Any]] = {
@@ -51,8 +52,7 @@ class Pairs:
             self.peer,
             f"{statistics.median(self.ours):.0f}",
             f"{statistics.median(self.theirs):.0f}",
-            f"{statistics.median(ratios):.2f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            *ratio_cells(ratios),
             f"{self.agreement:.0%}",
             listed(self.versions),
         ]

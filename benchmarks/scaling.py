@@ -26,6 +26,7 @@ from pathlib import Path
 from offline_throughput import MODELS, make_prompts, write_checkpoint
 from peers.command_line import listed, positive, print_table
 from peers.process import ContenderError, StoppedProcess
+from peers.turns import ratio_cells, take_turns
 from ranks import scheduling
 
 IN_FLIGHT = (1, 4, 16, 64, 256, 1024)
@@ -100,22 +101,13 @@ class RankGroup(StoppedProcess):
         return Turn(**self._ask("run", **self._job))
 
 
-def compete(groups: list[RankGroup], rounds: int) -> dict[RankGroup, list[Turn]]:
-    """Turn by turn, so that what disturbs the machine disturbs all."""
-    turns: dict[RankGroup, list[Turn]] = {group: [] for group in groups}
-    for _ in range(rounds):
-        for group in groups:
-            turns[group].append(group.run())
-    return turns
-
-
 def rows(turns: dict[RankGroup, list[Turn]]) -> list[list[str]]:
     """A row for each group; the first is the one rank that the others are compared with."""
     return [_row(group, next(iter(turns.values())), theirs) for group, theirs in turns.items()]
 
 
 def _row(group: RankGroup, alone: list[Turn], turns: list[Turn]) -> list[str]:
-    ratios = [turn.speed / one.speed for turn, one in zip(turns, alone, strict=True)]
+    ratios = [turn.speed / one.speed for turn, one in zip(turns, alone, strict=True) if turn is not one]
     spent = sum((Counter(rank) for turn in turns for rank in turn.communication), Counter[str]())
     is_alone = turns is alone
     same = sum(a == b for a, b in zip(turns[0].tokens, alone[0].tokens, strict=True)) / len(alone[0].tokens)
@@ -123,8 +115,7 @@ def _row(group: RankGroup, alone: list[Turn], turns: list[Turn]) -> list[str]:
         group.name,
         str(group.threads),
         f"{statistics.median(turn.speed for turn in turns):.0f}",
-        "" if is_alone else f"{statistics.median(ratios):.2f}",
-        "" if is_alone else f"{min(ratios):.2f} to {max(ratios):.2f}",
+        *ratio_cells(ratios),
         f"{statistics.median(turn.share for turn in turns):.0%}",
         "" if is_alone else spent.most_common(1)[0][0],
         "" if is_alone else f"{same:.0%}",
@@ -169,7 +160,7 @@ def main() -> None:
             for group in groups:
                 stack.enter_context(group)
             print(f"\n{listed(groups[0].versions)}; {chosen.cores} cores, {chosen.dtype}", flush=True)
-            print_table([RANKS, *rows(compete(groups, chosen.rounds))])
+            print_table([RANKS, *rows(take_turns(groups, chosen.rounds, lambda group, _: group.run()))])
         except (ContenderError, OSError) as error:
             sys.exit(str(error))
 

@@ -99,7 +99,7 @@ def serve(open_stand: Callable[[Setup, bool], Awaitable[Stand]], *packages: str)
 
     def load(**setup: int) -> dict[str, object]:
         for prefix_routing in (False, True):
-            stands[prefix_routing] = runner.run(_opened(open_stand(Setup(**setup), prefix_routing)))
+            stands[prefix_routing] = runner.run(opened(open_stand(Setup(**setup), prefix_routing)))
         streams = isinstance(stands[False], StreamingStand)
         return {"versions": versions(*packages) | {"python": sys.version.split()[0]}, "streams": streams}
 
@@ -111,7 +111,8 @@ def serve(open_stand: Callable[[Setup, bool], Awaitable[Stand]], *packages: str)
         answer_requests({"load": load, "run": run})
 
 
-async def _opened(stand: Awaitable[Stand]) -> Stand:
+async def opened(stand: Awaitable[T]) -> T:
+    """What is being started, which has to be there before patience is over."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         return await stand
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from coordinators.protocol import PATIENCE_SECONDS, cpu_seconds, keep_busy
+from coordinators.protocol import PATIENCE_SECONDS, cpu_seconds, keep_busy, opened
 from peers.protocol import answer_requests, versions
 
 MODEL = "echo"
@@ -68,7 +68,7 @@ def serve(open_stand: Callable[[], Awaitable[Stand]], *packages: str) -> None:
     stands: list[Stand] = []
 
     def load() -> dict[str, object]:
-        stands.append(runner.run(_opened(open_stand())))
+        stands.append(runner.run(opened(open_stand())))
         return {"versions": versions(*packages) | {"python": sys.version.split()[0]}}
 
     def run(**fields: Any) -> dict[str, object]:
@@ -76,11 +76,6 @@ def serve(open_stand: Callable[[], Awaitable[Stand]], *packages: str) -> None:
 
     with asyncio.Runner() as runner:
         answer_requests({"load": load, "run": run})
-
-
-async def _opened(stand: Awaitable[Stand]) -> Stand:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        return await stand
 
 
 async def _measure(stand: Stand, workload: Workload) -> dict[str, object]:

@@ -20,6 +20,7 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.sampling_params import SamplingParams
 from offline_throughput import make_prompts
+from peers.turns import ratio_cells, take_turns
 
 BLOCK = 16
 PROMPT_TOKENS = 33
@@ -87,11 +88,8 @@ def measure(
     """Seconds of a step by requests in flight, in turn, so that what disturbs the machine disturbs all."""
     torch.set_num_threads(1)
     loads = [InFlight(folder, count, steps * rounds, prefix_caching=prefix_caching) for count in counts]
-    found: dict[int, list[float]] = {load.requests: [] for load in loads}
-    for _ in range(rounds):
-        for load in loads:
-            found[load.requests].append(load.seconds(steps))
-    return found
+    taken = take_turns(loads, rounds, lambda load, _: load.seconds(steps))
+    return {load.requests: seconds for load, seconds in taken.items()}
 
 
 def rows(found: dict[int, list[float]]) -> list[list[str]]:
@@ -106,8 +104,7 @@ def rows(found: dict[int, list[float]]) -> list[list[str]]:
                 str(requests),
                 f"{statistics.median(seconds) * 1e6:.0f}",
                 f"{statistics.median(each) * 1e6:.2f}",
-                f"{statistics.median(ratios):.2f}" if ratios else "",
-                f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "",
+                *ratio_cells(ratios),
             ]
         )
         before = each
