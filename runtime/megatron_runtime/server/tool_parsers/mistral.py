@@ -8,6 +8,7 @@ from megatron_runtime.server.markers import split_at
 from megatron_runtime.server.message_parts import CallArguments, CallStart, Content, Part
 from megatron_runtime.server.tool_parsers.json_call import JsonCall
 from megatron_runtime.server.tool_parsers.json_value import JsonValue
+from megatron_runtime.server.tool_parsers.stepped_reader import SteppedReader
 
 MARK = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
@@ -23,24 +24,16 @@ class _Place(Enum):
     ARGUMENTS = auto()
 
 
-class MistralReader:
+class MistralReader(SteppedReader):
     """A ``PartReader``. Each mark is followed by a list, or by one call; then there may be words again."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._place = _Place.WORDS
-        self._held = ""
         self._opening = ""  # what was read since the mark, while there is no call
         self._is_in_list = False
         self._call = JsonCall()
         self._value = JsonValue()
-
-    def push(self, text: str) -> list[Part]:
-        """See ``PartReader``."""
-        self._held += text
-        parts: list[Part] = []
-        while self._held and self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         """See ``PartReader``."""
@@ -55,7 +48,6 @@ class MistralReader:
         return [Content(self._opening + self._held)]
 
     def _step(self, parts: list[Part]) -> bool:
-        """Reads on; whether there is more to do with what is held."""
         match self._place:
             case _Place.WORDS:
                 before, mark, self._held = split_at(self._held, (MARK,))

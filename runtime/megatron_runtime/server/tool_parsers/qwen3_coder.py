@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_runtime.server.markers import split_at
 from megatron_runtime.server.message_parts import CallArguments, CallStart, Content, Part
+from megatron_runtime.server.tool_parsers.stepped_reader import SteppedReader
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
@@ -33,7 +34,7 @@ class _Place(Enum):
     TEXT = auto()
 
 
-class Qwen3CoderReader:
+class Qwen3CoderReader(SteppedReader):
     """A ``PartReader``. Texts among the values are told as they come, others once they are whole.
 
     Args:
@@ -41,23 +42,15 @@ class Qwen3CoderReader:
     """
 
     def __init__(self, schemas: Schemas) -> None:
+        super().__init__()
         self._schemas = schemas
         self._place = _Place.WORDS
-        self._held = ""
         self._opening = ""
         self._is_open = False
         self._properties: Mapping[str, Any] = {}
         self._has_values = False
         self._types: frozenset[str] = frozenset()
         self._is_at_start = False
-
-    def push(self, text: str) -> list[Part]:
-        """See ``PartReader``."""
-        self._held += text
-        parts: list[Part] = []
-        while self._held and self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         """See ``PartReader``."""
@@ -69,7 +62,6 @@ class Qwen3CoderReader:
         return []
 
     def _step(self, parts: list[Part]) -> bool:
-        """Reads on; whether there is more to do with what is held."""
         match self._place:
             case _Place.WORDS:
                 return self._find_mark(parts)
