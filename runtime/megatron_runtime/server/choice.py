@@ -145,8 +145,7 @@ class ChoiceRunner:
         tokens = request.generated_tokens
         text = self._text(task, request)
         log_probs = _log_probs(tokens, request.generated_log_probs, request.generated_top_n_logprobs)
-        ended_by_token = tokens and tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos
-        if ended_by_token and not task.with_every_token:
+        if self._ended_by_token(task, tokens) and not task.with_every_token:
             log_probs = log_probs[: len(tokens) - 1]
         return Delta(
             task.index,
@@ -166,13 +165,16 @@ class ChoiceRunner:
         tokens = request.generated_tokens
         if not task.shown.intersection(tokens):
             return text
-        is_ended = tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos
-        told = tokens[: len(tokens) - 1] if is_ended else tokens
+        told = tokens[: len(tokens) - 1] if self._ended_by_token(task, tokens) else tokens
         detokenizer = self._tokenizer.incremental(shown=task.shown)
         with_marks = detokenizer.push(told) + detokenizer.flush()
         # The engine cut the text where a stop text begins, which may be within the tokens or beyond them.
         excess = len(self._tokenizer.detokenize(told)) - len(text)
         return with_marks[: len(with_marks) - excess] if excess >= 0 else with_marks + text[excess:]
+
+    def _ended_by_token(self, task: ChoiceTask, tokens: Sequence[int]) -> bool:
+        """Whether the last of the answer's tokens is the one that ended it."""
+        return bool(tokens) and tokens[-1] in self._tokenizer.eos_token_ids and not task.params.ignore_eos
 
 
 def _log_probs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -137,7 +138,7 @@ class MessageForm:
     def _format(self, tools: ToolUse) -> ToolFormat | None:
         if tools.choice == "none":
             return None
-        known = TOOL_FORMATS[self._tool_parser] if self._tool_parser else self._format_of_template()
+        known = TOOL_FORMATS[self._tool_parser] if self._tool_parser else self._format_of_template
         if tools.choice == "required":
             # Whatever the model was told of its calls, it is kept to a form that can be.
             return known if known is not None and known.form is not None else HERMES
@@ -149,6 +150,7 @@ class MessageForm:
             raise ApiError(400, message, param="tools")
         return known
 
+    @cached_property
     def _format_of_template(self) -> ToolFormat | None:
         template = self._tokenizer.chat_template(has_tools=True)
         if template is None or not template.takes_tools:

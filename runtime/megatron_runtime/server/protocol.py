@@ -7,6 +7,7 @@ it would be without effect; only a neutral value passes. Fields that nobody know
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
@@ -146,6 +147,11 @@ class GenerationBody(BaseModel, ABC):
             raise ValueError("stream_options is only allowed together with stream: true")
         return self
 
+    @model_validator(mode="after")
+    def _tools_go_together(self) -> GenerationBody:
+        _ = self.tool_use  # raises if they don't
+        return self
+
     @property
     @abstractmethod
     def token_limit(self) -> int | None:
@@ -166,7 +172,7 @@ class GenerationBody(BaseModel, ABC):
         """The field that says what form the answer has, and the JSON schema of it, or None."""
         return "response_format", None if self.response_format is None else self.response_format.schema_to_keep
 
-    @property
+    @cached_property
     def tool_use(self) -> ToolUse:
         """Which tools there are, and which may be called: none, where an endpoint has none."""
         return ToolUse()
@@ -250,11 +256,6 @@ class ChatCompletionBody(GenerationBody):
     web_search_options: Annotated[Any, Only(None)] = None
 
     @model_validator(mode="after")
-    def _tools_go_together(self) -> ChatCompletionBody:
-        _ = self.tool_use  # raises if they don't
-        return self
-
-    @model_validator(mode="after")
     def _top_logprobs_needs_logprobs(self) -> ChatCompletionBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only allowed together with logprobs: true")
@@ -275,7 +276,7 @@ class ChatCompletionBody(GenerationBody):
         """``top_logprobs``, if ``logprobs`` asks for any."""
         return self.top_logprobs if self.logprobs else None
 
-    @property
+    @cached_property
     def tool_use(self) -> ToolUse:
         """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` say together."""
         choice = self.tool_choice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -164,12 +165,7 @@ class ResponsesBody(GenerationBody):
     truncation: Annotated[str, Only("disabled")] = "disabled"
     reasoning: Annotated[Any, Only(None, {})] = None
 
-    @model_validator(mode="after")
-    def _tools_go_together(self) -> ResponsesBody:
-        _ = self.tool_use  # raises if they don't
-        return self
-
-    @property
+    @cached_property
     def tool_use(self) -> ToolUse:
         """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` say together."""
         choice = self.tool_choice
