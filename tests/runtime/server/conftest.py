@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -24,6 +25,7 @@ KEY = "coordinator-key-of-the-tests-0123456789"
 MODEL = "chat"
 READY_SECONDS = 90.0
 
+Answer = TypeVar("Answer")
 
 _LAST_BYTES = iter(range(2, 250))
 
@@ -112,6 +114,14 @@ class Pod:
                     return state
             time.sleep(0.05)
         raise AssertionError(f"not within {seconds} s; last words:\n{self.words()}")
+
+    def begin(self, pool: Executor, ask: Callable[[], Answer], requests: int) -> list[Future[Answer]]:
+        """Starts requests that all wait for each other, so that none is done before the last has come."""
+        self.signal("pause")
+        answers = [pool.submit(ask) for _ in range(requests)]
+        self.wait_for(lambda state: state["requests"]["waiting"] == requests)
+        self.signal("unpause")
+        return answers
 
     def wait_ready(self) -> Pod:
         """Returns once requests are taken."""

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,14 @@ from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
 PROMPT = [5, 6, 7, 8, 9]
-LENGTH = 300
+LENGTH = 1500
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), longest=2048)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def ranks_of(pod: Any) -> dict[int, int]:
 def test_shared_models_answer_as_whole_ones_through_pause_and_suspension(pod: Any, whole: str) -> None:
     assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 4
     with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(ask, pod) for _ in range(4)]
+        answers = pod.begin(pool, partial(ask, pod), 4)
         pod.wait_for(lambda state: state["requests"]["running"] == 4)
         for signal_name, state in (("pause", "PAUSED"), ("suspend", "SUSPENDED"), ("resume", "PAUSED")):
             assert pod.signal(signal_name).json()["engineState"] == state
@@ -87,7 +88,7 @@ def test_a_rank_that_dies_takes_its_replica_along_and_no_other(pod: Any, whole: 
     fellows = [pid for rank, pid in before.items() if rank // 2 == victim // 2]
     others = {rank: pid for rank, pid in before.items() if rank // 2 != victim // 2}
     with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(ask, pod) for _ in range(4)]
+        answers = pod.begin(pool, partial(ask, pod), 4)
         pod.wait_for(lambda state: state["requests"]["running"] == 4)
         os.kill(before[victim], signal.SIGKILL)
         pod.wait_for(lambda _: not any(is_alive(pid) for pid in fellows), seconds=10)
@@ -106,7 +107,7 @@ def test_a_rank_that_is_stopped_is_ended_with_its_replica_which_goes_on_with_the
     pod = start_pod("--model", str(checkpoint), *FLAGS, *flags).wait_ready()
     before = ranks_of(pod)
     with ThreadPoolExecutor() as pool:
-        answers = [pool.submit(ask, pod) for _ in range(2)]
+        answers = pod.begin(pool, partial(ask, pod), 2)
         pod.wait_for(lambda state: state["requests"]["running"] == 2)
         os.kill(before[1], signal.SIGSTOP)
         assert [answer.result(60) for answer in answers] == [whole] * 2
@@ -132,7 +133,7 @@ def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
 
 
 def test_experts_are_divided_over_the_ranks_of_a_copy(start_pod: Callable[..., Any], tmp_path: Path) -> None:
-    checkpoint = write_tiny_checkpoint(tmp_path / "mixture", experts=4)
+    checkpoint = write_tiny_checkpoint(tmp_path / "mixture", longest=2048, experts=4)
     flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--expert-parallel", "2")
     pod = start_pod(*flags).wait_ready()
     assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 2

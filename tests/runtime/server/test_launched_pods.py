@@ -6,7 +6,8 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,9 @@ def ask(pod: Any, length: int = 40) -> str:
     return str(answer.choices[0].text)
 
 
-def begin(pool: ThreadPoolExecutor, pod: Any, requests: int) -> list[Future[str]]:
-    """Answers of 300 tokens, none of which has come far."""
-    pod.signal("pause")
-    answers = [pool.submit(ask, pod, 300) for _ in range(requests)]
-    pod.wait_for(lambda state: state["requests"]["waiting"] == requests)
-    pod.signal("unpause")
-    return answers
+def long_answer(pod: Any) -> Callable[[], str]:
+    """Asks for so much that nothing is done before a test has done its worst."""
+    return partial(ask, pod, 300)
 
 
 def rank_in(pod: Any) -> int:
@@ -118,7 +115,7 @@ def test_a_rank_that_dies_ends_its_group_in_all_pods_and_the_next_attempt_takes_
     leader.wait_for(lambda state: len(state["replicas"]) == 2)
     ranks = [rank_in(pod) for pod in group]
     with ThreadPoolExecutor() as pool:
-        answers = begin(pool, leader, 4)
+        answers = leader.begin(pool, long_answer(leader), 4)
         os.kill(ranks[victim], signal.SIGKILL)
         assert [pod.process.wait(LEAVE_SECONDS) for pod in group] == [1, 1]
         assert [answer.result(60) for answer in answers] == [whole] * 4
@@ -139,7 +136,7 @@ def test_pods_that_are_asked_to_end_together_finish_their_requests_first(start_g
     second.wait_ready()
     whole = ask(first, 300)
     with ThreadPoolExecutor() as pool:
-        (answer,) = begin(pool, first, 1)
+        (answer,) = first.begin(pool, long_answer(first), 1)
         for pod in (second, first):
             pod.process.send_signal(signal.SIGTERM)
         assert answer.result(60) == whole
