@@ -11,6 +11,7 @@ from typing import Any
 from megatron_runtime.errors import InvalidRequestError
 
 _SEED_LIMIT = 2**64
+_PRIORITY_LIMIT = 2**31
 _LARGEST_BIAS = 100.0
 _LONGEST_ID = 18
 """Digits of a token id; Python itself refuses to read some thousands of them."""
@@ -44,6 +45,8 @@ class SamplingParams:
     """Lowers a token's logit by this if the answer has the token."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens, before any penalty; 100 all but forces a token, -100 all but forbids it."""
+    priority: int = 0
+    """Requests with a lower one are admitted first, and the last to give way when memory runs out."""
     n: int = 1
     """Answers per prompt that ``generate`` gives, one request each, as ``samples`` says."""
     seed: int | None = None
@@ -170,6 +173,7 @@ class SamplingParams:
         self._check_integer("top_k", minimum=0)
         self._check_integer("top_n_logprobs", minimum=0)
         self._check_integer("min_tokens", minimum=0)
+        self._check_integer("priority", minimum=-_PRIORITY_LIMIT, maximum=_PRIORITY_LIMIT - 1)
         self._check_integer("n", minimum=1)
         self._check_integer("streaming_interval", minimum=1)
         self._check_integer("num_tokens_to_generate", minimum=0, optional=True)

@@ -101,6 +101,7 @@ class Admission:
             tokens=tokens + continued,
             prompt_length=len(tokens),
             max_length=len(tokens) + limit,
+            priority=params.priority,
             next_log_prob=_first_log_prob(params, len(tokens), limit),
             block_hashes=hashes,
         )

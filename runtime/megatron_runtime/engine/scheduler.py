@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from megatron_runtime.engine.block_allocator import BlockAllocator
+from megatron_runtime.engine.ordered_sequences import OrderedSequences
 from megatron_runtime.engine.sequence import Sequence, SequenceSlice
 
 
@@ -31,13 +31,13 @@ class Schedule:
     """One forward pass, and what changed for it to be possible."""
 
     slices: list[SequenceSlice]
-    """What to compute; oldest sequence first."""
+    """What to compute; the most urgent sequence first."""
     admitted: list[Sequence]
     """Sequences that left the queue."""
     evicted: list[Sequence]
-    """Sequences that gave their blocks back and went to the front of the queue; newest first."""
+    """Sequences that gave their blocks back and went back to the queue; the least urgent first."""
     paused: list[Sequence]
-    """Sequences that begin to wait for a block with what they own; oldest first."""
+    """Sequences that begin to wait for a block with what they own; the most urgent first."""
 
 
 _Upcoming = dict[int, tuple[int, ...]]
@@ -45,14 +45,15 @@ _Upcoming = dict[int, tuple[int, ...]]
 
 
 class Scheduler:
-    """First come, first served, over a fixed pool of blocks; pure bookkeeping.
+    """By priority, then first come, first served, over a fixed pool of blocks; pure bookkeeping.
 
     Every running sequence gets at least one token in every pass, or, where several passes are under way, in one of
-    them: each takes the oldest sequences that are not waiting for their next token, so many that there are enough for
-    all passes. When the pool is exhausted, who needs a block pauses
-    with those that it owns, as far as the limits allow; otherwise the newest running sequence gives way. Either way
-    the oldest proceeds, and nobody new is admitted meanwhile: as long as each sequence alone fits the pool (which the
-    engine checks on submission), all of them end.
+    them: each takes the most urgent sequences that are not waiting for their next token, so many that there are enough
+    for all passes. When the pool is exhausted, who needs a block pauses with those that it owns, as far as the limits
+    allow; otherwise the least urgent running sequence gives way. Either way the most urgent proceeds, and nobody new
+    is admitted meanwhile: as long as each sequence alone fits the pool (which the engine checks on submission), all of
+    them end, unless more urgent ones never cease to come. A sequence that runs is not put back for a more urgent one
+    that waits.
 
     Passes are computed in the order of their schedules, so that blocks which were given back meanwhile can be given
     away at once: whoever has them next writes later. What a pass computes for a sequence that has lost its blocks
@@ -67,8 +68,9 @@ class Scheduler:
         self.limits = limits
         self.allocator = allocator
         self._prefixes = allocator.prefixes
-        self._running: dict[int, Sequence] = {}
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self._running = OrderedSequences()
+        self._waiting = OrderedSequences()
+        self._arrivals = 0
         self._paused: set[int] = set()
         self._slices: list[SequenceSlice] = []
 
@@ -90,7 +92,7 @@ class Scheduler:
     @property
     def has_idle(self) -> bool:
         """True if another pass might compute something before those under way are settled."""
-        return bool(self._waiting) or any(sequence.num_left for sequence in self._running.values())
+        return bool(self._waiting) or any(sequence.num_left for sequence in self._running)
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -99,13 +101,12 @@ class Scheduler:
 
     @property
     def running_ids(self) -> list[int]:
-        """Request ids of the running sequences, oldest first."""
-        return list(self._running)
+        """Request ids of the running sequences, the most urgent first."""
+        return self._running.ids
 
     def __contains__(self, sequence: Sequence) -> bool:
         """True if the sequence runs or waits."""
-        request_id = sequence.request_id
-        return self._running.get(request_id) is sequence or self._waiting.get(request_id) is sequence
+        return sequence in self._running or sequence in self._waiting
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
@@ -117,15 +118,16 @@ class Scheduler:
         return self.blocks_for(longest) <= self.allocator.num_blocks
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the queue."""
+        """Put a new sequence into the queue, after all that are as urgent."""
         assert self.can_ever_fit(sequence), f"request {sequence.request_id} never fits the pool"
-        self._waiting[sequence.request_id] = sequence
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+        self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that runs or waits, and free its blocks."""
         self._paused.discard(sequence.request_id)
-        if self._running.pop(sequence.request_id, None) is None:
-            del self._waiting[sequence.request_id]
+        (self._running if sequence in self._running else self._waiting).remove(sequence)
         self._release(sequence)
 
     def schedule(self) -> Schedule:
@@ -135,7 +137,7 @@ class Scheduler:
         paused: list[Sequence] = []
         budget = self.limits.max_tokens
         share = self._share(len(self._running))
-        for sequence in list(self._running.values()):
+        for index, sequence in enumerate(running := list(self._running)):
             if len(slices) == share or budget == 0:
                 break
             if not sequence.is_running or not sequence.num_left:
@@ -143,7 +145,8 @@ class Scheduler:
             if self._should_pause(sequence, paused):
                 paused.append(sequence)
             elif self._grow(sequence, evicted):
-                slices.append(self._begin_slice(sequence, budget))
+                behind = len(running) - index - 1
+                slices.append(self._begin_slice(sequence, budget - behind))
                 budget -= slices[-1].length
         # What was evicted or paused just now would only push somebody out again.
         admitted = [] if evicted or paused else self._admit(slices, budget)
@@ -168,31 +171,32 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Let nobody use what was computed until now, except who uses it already."""
         self.allocator.forget_prefixes()
-        for sequence in self._running.values():
+        for sequence in self._running:
             # What they compute from now on rests on what is forgotten.
             sequence.num_registered = sequence.num_registrable = 0
 
     def evict_all(self) -> list[Sequence]:
-        """Put every running sequence back to the front of the queue, in its order; newest first in the result."""
+        """Put every running sequence back to the queue; the least urgent first in the result."""
         evicted: list[Sequence] = []
         while self._running:
-            self._evict_newest(evicted)
+            self._evict_last(evicted)
         return evicted
 
     def check_integrity(self) -> None:
         """Assert that blocks and sequences agree."""
-        self.allocator.check_integrity(block for sequence in self._running.values() for block in sequence.blocks)
-        assert not self._running.keys() & self._waiting.keys(), "a sequence both runs and waits"
+        self.allocator.check_integrity(block for sequence in self._running for block in sequence.blocks)
+        running = {sequence.request_id: sequence for sequence in self._running}
+        assert running.keys().isdisjoint(self._waiting.ids), "a sequence both runs and waits"
         assert len(self._running) <= self.limits.max_requests, "too many sequences run"
-        assert self._paused <= self._running.keys(), "a sequence is paused that does not run"
-        kept = sum(len(self._running[request_id].blocks) for request_id in self._paused)
+        assert self._paused <= running.keys(), "a sequence is paused that does not run"
+        kept = sum(len(running[request_id].blocks) for request_id in self._paused)
         assert kept <= self.limits.paused_blocks, "paused sequences own more than they may"
-        for sequence in self._running.values():
+        for sequence in self._running:
             room = len(sequence.blocks) * self.limits.block_size_tokens
             assert sequence.num_computed <= sequence.num_begun, "tokens are computed that no pass began with"
             assert sequence.num_begun <= min(room, len(sequence.tokens)), "computed tokens have no room"
             assert sequence.num_cached <= sequence.num_computed, "skipped tokens are not computed"
-        for sequence in self._waiting.values():
+        for sequence in self._waiting:
             assert not sequence.blocks, "a waiting sequence owns blocks"
             assert sequence.num_begun == sequence.num_computed == 0, "a waiting sequence has computed tokens"
         self._check_sharing()
@@ -207,9 +211,9 @@ class Scheduler:
         return part
 
     def _should_pause(self, sequence: Sequence, paused: list[Sequence]) -> bool:
-        """True if a running sequence lacks blocks and may wait for them with what it owns; the oldest never does."""
-        is_oldest = sequence is next(iter(self._running.values()))
-        if not self.limits.paused_blocks or is_oldest or self.allocator.can_allocate(self._missing(sequence)):
+        """True if a running sequence lacks blocks and may wait with what it owns; the most urgent never does."""
+        is_first = sequence is self._running.first
+        if not self.limits.paused_blocks or is_first or self.allocator.can_allocate(self._missing(sequence)):
             return False
         return sum(len(each.blocks) for each in (*paused, sequence)) <= self.limits.paused_blocks
 
@@ -220,17 +224,17 @@ class Scheduler:
         """Give a running sequence the blocks that its known tokens need; False if it was evicted itself."""
         missing = self._missing(sequence)
         while not self.allocator.can_allocate(missing):
-            if self._evict_newest(evicted) is sequence:
+            if self._evict_last(evicted) is sequence:
                 return False
         sequence.blocks += self.allocator.allocate(missing)
         return True
 
-    def _evict_newest(self, evicted: list[Sequence]) -> Sequence:
-        request_id, sequence = self._running.popitem()
-        self._paused.discard(request_id)
+    def _evict_last(self, evicted: list[Sequence]) -> Sequence:
+        sequence = self._running.last
+        self._running.remove(sequence)
+        self._paused.discard(sequence.request_id)
         self._release(sequence)
-        self._waiting[request_id] = sequence
-        self._waiting.move_to_end(request_id, last=False)
+        self._waiting.add(sequence)
         evicted.append(sequence)
         return sequence
 
@@ -238,11 +242,11 @@ class Scheduler:
         admitted: list[Sequence] = []
         upcoming: _Upcoming = {}
         if self._waiting and self._prefixes is not None:
-            for sequence in self._running.values():
+            for sequence in self._running:
                 upcoming |= self._prefixes.upcoming(sequence)
         share = self._share(min(len(self._running) + len(self._waiting), self.limits.max_requests))
         while self._waiting and budget > 0 and len(slices) < share and len(self._running) < self.limits.max_requests:
-            sequence = next(iter(self._waiting.values()))
+            sequence = self._waiting.first
             matched = self._prefixes.match(sequence) if self._prefixes is not None else []
             if not self._can_admit(sequence, budget, matched) or self._should_wait(sequence, matched, upcoming):
                 break
@@ -269,8 +273,8 @@ class Scheduler:
         return self._prefixes is not None and self._prefixes.is_next(sequence, len(matched), upcoming)
 
     def _begin(self, sequence: Sequence, matched: list[int]) -> None:
-        del self._waiting[sequence.request_id]
-        self._running[sequence.request_id] = sequence
+        self._waiting.remove(sequence)
+        self._running.add(sequence)
         if self._prefixes is not None:
             # First of all, or a matched block could be evicted to make room for the others.
             self.allocator.share(matched)
@@ -289,7 +293,7 @@ class Scheduler:
         """Assert that who owns a block together agrees on all tokens up to its end, which are computed."""
         size = self.limits.block_size_tokens
         users: dict[int, tuple[Sequence, int]] = {}
-        for sequence in self._running.values():
+        for sequence in self._running:
             for index, block in enumerate(sequence.blocks):
                 other, place = users.setdefault(block, (sequence, index))
                 if other is sequence:

@@ -19,6 +19,10 @@ class Sequence:
     prompt_length: int
     max_length: int
     """Tokens at which the sequence ends at the latest."""
+    priority: int = 0
+    """Lower ones come first."""
+    arrival: int = 0
+    """Counts the sequences that came to the scheduler before; decides among equal priorities."""
     next_log_prob: int | None = None
     """Index of the first token whose log probability is still wanted; None if none are wanted."""
     block_hashes: list[int] = field(default_factory=list)
@@ -39,6 +43,11 @@ class Sequence:
     """Its row in the context's tables while it runs."""
     life: int = 0
     """How often it lost its blocks."""
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Lower ones are served first."""
+        return self.priority, self.arrival
 
     @property
     def num_left(self) -> int:

@@ -115,6 +115,7 @@ class GenerationBody(BaseModel, ABC):
     stream_options: StreamOptions | None = None
     streaming_interval: int = Field(1, ge=1)
     timeout: float | None = Field(None, gt=0)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
     return_token_ids: bool = False
     return_tokenized_data: bool = False
     response_format: ResponseFormat | None = None
@@ -124,7 +125,6 @@ class GenerationBody(BaseModel, ABC):
     guided_grammar: StopString | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    priority: Annotated[int, Only(0)] = 0
     multi_modal_data: Annotated[Any, Only(None, {})] = None
 
     # Known to OpenAI's clients and without influence on the answer.

@@ -36,6 +36,7 @@ def sampling_params(
             frequency_penalty=body.frequency_penalty,
             presence_penalty=body.presence_penalty,
             logit_bias=body.logit_bias,  # type: ignore[arg-type]
+            priority=body.priority,
             grammar=grammar,
             min_tokens=body.min_tokens,
             seed=None if body.seed is None else (body.seed + sample) % _SEEDS,

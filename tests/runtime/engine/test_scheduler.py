@@ -11,8 +11,8 @@ from hypothesis.stateful import initialize, rule
 from megatron_runtime.engine.sequence import Sequence
 
 
-def sequence_of(request_id: int, prompt: int, answer: int) -> Sequence:
-    return Sequence(request_id, list(range(prompt)), prompt, prompt + answer)
+def sequence_of(request_id: int, prompt: int, answer: int, priority: int = 0) -> Sequence:
+    return Sequence(request_id, list(range(prompt)), prompt, prompt + answer, priority=priority)
 
 
 class RandomLives(SchedulerLives):
@@ -51,9 +51,9 @@ class RandomLives(SchedulerLives):
         self.use(scheduler)
         self.next_id = 0
 
-    @rule(prompt=st.integers(1, 30), answer=st.integers(1, 30))
-    def add(self, prompt: int, answer: int) -> None:
-        sequence = sequence_of(self.next_id, prompt, answer)
+    @rule(prompt=st.integers(1, 30), answer=st.integers(1, 30), priority=st.integers(-1, 1))
+    def add(self, prompt: int, answer: int, priority: int) -> None:
+        sequence = sequence_of(self.next_id, prompt, answer, priority)
         if not self.scheduler.can_ever_fit(sequence):
             return
         if not self.scheduler.limits.chunked_prefill and prompt > self.scheduler.limits.max_tokens:
@@ -167,6 +167,36 @@ def test_an_abort_of_a_paused_request_leaves_nothing_behind() -> None:
     scheduler.remove(second)
     assert scheduler.num_paused == 0
     scheduler.check_integrity()
+
+
+def test_who_is_more_urgent_is_admitted_first_and_equals_in_their_order() -> None:
+    scheduler = scheduler_of(20, max_requests=1)
+    for request_id, priority in enumerate([0, 5, -1, 5, 0]):
+        scheduler.add(sequence_of(request_id, 3, 1, priority))
+    order: list[int] = []
+    while scheduler.num_running or scheduler.num_waiting:
+        order += [sequence.request_id for sequence in run_pass(scheduler)[1]]
+    assert order == [2, 0, 4, 1, 3]
+
+
+def test_the_least_urgent_gives_way_even_if_it_came_first() -> None:
+    scheduler = scheduler_of(5)
+    scheduler.add(sequence_of(0, 7, 10, priority=1))
+    scheduler.add(sequence_of(1, 7, 10, priority=0))
+    evicted: list[Sequence] = []
+    while not evicted:
+        evicted = run_pass(scheduler)[0].evicted
+    assert [sequence.request_id for sequence in evicted] == [0]
+
+
+def test_a_long_prompt_that_is_more_urgent_leaves_each_running_request_its_token() -> None:
+    scheduler = scheduler_of(20, max_tokens=8)
+    for request_id in range(2):
+        scheduler.add(sequence_of(request_id, 2, 9, priority=1))
+    run_pass(scheduler)
+    scheduler.add(sequence_of(2, 20, 2))
+    cuts = [{part.sequence.request_id: part.length for part in run_pass(scheduler)[0].slices} for _ in range(4)]
+    assert cuts == [{0: 1, 1: 1, 2: 6}] * 3 + [{0: 1, 1: 1, 2: 2}]
 
 
 def test_suspension_keeps_the_order_of_the_queue() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.model
 
@@ -52,6 +53,25 @@ def test_suspended_engines_answer_again_after_resume_and_unpause(shared_pod: Any
         for name, state in (("resume", "PAUSED"), ("unpause", "RUNNING")):
             assert shared_pod.signal(name).json()["engineState"] == state
         assert answer.result(30) == before
+
+
+def test_requests_that_waited_are_served_by_their_priority(start_pod: Callable[..., Any], tmp_path: Path) -> None:
+    flags = ("--max-requests", "1", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
+    pod = start_pod("--model", str(write_tiny_checkpoint(tmp_path / "tiny")), *flags).wait_ready()
+    served: list[int] = []
+
+    def ask_with(priority: int) -> None:
+        fields = {"priority": priority, "ignore_eos": True}
+        pod.openai.completions.create(model="chat", prompt=[1, 2, 3], max_tokens=200, extra_body=fields)
+        served.append(priority)
+
+    pod.signal("pause")
+    with ThreadPoolExecutor() as pool:
+        for waiting, priority in enumerate((3, 0, -2), start=1):
+            pool.submit(ask_with, priority)
+            pod.wait_for(lambda state, waiting=waiting: state["requests"]["waiting"] == waiting)
+        pod.signal("unpause")
+    assert served == [-2, 0, 3]
 
 
 def test_a_signal_in_the_wrong_state_is_refused_with_what_is_allowed(shared_pod: Any) -> None:

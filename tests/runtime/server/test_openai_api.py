@@ -61,7 +61,7 @@ def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
         ("completions", {"prompt": [[1], [999999]]}, "prompt", "outside the vocabulary"),
         ("completions", {"prompt": "a", "stop_token_ids": [10**30]}, "stop_token_ids", "outside the vocabulary"),
         ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id"),
-        ("completions", {"prompt": "a", "priority": 1}, "priority", "not supported"),
+        ("completions", {"prompt": "a", "priority": 2**31}, "priority", "less than"),
         ("completions", {"prompt": "a", "timeout": 0}, "timeout", "greater than 0"),
         ("chat/completions", {"messages": STORY, "response_format": {"type": "json_schema"}}, None, "json_schema goes"),
         ("chat/completions", {"messages": STORY, "guided_regex": "a("}, "guided_regex", "unclosed group"),
