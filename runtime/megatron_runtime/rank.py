@@ -14,6 +14,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from megatron_runtime import tracing
 from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError, LockStepError, LostRankError
 from megatron_runtime.launch.keeper import error_report
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
@@ -177,6 +178,7 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks)
     from megatron_runtime.engine.leading import lead
     from megatron_runtime.engine.lock_step import LockStepEngine
 
+    tracing.start()
     together = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica > 1 else None
     loop = CoordinatedLoop(
         together or engine,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron_runtime import tracing
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.bodies import RequestBody, Stretch
@@ -48,6 +49,8 @@ class LoopRequest:
     params: SamplingParams
     made: Stretch
     """All tokens so far, also those that were made elsewhere."""
+    trace: dict[str, str] = field(default_factory=dict)
+    """The context of the trace that it belongs to."""
     reply: bytes | None = None
     """The packed result; kept until the coordinator has it."""
 
@@ -93,6 +96,7 @@ class LoopRequests:
             return known, told
         params = SamplingParams.deserialize(body.sampling_params)
         request = self._keep(assignment, params, body.generated)
+        request.trace = body.trace
         reported = copy.copy(params)
         if not (assignment.streaming and params.streaming):
             reported.streaming_interval = 1 if assignment.streaming else QUIET_INTERVAL
@@ -133,6 +137,7 @@ class LoopRequests:
         if merged.sampling_params is not None:
             merged.sampling_params.streaming = request.params.streaming
             merged.sampling_params.streaming_interval = request.params.streaming_interval
+        tracing.note_served(request.trace, merged)
         request.reply = pack_body(_for_the_wire(merged.serialize(), request.params))
         return request
 

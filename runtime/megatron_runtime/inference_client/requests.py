@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from megatron_runtime import tracing
 from megatron_runtime.errors import (
     CoordinatorError,
     EngineError,
@@ -224,7 +225,7 @@ def _checked_body(prompt: Prompt, sampling_params: SamplingParams | None) -> Req
     params = copy.copy(sampling_params) if sampling_params is not None else SamplingParams()
     if params.seed is None:
         params.seed = secrets.randbits(63)
-    return RequestBody(prompt, params.serialize())
+    return RequestBody(prompt, params.serialize(), trace=tracing.carrier())
 
 
 def _packed(body: RequestBody) -> bytes:

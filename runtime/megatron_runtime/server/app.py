@@ -29,7 +29,13 @@ def create_app(frontend: Frontend) -> FastAPI:
         yield
         await frontend.admission.stop()
 
-    app = FastAPI(title="Megatron inference", version=VERSION, lifespan=lifespan)
+    # The log's middleware makes the spans: it also passes contexts on where none are exported, and leaves probes out.
+    app = FastAPI(
+        title="Megatron inference",
+        version=VERSION,
+        lifespan=lifespan,
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
     install_error_handlers(app)
     _add_middleware(app, frontend)
     guarded = [Depends(frontend.check_key)]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import uvloop
 
+from megatron_runtime import tracing
 from megatron_runtime.errors import ConfigurationError, MegatronInferenceError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch.keeper import error_report
@@ -39,6 +40,7 @@ async def _serve(link: ParentLink) -> int:
     sock = socket.socket(fileno=link.options.pop("listen_fd"))
     options = FrontendOptions.deserialize(link.options)
     try:
+        tracing.start()
         tokenizer = load_tokenizer(options.tokenizer_path)
         client = InferenceClient(options.coordinator_address, key=os.environ.get(KEY_VARIABLE))
     except MegatronInferenceError as error:

@@ -1,7 +1,8 @@
 """ASGI middleware around everything else: a name for each request, a count of how it ended, and a line in the log.
 
 The name is the client's ``X-Request-Id``, or one of our own, and is in the answer either way. A trace context
-(``traceparent``, as W3C has it) is in the answer and in the log too, so that both can be found from the trace.
+(``traceparent``, as W3C has it) is in the answer and in the log too, so that both can be found from the trace, and
+goes on to the engine.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
+from opentelemetry.trace import INVALID_SPAN, Span
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_runtime import tracing
 from megatron_runtime.server.errors import unexpected
 from megatron_runtime.server.metrics import FrontendMetrics
 
@@ -27,7 +31,6 @@ CLIENT_CLOSED_REQUEST = 499
 """nginx's code for the log and the metrics; nobody is left to read the answer."""
 
 REQUEST_ID = "x-request-id"
-TRACE = "traceparent"
 _REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACE_FORM = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-[\x21-\x7e]*)?"
@@ -67,7 +70,9 @@ class RequestLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            with call.span() as span:
+                await self._app(scope, receive, noted)
+                tracing.note_answer(span, call.status)
         except Exception:
             logger.exception("%s %s failed (request %s)", scope["method"], call.path, call.request_id)
             if not call.has_begun:
@@ -76,9 +81,8 @@ class RequestLog:
             self._end(call)
 
     def _end(self, call: _Call) -> None:
-        path = call.path if call.path in COUNTED_PATHS else f"/v1{call.path}"
-        if path in COUNTED_PATHS:
-            self._metrics.requests.labels(path, str(call.status)).inc()
+        if call.counted_path is not None:
+            self._metrics.requests.labels(call.counted_path, str(call.status)).inc()
         if self._write is not None:
             self._write(call.entry())
 
@@ -90,13 +94,25 @@ class _Call:
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
         self.request_id = given if _REQUEST_ID_FORM.fullmatch(given) else uuid.uuid4().hex
-        trace = headers.get(TRACE, "")
-        self._trace = _TRACE_FORM.fullmatch(trace)
+        self._headers = headers
+        self._trace = _TRACE_FORM.fullmatch(headers.get(tracing.TRACE, ""))
         self._scope = scope
         self.path = str(scope["path"])
         self._started = time.perf_counter()
         self._status: int | None = None
         self._is_over = False
+
+    @property
+    def counted_path(self) -> str | None:
+        """What it asks for, if that is worth counting and tracing."""
+        path = self.path if self.path in COUNTED_PATHS else f"/v1{self.path}"
+        return path if path in COUNTED_PATHS else None
+
+    def span(self) -> AbstractContextManager[Span]:
+        """Of the trace that the request belongs to, while it is served."""
+        if self.counted_path is None:
+            return nullcontext(INVALID_SPAN)
+        return tracing.serving(self._scope["method"], self.counted_path, self._headers)
 
     @property
     def has_begun(self) -> bool:
@@ -117,7 +133,7 @@ class _Call:
             headers = MutableHeaders(scope=message)
             headers[REQUEST_ID] = self.request_id
             if self._trace is not None:
-                headers[TRACE] = self._trace[0]
+                headers[tracing.TRACE] = self._trace[0]
         elif message["type"] == "http.response.body":
             self._is_over = not message.get("more_body", False)
 

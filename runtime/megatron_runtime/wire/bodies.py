@@ -69,6 +69,8 @@ class RequestBody:
     prompt: Prompt
     sampling_params: dict[str, Any]
     generated: Stretch = field(default_factory=Stretch)
+    trace: dict[str, str] = field(default_factory=dict)
+    """The context of the trace that it belongs to, as `tracing.carrier` has it."""
 
     def pack(self) -> bytes:
         """As a body frame.
@@ -76,7 +78,7 @@ class RequestBody:
         Raises:
             ValueError: Larger than a body may be.
         """
-        return pack_body([self.prompt, self.sampling_params, self.generated.content()])
+        return pack_body([self.prompt, self.sampling_params, self.generated.content(), self.trace])
 
     @classmethod
     def unpack(cls, body: bytes) -> RequestBody:
@@ -86,11 +88,13 @@ class RequestBody:
             MalformedMessage: Not such a body.
         """
         content = unpack_body(body)
-        if not isinstance(content, list) or len(content) != 3:
-            raise MalformedMessage("request body is no list of 3 fields")
-        prompt, sampling_params, generated = content
+        if not isinstance(content, list) or len(content) != 4:
+            raise MalformedMessage("request body is no list of 4 fields")
+        prompt, sampling_params, generated, trace = content
         if not isinstance(prompt, str) and not is_list_of_integers(prompt):
             raise MalformedMessage("prompt is neither text nor token ids")
         if not isinstance(sampling_params, dict):
             raise MalformedMessage("sampling parameters are no map")
-        return cls(prompt, sampling_params, Stretch.from_content(generated))
+        if not isinstance(trace, dict) or not all(isinstance(word, str) for pair in trace.items() for word in pair):
+            raise MalformedMessage("the trace's context is no map of texts")
+        return cls(prompt, sampling_params, Stretch.from_content(generated), trace)
