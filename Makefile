@@ -12,7 +12,7 @@ LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
 GENERATED := manifests/crd.yaml charts/megatron-inference/crds/megatroninferences.yaml
 
-.PHONY: help demo serve test check bench venv dev model control-plane crd clean
+.PHONY: help demo serve test check bench venv dev model control-plane clients crd clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ demo: venv model ## a resource becomes processes, answers, pauses, suspends, res
 serve: venv model ## the same resource, until Ctrl-C; edit a copy with SAMPLE=my.yaml
 	@$(LOCAL) -f $(SAMPLE)
 
-test: dev model control-plane ## all tests; ARGS are pytest's
+test: dev model control-plane clients ## all tests; ARGS are pytest's
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: dev ## lint, format, types, layers, generated files
@@ -50,6 +50,9 @@ model: $(VENV)/.made ## SmolLM2-135M-Instruct in the cache folder, checksum veri
 
 control-plane: dev ## the Kubernetes that the cluster tests run on, found or built
 	@$(BIN)/python tests/cluster/prepare.py
+
+clients: dev ## the environment of the clients that the tests can't have in their own
+	@$(BIN)/python tests/clients/prepare.py $(CACHE)
 
 crd: dev ## write the generated files anew
 	@$(BIN)/python -m megatron_operator.api.crd

@@ -48,6 +48,8 @@ class Tokenizer:
         self._templates = {
             name: ChatTemplate(source, special_tokens or {}) for name, source in (chat_templates or {}).items()
         }
+        self.special_token_names = dict(special_tokens or {})
+        """Texts of special tokens by what templates call them, such as ``bos_token``."""
         self.eod = eod
         """The token that ends a document, and with it a generation."""
         self.eos_token_ids = frozenset({eod, *eos_token_ids})

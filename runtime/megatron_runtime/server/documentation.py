@@ -86,6 +86,12 @@ TOKENIZE_REQUEST = {"model": "smollm2", "prompt": "Hello"}
 TOKENIZE_ANSWER = {"count": 1, "max_model_len": 8192, "tokens": [19556], "token_strs": None}
 DETOKENIZE_REQUEST = {"model": "smollm2", "tokens": [19556]}
 DETOKENIZE_ANSWER = {"prompt": "Hello"}
+TOKENIZER_INFO_ANSWER = {
+    "eos_token": "<|im_end|>",
+    "bos_token": "<|im_start|>",
+    "chat_template": "{% for message in messages %}...",
+    "model_max_length": 8192,
+}
 
 
 def answers(example: dict[str, Any], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:

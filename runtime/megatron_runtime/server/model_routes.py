@@ -11,7 +11,13 @@ from megatron_runtime.server import documentation
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.parts import Frontend
-from megatron_runtime.server.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from megatron_runtime.server.tokenization import (
+    DetokenizeBody,
+    TokenizeBody,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 
 
 class EmbeddingsBody(BaseModel):
@@ -43,7 +49,7 @@ def model_routes(frontend: Frontend) -> APIRouter:
 
 
 def token_routes(frontend: Frontend) -> APIRouter:
-    """``/tokenize`` and ``/detokenize``."""
+    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
     router = APIRouter(tags=["model"])
 
     @router.post(
@@ -65,6 +71,10 @@ def token_routes(frontend: Frontend) -> APIRouter:
     async def to_text(body: DetokenizeBody) -> dict[str, Any]:
         frontend.check_model(body.model or frontend.options.served_name)
         return detokenize(body, frontend.tokenizer)
+
+    @router.get("/tokenizer_info", name="tokenizer info", responses=answers(documentation.TOKENIZER_INFO_ANSWER))
+    async def info() -> dict[str, Any]:
+        return tokenizer_info(frontend.tokenizer, frontend.options.max_sequence_length)
 
     return router
 

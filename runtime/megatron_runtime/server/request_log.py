@@ -44,6 +44,7 @@ COUNTED_PATHS = (
     "/v1/models",
     "/tokenize",
     "/detokenize",
+    "/tokenizer_info",
 )
 
 Entry = Mapping[str, Any]

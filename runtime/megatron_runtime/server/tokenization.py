@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``/detokenize``: what the served model makes of text, and back."""
+"""``POST /tokenize``, ``/detokenize``, ``GET /tokenizer_info``: what the served model makes of text, and back."""
 
 from __future__ import annotations
 
@@ -69,3 +69,14 @@ def detokenize(body: DetokenizeBody, tokenizer: Tokenizer) -> dict[str, Any]:
     """The text, special tokens included."""
     check_tokens(body.tokens, tokenizer.vocab_size, param="tokens")
     return {"prompt": tokenizer.detokenize(body.tokens, skip_special_tokens=False)}
+
+
+def tokenizer_info(tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
+    """What a client needs that makes prompts itself: the chat template, and the special tokens by their names."""
+    template = tokenizer.chat_template(has_tools=False)
+    return {
+        "eos_token": tokenizer.detokenize([tokenizer.eod], skip_special_tokens=False),
+        **tokenizer.special_token_names,
+        "chat_template": None if template is None else template.source,
+        "model_max_length": longest,
+    }

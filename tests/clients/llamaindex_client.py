@@ -1,0 +1,63 @@
+"""LlamaIndex's OpenAI-like models against an endpoint: `llamaindex_client.py URL`; prints what came back as JSON."""
+
+import json
+import sys
+from typing import Literal
+
+from llama_index.core.llms import ChatMessage
+from llama_index.core.tools import FunctionTool
+from llama_index.llms.openai_like import OpenAILike
+from pydantic import BaseModel, Field
+
+FRANCE = "What is the capital of France?"
+ASKED = "What is the weather in Paris?"
+
+
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Paris", "Köln"]
+    days: int = Field(ge=1, le=9)
+
+
+def weather(city: Literal["Paris", "Köln"]) -> str:
+    """The weather of a city."""
+    return f"It is sunny in {city}."
+
+
+def main() -> None:
+    model = OpenAILike(
+        model="chat",
+        api_base=sys.argv[1],
+        api_key="none",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        should_use_structured_outputs=True,
+        temperature=0,
+        max_tokens=60,
+        max_retries=0,
+    )
+    completing = OpenAILike(
+        model="chat", api_base=sys.argv[1], api_key="none", is_chat_model=False, temperature=0, max_tokens=8
+    )
+    messages = [ChatMessage(role="user", content=FRANCE)]
+    pieces = list(model.stream_chat(messages))
+    tool = FunctionTool.from_defaults(weather)
+    called = model.chat_with_tools([tool], user_msg=ASKED, tool_required=True)
+    found = {
+        "chat": model.chat(messages).message.content,
+        "streamed": "".join(piece.delta or "" for piece in pieces),
+        "pieces": len(pieces),
+        "completed": completing.complete("The capital of France is").text,
+        "calls": [
+            {"name": call.tool_name, "arguments": call.tool_kwargs}
+            for call in model.get_tool_calls_from_response(called)
+        ],
+        "result": str(model.predict_and_call([tool], user_msg=ASKED, tool_required=True)),
+        "structured": model.as_structured_llm(GetWeather).complete(ASKED).raw.model_dump(),
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
