@@ -16,6 +16,8 @@ LOST_AFTER = 30.0
 
 SERVING = "Serving"
 UNSCHEDULABLE = "Unschedulable"
+SCHEDULING_GATED = "SchedulingGated"
+"""A queue, or whoever put a gate there, holds the pod back."""
 STARTUP_TIMEOUT = "StartupTimeout"
 LOST_RANK = "LostRank"
 """Why a pod ends whose ranks were left by another one: a consequence, and no cause."""
@@ -127,7 +129,9 @@ class Group:
         Pods that are placed wait for the others, so their time begins with that of the last one.
         """
         late = self._late_pods
-        if not late or any(pod.waiting is not None and pod.waiting.reason == UNSCHEDULABLE for pod in late):
+        if not late or any(
+            pod.waiting is not None and pod.waiting.reason in (UNSCHEDULABLE, SCHEDULING_GATED) for pod in late
+        ):
             return None
         return max(pod.ready_changed_at or pod.created_at for pod in late) + policy.startup_timeout
 

@@ -54,7 +54,12 @@ class PodIdentity:
 
 def pod_name(resource: str, group: int, attempt: int, index: int) -> str:
     """Name and host name of a pod; a new attempt never reuses the name of an old one."""
-    return f"{resource}-{group}-{attempt}-{index}"
+    return f"{attempt_name(resource, group, attempt)}-{index}"
+
+
+def attempt_name(resource: str, group: int, attempt: int) -> str:
+    """Name of what the pods of one attempt are together."""
+    return f"{resource}-{group}-{attempt}"
 
 
 def http_service(resource: str) -> str:

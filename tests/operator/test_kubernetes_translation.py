@@ -111,6 +111,14 @@ def test_a_pending_pod_tells_what_keeps_it(status: dict[str, Any], waiting: Fail
     assert seen({"phase": "Pending", **status}).waiting == waiting
 
 
+def test_a_pod_that_a_queue_holds_back_names_what_holds_it() -> None:
+    held = pod({"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False"}]})
+    held["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    observed = observed_pod(held)
+    assert observed is not None
+    assert observed.waiting == Failure("SchedulingGated", "held back by kueue.x-k8s.io/admission")
+
+
 def test_the_last_words_of_the_launcher_are_the_failure() -> None:
     words = '{"reason": "RankFailed", "message": "CUDA error", "rank": 1, "exitCode": 1}'
     status = {"phase": "Failed", "containerStatuses": [container(**terminated(1, words, finishedAt=READY_AT))]}

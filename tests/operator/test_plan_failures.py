@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from planning_support.planning import Planning, created, deleted, restarts
 
 from megatron_operator.api.v1alpha1 import Status
@@ -125,10 +126,11 @@ def test_a_start_that_takes_too_long_is_tried_again_once_its_pods_are_gone() -> 
     assert restarts(actions) == ["1"]
 
 
-def test_a_pod_without_a_place_may_wait_as_long_as_it_takes() -> None:
+@pytest.mark.parametrize("reason", ["Unschedulable", "SchedulingGated"])
+def test_a_pod_without_a_place_may_wait_as_long_as_it_takes(reason: str) -> None:
     planning = Planning(failurePolicy={"startupTimeout": "5m"})
     planning.round()
-    planning.cluster.change("chat-0-0-0", waiting=Failure("Unschedulable", "0/3 nodes have a GPU"))
+    planning.cluster.change("chat-0-0-0", waiting=Failure(reason, "0/3 nodes have a GPU"))
     planning.cluster.now += 3600
     assert planning.look() == Plan()
 

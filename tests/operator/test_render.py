@@ -105,6 +105,46 @@ def test_ranks_wait_for_pods_of_their_group_that_wait_for_a_node() -> None:
     assert "--rendezvous-timeout=604800" in container(failurePolicy={"startupTimeout": "90s"})["args"]
 
 
+def test_groups_avoid_each_others_nodes_without_insisting_on_it() -> None:
+    (wish,) = pod()["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    term = wish["podAffinityTerm"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"] == {names.NAME_LABEL: "chat"}
+    assert term["labelSelector"]["matchExpressions"] == [
+        {"key": names.GROUP_LABEL, "operator": "NotIn", "values": ["0"]}
+    ]
+    assert "topologySpreadConstraints" not in pod()["spec"]
+
+
+def test_groups_are_spread_over_a_topology_and_each_stays_together_in_it() -> None:
+    wish: dict[str, Any] = {"scheduling": {"topologyKey": "topology.kubernetes.io/zone"}, "parallelism": {"tensor": 2}}
+    first, second = pod(**wish), pod(replace(LEADER, index=1, leader=False, attempt=3), **wish)
+    (spread,) = first["spec"]["topologySpreadConstraints"]
+    assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("topology.kubernetes.io/zone", "ScheduleAnyway")
+    chosen = spread["labelSelector"]["matchLabels"]
+    assert chosen.items() <= first["metadata"]["labels"].items()
+    assert not chosen.items() <= second["metadata"]["labels"].items()
+    assert "podAffinity" not in first["spec"]["affinity"]
+    (beside,) = second["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert beside["topologyKey"] == "topology.kubernetes.io/zone"
+    same_attempt = pod(replace(LEADER, attempt=3), **wish)["metadata"]["labels"]
+    assert beside["labelSelector"]["matchLabels"].items() <= same_attempt.items()
+    assert not beside["labelSelector"]["matchLabels"].items() <= first["metadata"]["labels"].items()
+
+
+def test_the_pods_of_an_attempt_are_queued_together() -> None:
+    wish: dict[str, Any] = {"scheduling": {"queueName": "gpus"}, "parallelism": {"tensor": 2}}
+    template = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "mine"}}}
+    for index in range(2):
+        manifest = pod(replace(LEADER, index=index, leader=index == 0, attempt=3), podTemplate=template, **wish)
+        metadata = manifest["metadata"]
+        assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+        assert metadata["labels"]["kueue.x-k8s.io/pod-group-name"] == "chat-0-3"
+        assert metadata["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
+        assert metadata["annotations"]["kueue.x-k8s.io/retriable-in-group"] == "false"
+    assert not any("kueue" in key for key in (*pod()["metadata"]["labels"], *pod()["metadata"]["annotations"]))
+
+
 def test_the_launcher_gets_what_is_left_of_the_restart_budget() -> None:
     found = container(failurePolicy={"maxRestarts": 3, "resetAfter": "90m"})["args"]
     assert {"--max-restarts=2", "--restart-reset-after=5400"} <= set(found)

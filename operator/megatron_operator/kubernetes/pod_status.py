@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_operator import names
 from megatron_operator.failures import read_failure
-from megatron_operator.groups import UNSCHEDULABLE
+from megatron_operator.groups import SCHEDULING_GATED, UNSCHEDULABLE
 from megatron_operator.timestamps import seconds
 from megatron_operator.world import Failure, ObservedPod, PodPhase
 
@@ -53,7 +53,7 @@ def observed_pod(pod: Object) -> ObservedPod | None:
         finished_at=_finished_at(status) if phase in (PodPhase.FAILED, PodPhase.SUCCEEDED) else None,
         # Kubernetes writes here the time by which the object should be gone, grace included.
         deletion_deadline=_time(deletion),
-        waiting=_waiting(status) if phase is PodPhase.PENDING else None,
+        waiting=_waiting(spec, status) if phase is PodPhase.PENDING else None,
         failure=_failure(status) if phase is PodPhase.FAILED else None,
     )
 
@@ -65,8 +65,10 @@ def _phase(status: Object) -> PodPhase:
         return PodPhase.UNKNOWN
 
 
-def _waiting(status: Object) -> Failure | None:
+def _waiting(spec: Object, status: Object) -> Failure | None:
     """Why the pod does not start, where that is more than that it takes its time."""
+    if gates := spec.get("schedulingGates"):
+        return Failure(SCHEDULING_GATED, f"held back by {', '.join(gate['name'] for gate in gates)}")
     scheduled = _condition(status, "PodScheduled")
     if scheduled.get("status") == "False":
         return Failure(scheduled.get("reason") or UNSCHEDULABLE, scheduled.get("message") or "no node was found for it")

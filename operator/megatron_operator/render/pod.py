@@ -19,6 +19,7 @@ from megatron_operator.render.command import (
 )
 from megatron_operator.render.merge import merged
 from megatron_operator.render.metadata import child_metadata
+from megatron_operator.render.placement import placement, queue_annotations, queue_labels
 from megatron_operator.settings import Settings
 
 GRACE_BEYOND_DRAIN = 15
@@ -42,8 +43,10 @@ def render_pod(resource: MegatronInference, identity: PodIdentity, settings: Set
     template = resource.spec.pod_template
     spec = merged(_spec(resource, identity, settings), template.spec, "spec.podTemplate.spec")
     metadata = child_metadata(resource, names.pod_name(resource.name, identity.group, identity.attempt, identity.index))
-    labels = {**template.metadata.labels, **metadata["labels"], **_identity_labels(identity)}
-    annotations = {**template.metadata.annotations, names.RESTARTS_ANNOTATION: str(identity.restarts)}
+    queue = queue_labels(resource, identity)
+    labels = {**template.metadata.labels, **metadata["labels"], **_identity_labels(identity), **queue}
+    annotations = {**template.metadata.annotations, **queue_annotations(resource)}
+    annotations |= {names.RESTARTS_ANNOTATION: str(identity.restarts)}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -73,7 +76,7 @@ def _fixed(resource: MegatronInference, name: str) -> dict[str, Any]:
 
 
 def _spec(resource: MegatronInference, identity: PodIdentity, settings: Settings) -> dict[str, Any]:
-    spec: dict[str, Any] = {
+    return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
@@ -85,10 +88,8 @@ def _spec(resource: MegatronInference, identity: PodIdentity, settings: Settings
         },
         "volumes": _volumes(resource),
         "containers": [_container(resource, identity, settings)],
+        **placement(resource, identity),
     }
-    if resource.spec.scheduling.priority_class_name is not None:
-        spec["priorityClassName"] = resource.spec.scheduling.priority_class_name
-    return spec
 
 
 def _container(resource: MegatronInference, identity: PodIdentity, settings: Settings) -> dict[str, Any]:

@@ -15,6 +15,8 @@ DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 DnsName = Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)]
 ABSOLUTE_PATH = r"^/"
 AbsolutePath = Annotated[str, Field(max_length=1024, pattern=ABSOLUTE_PATH)]
+LABEL_KEY = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
+LabelKey = Annotated[str, Field(max_length=317, pattern=LABEL_KEY)]
 
 MISPLACED = "misplaced"
 """Type of the errors that a check across fields raises about one of them."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from megatron_operator.api.quantity import Duration
-from megatron_operator.api.v1alpha1.base import DnsName, Integer, Part
+from megatron_operator.api.v1alpha1.base import DnsName, Integer, LabelKey, Part
 
 
 class Lifecycle(StrEnum):
@@ -33,6 +33,12 @@ class Scheduling(Part):
 
     priority_class_name: DnsName | None = None
     """PriorityClass of the pods."""
+    queue_name: Annotated[DnsName, Field(max_length=63)] | None = None
+    """LocalQueue of Kueue: the pods of a group are admitted together, as a group of plain pods."""
+    topology_key: LabelKey | None = None
+    """Label of nodes, such as topology.kubernetes.io/zone: groups are spread over its values, as evenly as there is
+    room, and the pods of one group are placed where its first pod is. Without it groups only avoid each other's
+    nodes."""
 
 
 class FailurePolicy(Part):

@@ -1,0 +1,80 @@
+"""Where a pod may be placed: its group together, the groups apart, and all of it through a queue if there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import MegatronInference
+from megatron_operator.names import PodIdentity
+
+HOSTNAME = "kubernetes.io/hostname"
+"""The label by which nodes are apart."""
+
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+QUEUED_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
+QUEUED_COUNT_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
+QUEUED_RETRY_ANNOTATION = "kueue.x-k8s.io/retriable-in-group"
+
+
+def placement(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:
+    """The part of a pod's spec that says where it goes.
+
+    The first pods of the groups are spread over the domains of ``topologyKey``, and the further ones follow the first
+    of their group. Pods of different groups avoid each other's nodes, so that a node takes as few along as can be;
+    what is only wished for never keeps a pod waiting.
+    """
+    scheduling = resource.spec.scheduling
+    affinity: dict[str, Any] = {"podAntiAffinity": _apart(resource, identity)}
+    spec: dict[str, Any] = {"affinity": affinity}
+    if scheduling.priority_class_name is not None:
+        spec["priorityClassName"] = scheduling.priority_class_name
+    if scheduling.topology_key is not None and identity.index == 0:
+        spec["topologySpreadConstraints"] = [_spread(resource, scheduling.topology_key)]
+    if scheduling.topology_key is not None and identity.index > 0:
+        affinity["podAffinity"] = _beside_the_first(resource, identity, scheduling.topology_key)
+    return spec
+
+
+def queue_labels(resource: MegatronInference, identity: PodIdentity) -> dict[str, str]:
+    """Labels by which Kueue admits the pods of an attempt together, or not at all; none without a queue."""
+    queue = resource.spec.scheduling.queue_name
+    if queue is None:
+        return {}
+    return {QUEUE_LABEL: queue, QUEUED_GROUP_LABEL: names.attempt_name(resource.name, identity.group, identity.attempt)}
+
+
+def queue_annotations(resource: MegatronInference) -> dict[str, str]:
+    """Annotations to the same end. An attempt that lost a pod is over: its share of the queue is given back."""
+    if resource.spec.scheduling.queue_name is None:
+        return {}
+    return {QUEUED_COUNT_ANNOTATION: str(resource.spec.pods_per_group), QUEUED_RETRY_ANNOTATION: "false"}
+
+
+def _apart(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:
+    others = {
+        "matchLabels": {names.NAME_LABEL: resource.name},
+        "matchExpressions": [{"key": names.GROUP_LABEL, "operator": "NotIn", "values": [str(identity.group)]}],
+    }
+    term = {"labelSelector": others, "topologyKey": HOSTNAME}
+    return {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
+
+
+def _spread(resource: MegatronInference, topology_key: str) -> dict[str, Any]:
+    return {
+        "maxSkew": 1,
+        "topologyKey": topology_key,
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": {names.NAME_LABEL: resource.name, names.INDEX_LABEL: "0"}},
+    }
+
+
+def _beside_the_first(resource: MegatronInference, identity: PodIdentity, topology_key: str) -> dict[str, Any]:
+    first = {
+        names.NAME_LABEL: resource.name,
+        names.GROUP_LABEL: str(identity.group),
+        names.ATTEMPT_LABEL: str(identity.attempt),
+        names.INDEX_LABEL: "0",
+    }
+    term = {"labelSelector": {"matchLabels": first}, "topologyKey": topology_key}
+    return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
