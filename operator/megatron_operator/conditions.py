@@ -15,6 +15,7 @@ from megatron_operator.world import EngineState, Signal
 
 HOLDS_REQUESTS = (EngineState.PAUSED, EngineState.SUSPENDING, EngineState.SUSPENDED, EngineState.RESUMING)
 GROUP_FAILED = "GroupFailed"
+ASLEEP = "AutoSuspended"
 UNDER_WAY = {
     Signal.PAUSE: "Pausing",
     Signal.UNPAUSE: "Unpausing",
@@ -71,7 +72,8 @@ def available(picture: Picture) -> Finding:
     """True while requests are answered, by however few groups."""
     found = ready(picture)
     if found.status == "True":
-        return Finding("True", "EngineRunning", f"requests are answered; {_ready_groups(picture)}")
+        reason = found.reason if found.reason == ASLEEP else "EngineRunning"
+        return Finding("True", reason, f"requests are answered; {_ready_groups(picture)}")
     return found
 
 
@@ -161,6 +163,8 @@ def _not_up_yet(picture: Picture) -> Finding:
 
 def _by_engine_state(picture: Picture) -> Finding:
     state = picture.engine_state
+    if picture.sleeps and not picture.troubled_groups:
+        return Finding("True", ASLEEP, "the engine is suspended for want of requests; the next one wakes it")
     match state:
         case EngineState.RUNNING if picture.troubled_groups:
             groups = f"{picture.ready_groups} of {len(picture.groups)} replica groups serve"
@@ -182,6 +186,8 @@ def _lifecycle_progress(picture: Picture) -> Finding:
     state, wish = picture.engine_state, picture.wish
     if picture.is_unreachable:
         return _unreachable(picture)
+    if picture.sleeps:
+        return Finding("False", "Settled", f"{_ready_groups(picture)} and the engine sleeps until the next request")
     if state is SETTLED_STATE[wish]:
         return Finding("False", "Settled", f"{_ready_groups(picture)} and the engine is {state}, as wished")
     if state in IN_BETWEEN:

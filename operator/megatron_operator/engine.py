@@ -47,6 +47,7 @@ class PodReport:
     revision: int
     ready: bool
     engine_state: EngineState | None = None
+    auto_suspended: bool = False
     replicas: tuple[ObservedReplica, ...] = ()
     ranks: tuple[RankReport, ...] = ()
     running_requests: int = 0
@@ -62,6 +63,7 @@ class PodReport:
             revision=int(body["revision"]),
             ready=bool(body.get("ready", False)),
             engine_state=EngineState(state) if state else None,
+            auto_suspended=bool(body.get("autoSuspended", False)),
             replicas=tuple(_replica(replica) for replica in body.get("replicas") or ()),
             ranks=tuple(_rank(rank) for rank in body.get("ranks") or ()),
             running_requests=int(requests.get("running", 0)),
@@ -87,6 +89,7 @@ class PodReport:
         return ObservedEngine(
             reachable=True,
             state=self.engine_state,
+            auto_suspended=self.auto_suspended,
             replicas=self.replicas,
             running_requests=self.running_requests,
             waiting_requests=self.waiting_requests,

@@ -39,6 +39,7 @@ FIELD_OF_FLAG = {
     "--frontend-replicas": "spec.frontend.replicas",
     "--parsers": "spec.frontend.parsers",
     "--drain-timeout": "spec.rollout.drainTimeout",
+    "--auto-suspend-after": "spec.autoSuspend.idleAfter",
     "--max-restarts": "spec.failurePolicy.maxRestarts",
     "--rendezvous-timeout": "spec.failurePolicy.startupTimeout",
     "--restart-reset-after": "spec.failurePolicy.resetAfter",

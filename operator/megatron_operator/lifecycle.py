@@ -31,6 +31,14 @@ IN_BETWEEN = {
 """States that end by themselves, and their names as reasons."""
 
 
-def next_signal(wish: Lifecycle, state: EngineState | None) -> Signal | None:
-    """The one signal to send now; None when the wish is fulfilled, or the engine has to get somewhere first."""
+def next_signal(wish: Lifecycle, state: EngineState | None, *, auto_suspended: bool = False) -> Signal | None:
+    """The one signal to send now; None when the wish is fulfilled, or the engine has to get somewhere first.
+
+    An engine that sleeps for want of requests runs as far as the wish is concerned. One that shall be suspended is told
+    so although it is: then no request wakes it any more.
+    """
+    if auto_suspended and wish is Lifecycle.RUNNING:
+        return None
+    if auto_suspended and wish is Lifecycle.SUSPENDED and state is EngineState.SUSPENDED:
+        return Signal.SUSPEND
     return None if state is None else _STEPS.get((wish, state))

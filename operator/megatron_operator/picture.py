@@ -104,6 +104,13 @@ class Picture:
         return engine.state if engine is not None and engine.reachable and self.leader is not None else None
 
     @property
+    def sleeps(self) -> bool:
+        """Whether the engine is suspended until the next request, or on its way there or back, as is wished."""
+        engine = self.world.engine
+        is_asleep = self.engine_state is not None and engine is not None and engine.auto_suspended
+        return is_asleep and self.wish is Lifecycle.RUNNING
+
+    @property
     def is_open(self) -> bool:
         """Whether the frontend takes requests and the engine's state is known."""
         return self.leader is not None and self.leader.ready and self.engine_state is not None

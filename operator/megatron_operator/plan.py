@@ -163,6 +163,6 @@ class _Planner:
         engine, leader = self.world.engine, running_leader(self.groups)
         if engine is None or not engine.reachable or leader is None or leader.address is None:
             return
-        signal = next_signal(self.resource.spec.lifecycle, engine.state)
+        signal = next_signal(self.resource.spec.lifecycle, engine.state, auto_suspended=engine.auto_suspended)
         if signal is not None:
             yield SendSignal(signal, leader.address)

@@ -143,6 +143,8 @@ class ObservedEngine:
 
     reachable: bool
     state: EngineState | None = None
+    auto_suspended: bool = False
+    """Whether it sleeps for want of requests, or is on its way there or back: the leader sees to it."""
     replicas: tuple[ObservedReplica, ...] = ()
     running_requests: int = 0
     waiting_requests: int = 0

@@ -85,6 +85,10 @@ def serve(
         ),
     ] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to running requests.")] = 60.0,
+    auto_suspend_after: Annotated[
+        float,
+        typer.Option(help="Seconds without a request after which engines are suspended until the next; 0: never."),
+    ] = 0.0,
     max_restarts: Annotated[int, typer.Option(help="Restarts of dead ranks before giving up.")] = 5,
     restart_reset_after: Annotated[
         float, typer.Option(help="Seconds without a restart after which all of them are allowed again.")
@@ -141,6 +145,7 @@ def serve(
                 parsers=tuple(parsers or ()),
             ),
             drain_timeout=drain_timeout,
+            auto_suspend_after=auto_suspend_after,
             max_restarts=max_restarts,
             restart_reset_after=restart_reset_after,
             hang_timeout=hang_timeout,

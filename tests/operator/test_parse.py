@@ -43,7 +43,8 @@ def test_what_is_left_out_gets_its_default() -> None:
     [
         ({"replica": 2}, "spec.replica", "did you mean replicas?"),
         ({"engine": {"kvcacheMemory": "1Gi"}}, "spec.engine.kvcacheMemory", "did you mean kvCacheMemory?"),
-        ({"autoSuspend": {"idleAfter": "5m"}}, "spec.autoSuspend", "unknown field; remove it"),
+        ({"expose": {"ingress": {}}}, "spec.expose.ingress", "unknown field; remove it"),
+        ({"autoSuspend": {"idleAfter": 300}}, "spec.autoSuspend.idleAfter", "like 90s, 2m or 1h30m"),
         ({"scheduling": {"queueName": "Team A"}}, "spec.scheduling.queueName", "must hold only a-z"),
         ({"scheduling": {"topologyKey": "/zone"}}, "spec.scheduling.topologyKey", "key of a label"),
         ({"lifecycle": "Runing"}, "spec.lifecycle", "'Running', 'Paused', 'Suspended' or 'Stopped'"),

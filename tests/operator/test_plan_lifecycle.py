@@ -36,6 +36,33 @@ def test_every_signal_is_one_that_the_engine_takes(wish: Lifecycle, state: Engin
     assert signal is None or state in ALLOWED_FROM[signal]
 
 
+def test_an_engine_that_sleeps_for_want_of_requests_is_left_alone() -> None:
+    planning = Planning().settled()
+    planning.cluster.fall_asleep()
+    assert planning.round() == []
+    planning.cluster.wake()
+    assert planning.round() == []
+
+
+def test_who_wishes_for_a_suspended_engine_gets_one_that_no_request_wakes() -> None:
+    planning = Planning().settled()
+    planning.cluster.fall_asleep()
+    planning.spec["lifecycle"] = "Suspended"
+    assert sent(planning.round()) == ["suspend"]
+    planning.cluster.wake()
+    assert planning.cluster.engine_state is EngineState.SUSPENDED
+    assert planning.round() == []
+
+
+def test_an_engine_that_sleeps_is_resumed_into_a_pause() -> None:
+    planning = Planning().settled()
+    planning.cluster.fall_asleep()
+    planning.spec["lifecycle"] = "Paused"
+    assert sent(planning.round()) == ["resume"]
+    planning.cluster.advance_engine()
+    assert planning.round() == []
+
+
 def test_no_signal_is_sent_to_an_engine_that_does_not_answer() -> None:
     planning = Planning().settled()
     planning.cluster.reachable = False

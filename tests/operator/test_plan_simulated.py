@@ -92,7 +92,8 @@ class RandomHistory(RuleBasedStateMachine):
         if isinstance(action, SendSignal):
             assert world.engine is not None
             assert world.engine.reachable, "a signal was sent to an engine that nobody could see"
-            if self.cluster.engine_state is not world.engine.state:
+            now = (self.cluster.engine_state, self.cluster.auto_suspended)
+            if now != (world.engine.state, world.engine.auto_suspended):
                 return  # Sent a second time: the engine has taken the first, and answers 409.
         self.cluster.carry_out(action)
 
@@ -130,6 +131,14 @@ class RandomHistory(RuleBasedStateMachine):
     @rule()
     def the_engine_gets_on(self) -> None:
         self.cluster.advance_engine()
+
+    @rule()
+    def nobody_asks_for_a_while(self) -> None:
+        self.cluster.fall_asleep()
+
+    @rule()
+    def a_request_comes(self) -> None:
+        self.cluster.wake()
 
     @rule(reachable=st.booleans())
     def the_leader_is_cut_off_or_back(self, reachable: bool) -> None:
@@ -206,7 +215,7 @@ class RandomHistory(RuleBasedStateMachine):
             assert view.given_up or view.standing is Standing.READY
             assert view.group.template_hash == hash_now or any(view.given_up for view in picture.groups)
             assert view.group.old_pods == ()
-        if picture.is_open:
+        if picture.is_open and not picture.sleeps:
             assert picture.engine_state is SETTLED_STATE[resource.spec.lifecycle]
         assert self._has_arrived()
 

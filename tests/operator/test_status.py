@@ -56,6 +56,20 @@ def message(status: Status, kind: ConditionType) -> str:
     return found.message
 
 
+def test_a_model_that_sleeps_until_the_next_request_is_ready() -> None:
+    watching = Watching().settled()
+    watching.cluster.fall_asleep()
+    status = watching.look()
+    assert shown(status) == {
+        "Ready=True": "AutoSuspended",
+        "Available=True": "AutoSuspended",
+        "Paused=True": "EngineSuspended",
+        "Suspended=True": "EngineSuspended",
+    }
+    assert status.phase is Phase.SUSPENDED
+    assert "the next one wakes it" in message(status, ConditionType.READY)
+
+
 def test_a_resource_without_pods_is_pending() -> None:
     status = Watching().look()
     assert status.phase is Phase.PENDING

@@ -86,6 +86,7 @@ async def test_the_state_is_that_of_the_contract(client: httpx.AsyncClient, stat
         "revision": 2,
         "role": "leader",
         "engineState": "RUNNING",
+        "autoSuspended": False,
         "replicas": [
             {"group": group, "state": "RUNNING", "runningRequests": 2, "waitingRequests": 3, "weightVersion": 0}
             for group in (0, 1)

@@ -46,6 +46,7 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
         "--routing-alpha": f"{spec.routing.alpha:g}",
         "--frontend-replicas": spec.frontend.replicas,
         "--drain-timeout": f"{spec.rollout.drain_timeout:g}",
+        "--auto-suspend-after": f"{spec.auto_suspend.idle_after:g}",
         "--max-restarts": max_restarts,
         "--rendezvous-timeout": LONGEST_RENDEZVOUS,
         "--restart-reset-after": f"{spec.failure_policy.reset_after:g}",

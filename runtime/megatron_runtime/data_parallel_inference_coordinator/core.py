@@ -164,6 +164,7 @@ class Core:
             engines=tuple(engine.view() for engine in self.engines),
             unassigned_requests=len(self.dispatcher.waiting),
             outstanding_requests=len(self.dispatcher.requests),
+            accepted_requests=self.dispatcher.next_request_id,
             dropped_messages=self.complaints.total(),
         )
 

@@ -11,6 +11,7 @@ from megatron_runtime.data_parallel_inference_coordinator.states import SETTLED,
 from megatron_runtime.errors import CoordinatorError, MegatronInferenceError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.launch.auto_suspend import AutoSuspend
 from megatron_runtime.launch.identity import Lifecycle
 from megatron_runtime.launch.pod_state import PodState, ReplicaState
 from megatron_runtime.wire.service_state import ServiceState
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 LOAD_SECONDS = 1.0
 """How old the engines' load may get."""
 RETRY_SECONDS = 0.5
+SLEEP_TIMEOUT = 120.0
+"""Seconds that engines get to obey a signal on their way to sleep and back."""
 EARLY_SECONDS = 0.5
 """How long a signal that is not waited for is watched for a refusal."""
 
@@ -31,17 +34,31 @@ _WISHES = {
 
 
 class EngineLink:
-    """Keeps the pod's state up to date with the service's, and sends signals."""
+    """Keeps the pod's state up to date with the service's, and sends signals.
 
-    def __init__(self, client: InferenceClient, state: PodState, lifecycle: Lifecycle) -> None:
+    ``suspend_after`` are the seconds without a request after which the engines are suspended until the next one; None
+    means never.
+    """
+
+    def __init__(
+        self, client: InferenceClient, state: PodState, lifecycle: Lifecycle, suspend_after: float | None = None
+    ) -> None:
         self._client = client
         self._state = state
         self._signals: set[asyncio.Task[object]] = set()
+        self._sleep = None if suspend_after is None else AutoSuspend(suspend_after, self._send_for_sleep)
         self.wish = _WISHES[lifecycle]
         """The state that a coordinator that takes over has to start from."""
 
     async def run(self) -> None:
         """Follows the service until cancelled."""
+        try:
+            await self._follow()
+        finally:
+            if self._sleep is not None:
+                self._sleep.stop()
+
+    async def _follow(self) -> None:
         revision = -1
         while True:
             try:
@@ -60,11 +77,21 @@ class EngineLink:
 
     async def send(self, signal: str, *, timeout: float, wait: bool) -> None:
         """As ``control_api.SignalSender`` says."""
-        await self._send(signal, getattr(self._client, f"{signal}_engines"), timeout=timeout, wait=wait)
+        was_asleep = self._sleep is not None and self._sleep.take_over()
+        self._state.update(auto_suspended=False)
+        if was_asleep and signal == "suspend" and self.wish is CoordinatorState.SUSPENDED:
+            return  # they are there, and stay from now on
+        await self._send_signal(signal, timeout=timeout, wait=wait)
 
     async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:
         """As ``control_api.SignalSender`` says."""
         await self._send("update_weights", partial(self._client.update_weights, path), timeout=timeout, wait=wait)
+
+    async def _send_for_sleep(self, signal: str) -> None:
+        await self._send_signal(signal, timeout=SLEEP_TIMEOUT, wait=True)
+
+    async def _send_signal(self, signal: str, *, timeout: float, wait: bool) -> None:
+        await self._send(signal, getattr(self._client, f"{signal}_engines"), timeout=timeout, wait=wait)
 
     async def _send(self, name: str, call: Callable[..., Awaitable[object]], *, timeout: float, wait: bool) -> None:
         if not self._state.facts.replicas:
@@ -114,3 +141,6 @@ class EngineLink:
             replicas=replicas,
             dropped_messages=service.dropped_messages,
         )
+        if self._sleep is not None:
+            self._sleep.note(service)
+            self._state.update(auto_suspended=self._sleep.is_asleep)

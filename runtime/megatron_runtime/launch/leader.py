@@ -54,7 +54,7 @@ class Leader:
         """Where engines and clients find the coordinator."""
         self.metrics_folder = MetricsFolder()
         self._client = InferenceClient(self.address, key=key)
-        self.link = EngineLink(self._client, state, options.identity.lifecycle)
+        self.link = EngineLink(self._client, state, options.identity.lifecycle, options.auto_suspend_after or None)
         self._coordinator = KeptCoordinator(
             coordinator_options(options, coordinator_port),
             key=key,

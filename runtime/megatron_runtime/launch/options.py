@@ -102,6 +102,8 @@ class LaunchOptions:
     drain_timeout: float = 60.0
     max_restarts: int = 5
     restart_reset_after: float = RESET_SECONDS
+    auto_suspend_after: float = 0.0
+    """Seconds without a request; 0 for never."""
     hang_timeout: float = HANG_SECONDS
     rendezvous_timeout: float = RENDEZVOUS_TIMEOUT
     host: str | None = None
@@ -190,6 +192,7 @@ class LaunchOptions:
         _at_least("--max-restarts", self.max_restarts, 0)
         _at_least("--restart-reset-after", self.restart_reset_after, 0)
         _at_least("--drain-timeout", self.drain_timeout, 0)
+        _at_least("--auto-suspend-after", self.auto_suspend_after, 0)
         _at_least("--hang-timeout", self.hang_timeout, SHORTEST_HANG)
         _at_least("--max-sequence-length", engine.max_sequence_length, 2)
         _at_least("--max-requests", engine.max_requests, 1)

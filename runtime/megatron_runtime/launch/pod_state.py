@@ -84,6 +84,8 @@ class PodFacts:
     is_leader: bool
     engine_state: str | None = None
     """The coordinator's state; None before a replica has registered, and on pods that do not lead."""
+    auto_suspended: bool = False
+    """Whether the engines are suspended for want of requests, or on their way there or back; a request wakes them."""
     replicas: tuple[ReplicaState, ...] = ()
     ranks: Mapping[int, RankState] = field(default_factory=dict)
     frontends_listening: int = 0
@@ -107,6 +109,7 @@ class PodFacts:
         return {
             "role": "leader" if self.is_leader else "worker",
             "engineState": self.engine_state,
+            "autoSuspended": self.auto_suspended,
             "replicas": [replica.body() for replica in self.replicas],
             "ranks": [rank.body() for _, rank in sorted(self.ranks.items())],
             "requests": {

@@ -52,6 +52,8 @@ class ServiceState:
     """Requests that wait for an engine to register."""
     outstanding_requests: int
     """All requests that are not answered yet."""
+    accepted_requests: int
+    """All requests since the coordinator started."""
     dropped_messages: int
     """Malformed, stale or unexpected messages since the coordinator started."""
 

@@ -57,6 +57,7 @@ class SimulatedCluster:
         self.children: dict[str, str] = {}
         self.reachable = True
         self.engine_state: EngineState | None = None
+        self.auto_suspended = False
         self.refused: list[Signal] = []
         """Signals that the engine's state forbade."""
         self._wishes: dict[str, Lifecycle] = {}
@@ -136,6 +137,17 @@ class SimulatedCluster:
         """The pod is gone."""
         if self.pods.pop(name).leader and not self._leaders():
             self.engine_state = None
+            self.auto_suspended = False
+
+    def fall_asleep(self) -> None:
+        """Nobody has asked the engine anything for a while."""
+        if self.engine_state is EngineState.RUNNING:
+            self.engine_state, self.auto_suspended = EngineState.SUSPENDED, True
+
+    def wake(self) -> None:
+        """Somebody asks it something."""
+        if self.auto_suspended:
+            self.engine_state, self.auto_suspended = EngineState.RUNNING, False
 
     def advance_engine(self) -> None:
         """A transition under way comes to its end."""
@@ -193,9 +205,14 @@ class SimulatedCluster:
         serving = [pod for pod in self.live() if pod.rank_phase == "Serving" and pod.index == 0]
         assert self.engine_state is not None
         replicas = tuple(ObservedReplica(pod.group, self.engine_state) for pod in serving)
-        return ObservedEngine(reachable=True, state=self.engine_state, replicas=replicas)
+        return ObservedEngine(
+            reachable=True, state=self.engine_state, auto_suspended=self.auto_suspended, replicas=replicas
+        )
 
     def _take(self, signal: Signal) -> None:
+        was_asleep, self.auto_suspended = self.auto_suspended, False
+        if was_asleep and signal is Signal.SUSPEND and self.engine_state is EngineState.SUSPENDED:
+            return
         if self.engine_state not in ALLOWED_FROM[signal]:
             self.refused.append(signal)
             raise SignalRefused(f"{signal} is not allowed in {self.engine_state}")

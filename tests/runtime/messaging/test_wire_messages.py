@@ -137,7 +137,7 @@ def test_plain_sockets_are_for_this_machine_only() -> None:
 def service_state(**changes: Any) -> dict[str, Any]:
     load = EngineLoad()._asdict()
     view = EngineView(group=0, attempt=0, state="RUNNING", draining=False, ready=True, **load)
-    return {**ServiceState("RUNNING", 7, "epoch", (view,), 0, 1, 0).serialize(), **changes}
+    return {**ServiceState("RUNNING", 7, "epoch", (view,), 0, 1, 3, 0).serialize(), **changes}
 
 
 def test_a_service_state_survives_the_way() -> None:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,36 @@ def test_requests_that_waited_are_served_by_their_priority(start_pod: Callable[.
             pod.wait_for(lambda state, waiting=waiting: state["requests"]["waiting"] == waiting)
         pod.signal("unpause")
     assert served == [-2, 0, 3]
+
+
+def test_an_idle_engine_sleeps_until_a_request_wakes_it_and_no_longer_once_it_was_told_to(
+    start_pod: Callable[..., Any], tmp_path: Path
+) -> None:
+    flags = ("--auto-suspend-after", "1", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
+    pod = start_pod("--model", str(write_tiny_checkpoint(tmp_path / "tiny")), *flags).wait_ready()
+
+    def answer() -> str:
+        asked = {"prompt": [1, 2, 3], "max_tokens": 20, "temperature": 0}
+        return str(pod.post("/v1/completions", asked).json()["choices"][0]["text"])
+
+    def sleeps(state: dict[str, Any]) -> bool:
+        return bool(state["engineState"] == "SUSPENDED" and state["autoSuspended"])
+
+    first = answer()
+    assert pod.wait_for(sleeps)["ready"]
+    assert answer() == first
+    pod.wait_for(sleeps)
+    assert pod.signal("suspend").json()["engineState"] == "SUSPENDED"
+    assert not pod.state()["autoSuspended"]
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(answer)
+        assert waits(pod, waiting)
+        with pytest.raises(FutureTimeoutError):
+            waiting.result(3)
+        pod.signal("resume")
+        pod.signal("unpause")
+        assert waiting.result(30) == first
+    pod.wait_for(sleeps)
 
 
 def test_a_signal_in_the_wrong_state_is_refused_with_what_is_allowed(shared_pod: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, Model, Source, VolumeSource
 from megatron_operator.api.v1alpha1.operations import (
+    AutoSuspend,
     FailurePolicy,
     ImagePullPolicy,
     Lifecycle,
@@ -43,6 +44,7 @@ __all__ = [
     "KIND",
     "PLURAL",
     "VERSION",
+    "AutoSuspend",
     "Condition",
     "ConditionType",
     "DType",

@@ -65,6 +65,14 @@ class Rollout(Part):
     """Time that a pod gets to finish its requests before it ends."""
 
 
+class AutoSuspend(Part):
+    """A model that nobody asks anything gives its memory back."""
+
+    idle_after: Duration = Duration("0s")
+    """Time without a request after which a running engine is suspended; the next request wakes it, and waits meanwhile.
+    0s: never."""
+
+
 class Restart(Part):
     """Asks for a restart without another change."""
 

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 from megatron_operator.api.v1alpha1.base import Integer, Part, Report, Text, misplaced
 from megatron_operator.api.v1alpha1.model import Model
 from megatron_operator.api.v1alpha1.operations import (
+    AutoSuspend,
     FailurePolicy,
     ImagePullPolicy,
     Lifecycle,
@@ -76,6 +77,8 @@ class Spec(Part):
     """What happens when a replica group fails."""
     rollout: Rollout = Rollout()
     """How running pods are replaced."""
+    auto_suspend: AutoSuspend = AutoSuspend()
+    """Whether an engine without requests gives its memory back until the next one."""
     restart: Restart = Restart()
     """Asks for a restart without another change."""
     image: Text | None = None

@@ -1,0 +1,118 @@
+"""When engines are suspended for want of requests, and what wakes them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from megatron_runtime.errors import CoordinatorError
+from megatron_runtime.launch.auto_suspend import AutoSuspend
+from megatron_runtime.wire.service_state import EngineView, ServiceState
+
+ENGINE = EngineView(0, 0, "RUNNING", 0, 0, 8, 0, 0, 0, 0.0, 0, draining=False, ready=True)
+IDLE = ServiceState("RUNNING", 1, "epoch", (ENGINE,), 0, 0, 0, 0)
+REACHED = {"pause": "PAUSED", "suspend": "SUSPENDED", "resume": "PAUSED", "unpause": "RUNNING"}
+
+
+class Service:
+    """Engines that obey at once, and a clock."""
+
+    def __init__(self, idle_after: float = 10) -> None:
+        self.state = IDLE
+        self.sent: list[str] = []
+        self.is_away = False
+        self.now = 0.0
+        self.sleep = AutoSuspend(idle_after, self.obey, lambda: self.now)
+
+    async def obey(self, signal: str) -> None:
+        if self.is_away:
+            raise CoordinatorError("away")
+        self.sent.append(signal)
+        self.state = replace(self.state, state=REACHED[signal])
+        self.sleep.note(self.state)
+
+    async def look(self, after: float = 0, **changes: object) -> None:
+        """Time passes, something changes, and it is seen."""
+        self.now += after
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]
+        self.sleep.note(self.state)
+        for _ in range(9):
+            await asyncio.sleep(0)
+
+
+async def asleep() -> Service:
+    service = Service()
+    await service.look(after=11)
+    assert (service.sent, service.sleep.is_asleep) == (["pause", "suspend"], True)
+    service.sent.clear()
+    return service
+
+
+async def test_an_engine_that_is_asked_now_and_then_stays_awake() -> None:
+    service = Service()
+    for request in range(1, 6):
+        await service.look(after=9, accepted_requests=request)
+    await service.look(after=9, outstanding_requests=1)
+    await service.look(after=90)
+    assert service.sent == []
+    await service.look(after=9, outstanding_requests=0)
+    assert not service.sleep.is_asleep
+    await service.look(after=9)
+    assert service.sleep.is_asleep
+
+
+async def test_a_request_wakes_what_sleeps() -> None:
+    service = await asleep()
+    await service.look(after=1000)
+    assert service.sent == []
+    await service.look(outstanding_requests=1, accepted_requests=1)
+    assert service.sent == ["resume", "unpause"]
+    assert not service.sleep.is_asleep
+    await service.look(after=9, outstanding_requests=0)
+    assert service.sent == ["resume", "unpause"]
+
+
+async def test_what_somebody_paused_is_left_alone_and_has_its_time_when_it_runs_again() -> None:
+    service = Service()
+    service.sleep.take_over()
+    await service.look(state="PAUSED")
+    await service.look(after=100)
+    await service.look(state="RUNNING", after=5)
+    assert service.sent == []
+    await service.look(after=11)
+    assert service.sent == ["pause", "suspend"]
+
+
+async def test_what_was_taken_over_while_asleep_stays_where_it_is() -> None:
+    service = await asleep()
+    assert service.sleep.take_over()
+    await service.look(outstanding_requests=1)
+    assert service.sent == []
+    assert not service.sleep.take_over()
+
+
+async def test_a_signal_that_did_not_arrive_is_sent_again_at_the_next_look() -> None:
+    service = await asleep()
+    service.is_away = True
+    await service.look(outstanding_requests=1)
+    assert service.sent == []
+    service.is_away = False
+    await service.look()
+    assert service.sent == ["resume", "unpause"]
+
+
+async def test_a_service_without_engines_is_not_idle() -> None:
+    service = Service()
+    await service.look(after=100, engines=())
+    await service.look(after=5, engines=(ENGINE,))
+    assert service.sent == []
+
+
+@pytest.mark.parametrize("state", ["PAUSING", "SUSPENDING", "RESUMING"])
+async def test_nothing_is_sent_while_engines_are_on_their_way(state: str) -> None:
+    service = await asleep()
+    await service.look(state=state, outstanding_requests=1)
+    assert service.sent == []
+    assert service.sleep.is_asleep
