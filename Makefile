@@ -10,7 +10,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TE
 SAMPLE := manifests/samples/smollm2.yaml
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-GENERATED := manifests/crd.yaml charts/megatron-inference/crds/megatroninferences.yaml
+GENERATED := manifests/crd.yaml charts/megatron-inference/files/crd.yaml
 
 .PHONY: help demo serve test check bench venv dev model control-plane clients crd clean
 

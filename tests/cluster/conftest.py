@@ -11,6 +11,7 @@ HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
     sys.path.append(str(HERE))  # cluster_support lies here, and importlib mode puts nothing on the path
 
+from chart_support.fixtures import helm  # noqa: E402, F401
 from cluster_support import binaries  # noqa: E402
 from cluster_support.cluster import Cluster  # noqa: E402
 from cluster_support.control_plane import ControlPlane  # noqa: E402

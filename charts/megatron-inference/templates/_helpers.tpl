@@ -1,8 +1,9 @@
+{{- /* Shorter than a name may be, so that there is room for a suffix. */ -}}
 {{- define "megatron-inference.fullname" -}}
 {{- if contains .Chart.Name .Release.Name -}}
-{{- .Release.Name | trunc 63 | trimSuffix "-" -}}
+{{- .Release.Name | trunc 54 | trimSuffix "-" -}}
 {{- else -}}
-{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 63 | trimSuffix "-" -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 54 | trimSuffix "-" -}}
 {{- end -}}
 {{- end -}}
 
@@ -20,6 +21,25 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 
 {{- define "megatron-inference.serviceAccountName" -}}
 {{- .Values.serviceAccount.name | default (include "megatron-inference.fullname" .) -}}
+{{- end -}}
+
+{{- define "megatron-inference.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{- define "megatron-inference.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: 65532
+runAsGroup: 65532
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "megatron-inference.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
 {{- end -}}
 
 {{- /* What the operator may do wherever it serves resources; manifests/rbac.yaml grants the same. */ -}}

@@ -18,7 +18,7 @@ from megatron_operator.api.v1alpha1.resource import LONGEST_NAME, NAME_PATTERN
 
 Schema = dict[str, Any]
 
-FILES = (Path("manifests/crd.yaml"), Path("charts/megatron-inference/crds/megatroninferences.yaml"))
+FILES = (Path("manifests/crd.yaml"), Path("charts/megatron-inference/files/crd.yaml"))
 """Where the generated file is kept, from the repository's root."""
 
 HEADER = "# Generated from operator/megatron_operator/api by `python -m megatron_operator.api.crd`. Do not edit.\n"

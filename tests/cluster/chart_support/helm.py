@@ -1,0 +1,57 @@
+"""Helm on our chart, with folders of its own, so that the user's repositories and plugins have no say."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from cluster_support.errors import CommandFailedError
+
+Object = dict[str, Any]
+
+ROOT = Path(__file__).parents[3]
+CHART = ROOT / "charts" / "megatron-inference"
+RELEASE = "megatron"
+NAMESPACE = "megatron-system"
+TIMEOUT = 120
+
+
+class Helm:
+    """``kubeconfig`` says on which cluster releases live; rendering needs none."""
+
+    def __init__(self, program: Path, folder: Path, kubeconfig: Path | None = None) -> None:
+        self.program = program
+        self.folder = folder
+        self._kubeconfig = kubeconfig
+
+    def __call__(self, *words: str | Path) -> str:
+        """What Helm printed. Raises CommandFailedError with what it complained of."""
+        done = subprocess.run(
+            [self.program, *words], env=self._env(), capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
+        if done.returncode != 0:
+            said = f"{done.stdout.strip()}\n{done.stderr.strip()}"
+            raise CommandFailedError(f"helm {' '.join(map(str, words))}: exit status {done.returncode}\n{said}")
+        return done.stdout
+
+    def template(self, *flags: str | Path, release: str = RELEASE, chart: Path = CHART) -> list[Object]:
+        """The objects of a release, its tests included."""
+        text = self("template", release, chart, "--namespace", NAMESPACE, *flags)
+        return [each for each in yaml.safe_load_all(text) if each]
+
+    def _env(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("HELM_", "KUBE"))}
+        homes = {f"HELM_{kind}_HOME": str(self.folder / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA")}
+        return {**kept, **homes, "KUBECONFIG": str(self._kubeconfig or os.devnull), "NO_PROXY": "127.0.0.1"}
+
+
+def of_kind(objects: Sequence[Object], kind: str) -> list[Object]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def only(objects: Sequence[Object], kind: str) -> Object:
+    """The one object of the kind."""
+    (found,) = of_kind(objects, kind)
+    return found

@@ -1,0 +1,22 @@
+"""Ways to install the chart, each as flags of Helm."""
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "confined": ("--set=namespaces={alpha,beta}", "--set=crds.install=false"),
+    "bare": ("--set=rbac.create=false", "--set=serviceAccount.create=false", "--set=serviceAccount.name=mine"),
+    "full": (
+        "--set=podDisruptionBudget.enabled=true",
+        "--set=logging.verbose=true",
+        "--set=imagePullSecrets[0].name=pull",
+        "--set=serviceAccount.annotations.team=platform",
+        "--set=podAnnotations.team=platform",
+        "--set=podLabels.team=platform",
+        "--set=nodeSelector.disk=ssd",
+        "--set=tolerations[0].operator=Exists",
+        "--set=priorityClassName=system-cluster-critical",
+        "--set-json=affinity="
+        '{"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms":'
+        ' [{"matchExpressions": [{"key": "disk", "operator": "Exists"}]}]}}}',
+    ),
+    "watchful": ("--set=podDisruptionBudget.enabled=true", "--set=podDisruptionBudget.minAvailable=1"),
+}

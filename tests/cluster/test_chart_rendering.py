@@ -1,0 +1,150 @@
+"""What the chart renders: valid for Kubernetes, as its values say, and the same operator as that of manifests/."""
+
+import json
+import os
+import re
+import subprocess
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from chart_support.helm import CHART, NAMESPACE, ROOT, Helm, Object, of_kind, only
+from chart_support.values import VARIANTS
+from cluster_support import binaries
+from cluster_support.errors import CommandFailedError
+
+KUBERNETES = "1.37"
+LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
+
+
+@pytest.fixture(scope="session")
+def kustomized() -> list[Object]:
+    """What `kubectl apply -k manifests` would apply."""
+    command = [binaries.find_kubectl(os.environ), "kustomize", ROOT / "manifests"]
+    return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+def check(objects: list[Object]) -> None:
+    """Raises when an object is not what the API server takes, unknown fields included."""
+    for each in objects:
+        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+
+
+def as_in_manifests(value: Any) -> Any:
+    """An object of the release `megatron-inference` with the names of manifests/, without what only releases have."""
+    if isinstance(value, dict):
+        return {
+            key: as_in_manifests(each)
+            for key, each in value.items()
+            if key not in LABELS_OF_RELEASES and not key.startswith("helm.sh/")
+        }
+    if isinstance(value, list):
+        return [as_in_manifests(each) for each in value]
+    if isinstance(value, str):
+        return re.sub(r"^megatron-inference(?=$|-)", "megatron-operator", value)
+    return value
+
+
+def test_the_chart_has_nothing_that_lint_complains_of(helm: Helm) -> None:
+    assert "0 chart(s) failed" in helm("lint", "--strict", CHART)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whatever_the_values_are_kubernetes_takes_the_objects(helm: Helm, variant: str) -> None:
+    check(helm.template(*VARIANTS[variant]))
+
+
+def test_kubernetes_takes_the_objects_of_the_kustomization(kustomized: list[Object]) -> None:
+    check(kustomized)
+
+
+def test_an_object_that_is_wrong_would_not_pass(helm: Helm) -> None:
+    deployment = only(helm.template(), "Deployment")
+    deployment["spec"]["template"]["spec"]["serviceAcountName"] = "misspelt"
+    with pytest.raises(kubernetes_validate.ValidationError, match="serviceAcountName"):
+        check([deployment])
+
+
+@pytest.mark.parametrize("kind", ["ClusterRole", "ClusterRoleBinding", "Deployment", "Service", "ServiceAccount"])
+def test_the_chart_and_the_manifests_are_the_same_operator(helm: Helm, kustomized: list[Object], kind: str) -> None:
+    rendered = helm.template("--set=rbac.aggregate=false", release="megatron-inference")
+    ours, theirs = as_in_manifests(only(rendered, kind)), only(kustomized, kind)
+    ours["metadata"].pop("labels", None)
+    theirs["metadata"].pop("labels", None)
+    assert ours["metadata"].get("namespace") in (None, NAMESPACE)
+    assert ours == theirs
+
+
+def test_the_definition_of_the_chart_is_the_generated_one_and_is_kept(helm: Helm, kustomized: list[Object]) -> None:
+    definition = only(helm.template(), "CustomResourceDefinition")
+    assert definition["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    assert definition["spec"] == only(kustomized, "CustomResourceDefinition")["spec"]
+
+
+def test_a_second_release_leaves_the_definition_to_the_first(helm: Helm) -> None:
+    assert of_kind(helm.template("--set=crds.install=false"), "CustomResourceDefinition") == []
+
+
+def test_an_operator_of_some_namespaces_has_a_role_in_each_and_none_for_the_cluster(helm: Helm) -> None:
+    everywhere = helm.template()
+    confined = helm.template("--set=namespaces={alpha,beta}", "--set=rbac.aggregate=false")
+    assert of_kind(confined, "ClusterRole") == of_kind(confined, "ClusterRoleBinding") == []
+    roles = {role["metadata"]["namespace"]: role["rules"] for role in of_kind(confined, "Role")}
+    assert set(roles) == {"alpha", "beta"}
+    whole = of_kind(everywhere, "ClusterRole")[0]["rules"]
+    about_definitions = [rule for rule in whole if rule["apiGroups"] == ["apiextensions.k8s.io"]]
+    assert roles["alpha"] == roles["beta"] == [rule for rule in whole if rule not in about_definitions]
+    for binding in of_kind(confined, "RoleBinding"):
+        assert [subject["namespace"] for subject in binding["subjects"]] == [NAMESPACE]
+    args = only(confined, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert [arg for arg in args if "namespace" in arg] == ["--namespace=alpha", "--namespace=beta"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "complaint"),
+    [
+        ("--set=metrics.port=0", "/metrics/port"),
+        ("--set=namespaces={Alpha}", "/namespaces/0"),
+        ("--set=image.pullPolicy=Sometimes", "/image/pullPolicy"),
+        ("--set=metrcs.port=1", "metrcs"),
+        ("--set=podDisruptionBudget.minAvailable=some", "/podDisruptionBudget/minAvailable"),
+    ],
+)
+def test_a_value_that_is_wrong_is_named(helm: Helm, flag: str, complaint: str) -> None:
+    with pytest.raises(CommandFailedError, match=complaint):
+        helm.template(flag)
+
+
+def test_the_schema_knows_exactly_the_values_there_are() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema["properties"].pop("global")  # Helm's own
+    assert paths_of_schema(schema) == paths_of_values(values, schema)
+
+
+def paths_of_schema(schema: Object, path: str = "") -> set[str]:
+    """Of all values that have a name of their own."""
+    properties = schema.get("properties", {})
+    return {path}.union(*(paths_of_schema(each, f"{path}.{name}") for name, each in properties.items()))
+
+
+def paths_of_values(values: Any, schema: Object, path: str = "") -> set[str]:
+    """The same of values; what the schema leaves open is not looked into."""
+    if not isinstance(values, dict) or "properties" not in schema:
+        return {path}
+    below = (
+        paths_of_values(each, schema["properties"].get(name, {}), f"{path}.{name}") for name, each in values.items()
+    )
+    return {path}.union(*below)
+
+
+def test_names_of_a_release_with_a_long_name_are_names(helm: Helm) -> None:
+    check(objects := helm.template("--set=podDisruptionBudget.enabled=true", release="r" * 53))
+    assert max(len(each["metadata"]["name"]) for each in objects if each["kind"] != "CustomResourceDefinition") <= 63
+
+
+def test_the_notes_say_how_to_go_on(helm: Helm) -> None:
+    notes = helm("install", "megatron", CHART, "--namespace", NAMESPACE, "--dry-run=client", "--set=namespaces={alpha}")
+    assert "helm test megatron --namespace megatron-system" in notes
+    assert "serves MegatronInference resources in the namespaces alpha." in notes
