@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
     sys.path.append(str(HERE))  # cluster_support lies here, and importlib mode puts nothing on the path
 
-from chart_support.fixtures import helm  # noqa: E402, F401
+from chart_support.fixtures import helm, release  # noqa: E402, F401
 from cluster_support import binaries  # noqa: E402
 from cluster_support.cluster import Cluster  # noqa: E402
 from cluster_support.control_plane import ControlPlane  # noqa: E402
@@ -36,7 +36,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     First, so that the report of the collection can name what was found.
     """
-    needed = any("control_plane" in getattr(item, "fixturenames", ()) for item in session.items)
+    kinds = {"control_plane", "bare_control_plane"}
+    needed = any(kinds.intersection(getattr(item, "fixturenames", ())) for item in session.items)
     if needed and not session.config.getoption("collectonly"):
         session.config.stash[SOURCE] = _find_source(session.config)
 
@@ -68,6 +69,19 @@ def control_plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
         yield Cluster(source.kubeconfig, kubectl, folder, source)
         return
     with ControlPlane(source, kubectl, folder) as control_plane:
+        yield control_plane
+
+
+@pytest.fixture(scope="module")
+def bare_control_plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One that nothing was installed on, for tests that install everything; skipped where a cluster was given."""
+    source = request.config.stash[SOURCE]
+    if isinstance(source, ClusterSupportError):
+        pytest.fail(str(source), pytrace=False)
+    if isinstance(source, binaries.ExternalCluster):
+        pytest.skip(f"installs and removes what {source} may have")
+    folder = tmp_path_factory.mktemp("bare-control-plane")
+    with ControlPlane(source, binaries.find_kubectl(os.environ), folder) as control_plane:
         yield control_plane
 
 

@@ -66,3 +66,13 @@ capabilities:
   resources: [events]
   verbs: [create]
 {{- end -}}
+
+{{- /* Takes the CEL rules out of a schema, in place: API servers before 1.25 refuse them. The operator checks the same. */ -}}
+{{- define "megatron-inference.withoutRules" -}}
+{{- $_ := unset . "x-kubernetes-validations" -}}
+{{- range . -}}
+{{- if kindIs "map" . -}}
+{{- include "megatron-inference.withoutRules" . -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

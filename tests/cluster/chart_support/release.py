@@ -1,0 +1,92 @@
+"""A release of the chart on a control plane, and the operator that its Deployment asks for."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from chart_support.helm import CHART, NAMESPACE, RELEASE, Helm, Object
+from cluster_support.cluster import Cluster, wait_until
+from operator_support.operator_process import OperatorProcess
+
+NAME = f"{RELEASE}-megatron-inference"
+TEST_POD = f"{NAME}-test"
+SERVICE_URL = f"http://{NAME}-metrics.{NAMESPACE}.svc:8080"
+
+
+class Release:
+    """``install``, ``upgrade`` and ``uninstall`` are Helm's; the rest stands in for the node that there is none of."""
+
+    def __init__(self, helm: Helm, cluster: Cluster, folder: Path) -> None:
+        self.helm = helm
+        self.cluster = cluster
+        self._folder = folder
+
+    def install(self, *flags: str, chart: Path = CHART) -> str:
+        return self.helm("install", RELEASE, chart, "--namespace", NAMESPACE, *flags)
+
+    def upgrade(self, *flags: str, chart: Path = CHART) -> str:
+        return self.helm("upgrade", RELEASE, chart, "--namespace", NAMESPACE, *flags)
+
+    def uninstall(self) -> str:
+        return self.helm("uninstall", RELEASE, "--namespace", NAMESPACE)
+
+    def deployment(self) -> Object:
+        return self.cluster.get("deployment", NAME, "-n", NAMESPACE)
+
+    @contextmanager
+    def operator(self) -> Iterator[OperatorProcess]:
+        """Runs what the Deployment says, with the rights of the release's ServiceAccount."""
+        pod = self.deployment()["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["command"] == ["megatron-operator", "run"]
+        namespaces = [word.removeprefix("--namespace=") for word in container["args"] if "--namespace=" in word]
+        kubeconfig = self.cluster.kubeconfig_for(pod["serviceAccountName"], NAMESPACE)
+        process = OperatorProcess(kubeconfig, self._folder / "operator.log", namespaces=namespaces)
+        try:
+            process.start()
+            yield process
+        finally:
+            process.stop()
+
+    def test(self, url: str) -> str:
+        """``helm test``, with the Service at ``url``. Raises CommandFailedError when the test fails."""
+        node = threading.Thread(target=self._run_test_pod, args=(url,))
+        node.start()
+        try:
+            return self.helm("test", RELEASE, "--namespace", NAMESPACE, "--timeout=60s")
+        finally:
+            node.join()
+
+    def _run_test_pod(self, url: str) -> None:
+        """As a kubelet would: the pod's command, then its end in the status."""
+        wait_until(lambda: self.cluster.exists("pod", TEST_POD, "-n", NAMESPACE), f"pod {TEST_POD}", timeout=30)
+        (container,) = self.cluster.get("pod", TEST_POD, "-n", NAMESPACE)["spec"]["containers"]
+        program, *words = [word.replace(SERVICE_URL, url) for word in container["command"]]
+        assert program == "python3"
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=30, check=False)
+        phase = "Failed" if done.returncode else "Succeeded"
+        patch = f'{{"status": {{"phase": "{phase}"}}}}'
+        how = ("--subresource=status", "--type=merge", "-p", patch)
+        self.cluster.kubectl("patch", "pod", TEST_POD, "-n", NAMESPACE, *how)
+
+
+def older_chart(helm: Helm, folder: Path, version: str, field: str) -> Path:
+    """A package of the chart as it was at ``version``, before ``spec.routing`` had the field."""
+    copy = folder / "chart"
+    subprocess.run(["cp", "-r", CHART, copy], check=True)
+    definition = copy / "files" / "crd.yaml"
+    lines = definition.read_text().splitlines(keepends=True)
+    definition.write_text("".join(without_property(lines, field)))
+    helm("package", copy, "--version", version, "--app-version", version, "--destination", folder)
+    return folder / f"{CHART.name}-{version}.tgz"
+
+
+def without_property(lines: list[str], field: str) -> list[str]:
+    """The YAML without the one property of that name, and what is below it."""
+    (start,) = (number for number, line in enumerate(lines) if line.strip() == f"{field}:")
+    indent = len(lines[start]) - len(lines[start].lstrip())
+    end = next(n for n in range(start + 1, len(lines)) if len(lines[n]) - len(lines[n].lstrip()) <= indent)
+    return lines[:start] + lines[end:]

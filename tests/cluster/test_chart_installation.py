@@ -1,0 +1,126 @@
+"""Releases of the chart, by real Helm on a real API server."""
+
+import json
+from pathlib import Path
+
+import pytest
+from chart_support.helm import CHART, NAMESPACE, Object
+from chart_support.release import NAME, Release, older_chart
+from cluster_support.cluster import Cluster, wait_until
+from cluster_support.errors import CommandFailedError
+from operator_support.resource import manifest
+
+DEFINITION = "megatroninferences.inference.megatron.dev"
+
+
+def make(cluster: Cluster, namespace: str, name: str = "chat") -> str:
+    """Creates a resource; its uid."""
+    create = ("create", "-n", namespace, "--validate=false", "-o", "json", "-f", "-")
+    made: Object = json.loads(cluster.kubectl(*create, input=json.dumps(manifest(name, routing={"alpha": 0.75}))))
+    return str(made["metadata"]["uid"])
+
+
+def resource(cluster: Cluster, namespace: str) -> Object:
+    return cluster.get("mi", "chat", "-n", namespace)
+
+
+def until_served(cluster: Cluster, namespace: str) -> None:
+    """The operator has made pods."""
+    wait_until(lambda: cluster.exists("pod", "chat-0-0-0", "-n", namespace), "the first pod", timeout=60)
+
+
+@pytest.fixture
+def namespace(bare_control_plane: Cluster) -> str:
+    """A new one, on the chart's control plane."""
+    return bare_control_plane.make_namespace()
+
+
+def test_a_release_has_the_rights_that_its_operator_needs(
+    release: Release, bare_control_plane: Cluster, namespace: str
+) -> None:
+    release.install()
+    with release.operator() as operator:
+        make(bare_control_plane, namespace)
+        until_served(bare_control_plane, namespace)
+    assert "forbidden" not in operator.log.read_text()
+
+
+def test_an_upgrade_from_the_version_before_brings_new_fields_and_keeps_the_resources(
+    release: Release, bare_control_plane: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    release.install(chart=older_chart(release.helm, tmp_path, "0.0.9", "alpha"))
+    uid = make(bare_control_plane, namespace)
+    assert "alpha" not in resource(bare_control_plane, namespace)["spec"]["routing"]
+    old_image = release.deployment()["spec"]["template"]["spec"]["containers"][0]["image"]
+    release.upgrade()
+    patch = ("--type=merge", "-p", '{"spec": {"routing": {"alpha": 0.75}}}')
+    bare_control_plane.kubectl("patch", "mi", "chat", "-n", namespace, *patch)
+    found = resource(bare_control_plane, namespace)
+    assert (found["metadata"]["uid"], found["spec"]["routing"]["alpha"]) == (uid, 0.75)
+    image = release.deployment()["spec"]["template"]["spec"]["containers"][0]["image"]
+    assert (old_image, image) == ("megatron-inference/operator:0.0.9", "megatron-inference/operator:0.1.0")
+    with release.operator():
+        until_served(bare_control_plane, namespace)
+
+
+def test_resources_and_their_definition_outlive_the_release_and_serve_its_successor(
+    release: Release, bare_control_plane: Cluster, namespace: str
+) -> None:
+    release.install()
+    uid = make(bare_control_plane, namespace)
+    assert DEFINITION in release.uninstall()
+    assert resource(bare_control_plane, namespace)["metadata"]["uid"] == uid
+    for kind in ("deployment", "serviceaccount", "service", "clusterrole", "clusterrolebinding"):
+        assert not bare_control_plane.exists(kind, "-n", NAMESPACE, "-l", "app.kubernetes.io/instance=megatron")
+    release.install()
+    with release.operator():
+        until_served(bare_control_plane, namespace)
+
+
+def test_a_definition_that_was_applied_by_hand_is_taken_over_when_that_is_asked_for(
+    release: Release, bare_control_plane: Cluster
+) -> None:
+    by_hand = release.helm("template", "other", CHART, "--show-only=templates/crd.yaml", "--kube-version=1.20")
+    bare_control_plane.kubectl("apply", "-f", "-", input=by_hand)
+    with pytest.raises(CommandFailedError, match=f"{DEFINITION}.* exists and cannot be imported"):
+        release.install()
+    release.install("--take-ownership", "--force-conflicts")
+    found = bare_control_plane.get("crd", DEFINITION)
+    assert found["metadata"]["annotations"]["meta.helm.sh/release-name"] == "megatron"
+
+
+@pytest.mark.usefixtures("namespace")
+def test_helm_test_says_whether_the_operator_is_there(release: Release) -> None:
+    release.install()
+    with release.operator() as operator:
+        url = operator.url
+        assert "Phase:          Succeeded" in release.test(url)
+    with pytest.raises(CommandFailedError, match=r"Phase: +Failed"):
+        release.test(url)
+
+
+def test_a_release_for_some_namespaces_serves_these_and_may_not_look_into_others(
+    release: Release, bare_control_plane: Cluster, namespace: str
+) -> None:
+    second, foreign = bare_control_plane.make_namespace(), bare_control_plane.make_namespace()
+    release.install(f"--set=namespaces={{{namespace},{second}}}")
+    with release.operator() as operator:
+        for each in (foreign, namespace, second):
+            make(bare_control_plane, each)
+        until_served(bare_control_plane, namespace)
+        until_served(bare_control_plane, second)
+        assert "status" not in resource(bare_control_plane, foreign)
+    assert "forbidden" not in operator.log.read_text()
+    kubeconfig = bare_control_plane.kubeconfig_for(NAME, NAMESPACE)
+    for request in (("list", "pods"), ("get", "secrets"), ("get", "megatroninferences")):
+        with pytest.raises(CommandFailedError, match="can-i"):
+            bare_control_plane.kubectl("auth", "can-i", *request, "-n", foreign, kubeconfig=kubeconfig)
+
+
+def test_the_rules_of_the_definition_are_left_out_only_where_the_api_server_knows_none(release: Release) -> None:
+    def rules(version: str) -> int:
+        text = release.helm("template", "any", CHART, "--show-only=templates/crd.yaml", f"--kube-version={version}")
+        return text.count("x-kubernetes-validations")
+
+    assert rules("1.24.17") == 0
+    assert rules("1.25.0") == (CHART / "files" / "crd.yaml").read_text().count("x-kubernetes-validations") > 0
