@@ -58,7 +58,7 @@ capabilities:
   verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
   resources: [services]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [""]                        # the keys of each resource, by name: never list or watch
   resources: [secrets]
   verbs: [get, create]

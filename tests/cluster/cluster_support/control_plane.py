@@ -9,6 +9,7 @@ import ssl
 from pathlib import Path
 from typing import Any, Self
 
+from cluster_support import audit
 from cluster_support.binaries import Binaries
 from cluster_support.cluster import Cluster, wait_until
 from cluster_support.errors import NotReadyError
@@ -195,6 +196,7 @@ class ControlPlane(Cluster):
             f"--service-cluster-ip-range={SERVICE_ADDRESSES}",
             "--authorization-mode=Node,RBAC",
             "--allow-privileged=true",
+            *audit.flags(self.logs),
         ]
         if not self.has_controllers:
             # Nobody would make the ServiceAccounts without which this plugin refuses every pod.

@@ -1,0 +1,93 @@
+"""The operator's role: all that it uses, and nothing else."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+from chart_support.helm import NAMESPACE, Object
+from chart_support.release import NAME, Release
+from cluster_support import audit
+from cluster_support.audit import Request, Right
+from cluster_support.control_plane import ControlPlane
+from operator_support.api import Api
+from operator_support.resource import Resource
+from operator_support.scripted_node import ScriptedNode
+
+OURS = "inference.megatron.dev"
+ASKED_ON_THE_WAY = {
+    # Server-side apply is a patch; where there is nothing to patch the API server asks for the right to create too.
+    Right("", "services", "create"),
+    # Of whoever sets an ownerReference that blocks deletion, where OwnerReferencesPermissionEnforcement is on.
+    Right(OURS, "megatroninferences/finalizers", "update"),
+}
+"""Rights that no request is named for: the API server checks them on the way."""
+
+
+def granted(rules: Sequence[Object]) -> set[Right]:
+    return {
+        Right(group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
+    on_another_node = '--overrides={"spec": {"nodeName": "elsewhere"}}'
+    await chat.kubectl("run", "chat-0-0-0", "--image=of-somebody-else", on_another_node)
+    await chat.create(replicas=2)
+    await chat.until(lambda status: "belongs to someone else" in json.dumps(status), "the name that is taken")
+    await chat.kubectl("delete", "pod", "chat-0-0-0", "--force", "--grace-period=0")
+    await chat.kubectl("annotate", "mi", "chat", "tests/look=again")
+
+
+async def a_full_life(chat: Resource, node: ScriptedNode) -> None:
+    """Whatever else the operator does to the API server."""
+    await chat.until_phase("Running")
+    await chat.kubectl("delete", "service", "chat")
+    await chat.until_found("service", "chat", lambda _: True)
+    await node.fail((await chat.pods())["chat-1-0-0"], 1, "a rank died")
+    await chat.kubectl("scale", "mi", "chat", "--replicas=1")
+    await chat.until_pods("chat-0-0-0")
+    await chat.kubectl("patch", "mi", "chat", "--type=merge", "-p", '{"spec": {"lifecycle": "Paused"}}')
+    await chat.until_phase("Paused")
+    await chat.kubectl("delete", "mi", "chat")
+    await chat.until_gone("pods", "services", "secrets")
+
+
+async def record(release: Release, control_plane: ControlPlane) -> list[Request]:
+    release.install()
+    chat = Resource(control_plane, control_plane.make_namespace())
+    with release.operator():
+        await begin_with_a_name_that_is_taken(chat)
+        async with Api(control_plane.kubeconfig) as api, ScriptedNode(api, chat.namespace) as node:
+            await a_full_life(chat, node)
+    return list(audit.requests_of(control_plane.logs, NAME, NAMESPACE))
+
+
+async def test_the_role_is_what_is_used_and_nothing_else(release: Release, bare_control_plane: ControlPlane) -> None:
+    requests = await record(release, bare_control_plane)
+    assert [request for request in requests if request.status == 403] == []
+    used = {request.right for request in requests}
+    rights = granted(bare_control_plane.get("clusterrole", NAME)["rules"])
+    assert (sorted(used - rights), sorted(rights - used)) == ([], sorted(ASKED_ON_THE_WAY))
+    assert all(
+        request.name for request in requests if request.right.resource == "secrets" and request.right.verb == "get"
+    )
+
+
+async def test_services_could_not_be_made_without_the_right_to_create(
+    release: Release, bare_control_plane: ControlPlane
+) -> None:
+    release.install()
+    role = bare_control_plane.get("clusterrole", NAME)
+    for rule in role["rules"]:
+        if rule["resources"] == ["services"]:
+            rule["verbs"].remove("create")
+    await asyncio.to_thread(lambda: bare_control_plane.kubectl("replace", "-f", "-", input=json.dumps(role)))
+    chat = Resource(bare_control_plane, bare_control_plane.make_namespace())
+    with release.operator():
+        await chat.create()
+        await chat.until(lambda status: "is forbidden" in json.dumps(status), "the refusal in the status")
+        assert not await chat.pods()
