@@ -97,6 +97,7 @@ async def resource_changed(memo: kopf.Memo, namespace: str | None, name: str | N
 
 @kopf.on.event("", "v1", "pods", labels=OURS)
 @kopf.on.event("", "v1", "services", labels=OURS)
+@kopf.on.event("networking.k8s.io", "v1", "networkpolicies", labels=OURS)
 async def child_changed(memo: kopf.Memo, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
     """A child appeared, changed or is gone."""
     assert namespace is not None
@@ -114,8 +115,8 @@ def configure(settings: kopf.OperatorSettings, options: Options) -> None:
     settings.networking.trust_env = True
     settings.watching.server_timeout = 300
     settings.watching.connect_timeout = 10
-    for plural in ("pods", "services"):
-        settings.watching.label_selectors["", "v1", plural] = names.NAME_LABEL
+    for kind in (("", "v1", "pods"), ("", "v1", "services"), ("networking.k8s.io", "v1", "networkpolicies")):
+        settings.watching.label_selectors[kind] = names.NAME_LABEL
     # With a Role in each namespace, and nothing cluster-wide, there is nothing to scan.
     settings.scanning.disabled = bool(options.namespaces)
 

@@ -82,6 +82,11 @@ def keys_secret(resource: str) -> str:
     return f"{resource}-keys"
 
 
+def network_policy(resource: str) -> str:
+    """Name of the NetworkPolicy."""
+    return resource
+
+
 def http_host(resource: str, namespace: str) -> str:
     """DNS name of the HTTP Service."""
     return f"{http_service(resource)}.{namespace}.svc"

@@ -28,6 +28,7 @@ from megatron_operator.world import (
     Action,
     ApplyChild,
     CreatePod,
+    DeleteChild,
     DeletePod,
     ObservedPod,
     SendSignal,
@@ -78,9 +79,13 @@ class _Planner:
         secret = keys_secret(self.resource)
         if names.child_key(secret.manifest) not in self.world.children:
             yield secret
-        for manifest in render_children(self.resource):
-            if self.world.children.get(names.child_key(manifest)) != names.applied_hash(manifest["metadata"]):
+        wished = {names.child_key(manifest): manifest for manifest in render_children(self.resource, self.settings)}
+        for key, manifest in wished.items():
+            if self.world.children.get(key) != names.applied_hash(manifest["metadata"]):
                 yield ApplyChild(manifest)
+        for key in sorted(self.world.children.keys() - wished.keys() - {names.child_key(secret.manifest)}):
+            kind, name = key.split("/")
+            yield DeleteChild(kind, name)
 
     # --- pods that have to go
 

@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Self
+from typing import Any, Self
 
 IMAGE_VARIABLE = "MEGATRON_RUNTIME_IMAGE"
 DEFAULT_IMAGE = f"megatron-inference/runtime:{version('megatron-inference')}"
+
+NETWORK_POLICIES_VARIABLE = "MEGATRON_NETWORK_POLICIES"
+OPERATOR_NAMESPACE_VARIABLE = "MEGATRON_OPERATOR_NAMESPACE"
+METRICS_FROM_VARIABLE = "MEGATRON_METRICS_FROM"
+
+
+@dataclass(frozen=True)
+class NetworkPolicies:
+    """Who reaches the control port of pods, besides the kubelet: all others are kept out."""
+
+    operator_namespace: str
+    """Where the operator's own pod is."""
+    metrics_from: tuple[Mapping[str, Any], ...] = ()
+    """Those who scrape ``/metrics``, which that port serves too: peers, as in a NetworkPolicy."""
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Self | None:
+        """None unless they are asked for. Raises ValueError with variable, value and mend."""
+        wish = environment.get(NETWORK_POLICIES_VARIABLE, "false")
+        if wish not in ("true", "false"):
+            raise ValueError(f"{NETWORK_POLICIES_VARIABLE}: {wish!r} is neither; set it to true or false")
+        if wish == "false":
+            return None
+        namespace = environment.get(OPERATOR_NAMESPACE_VARIABLE, "")
+        if not namespace:
+            mend = "set it to the namespace of the operator's pod, which would else be kept out"
+            raise ValueError(f"{OPERATOR_NAMESPACE_VARIABLE}: is missing; {mend}")
+        return cls(namespace, _peers(environment.get(METRICS_FROM_VARIABLE, "[]")))
+
+
+def _peers(text: str) -> tuple[Mapping[str, Any], ...]:
+    try:
+        peers = json.loads(text)
+    except ValueError:
+        peers = None
+    if not isinstance(peers, list) or not all(isinstance(peer, dict) and peer for peer in peers):
+        mend = "set it to a JSON list of peers as in spec.ingress.from of a NetworkPolicy"
+        raise ValueError(f"{METRICS_FROM_VARIABLE}: {text!r} is none; {mend}")
+    return tuple(peers)
 
 
 @dataclass(frozen=True)
@@ -18,8 +58,13 @@ class Settings:
 
     image: str = DEFAULT_IMAGE
     """Image of the runtime for resources without ``spec.image``."""
+    network_policies: NetworkPolicies | None = None
+    """None where pods are left open to whoever reaches them."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Reads ``MEGATRON_RUNTIME_IMAGE``."""
-        return cls(image=environment.get(IMAGE_VARIABLE) or DEFAULT_IMAGE)
+        """Reads the variables above. Raises ValueError with variable, value and mend."""
+        return cls(
+            image=environment.get(IMAGE_VARIABLE) or DEFAULT_IMAGE,
+            network_policies=NetworkPolicies.from_environment(environment),
+        )

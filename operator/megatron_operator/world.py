@@ -174,6 +174,14 @@ class ApplyChild:
 
 
 @dataclass(frozen=True)
+class DeleteChild:
+    """Delete a child besides pods that should not exist any more; one that is gone is success."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
 class CreateSecret:
     """Create the Secret with a random value (``secrets.token_urlsafe(32)``) for each of ``random_keys``.
 
@@ -208,7 +216,7 @@ class SendSignal:
     address: str
 
 
-Action = ApplyChild | CreateSecret | CreatePod | DeletePod | SendSignal
+Action = ApplyChild | DeleteChild | CreateSecret | CreatePod | DeletePod | SendSignal
 
 
 class WorldError(Exception):

@@ -66,9 +66,11 @@ def test_an_object_that_is_wrong_would_not_pass(helm: Helm) -> None:
         check([deployment])
 
 
-@pytest.mark.parametrize("kind", ["ClusterRole", "ClusterRoleBinding", "Deployment", "Service", "ServiceAccount"])
+@pytest.mark.parametrize(
+    "kind", ["ClusterRole", "ClusterRoleBinding", "Deployment", "NetworkPolicy", "Service", "ServiceAccount"]
+)
 def test_the_chart_and_the_manifests_are_the_same_operator(helm: Helm, kustomized: list[Object], kind: str) -> None:
-    rendered = helm.template("--set=rbac.aggregate=false", release="megatron-inference")
+    rendered = helm.template("--set=rbac.aggregate=false", "--no-hooks", release="megatron-inference")
     ours, theirs = as_in_manifests(only(rendered, kind)), only(kustomized, kind)
     ours["metadata"].pop("labels", None)
     theirs["metadata"].pop("labels", None)
@@ -108,6 +110,7 @@ def test_an_operator_of_some_namespaces_has_a_role_in_each_and_none_for_the_clus
         ("--set=namespaces={Alpha}", "/namespaces/0"),
         ("--set=image.pullPolicy=Sometimes", "/image/pullPolicy"),
         ("--set=metrcs.port=1", "metrcs"),
+        ("--set-json=networkPolicy.metricsFrom=[{}]", "/networkPolicy/metricsFrom/0"),
         ("--set=podDisruptionBudget.minAvailable=some", "/podDisruptionBudget/minAvailable"),
     ],
 )

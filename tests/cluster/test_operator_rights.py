@@ -17,6 +17,7 @@ OURS = "inference.megatron.dev"
 ASKED_ON_THE_WAY = {
     # Server-side apply is a patch; where there is nothing to patch the API server asks for the right to create too.
     Right("", "services", "create"),
+    Right("networking.k8s.io", "networkpolicies", "create"),
     # Of whoever sets an ownerReference that blocks deletion, where OwnerReferencesPermissionEnforcement is on.
     Right(OURS, "megatroninferences/finalizers", "update"),
 }
@@ -45,24 +46,27 @@ async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
 async def a_full_life(chat: Resource, node: ScriptedNode) -> None:
     """Whatever else the operator does to the API server."""
     await chat.until_phase("Running")
-    await chat.kubectl("delete", "service", "chat")
-    await chat.until_found("service", "chat", lambda _: True)
+    for kind in ("service", "networkpolicy"):
+        await chat.kubectl("delete", kind, "chat")
+        await chat.until_found(kind, "chat", lambda _: True)
     await node.fail((await chat.pods())["chat-1-0-0"], 1, "a rank died")
     await chat.kubectl("scale", "mi", "chat", "--replicas=1")
     await chat.until_pods("chat-0-0-0")
     await chat.kubectl("patch", "mi", "chat", "--type=merge", "-p", '{"spec": {"lifecycle": "Paused"}}')
     await chat.until_phase("Paused")
-    await chat.kubectl("delete", "mi", "chat")
-    await chat.until_gone("pods", "services", "secrets")
 
 
 async def record(release: Release, control_plane: ControlPlane) -> list[Request]:
     release.install()
     chat = Resource(control_plane, control_plane.make_namespace())
-    with release.operator():
-        await begin_with_a_name_that_is_taken(chat)
-        async with Api(control_plane.kubeconfig) as api, ScriptedNode(api, chat.namespace) as node:
-            await a_full_life(chat, node)
+    async with Api(control_plane.kubeconfig) as api:
+        with release.operator():
+            await begin_with_a_name_that_is_taken(chat)
+            async with ScriptedNode(api, chat.namespace) as node:
+                await a_full_life(chat, node)
+        release.upgrade("--set=networkPolicy.enabled=false")
+        with release.operator():
+            await chat.until_gone("networkpolicies")
     return list(audit.requests_of(control_plane.logs, NAME, NAMESPACE))
 
 

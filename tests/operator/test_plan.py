@@ -5,7 +5,16 @@ from __future__ import annotations
 from planning_support.planning import Planning, created, deleted, restarts
 
 from megatron_operator.plan import Plan, plan
-from megatron_operator.world import ApplyChild, CreatePod, CreateSecret, DeletePod, Failure, PodPhase
+from megatron_operator.settings import NetworkPolicies, Settings
+from megatron_operator.world import (
+    ApplyChild,
+    CreatePod,
+    CreateSecret,
+    DeleteChild,
+    DeletePod,
+    Failure,
+    PodPhase,
+)
 
 TWO_PODS = {"tensor": 2}
 """Ranks of a group, of which a pod has one unless the resource says more."""
@@ -26,6 +35,18 @@ def test_a_service_that_someone_deleted_or_changed_is_applied_again() -> None:
     planning.cluster.children["Service/chat-coordinator"] = "edited"
     names = [action.manifest["metadata"]["name"] for action in planning.round() if isinstance(action, ApplyChild)]
     assert names == ["chat-coordinator", "chat"]
+
+
+def test_a_network_policy_comes_and_goes_with_the_operators_wish() -> None:
+    planning = Planning().settled()
+    planning.settings = Settings(network_policies=NetworkPolicies("megatron-system"))
+    (applied,) = planning.round()
+    assert isinstance(applied, ApplyChild)
+    assert applied.manifest["kind"] == "NetworkPolicy"
+    assert planning.round() == []
+    planning.settings = Settings()
+    assert planning.round() == [DeleteChild("NetworkPolicy", "chat")]
+    assert planning.round() == []
 
 
 def test_the_secret_is_made_only_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import kubernetes_validate
 import pytest
 from planning_support.resources import parsed
 
@@ -12,7 +13,7 @@ from megatron_operator import names
 from megatron_operator.api.parse import InvalidResource
 from megatron_operator.names import PodIdentity
 from megatron_operator.render import keys_secret, render_children, render_pod
-from megatron_operator.settings import Settings
+from megatron_operator.settings import NetworkPolicies, Settings
 
 LEADER = PodIdentity(group=0, attempt=2, index=0, leader=True, template_hash="abc", restarts=1)
 WORKER = PodIdentity(group=1, attempt=0, index=0, leader=False, template_hash="abc", restarts=0)
@@ -256,7 +257,7 @@ def test_a_pod_template_without_a_pods_shape_is_refused_by_field(override: dict[
 
 
 def test_services_lead_to_the_leader() -> None:
-    services = {manifest["metadata"]["name"]: manifest["spec"] for manifest in render_children(parsed())}
+    services = {manifest["metadata"]["name"]: manifest["spec"] for manifest in render_children(parsed(), Settings())}
     labels = pod()["metadata"]["labels"]
     for name in ("chat", "chat-coordinator"):
         assert services[name]["selector"].items() <= labels.items()
@@ -268,9 +269,16 @@ def test_services_lead_to_the_leader() -> None:
 
 
 def test_every_child_belongs_to_its_resource() -> None:
-    for manifest in [*render_children(parsed()), keys_secret(parsed()).manifest, pod()]:
+    for manifest in [*render_children(parsed(), Settings()), keys_secret(parsed()).manifest, pod()]:
         owner = manifest["metadata"]["ownerReferences"][0]
         assert (owner["kind"], owner["name"], owner["uid"]) == ("MegatronInference", "chat", "5f9c")
+
+
+@pytest.mark.parametrize("spec", [{}, {"expose": {"service": {"type": "NodePort"}}}, {"parallelism": {"tensor": 2}}])
+def test_every_manifest_is_what_kubernetes_takes(spec: dict[str, Any]) -> None:
+    settings = Settings(network_policies=NetworkPolicies("megatron-system", ({"podSelector": {}},)))
+    for manifest in [*render_children(parsed(**spec), settings), keys_secret(parsed()).manifest, pod(WORKER, **spec)]:
+        kubernetes_validate.validate(manifest, "1.37", strict=True)
 
 
 def test_no_child_holds_a_secret_value() -> None:
@@ -280,9 +288,9 @@ def test_no_child_holds_a_secret_value() -> None:
 
 
 def test_the_same_resource_renders_to_the_same_hash_and_another_to_another() -> None:
-    first, again = render_children(parsed()), render_children(parsed())
+    first, again = render_children(parsed(), Settings()), render_children(parsed(), Settings())
     assert first == again
-    other = render_children(parsed(expose={"service": {"type": "NodePort"}}))
+    other = render_children(parsed(expose={"service": {"type": "NodePort"}}), Settings())
     changed = [
         manifest["metadata"]["name"]
         for manifest, before in zip(other, first, strict=True)

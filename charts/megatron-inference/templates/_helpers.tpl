@@ -62,6 +62,9 @@ capabilities:
 - apiGroups: [""]                        # the keys of each resource, by name: never list or watch
   resources: [secrets]
   verbs: [get, create]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]

@@ -22,6 +22,7 @@ APPLY_PATCH = "application/apply-patch+yaml"
 PATHS = {
     "Event": ("/apis/events.k8s.io/v1", "events"),
     "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
+    "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
     "Pod": ("/api/v1", "pods"),
     "Secret": ("/api/v1", "secrets"),
     "Service": ("/api/v1", "services"),

@@ -21,6 +21,7 @@ from megatron_operator.world import (
     ApplyChild,
     CreatePod,
     CreateSecret,
+    DeleteChild,
     DeletePod,
     Manifest,
     PodPhase,
@@ -55,14 +56,15 @@ class KubernetesPort:
     async def observe(self, name: str, namespace: str) -> World:
         """Raises WorldError when the API server does not answer; a pod that does not is observed without its report."""
         labels = names.selector_labels(name)
-        pods, services, secret = await asyncio.gather(
+        pods, services, secret, policy = await asyncio.gather(
             self._api.list("Pod", namespace, labels),
             self._api.list("Service", namespace, labels),
             self._api.get("Secret", namespace, names.keys_secret(name)),
+            self._api.get("NetworkPolicy", namespace, names.network_policy(name)),
         )
         # Items of a list come without their kind.
-        found = [*({**each, "kind": "Service"} for each in services), *([secret] if secret is not None else [])]
-        children = {names.child_key(each): each for each in found if self._owns(each)}
+        found = [*({**each, "kind": "Service"} for each in services), secret, policy]
+        children = {names.child_key(each): each for each in found if each is not None and self._owns(each)}
         if secret is not None and self._owns(secret):
             self._use_token(secret)
         ours = [pod for pod in pods if self._owns(pod)]
@@ -83,6 +85,8 @@ class KubernetesPort:
         match action:
             case ApplyChild(manifest):
                 await self._apply_child(manifest)
+            case DeleteChild(kind, child):
+                await self._delete_child(kind, namespace, child)
             case CreateSecret(manifest, random_keys):
                 await self._create(_with_random_values(manifest, random_keys))
             case CreatePod(manifest):
@@ -122,6 +126,11 @@ class KubernetesPort:
     async def _apply_child(self, manifest: Manifest) -> None:
         await self._check_free(manifest)
         self._applied[names.child_key(manifest)] = _our_fields(await self._api.apply(manifest))
+
+    async def _delete_child(self, kind: str, namespace: str, name: str) -> None:
+        found = await self._api.get(kind, namespace, name)
+        if found is not None and self._owns(found):
+            await self._api.delete(kind, namespace, name, uid=found["metadata"]["uid"], grace_seconds=0)
 
     async def _create(self, manifest: Manifest) -> None:
         """One of ours that exists already is success."""

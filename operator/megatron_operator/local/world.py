@@ -25,6 +25,7 @@ from megatron_operator.world import (
     ApplyChild,
     CreatePod,
     CreateSecret,
+    DeleteChild,
     DeletePod,
     Manifest,
     ObservedPod,
@@ -90,6 +91,8 @@ class LocalWorld:
         match action:
             case ApplyChild(manifest):
                 await self._apply_child(manifest)
+            case DeleteChild(kind, child):
+                self._children.pop(f"{kind}/{child}", None)
             case CreateSecret(manifest, random_keys):
                 values = {key: secrets.token_urlsafe(32) for key in random_keys}
                 self._secrets.setdefault(manifest["metadata"]["name"], values)

@@ -9,13 +9,16 @@ from megatron_operator.render.coordinator_service import coordinator_service
 from megatron_operator.render.http_service import http_service
 from megatron_operator.render.keys_secret import keys_secret
 from megatron_operator.render.metadata import with_applied_hash
+from megatron_operator.render.network_policy import network_policy
 from megatron_operator.render.pod import grace_seconds, image_of, render_pod
 from megatron_operator.render.pods_service import pods_service
+from megatron_operator.settings import Settings
 
 __all__ = ["grace_seconds", "image_of", "keys_secret", "render_children", "render_pod"]
 
 
-def render_children(resource: MegatronInference) -> list[dict[str, Any]]:
+def render_children(resource: MegatronInference, settings: Settings) -> list[dict[str, Any]]:
     """All children besides the pods and the Secret, each with its hash annotation."""
-    builders = (coordinator_service, pods_service, http_service)
-    return [with_applied_hash(build(resource)) for build in builders]
+    services = (coordinator_service(resource), pods_service(resource), http_service(resource))
+    wished = (network_policy(resource, settings), *services)
+    return [with_applied_hash(manifest) for manifest in wished if manifest is not None]

@@ -43,8 +43,14 @@ class Release:
         (container,) = pod["containers"]
         assert container["command"] == ["megatron-operator", "run"]
         namespaces = [word.removeprefix("--namespace=") for word in container["args"] if "--namespace=" in word]
+        settings = {each["name"]: each.get("value", NAMESPACE) for each in container["env"]}
+        assert [each["name"] for each in container["env"] if "valueFrom" in each] in (
+            [],
+            ["MEGATRON_OPERATOR_NAMESPACE"],
+        )
         kubeconfig = self.cluster.kubeconfig_for(pod["serviceAccountName"], NAMESPACE)
-        process = OperatorProcess(kubeconfig, self._folder / "operator.log", namespaces=namespaces)
+        log = self._folder / "operator.log"
+        process = OperatorProcess(kubeconfig, log, namespaces=namespaces, settings=settings)
         try:
             process.start()
             yield process

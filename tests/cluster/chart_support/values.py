@@ -18,5 +18,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         '{"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms":'
         ' [{"matchExpressions": [{"key": "disk", "operator": "Exists"}]}]}}}',
     ),
+    "open": ("--set=networkPolicy.enabled=false",),
+    "unwatched": ("--set-json=networkPolicy.metricsFrom=[]",),
     "watchful": ("--set=podDisruptionBudget.enabled=true", "--set=podDisruptionBudget.minAvailable=1"),
 }

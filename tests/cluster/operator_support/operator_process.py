@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -16,7 +16,17 @@ GRACE = 15.0
 class OperatorProcess:
     """``start`` returns when it is alive. The log goes on over restarts."""
 
-    def __init__(self, kubeconfig: Path, log: Path, *, namespaces: Sequence[str] = (), with_kopf: bool = False) -> None:
+    def __init__(
+        self,
+        kubeconfig: Path,
+        log: Path,
+        *,
+        namespaces: Sequence[str] = (),
+        with_kopf: bool = False,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        """``settings``: environment variables by which the operator is told more than its flags say."""
+        self._settings = dict(settings or {})
         self._kubeconfig = kubeconfig
         self._namespaces = namespaces
         self._with_kopf = with_kopf
@@ -55,6 +65,7 @@ class OperatorProcess:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_", "KUBERNETES_"))}
         return {
             **kept,
+            **self._settings,
             "KUBECONFIG": str(self._kubeconfig),
             "NO_PROXY": "127.0.0.1",
             "PYTHONUNBUFFERED": "1",

@@ -9,6 +9,7 @@ from planning_support.simulation import SimulatedCluster
 
 from megatron_operator.api.v1alpha1 import MegatronInference, Status
 from megatron_operator.plan import Plan, plan
+from megatron_operator.settings import Settings
 from megatron_operator.status import build_status
 from megatron_operator.world import Action, CreatePod, DeletePod, SendSignal
 
@@ -20,6 +21,7 @@ class Planning:
         self.cluster = SimulatedCluster()
         self.status = Status()
         self.spec = spec
+        self.settings = Settings()
 
     @property
     def resource(self) -> MegatronInference:
@@ -28,13 +30,13 @@ class Planning:
 
     def look(self) -> Plan:
         """Plans without doing anything."""
-        return plan(self.resource, self.cluster.world())
+        return plan(self.resource, self.cluster.world(), self.settings)
 
     def round(self) -> list[Action]:
         """Plans, acts, and writes the status."""
         resource, world = self.resource, self.cluster.world()
-        actions = list(plan(resource, world).actions)
-        self.status = build_status(resource, world)
+        actions = list(plan(resource, world, self.settings).actions)
+        self.status = build_status(resource, world, self.settings)
         for action in actions:
             self.cluster.carry_out(action)
         return actions

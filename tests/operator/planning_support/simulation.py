@@ -12,6 +12,7 @@ from megatron_operator.world import (
     ApplyChild,
     CreatePod,
     CreateSecret,
+    DeleteChild,
     DeletePod,
     EngineState,
     Failure,
@@ -86,6 +87,8 @@ class SimulatedCluster:
         match action:
             case ApplyChild(manifest):
                 self.children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
+            case DeleteChild(kind, name):
+                self.children.pop(f"{kind}/{name}", None)
             case CreateSecret(manifest):
                 self.children.setdefault(names.child_key(manifest), "")
             case CreatePod(manifest):

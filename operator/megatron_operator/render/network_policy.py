@@ -1,0 +1,55 @@
+"""The NetworkPolicy of a resource: who may open a connection to its pods. What these open is not restricted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import MegatronInference
+from megatron_operator.render.metadata import child_metadata
+from megatron_operator.settings import Settings
+
+OPERATOR = {"app.kubernetes.io/name": "megatron-operator"}
+"""Labels of the operator's own pod, in the chart and in manifests/."""
+NAMESPACE_NAME = "kubernetes.io/metadata.name"
+"""Label that the API server gives every namespace, from 1.21 on."""
+
+Json = dict[str, Any]
+
+
+def network_policy(resource: MegatronInference, settings: Settings) -> Json | None:
+    """Users reach the HTTP port, pods of the resource each other, the operator and Prometheus the control port.
+
+    Kubelets are let in by every network plugin, so the probes need no rule. None where policies are not wanted.
+    """
+    allowed = settings.network_policies
+    if allowed is None:
+        return None
+    ours = {names.NAME_LABEL: resource.name}
+    operator = {
+        "namespaceSelector": {"matchLabels": {NAMESPACE_NAME: allowed.operator_namespace}},
+        "podSelector": {"matchLabels": OPERATOR},
+    }
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": child_metadata(resource, names.network_policy(resource.name)),
+        "spec": {
+            "podSelector": {"matchLabels": ours},
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"ports": [_port(names.HTTP_PORT)]},
+                {"from": [{"podSelector": {"matchLabels": ours}}], **_among_pods(resource)},
+                {"from": [operator, *allowed.metrics_from], "ports": [_port(names.CONTROL_PORT)]},
+            ],
+        },
+    }
+
+
+def _among_pods(resource: MegatronInference) -> Json:
+    """Ranks of a group that meet from several pods listen on ports that the kernel chooses, so all are open there."""
+    return {"ports": [_port(names.COORDINATOR_PORT)]} if resource.spec.pods_per_group == 1 else {}
+
+
+def _port(number: int) -> Json:
+    return {"protocol": "TCP", "port": number}

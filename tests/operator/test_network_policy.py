@@ -1,0 +1,105 @@
+"""Who reaches which port of a resource's pods, as the rendered policy says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from planning_support.resources import parsed
+
+from megatron_operator.names import child_labels
+from megatron_operator.render.network_policy import OPERATOR, network_policy
+from megatron_operator.settings import NetworkPolicies, Settings
+
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "prometheus"}}}
+SETTINGS = Settings(network_policies=NetworkPolicies("megatron-system", (PROMETHEUS,)))
+OWN_NAMESPACE = "ns"
+HTTP, CONTROL, COORDINATOR, RENDEZVOUS = 8000, 9000, 5557, 29500
+
+ANYONE = (OWN_NAMESPACE, {"app": "shop"})
+OPERATOR_POD = ("megatron-system", OPERATOR)
+IMPOSTOR = ("other", OPERATOR)
+PROMETHEUS_POD = ("monitoring", {"app": "prometheus"})
+PEER = (OWN_NAMESPACE, child_labels("chat"))
+NEIGHBOUR = (OWN_NAMESPACE, child_labels("code"))
+NAMESAKE = ("other", child_labels("chat"))
+
+Pod = tuple[str, dict[str, str]]
+
+
+def rendered(**spec: Any) -> dict[str, Any]:
+    policy = network_policy(parsed(**spec), SETTINGS)
+    assert policy is not None
+    return policy
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    assert set(selector) <= {"matchLabels"}
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())
+
+
+def is_peer(peer: dict[str, Any], pod: Pod) -> bool:
+    """As Kubernetes says: without a namespaceSelector a peer is in the policy's own namespace."""
+    namespace, labels = pod
+    if "namespaceSelector" not in peer:
+        return namespace == OWN_NAMESPACE and selects(peer["podSelector"], labels)
+    in_namespace = selects(peer["namespaceSelector"], {"kubernetes.io/metadata.name": namespace})
+    return in_namespace and selects(peer.get("podSelector", {}), labels)
+
+
+def lets_in(policy: dict[str, Any], pod: Pod, port: int) -> bool:
+    for rule in policy["spec"]["ingress"]:
+        ports = [each["port"] for each in rule.get("ports", [])]
+        if ports and port not in ports:
+            continue
+        if "from" not in rule or any(is_peer(peer, pod) for peer in rule["from"]):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("pod", "ports"),
+    [
+        (ANYONE, {HTTP}),
+        (NEIGHBOUR, {HTTP}),
+        (NAMESAKE, {HTTP}),
+        (IMPOSTOR, {HTTP}),
+        (PEER, {HTTP, COORDINATOR}),
+        (OPERATOR_POD, {HTTP, CONTROL}),
+        (PROMETHEUS_POD, {HTTP, CONTROL}),
+    ],
+    ids=["anyone", "neighbour", "namesake", "impostor", "peer", "operator", "prometheus"],
+)
+def test_each_reaches_what_it_needs_and_nothing_else(pod: Pod, ports: set[int]) -> None:
+    policy = rendered()
+    assert {port for port in (HTTP, CONTROL, COORDINATOR, RENDEZVOUS, 45678) if lets_in(policy, pod, port)} == ports
+
+
+def test_pods_of_a_group_that_spans_several_may_meet_on_any_port() -> None:
+    policy = rendered(parallelism={"tensor": 2})
+    assert all(lets_in(policy, PEER, port) for port in (COORDINATOR, RENDEZVOUS, 45678))
+    assert not lets_in(policy, NEIGHBOUR, RENDEZVOUS)
+
+
+def test_it_is_about_what_comes_in_to_pods_of_this_resource_alone() -> None:
+    spec = rendered()["spec"]
+    assert spec["policyTypes"] == ["Ingress"]
+    assert selects(spec["podSelector"], child_labels("chat"))
+    assert not selects(spec["podSelector"], child_labels("code"))
+
+
+def test_there_is_none_unless_the_operator_is_told_so() -> None:
+    assert network_policy(parsed(), Settings()) is None
+
+
+def test_the_operators_own_pod_carries_the_labels_by_which_it_is_let_in() -> None:
+    deployment, *_ = yaml.safe_load_all((MANIFESTS / "operator.yaml").read_text())
+    template = deployment["spec"]["template"]
+    assert OPERATOR.items() <= template["metadata"]["labels"].items()
+    env = {each["name"]: each for each in template["spec"]["containers"][0]["env"]}
+    assert env["MEGATRON_OPERATOR_NAMESPACE"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
+    told = {"MEGATRON_OPERATOR_NAMESPACE": "n"} | {name: each["value"] for name, each in env.items() if "value" in each}
+    assert Settings.from_environment(told).network_policies is not None

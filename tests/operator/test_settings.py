@@ -1,0 +1,39 @@
+"""What the operator is told by its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_operator.settings import DEFAULT_IMAGE, NetworkPolicies, Settings
+
+WISHED = {"MEGATRON_NETWORK_POLICIES": "true", "MEGATRON_OPERATOR_NAMESPACE": "system"}
+
+
+def test_an_empty_environment_leaves_pods_open_and_has_the_image_of_this_version() -> None:
+    assert Settings.from_environment({}) == Settings(DEFAULT_IMAGE, None)
+    assert Settings.from_environment({**WISHED, "MEGATRON_NETWORK_POLICIES": "false"}).network_policies is None
+
+
+def test_policies_let_in_the_operators_namespace_and_those_who_scrape() -> None:
+    told = {**WISHED, "MEGATRON_METRICS_FROM": '[{"podSelector": {}}]'}
+    assert Settings.from_environment(WISHED).network_policies == NetworkPolicies("system")
+    assert Settings.from_environment(told).network_policies == NetworkPolicies("system", ({"podSelector": {}},))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "complaint"),
+    [
+        ("MEGATRON_NETWORK_POLICIES", "yes", "'yes' is neither; set it to true or false"),
+        ("MEGATRON_OPERATOR_NAMESPACE", "", "is missing; set it to the namespace"),
+        ("MEGATRON_METRICS_FROM", "prometheus", "'prometheus' is none; set it to a JSON list of peers"),
+        ("MEGATRON_METRICS_FROM", "{}", "set it to a JSON list of peers"),
+        # A peer that is empty would let everyone in.
+        ("MEGATRON_METRICS_FROM", "[{}]", "set it to a JSON list of peers"),
+    ],
+)
+def test_a_value_that_is_wrong_is_named_with_its_variable_and_the_mend(
+    variable: str, value: str, complaint: str
+) -> None:
+    with pytest.raises(ValueError, match=variable) as caught:
+        Settings.from_environment({**WISHED, variable: value})
+    assert complaint in str(caught.value)
