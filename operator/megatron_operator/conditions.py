@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Condition, ConditionType, Status
 from megatron_operator.api.v1alpha1.status import ConditionStatus
 from megatron_operator.groups import Standing
@@ -82,6 +83,10 @@ def progressing(picture: Picture) -> Finding:
     if not picture.wants_pods:
         found = _leaving(picture)
         return Finding("True" if picture.world.pods else "False", found.reason, found.message)
+    if picture.has_lost_its_keys:
+        secret = names.keys_secret(picture.resource.name)
+        words = f"the Secret {secret} was removed: all pods finish their requests and end, then others get new keys"
+        return Finding("True", "RotatingKeys", words)
     moving = [view for view in picture.groups if view.standing is not Standing.READY and view.given_up is None]
     if moving:
         return _why("True", moving[0], picture)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from megatron_operator.api.v1alpha1 import Condition, ConditionType, GroupStatus, Phase, Status
 from megatron_operator.conditions import GROUP_FAILED
 
-TOLD_PROGRESS = ("ScalingDown", "RollingOut")
+TOLD_PROGRESS = ("ScalingDown", "RollingOut", "RotatingKeys")
 """Reasons of Progressing that a user did not see coming from another event."""
 
 

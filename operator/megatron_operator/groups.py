@@ -217,6 +217,13 @@ def is_lost(pod: ObservedPod, now: float) -> bool:
     return deadline is not None and deadline <= now
 
 
+def pods_without_keys(resource: MegatronInference, world: World) -> tuple[ObservedPod, ...]:
+    """Pods that run with keys of a Secret that somebody removed: nobody else has these keys any more."""
+    if names.keys_child(resource.name) in world.children:
+        return ()
+    return tuple(pod for pod in world.pods if not pod.finished and not is_lost(pod, world.now))
+
+
 def _complains(pod: ObservedPod) -> bool:
     return pod.failure is not None and pod.failure.reason == LOST_RANK
 

@@ -87,6 +87,11 @@ def network_policy(resource: str) -> str:
     return resource
 
 
+def keys_child(resource: str) -> str:
+    """The Secret's key in ``World.children``."""
+    return f"Secret/{keys_secret(resource)}"
+
+
 def http_host(resource: str, namespace: str) -> str:
     """DNS name of the HTTP Service."""
     return f"{http_service(resource)}.{namespace}.svc"

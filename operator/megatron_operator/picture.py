@@ -7,7 +7,14 @@ from functools import cached_property
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, Lifecycle, MegatronInference
-from megatron_operator.groups import Group, GroupFailure, Standing, observe_groups, running_leader
+from megatron_operator.groups import (
+    Group,
+    GroupFailure,
+    Standing,
+    observe_groups,
+    pods_without_keys,
+    running_leader,
+)
 from megatron_operator.restarts import GiveUp, Retry, verdict
 from megatron_operator.timestamps import seconds
 from megatron_operator.world import EngineState, ObservedPod, World
@@ -81,6 +88,11 @@ class Picture:
     def surplus_groups(self) -> tuple[int, ...]:
         """Groups beyond the wished ones that still have pods."""
         return tuple(sorted({pod.group for pod in self.world.pods if pod.group >= self.resource.spec.replicas}))
+
+    @property
+    def has_lost_its_keys(self) -> bool:
+        """Whether pods have to end because the Secret with their keys is gone."""
+        return bool(pods_without_keys(self.resource, self.world))
 
     @property
     def outdated_groups(self) -> tuple[int, ...]:

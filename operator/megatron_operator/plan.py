@@ -17,6 +17,7 @@ from megatron_operator.groups import (
     Standing,
     lost_at,
     observe_groups,
+    pods_without_keys,
     running_leader,
 )
 from megatron_operator.lifecycle import next_signal
@@ -66,6 +67,8 @@ class _Planner:
             actions = [*self._delete_all(self.world.pods)]
         elif self.resource.spec.lifecycle is Lifecycle.STOPPED:
             actions = [*self._children(), *self._delete_all(self.world.pods)]
+        elif pods := pods_without_keys(self.resource, self.world):
+            actions = [*self._follow_loss_of_keys(pods)]
         else:
             actions = [*self._children(), *self._surplus(), *self._wished(), *self._signal()]
         return Plan(tuple(actions), self._requeue_after())
@@ -77,13 +80,13 @@ class _Planner:
 
     def _children(self) -> Iterator[Action]:
         secret = keys_secret(self.resource)
-        if names.child_key(secret.manifest) not in self.world.children:
+        if names.keys_child(self.resource.name) not in self.world.children:
             yield secret
         wished = {names.child_key(manifest): manifest for manifest in render_children(self.resource, self.settings)}
         for key, manifest in wished.items():
             if self.world.children.get(key) != names.applied_hash(manifest["metadata"]):
                 yield ApplyChild(manifest)
-        for key in sorted(self.world.children.keys() - wished.keys() - {names.child_key(secret.manifest)}):
+        for key in sorted(self.world.children.keys() - wished.keys() - {names.keys_child(self.resource.name)}):
             kind, name = key.split("/")
             yield DeleteChild(kind, name)
 
@@ -93,6 +96,11 @@ class _Planner:
         for pod in sorted(pods, key=lambda pod: (-pod.group, -pod.attempt, -pod.index)):
             if not pod.deleting:
                 yield DeletePod(pod.name, pod.uid, 0 if pod.finished else grace_seconds(self.resource))
+
+    def _follow_loss_of_keys(self, pods: Sequence[ObservedPod]) -> Iterator[Action]:
+        """Pods with different keys do not hear each other, so all end before new keys are made for the next ones."""
+        yield from self._delete_all(pods)
+        self.alarms += [at for pod in pods if (at := lost_at(pod)) is not None]
 
     def _surplus(self) -> Iterator[Action]:
         surplus = [pod for pod in self.world.pods if pod.group >= self.resource.spec.replicas]

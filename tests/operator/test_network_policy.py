@@ -16,7 +16,7 @@ from megatron_operator.settings import NetworkPolicies, Settings
 MANIFESTS = Path(__file__).parents[2] / "manifests"
 PROMETHEUS = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "prometheus"}}}
 SETTINGS = Settings(network_policies=NetworkPolicies("megatron-system", (PROMETHEUS,)))
-OWN_NAMESPACE = "ns"
+OWN_NAMESPACE = "models"
 HTTP, CONTROL, COORDINATOR, RENDEZVOUS = 8000, 9000, 5557, 29500
 
 ANYONE = (OWN_NAMESPACE, {"app": "shop"})

@@ -1,0 +1,30 @@
+"""The keys that the pods of a resource share with the operator."""
+
+import pytest
+from operator_support.resource import Resource
+from operator_support.scripted_node import ScriptedNode
+
+
+async def keys(chat: Resource) -> dict[str, str]:
+    data: dict[str, str] = (await chat.get("secret", "chat-keys"))["data"]
+    return data
+
+
+@pytest.mark.usefixtures("operator")
+async def test_a_secret_that_is_removed_comes_back_with_new_keys_and_new_pods(
+    chat: Resource, node: ScriptedNode
+) -> None:
+    await chat.create(replicas=2)
+    await chat.until_phase("Running")
+    before = await keys(chat)
+    await chat.kubectl("delete", "secret", "chat-keys")
+    await chat.kubectl("annotate", "mi", "chat", "tests/keys=removed")  # Secrets are not watched.
+    await chat.until_pods("chat-0-1-0", "chat-1-1-0")
+    status = await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
+    after = await keys(chat)
+    assert {name for name in before if before[name] != after[name]} == {"coordinator-key", "control-token"}
+    assert (status["phase"], status["restarts"]) == ("Running", 0)
+    # Its own launcher takes the token of the new Secret alone, so the operator knows that.
+    assert set(node.launchers) == {"chat-0-1-0", "chat-1-1-0"}
+    events = [event["reason"] for event in (await chat.get("events"))["items"]]
+    assert events.count("RotatingKeys") == 1
