@@ -1,5 +1,8 @@
 """Ways to install the chart, each as flags of Helm."""
 
+MONITORED = tuple(
+    f"--set=metrics.{each}.enabled=true" for each in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")
+)
 VARIANTS: dict[str, tuple[str, ...]] = {
     "default": (),
     "confined": ("--set=namespaces={alpha,beta}", "--set=crds.install=false"),
@@ -20,5 +23,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     ),
     "open": ("--set=networkPolicy.enabled=false",),
     "unwatched": ("--set-json=networkPolicy.metricsFrom=[]",),
+    "watched": (*MONITORED, "--set=metrics.labels.release=prometheus", "--set=metrics.interval=10s"),
+    "watched in some namespaces": (*MONITORED, "--set=namespaces={alpha}"),
     "watchful": ("--set=podDisruptionBudget.enabled=true", "--set=podDisruptionBudget.minAvailable=1"),
 }
