@@ -153,3 +153,4 @@ def test_the_notes_say_how_to_go_on(helm: Helm) -> None:
     notes = helm("install", "megatron", CHART, "--namespace", NAMESPACE, "--dry-run=client", "--set=namespaces={alpha}")
     assert "helm test megatron --namespace megatron-system" in notes
     assert "serves MegatronInference resources in the namespaces alpha." in notes
+    assert '"podSelector":{"matchLabels":{"app.kubernetes.io/name":"prometheus"}}' in notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,19 @@ def test_no_rule_grants_everything_and_secrets_cannot_be_listed() -> None:
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         if "secrets" in rule["resources"]:
             assert set(rule["verbs"]) == {"get", "create"}
+
+
+def test_the_page_on_security_lists_the_rules_as_they_are() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    rows = re.findall(r"^\| (`[\w.]+`|core) \| `([\w/]+)` \| ([a-z, ]+) \|", page, re.MULTILINE)
+    listed = {(group.strip("`"), resource): verbs.split(", ") for group, resource, verbs in rows}
+    granted = {
+        (group or "core", resource): rule["verbs"]
+        for rule in granted_rules()
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert listed == granted
 
 
 @pytest.mark.parametrize("kind", sorted(PATHS))
