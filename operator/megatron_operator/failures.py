@@ -38,6 +38,7 @@ FIELD_OF_FLAG = {
     "--routing-alpha": "spec.routing.alpha",
     "--frontend-replicas": "spec.frontend.replicas",
     "--parsers": "spec.frontend.parsers",
+    "--no-page": "spec.frontend.page",
     "--drain-timeout": "spec.rollout.drainTimeout",
     "--auto-suspend-after": "spec.autoSuspend.idleAfter",
     "--max-restarts": "spec.failurePolicy.maxRestarts",

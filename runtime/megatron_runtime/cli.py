@@ -84,6 +84,9 @@ def serve(
             f" and reasoning ({', '.join(REASONING_PARSERS)}; default: none) in answers; may be repeated."
         ),
     ] = None,
+    page: Annotated[
+        bool, typer.Option(help="Serve a page at / to chat with the model and to watch the service.")
+    ] = HttpOptions.page,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that SIGTERM leaves to running requests.")] = 60.0,
     auto_suspend_after: Annotated[
         float,
@@ -143,6 +146,7 @@ def serve(
                 cors_origins=tuple(cors_origin or ()),
                 access_log=access_log,
                 parsers=tuple(parsers or ()),
+                page=page,
             ),
             drain_timeout=drain_timeout,
             auto_suspend_after=auto_suspend_after,

@@ -146,7 +146,8 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
         ),
         ({"engine": {"extraArgs": ["--threads-per-rank=2"]}}, {"threads_per_rank": 2}),
         ({"rollout": {"drainTimeout": "1500ms"}}, {"drain_timeout": 1.5}),
-        ({"frontend": {"parsers": ["hermes", "qwen3"]}}, {"parsers": ["hermes", "qwen3"]}),
+        ({"frontend": {"parsers": ["hermes", "qwen3"]}}, {"parsers": ["hermes", "qwen3"], "page": True}),
+        ({"frontend": {"page": False}}, {"page": False}),
     ],
 )
 def test_every_choice_of_the_resource_is_understood(spec: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -14,8 +14,10 @@ from megatron_runtime.server.body_limit import BodyLimit
 from megatron_runtime.server.errors import install_error_handlers
 from megatron_runtime.server.generation_routes import generation_routes
 from megatron_runtime.server.model_routes import model_routes, token_routes
+from megatron_runtime.server.page_routes import add_page
 from megatron_runtime.server.parts import Frontend
 from megatron_runtime.server.request_log import REQUEST_ID, RequestLog, access_log
+from megatron_runtime.server.status_routes import status_routes
 
 VERSION = version("megatron-inference")
 
@@ -43,9 +45,12 @@ def create_app(frontend: Frontend) -> FastAPI:
         app.include_router(router, prefix="/v1", dependencies=guarded)
         # Megatron's own server answers without the prefix too.
         app.include_router(router, dependencies=guarded, include_in_schema=False)
-    app.include_router(token_routes(frontend), dependencies=guarded)
+    for router in (token_routes(frontend), status_routes(frontend)):
+        app.include_router(router, dependencies=guarded)
     app.include_router(_probes(frontend))
     app.include_router(_probes(frontend), prefix="/v1", include_in_schema=False)
+    if frontend.options.http.page:
+        add_page(app)
     return app
 
 

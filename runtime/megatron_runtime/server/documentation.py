@@ -82,6 +82,29 @@ MODEL_ANSWER = {
     "max_model_len": 8192,
 }
 MODELS_ANSWER = {"object": "list", "data": [MODEL_ANSWER]}
+STATUS_ANSWER = {
+    "model": "smollm2",
+    "max_model_len": 8192,
+    "ready": True,
+    "state": "RUNNING",
+    "requests_running": 3,
+    "requests_waiting": 0,
+    "replicas": [
+        {
+            "group": 0,
+            "attempt": 0,
+            "state": "RUNNING",
+            "ready": True,
+            "draining": False,
+            "requests_running": 3,
+            "requests_waiting": 0,
+            "kv_usage": 0.12,
+            "prompt_tokens": 5210,
+            "generated_tokens": 20934,
+            "weight_version": 0,
+        }
+    ],
+}
 TOKENIZE_REQUEST = {"model": "smollm2", "prompt": "Hello"}
 TOKENIZE_ANSWER = {"count": 1, "max_model_len": 8192, "tokens": [19556], "token_strs": None}
 DETOKENIZE_REQUEST = {"model": "smollm2", "tokens": [19556]}

@@ -28,6 +28,8 @@ class HttpOptions:
     """A line per request: ``off``, ``text`` or ``json``."""
     parsers: tuple[str, ...] = ()
     """What finds thoughts and calls of tools in the model's words: names of ``parsers.py``, one of each kind."""
+    page: bool = True
+    """Whether ``/`` is a page to chat with the model and to watch the service."""
 
     def check(self) -> None:
         """Raises ConfigurationError naming the field, its value and what it may be."""

@@ -176,6 +176,8 @@ class Frontend(Part):
     """What finds calls of tools (hermes, llama3_json, mistral, pythonic, qwen3_coder) and reasoning (deepseek_r1,
     qwen3) in answers, at most one of each kind. Without one for tools it is the one that fits the model's chat
     template."""
+    page: Boolean = True
+    """Serve a page at / to chat with the model and to watch the service."""
 
     @model_validator(mode="after")
     def _there_is_one_parser_of_a_kind(self) -> Self:

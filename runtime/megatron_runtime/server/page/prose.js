@@ -1,0 +1,47 @@
+// A model's words as nodes of the document: text, and blocks of code between fences. Never HTML.
+
+const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)\s*$/;
+
+/** The nodes of a text that may still grow. */
+export function prose(text) {
+  const nodes = [];
+  let words = [];
+  let code = null;
+  const close = () => {
+    const joined = words.join("\n");
+    words = [];
+    if (code) nodes.push(block(joined, code.language));
+    else if (joined.trim()) nodes.push(paragraph(joined.replace(/^\n+|\s+$/g, "")));
+  };
+  for (const line of text.split("\n")) {
+    const fence = FENCE.exec(line);
+    if (!code && fence) {
+      close();
+      code = { mark: fence[1], language: fence[2] };
+    } else if (code && fence && !fence[2] && fence[1].startsWith(code.mark)) {
+      close();
+      code = null;
+    } else {
+      words.push(line);
+    }
+  }
+  close();
+  return nodes;
+}
+
+function paragraph(text) {
+  const node = document.createElement("p");
+  node.className = "words";
+  node.textContent = text;
+  return node;
+}
+
+function block(text, language) {
+  const node = document.createElement("pre");
+  node.tabIndex = 0;
+  const code = document.createElement("code");
+  code.textContent = text;
+  if (language) node.dataset.language = language;
+  node.append(code);
+  return node;
+}

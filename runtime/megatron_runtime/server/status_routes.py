@@ -1,0 +1,80 @@
+"""``GET /status``: how the service stands, for pages and people that watch it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter
+
+from megatron_runtime.errors import MegatronInferenceError
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.server import documentation
+from megatron_runtime.server.documentation import answers
+from megatron_runtime.server.parts import Frontend
+from megatron_runtime.wire.service_state import EngineView, ServiceState
+
+FRESH_SECONDS = 0.9
+"""How old an answer may get. Engines report once a second, and whoever watches asks about as often."""
+ANSWER_SECONDS = 3.0
+
+
+class ServiceWatch:
+    """What the coordinator says of the service. It is asked at most once in ``FRESH_SECONDS``, whoever looks on."""
+
+    def __init__(self, client: InferenceClient) -> None:
+        self._client = client
+        self._asking = asyncio.Lock()
+        self._asked = float("-inf")
+        self._known: ServiceState | None = None
+
+    async def latest(self) -> ServiceState | None:
+        """None while the coordinator does not answer."""
+        async with self._asking:
+            if time.monotonic() - self._asked >= FRESH_SECONDS:
+                try:
+                    self._known = await self._client.service_state(ANSWER_SECONDS)
+                except MegatronInferenceError:
+                    self._known = None
+                self._asked = time.monotonic()
+            return self._known
+
+
+def status_routes(frontend: Frontend) -> APIRouter:
+    """``/status``."""
+    router = APIRouter(tags=["model"])
+    watch = ServiceWatch(frontend.client)
+
+    @router.get("/status", responses=answers(documentation.STATUS_ANSWER))
+    async def status() -> dict[str, Any]:
+        service = await watch.latest()
+        engines = () if service is None else service.engines
+        unassigned = 0 if service is None else service.unassigned_requests
+        return {
+            "model": frontend.options.served_name,
+            "max_model_len": frontend.options.max_sequence_length,
+            "ready": frontend.admission.is_ready,
+            "state": service.state if service is not None and engines else None,
+            "requests_running": sum(engine.running for engine in engines),
+            "requests_waiting": sum(engine.waiting for engine in engines) + unassigned,
+            "replicas": [_replica(engine) for engine in sorted(engines, key=lambda engine: engine.group)],
+        }
+
+    return router
+
+
+def _replica(engine: EngineView) -> dict[str, Any]:
+    return {
+        "group": engine.group,
+        "attempt": engine.attempt,
+        "state": engine.state,
+        "ready": engine.ready,
+        "draining": engine.draining,
+        "requests_running": engine.running,
+        "requests_waiting": engine.waiting,
+        "kv_usage": engine.kv_blocks_used / max(engine.kv_blocks_total, 1),
+        "prompt_tokens": engine.prompt_tokens,
+        "generated_tokens": engine.generated_tokens,
+        "weight_version": engine.weight_version,
+    }
