@@ -1,4 +1,4 @@
-"""The programs that were built once, kept by the version of their source."""
+"""What the tests fetch or build once, kept by its version between runs."""
 
 import contextlib
 import fcntl
@@ -6,13 +6,26 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster_support import kubernetes_build
-from cluster_support.errors import NoKubernetesError
+from cluster_support.errors import ClusterSupportError
 from cluster_support.progress import Progress, Say
 
 Builder = Callable[[Path, Progress], Path]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is made once. ``make`` gets an empty folder, and returns the folder in it that is to be kept."""
+
+    name: str
+    folder: Path
+    effort: str
+    """What making it takes, for people."""
+    is_complete: Callable[[Path], bool]
+    make: Builder
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
@@ -34,50 +47,56 @@ def is_complete(folder: Path) -> bool:
 
 
 def built_kubernetes(env: Mapping[str, str], say: Say, build: Builder = kubernetes_build.build) -> Path:
-    """The folder with the programs, built first if need be.
+    """The folder with the programs, built first if need be."""
+    effort = f"version {kubernetes_build.VERSION}; 5 to 10 minutes, 3 GB meanwhile"
+    return kept(Kept("Kubernetes", kubernetes_folder(env), effort, is_complete, build), say)
 
-    A folder under its final name is always complete: the build happens beside it and is renamed at the end. Of several
-    runs at once, one builds and the others wait for it.
+
+def kept(thing: Kept, say: Say) -> Path:
+    """Its folder, made first if need be.
+
+    A folder under its final name is always complete: it is made beside it and renamed at the end. Of several runs at
+    once, one makes it and the others wait.
     """
-    folder = kubernetes_folder(env)
-    if is_complete(folder):
-        return folder
-    _make_cache(folder.parent)
-    with _locked(folder, say):
-        if not is_complete(folder):
-            _build_beside(folder, say, build)
-    return folder
+    if thing.is_complete(thing.folder):
+        return thing.folder
+    _make_cache(thing.folder.parent)
+    with _locked(thing, say):
+        if not thing.is_complete(thing.folder):
+            _make_beside(thing, say)
+    return thing.folder
 
 
 def _make_cache(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise NoKubernetesError(f"cannot make the cache folder {folder} ({error}): set MEGATRON_CACHE_DIR") from error
+        message = f"cannot make the cache folder {folder} ({error}): set MEGATRON_CACHE_DIR"
+        raise ClusterSupportError(message) from error
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, say: Say) -> Iterator[None]:
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+def _locked(thing: Kept, say: Say) -> Iterator[None]:
+    with thing.folder.with_name(f"{thing.folder.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another run is building Kubernetes in {folder.parent}: waiting for it")
+            say(f"another run is making {thing.folder}: waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _build_beside(folder: Path, say: Say, build: Builder) -> None:
-    prefix = "kubernetes-building-"
-    for leftover in folder.parent.glob(f"{prefix}*"):
+def _make_beside(thing: Kept, say: Say) -> None:
+    prefix = f"{thing.name.lower()}-building-"
+    for leftover in thing.folder.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)  # ours is the lock: its builder is dead
-    workspace = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
+    workspace = Path(tempfile.mkdtemp(prefix=prefix, dir=thing.folder.parent))
     progress = Progress(say)
-    progress(f"building Kubernetes {kubernetes_build.VERSION} into {folder} (once; 5 to 10 minutes, 3 GB meanwhile)")
+    progress(f"making {thing.name} in {thing.folder} (once; {thing.effort})")
     try:
-        built = build(workspace, progress)
-        shutil.rmtree(folder, ignore_errors=True)
-        built.rename(folder)
+        made = thing.make(workspace, progress)
+        shutil.rmtree(thing.folder, ignore_errors=True)
+        made.rename(thing.folder)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-    progress("Kubernetes is built")
+    progress(f"{thing.name} is made")

@@ -59,11 +59,13 @@ class Apt:
     folder: Path
     log: Path
 
-    def update(self, uri: str) -> None:
+    def update(self, uri: str | None = None) -> None:
+        """Reads the lists of one archive, or of those that this machine uses."""
         for name in ("lists/partial", "cache/archives/partial"):
             (self.folder / name).mkdir(parents=True)
-        entry = f"[signed-by={KEYRING}] {uri} {SUITE} main"
-        self._sources.write_text(f"deb {entry}\ndeb-src {entry}\n")
+        if uri is not None:
+            entry = f"[signed-by={KEYRING}] {uri} {SUITE} main"
+            self._sources.write_text(f"deb {entry}\ndeb-src {entry}\n")
         self._run("update", cwd=self.folder)
 
     def download_source(self, package: str, version: str, into: Path) -> None:
@@ -72,18 +74,24 @@ class Apt:
     def download(self, packages: Sequence[str], into: Path) -> None:
         self._run("download", *packages, cwd=into)
 
+    def download_missing(self, *packages: str) -> Path:
+        """Downloads packages with all that they need and this machine lacks; returns the folder that they lie in."""
+        self._run("install", "--download-only", "--yes", "--no-install-recommends", *packages, cwd=self.folder)
+        return self.folder / "cache/archives"
+
     @property
     def _sources(self) -> Path:
         return self.folder / "sources.list"
 
     def _run(self, *words: str, cwd: Path) -> None:
-        options = {
-            "Dir::Etc::SourceList": self._sources,
-            "Dir::Etc::SourceParts": "/dev/null",
+        options: dict[str, object] = {
             "Dir::State::Lists": self.folder / "lists",
             "Dir::Cache": self.folder / "cache",
             "Acquire::Retries": 3,
+            "Debug::NoLocking": "true",  # the lock of dpkg is root's, and guards what nothing here writes
         }
+        if self._sources.exists():
+            options |= {"Dir::Etc::SourceList": self._sources, "Dir::Etc::SourceParts": "/dev/null"}
         if os.geteuid() == 0:
             options["APT::Sandbox::User"] = "root"  # apt's own user may not enter root's home
         flags = [f"-o{name}={value}" for name, value in options.items()]

@@ -1,4 +1,4 @@
-// A model's words as nodes of the document: text, and blocks of code between fences. Never HTML.
+// A model's words as nodes of the document: text, and code between fences or backticks. Never HTML.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)\s*$/;
 
@@ -32,6 +32,13 @@ export function prose(text) {
 function paragraph(text) {
   const node = document.createElement("p");
   node.className = "words";
+  // Every second part stands between backticks.
+  node.append(...text.split(/`([^`\n]+)`/).map((part, index) => (index % 2 ? inlineCode(part) : part)));
+  return node;
+}
+
+function inlineCode(text) {
+  const node = document.createElement("code");
   node.textContent = text;
   return node;
 }

@@ -1,0 +1,29 @@
+"""Fetches what the tests with other people's clients run: a browser, where there is none.
+
+`python tests/runtime/server/clients/prepare.py`; the tests themselves download nothing.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+# What is fetched once is kept by the same code as the cluster's programs.
+sys.path.append(str(Path(__file__).parents[3] / "cluster"))
+
+from client_support import chromium
+from cluster_support.errors import ClusterSupportError
+from cluster_support.progress import say_at_once
+
+
+def main() -> int:
+    try:
+        browser = chromium.find_or_fetch(os.environ, say_at_once)
+    except ClusterSupportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"tests of the page: {browser}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
