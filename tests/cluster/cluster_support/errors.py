@@ -1,8 +1,8 @@
-"""What can go wrong while the tests get themselves a Kubernetes, or a browser.
+"""What can go wrong while the tests get themselves a Kubernetes, or clients of the endpoint.
 
 ClusterSupportError
 ├── NoKubernetesError     nothing to run the tests on, and no way to make it
-├── NoBrowserError        no Chromium, and no way to fetch it
+├── NoClientError         no browser, or no packages of npm
 ├── CommandFailedError    a step of the build, or kubectl, ended with an error
 └── NotReadyError         a process of the control plane ended early, or was not ready in time
 """
@@ -16,8 +16,8 @@ class NoKubernetesError(ClusterSupportError):
     """There is neither a cluster nor programs for one."""
 
 
-class NoBrowserError(ClusterSupportError):
-    """There is no Chromium."""
+class NoClientError(ClusterSupportError):
+    """There is no browser, or no packages of npm, for the tests with other people's clients."""
 
 
 class CommandFailedError(ClusterSupportError):

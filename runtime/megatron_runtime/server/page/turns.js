@@ -16,7 +16,7 @@ export class Turn {
   constructor({ role, content }) {
     this.node = document.createElement("li");
     this.node.className = `turn ${role}`;
-    const speaker = document.createElement("h3");
+    const speaker = document.createElement("h2");
     speaker.textContent = SPEAKERS[role];
     this.#words = document.createElement("div");
     this.#note = document.createElement("p");

@@ -1,4 +1,4 @@
-"""Fetches what the tests with other people's clients run: a browser, where there is none.
+"""Fetches what the tests with other people's clients run: a browser where there is none, and packages of npm.
 
 `python tests/runtime/server/clients/prepare.py`; the tests themselves download nothing.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 # What is fetched once is kept by the same code as the cluster's programs.
 sys.path.append(str(Path(__file__).parents[3] / "cluster"))
 
-from client_support import chromium
+from client_support import chromium, node
 from cluster_support.errors import ClusterSupportError
 from cluster_support.progress import say_at_once
 
@@ -18,10 +18,11 @@ from cluster_support.progress import say_at_once
 def main() -> int:
     try:
         browser = chromium.find_or_fetch(os.environ, say_at_once)
+        packages = node.find_or_fetch(os.environ, say_at_once)
     except ClusterSupportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"tests of the page: {browser}")
+    print(f"tests with clients: {browser}; {packages}")
     return 0
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from client_support import chromium
-from cluster_support.errors import NoBrowserError
+from cluster_support.errors import NoClientError
 
 
 def make_program(folder: Path, code: int = 0) -> Path:
@@ -26,12 +26,12 @@ def test_a_browser_that_was_fetched_is_taken_as_long_as_it_starts(tmp_path: Path
     fetched = make_program(tmp_path / "chromium")
     assert chromium.find(env) == fetched
     fetched.write_text("#!/bin/sh\nexit 127\n")
-    with pytest.raises(NoBrowserError, match="make clients"):
+    with pytest.raises(NoClientError, match="make clients"):
         chromium.find(env)
 
 
 def test_a_machine_without_apt_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(NoBrowserError, match="no apt-get to fetch it with: put a chromium on PATH"):
+    with pytest.raises(NoClientError, match="no apt-get to fetch it with: put a chromium on PATH"):
         chromium.find_or_fetch({"PATH": "/nowhere", "MEGATRON_CACHE_DIR": str(tmp_path)}, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == ["chromium.lock"]

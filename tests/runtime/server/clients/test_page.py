@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client_support import node
 from playwright.sync_api import Page, Route, expect
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -161,6 +163,7 @@ def test_a_wrong_setting_is_told_in_the_words_of_the_server(pod: Any, open_page:
 def test_a_question_waits_while_the_model_rests(pod: Any, open_page: Any, state: str) -> None:
     page = open_page(pod)
     expect(page.locator("#state")).to_have_text("running")
+    page.get_by_label("Temperature").fill("0")
     pod.signal("pause")
     if state == "suspended":
         pod.signal("suspend")
@@ -201,6 +204,24 @@ def test_a_phone_shows_the_service_when_asked(pod: Any, open_page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     button.tap()
     expect(page.get_by_label("Your message")).to_be_visible()
+
+
+@pytest.mark.parametrize("width", [1200, 360])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_can_be_read_and_used_by_all(pod: Any, open_page: Any, scheme: str, width: int) -> None:
+    # Past the page's own policy, which would not let the checker in.
+    page = open_page(pod, color_scheme=scheme, viewport={"width": width, "height": 700}, bypass_csp=True)
+    make_model_say(page, "Thus:\n```python\nprint(1)\n```\nand `done`.")
+    ask(page, "Show me.")
+    answered(page)
+    page.add_script_tag(path=node.find(os.environ) / "axe-core" / "axe.min.js")
+    views = [lambda: None] if width > 1000 else [lambda: None, page.get_by_role("button", name="Service").click]
+    for show in views:
+        show()
+        found = page.evaluate("axe.run()")
+        assert len(found["passes"]) > 20
+        complaints = [(each["id"], [part["html"] for part in each["nodes"]]) for each in found["violations"]]
+        assert complaints == []
 
 
 # Refusals

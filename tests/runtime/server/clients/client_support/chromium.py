@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster_support import debian
 from cluster_support.cache import Kept, cache_folder, kept
-from cluster_support.errors import CommandFailedError, NoBrowserError
+from cluster_support.errors import CommandFailedError, NoClientError
 from cluster_support.processes import run_guarded
 from cluster_support.progress import Progress, Say
 
@@ -30,12 +30,12 @@ FONTS = """<?xml version="1.0"?>
 
 
 def find(env: Mapping[str, str]) -> Path:
-    """A program that takes Chromium's flags. Raises NoBrowserError."""
+    """A program that takes Chromium's flags. Raises NoClientError."""
     if installed := shutil.which(PROGRAM, path=env.get("PATH")):
         return Path(installed)
     folder = _folder(env)
     if not _runs(folder):
-        raise NoBrowserError(f"there is no Chromium: {MEND}")
+        raise NoClientError(f"there is no Chromium: {MEND}")
     return folder / PROGRAM
 
 
@@ -58,7 +58,7 @@ def _runs(folder: Path) -> bool:
 
 def _fetch(workspace: Path, progress: Progress) -> Path:
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        raise NoBrowserError(f"there is no Chromium, and no apt-get to fetch it with: {MEND}")
+        raise NoClientError(f"there is no Chromium, and no apt-get to fetch it with: {MEND}")
     log = workspace / "log"
     apt = debian.Apt(workspace / "apt", log)
     made = workspace / "made"
@@ -71,7 +71,7 @@ def _fetch(workspace: Path, progress: Progress) -> Path:
         progress("unpacking")
         debian.unpack(packages, made / "root", log)
     except CommandFailedError as error:
-        raise NoBrowserError(f"Chromium could not be fetched: {MEND}\n{error}") from error
+        raise NoClientError(f"Chromium could not be fetched: {MEND}\n{error}") from error
     _write_launcher(made)
     run_guarded([made / PROGRAM, "--version"], log)
     return made
