@@ -123,6 +123,7 @@ def test_a_conversation_goes_on_until_a_new_one_begins(pod: Any, open_page: Any)
 def test_shift_and_enter_begin_a_new_line(pod: Any, open_page: Any) -> None:
     page = open_page(pod)
     bodies = sent_by(page)
+    make_model_say(page, "Three.")
     question = page.get_by_label("Your message")
     question.press_sequentially("one")
     question.press("Shift+Enter")
