@@ -51,9 +51,8 @@ model: $(VENV)/.made ## SmolLM2-135M-Instruct in the cache folder, checksum veri
 control-plane: dev ## the Kubernetes that the cluster tests run on, found or built
 	@$(BIN)/python tests/cluster/prepare.py
 
-clients: dev ## what the tests with other people's clients run: a browser, packages of npm
+clients: dev ## what the tests with other people's clients run: a browser, packages of npm and PyPI
 	@$(BIN)/python tests/runtime/server/clients/prepare.py
-	@$(BIN)/python tests/clients/prepare.py $(CACHE)
 
 crd: dev ## write the generated files anew
 	@$(BIN)/python -m megatron_operator.api.crd

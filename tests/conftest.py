@@ -16,12 +16,6 @@ def cache_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def cache() -> Path:
-    """The cache folder."""
-    return cache_folder()
-
-
-@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct as GGUF (Q4_1); fails, never skips, when it was not fetched."""
     path = cache_folder() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"

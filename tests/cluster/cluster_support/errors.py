@@ -17,7 +17,7 @@ class NoKubernetesError(ClusterSupportError):
 
 
 class NoClientError(ClusterSupportError):
-    """There is no browser, or no packages of npm, for the tests with other people's clients."""
+    """There is no browser, or no packages of npm or PyPI, for the tests with other people's clients."""
 
 
 class CommandFailedError(ClusterSupportError):

@@ -1,4 +1,4 @@
-"""Fetches what the tests with other people's clients run: a browser where there is none, and packages of npm.
+"""Fetches what the tests with other people's clients run: a browser where there is none, packages of npm and PyPI.
 
 `python tests/runtime/server/clients/prepare.py`; the tests themselves download nothing.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 # What is fetched once is kept by the same code as the cluster's programs.
 sys.path.append(str(Path(__file__).parents[3] / "cluster"))
 
-from client_support import chromium, node
+from client_support import chromium, further_python, node
 from cluster_support.errors import ClusterSupportError
 from cluster_support.progress import say_at_once
 
@@ -19,10 +19,11 @@ def main() -> int:
     try:
         browser = chromium.find_or_fetch(os.environ, say_at_once)
         packages = node.find_or_fetch(os.environ, say_at_once)
+        python = further_python.find_or_fetch(os.environ, say_at_once)
     except ClusterSupportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"tests with clients: {browser}; {packages}")
+    print(f"tests with clients: {browser}; {packages}; {python}")
     return 0
 
 
