@@ -218,8 +218,11 @@ def is_lost(pod: ObservedPod, now: float) -> bool:
 
 
 def pods_without_keys(resource: MegatronInference, world: World) -> tuple[ObservedPod, ...]:
-    """Pods that run with keys of a Secret that somebody removed: nobody else has these keys any more."""
-    if names.keys_child(resource.name) in world.children:
+    """Pods that run with keys of a Secret that somebody removed: nobody else has these keys any more.
+
+    None while a Secret of others has its name: new keys could not be made, so the pods are left as they are.
+    """
+    if names.keys_child(resource.name) in {*world.children, *world.taken}:
         return ()
     return tuple(pod for pod in world.pods if not pod.finished and not is_lost(pod, world.now))
 

@@ -11,7 +11,11 @@ from megatron_operator.world import ObservedEngine, ObservedPod, World
 
 
 def observed_world(
-    seen: Iterable[tuple[ObservedPod | None, Answer]], children: Mapping[str, str], url: str | None = None
+    seen: Iterable[tuple[ObservedPod | None, Answer]],
+    children: Mapping[str, str],
+    *,
+    taken: frozenset[str] = frozenset(),
+    url: str | None = None,
 ) -> World:
     """``seen`` is every pod with its answer; None stands for a pod that is not of a group attempt."""
     ours = [(with_report(pod, answer), answer) for pod, answer in seen if pod is not None]
@@ -20,6 +24,7 @@ def observed_world(
         pods=tuple(pod for pod, _ in ours),
         engine=_leaders_word(ours),
         children=children,
+        taken=taken,
         url=url,
     )
 

@@ -162,6 +162,8 @@ class World:
     children: Mapping[str, str] = field(default_factory=dict)
     """``Kind/name`` of every child that exists besides pods, to the hash annotation of the manifest it was applied from
     (``names.applied_hash``)."""
+    taken: frozenset[str] = frozenset()
+    """``Kind/name`` of children whose names objects of others have."""
     url: str | None = None
     """Where clients reach the HTTP frontend, where that is not the Service's DNS name."""
 

@@ -1,7 +1,9 @@
 """The keys that the pods of a resource share with the operator."""
 
+import json
+
 import pytest
-from operator_support.resource import Resource
+from operator_support.resource import Json, Resource, condition
 from operator_support.scripted_node import ScriptedNode
 
 
@@ -28,3 +30,23 @@ async def test_a_secret_that_is_removed_comes_back_with_new_keys_and_new_pods(
     assert set(node.launchers) == {"chat-0-1-0", "chat-1-1-0"}
     events = [event["reason"] for event in (await chat.get("events"))["items"]]
     assert events.count("RotatingKeys") == 1
+
+
+@pytest.mark.usefixtures("operator", "node")
+async def test_a_secret_that_somebody_else_puts_in_its_place_ends_no_pod(chat: Resource) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    (before,) = (await chat.pods()).values()
+    secret = await chat.get("secret", "chat-keys")
+    del secret["metadata"]["ownerReferences"], secret["metadata"]["labels"]
+    await chat.kubectl("replace", "--force", "-f", "-", input=json.dumps(secret))
+    await chat.kubectl("annotate", "mi", "chat", "tests/keys=replaced")
+    status = await chat.until(lambda status: "someone else" in message_of(status, "Degraded"), "the complaint")
+    assert "Secret chat-keys exists and belongs to someone else" in message_of(status, "Degraded")
+    (after,) = (await chat.pods()).values()
+    assert after["metadata"]["uid"] == before["metadata"]["uid"]
+    assert "deletionTimestamp" not in after["metadata"]
+
+
+def message_of(status: Json, kind: str) -> str:
+    return str(condition(status, kind).get("message"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planning_support.planning import Planning, created, deleted
 
 from megatron_operator.api.v1alpha1 import ConditionType
 from megatron_operator.events import events_between
 from megatron_operator.groups import LOST_AFTER
+from megatron_operator.plan import plan
 from megatron_operator.world import CreateSecret
 
 SECRET = "Secret/chat-keys"
@@ -65,6 +68,13 @@ def test_a_pod_that_is_lost_with_its_node_is_not_waited_for() -> None:
     assert planning.look().requeue_after == left
     planning.cluster.now += left
     assert made_keys(planning) == (True, ["chat-0-1-0"])
+
+
+def test_pods_are_left_alone_while_a_secret_of_others_has_the_name() -> None:
+    planning = without_keys(replicas=1)
+    world = replace(planning.cluster.world(), taken=frozenset({SECRET}))
+    (action,) = plan(planning.resource, world).actions
+    assert isinstance(action, CreateSecret)  # It is refused with words that say whose the name is.
 
 
 def test_a_stopped_resource_has_its_keys_made_anew_at_once() -> None:

@@ -62,9 +62,13 @@ class KubernetesPort:
             self._api.get("Secret", namespace, names.keys_secret(name)),
             self._api.get("NetworkPolicy", namespace, names.network_policy(name)),
         )
+        if secret is None and pods:
+            # Pods come after their Secret, which may have come between the two looks: this one is sure to find it.
+            secret = await self._api.get("Secret", namespace, names.keys_secret(name))
         # Items of a list come without their kind.
         found = [*({**each, "kind": "Service"} for each in services), secret, policy]
-        children = {names.child_key(each): each for each in found if each is not None and self._owns(each)}
+        named = {names.child_key(each): each for each in found if each is not None}
+        children = {key: each for key, each in named.items() if self._owns(each)}
         if secret is not None and self._owns(secret):
             self._use_token(secret)
         ours = [pod for pod in pods if self._owns(pod)]
@@ -78,7 +82,9 @@ class KubernetesPort:
             key: names.applied_hash(child["metadata"]) if self._is_as_applied(child) else ""
             for key, child in children.items()
         }
-        return observed_world(zip(map(observed_pod, ours), answers, strict=True), hashes)
+        return observed_world(
+            zip(map(observed_pod, ours), answers, strict=True), hashes, taken=frozenset(named) - hashes.keys()
+        )
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the port's signature
         """Raises ActionRefused when the API server refuses, SignalRefused when the engine does, else WorldError."""

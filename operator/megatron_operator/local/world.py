@@ -120,7 +120,7 @@ class LocalWorld:
 
     def _seen(self, name: str, namespace: str, statuses: Sequence[PodStatus], answers: Sequence[Answer]) -> World:
         seen = zip(map(_observed, statuses), answers, strict=True)
-        return observed_world(seen, dict(self._children), self._url(name, namespace))
+        return observed_world(seen, dict(self._children), url=self._url(name, namespace))
 
     def _read_secret(self, _namespace: str, name: str) -> Mapping[str, str]:
         return self._secrets[name]
