@@ -97,18 +97,31 @@ class PodReport:
         )
 
 
+def connections_to_pods() -> httpx.AsyncClient:
+    """For any number of pods, also of many resources, with a long poll open to each.
+
+    Pods are reached directly, since a proxy of the operator's own environment has no way to them, and by plain HTTP:
+    certificates, which take long to load, are of no use.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
+    return httpx.AsyncClient(trust_env=False, limits=limits, verify=False)
+
+
 Answer = PodReport | EngineUnreachable | None
 """What came of asking a pod; None when there was nobody to ask yet."""
 
 
 class EngineClient:
-    """Talks to the launchers of one resource's pods; ``token`` is the Secret's control-token."""
+    """Talks to the launchers of one resource's pods; ``token`` is the Secret's control-token.
+
+    An ``http`` that is handed in stays open; see ``connections_to_pods``.
+    """
 
     def __init__(self, token: str | None, *, port: int = CONTROL_PORT, http: httpx.AsyncClient | None = None) -> None:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._port = port
-        # Pods are reached directly: a proxy of the operator's own environment has no way to them.
-        self._http = http or httpx.AsyncClient(trust_env=False)
+        self._http = http or connections_to_pods()
+        self._owns_http = http is None
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,8 +130,9 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections, also those of an ``http`` that was handed in."""
-        await self._http.aclose()
+        """Closes its own connections."""
+        if self._owns_http:
+            await self._http.aclose()
 
     async def state(self, address: str, *, after: int | None = None, wait: float = 0.0) -> PodReport:
         """The pod's report; with ``after``, waits up to ``wait`` seconds for a revision beyond it.

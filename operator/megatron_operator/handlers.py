@@ -21,6 +21,7 @@ from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from megatron_operator.kubernetes.api_server import ApiServer
 from megatron_operator.kubernetes.fleet import Fleet
+from megatron_operator.kubernetes.memoryless import NoDiffs, NoProgress
 from megatron_operator.metrics import Meters, MetricsServer
 from megatron_operator.settings import Settings
 from megatron_operator.world import WorldError
@@ -107,6 +108,8 @@ async def child_changed(memo: kopf.Memo, namespace: str | None, labels: kopf.Lab
 def configure(settings: kopf.OperatorSettings, options: Options) -> None:
     """kopf's settings: finite timeouts, endless patience, and no events or peering of its own."""
     settings.posting.enabled = False
+    settings.persistence.diffbase_storage = NoDiffs()
+    settings.persistence.progress_storage = NoProgress()
     settings.peering.standalone = True
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 10

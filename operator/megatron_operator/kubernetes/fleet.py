@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from megatron_operator.engine import connections_to_pods
 from megatron_operator.kubernetes.api_server import ApiServer
 from megatron_operator.kubernetes.resource_loop import ResourceLoop
 from megatron_operator.metrics import Meters
@@ -19,6 +20,7 @@ class Fleet:
 
     def __init__(self, api: ApiServer, settings: Settings, meters: Meters) -> None:
         self._api = api
+        self._http = connections_to_pods()
         self._settings = settings
         self._meters = meters
         self._slots = asyncio.Semaphore(ROUNDS_AT_A_TIME)
@@ -43,11 +45,12 @@ class Fleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._http.aclose()
         await self._api.close()
 
     def _start(self, key: Key) -> None:
         namespace, name = key
-        loop = ResourceLoop(namespace, name, self._api, self._settings, self._meters, self._slots)
+        loop = ResourceLoop(namespace, name, self._api, self._http, self._settings, self._meters, self._slots)
         self._loops[key] = loop
         task = asyncio.create_task(self._run(key, loop), name=f"loop of {loop}")
         self._tasks.add(task)

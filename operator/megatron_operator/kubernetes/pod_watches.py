@@ -10,7 +10,7 @@ from megatron_operator.groups import pod_is_ready
 from megatron_operator.kubernetes.port import KubernetesPort
 from megatron_operator.world import ObservedPod, PodPhase, World
 
-LONGEST_POLL = 10.0
+LONGEST_POLL = 30.0
 """Seconds; a launcher that hangs is noticed at most this much and the client's patience later."""
 BREATH = 0.3
 """Seconds between polls of one pod: the most that a state that changes all the time can ask for."""

@@ -36,22 +36,17 @@ Object = Mapping[str, Any]
 class KubernetesPort:
     """Children are told from a namesake's by ``uid``, the resource's own: those of others are never touched."""
 
-    def __init__(self, api: ApiServer, uid: str) -> None:
+    def __init__(self, api: ApiServer, uid: str, http: httpx.AsyncClient) -> None:
         self._api = api
         self._uid = uid
+        self._http = http
         self._token: str | None = None
-        self.launchers = _client(None)
+        self.launchers = EngineClient(None, http=http)
         """Client of the pods' control APIs; another one once the token is known."""
         self._applied: dict[str, Any] = {}
         """The fields of each child that were ours right after we applied it."""
-        self._retired: list[EngineClient] = []
         self.revisions: Mapping[str, int] = {}
         """Revision of the last answer of each pod that was observed and answered, by the pod's uid."""
-
-    async def close(self) -> None:
-        """Close the connections to the pods."""
-        for client in (self.launchers, *self._retired):
-            await client.close()
 
     async def observe(self, name: str, namespace: str) -> World:
         """Raises WorldError when the API server does not answer; a pod that does not is observed without its report."""
@@ -118,9 +113,7 @@ class KubernetesPort:
         encoded = (secret.get("data") or {}).get(names.CONTROL_TOKEN)
         token = base64.b64decode(encoded).decode() if encoded else None
         if token != self._token:
-            # Long polls may still be waiting on the old one.
-            self._retired.append(self.launchers)
-            self._token, self.launchers = token, _client(token)
+            self._token, self.launchers = token, EngineClient(token, http=self._http)
 
     async def _ask(self, pod: Object) -> Answer:
         status = pod.get("status") or {}
@@ -159,12 +152,6 @@ class KubernetesPort:
                 f"{which} of an earlier resource of the same name is still there: waiting until it is gone"
             )
         raise ActionRefused(f"{which} exists and belongs to someone else: delete it, or give the resource another name")
-
-
-def _client(token: str | None) -> EngineClient:
-    # One long poll for each pod may be open besides the questions, so the number of connections is not limited.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-    return EngineClient(token, http=httpx.AsyncClient(trust_env=False, limits=limits))
 
 
 def _with_random_values(manifest: Manifest, keys: Sequence[str]) -> Manifest:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import random
 
+import httpx
+
 from megatron_operator.events import Event
 from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
@@ -16,8 +18,8 @@ from megatron_operator.reconcile import ReconcileResult, reconcile
 from megatron_operator.settings import Settings
 from megatron_operator.world import WorldError
 
-RESYNC = 60.0
-"""Seconds to the next look when nothing happens and nothing is due."""
+RESYNC = 600.0
+"""Seconds to the next look when nothing happens and nothing is due: at what is not watched, or was missed."""
 COALESCE = 0.05
 """Seconds in which events that come together are gathered into one look."""
 FIRST_RETRY = 0.5
@@ -30,12 +32,20 @@ class ResourceLoop:
     """``run`` does all; ``wake`` says that something may have changed. Rounds of one resource never overlap."""
 
     def __init__(
-        self, namespace: str, name: str, api: ApiServer, settings: Settings, meters: Meters, slots: asyncio.Semaphore
+        self,
+        namespace: str,
+        name: str,
+        api: ApiServer,
+        http: httpx.AsyncClient,
+        settings: Settings,
+        meters: Meters,
+        slots: asyncio.Semaphore,
     ) -> None:
-        """``slots`` bounds how many resources take a round at the same time."""
+        """``http`` leads to pods, and ``slots`` bounds how many resources take a round at the same time."""
         self.namespace = namespace
         self.name = name
         self._api = api
+        self._http = http
         self._settings = settings
         self._meters = meters
         self._slots = slots
@@ -62,11 +72,8 @@ class ResourceLoop:
             await self._rest(delay or 0.0)
 
     async def close(self) -> None:
-        """End the watches and the connections to the pods."""
+        """End the watches."""
         await self._watches.close()
-        if self._port is not None:
-            await self._port.close()
-            self._port = None
 
     async def _rest(self, delay: float) -> None:
         """Until ``delay`` has passed or something happens; after a failure, events too have to wait a little."""
@@ -116,7 +123,7 @@ class ResourceLoop:
         uid = obj["metadata"]["uid"]
         if self._port is None or uid != self._uid:
             await self.close()
-            self._uid, self._port = uid, KubernetesPort(self._api, uid)
+            self._uid, self._port = uid, KubernetesPort(self._api, uid, self._http)
         return self._port
 
     async def _report(self, obj: Json, result: ReconcileResult) -> bool:

@@ -35,6 +35,12 @@ class OperatorProcess:
         self.port = free_ports(1)[0]
 
     @property
+    def pid(self) -> int:
+        """Of its guard. Raises AssertionError when it does not run."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def url(self) -> str:
         """Of its metrics and health."""
         return f"http://127.0.0.1:{self.port}"

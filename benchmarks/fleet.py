@@ -1,0 +1,224 @@
+"""What the operator costs with many resources, on a real etcd and API server.
+
+For each size, in a namespace of its own: so many resources are created at once, and their pods run as soon as they are
+made (nobody loads a model). Told are the times from creation to a resource's first pod and until all are ready, what
+the operator asked of the API server meanwhile, and then, while nothing changes, what it still asks and computes. Times
+depend on the machine, which etcd, the API server and the players of the pods share; counts do not.
+
+    python benchmarks/fleet.py
+    python benchmarks/fleet.py --resources 1 --resources 50 --idle-seconds 20
+
+(Called operator.py, it would hide a module of Python's own from everything in this folder.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from kubernetes.aio import client, config
+
+from peers.command_line import positive, print_table
+
+ROOT = Path(__file__).parent.parent
+MANIFESTS = ROOT / "manifests"
+# The tests know how to have a control plane, and an operator on it.
+sys.path.append(str(ROOT / "tests" / "cluster"))
+
+from cluster_support import audit, binaries  # noqa: E402
+from cluster_support.control_plane import ControlPlane  # noqa: E402
+from cluster_support.progress import say_at_once  # noqa: E402
+from operator_support.api import Api  # noqa: E402
+from operator_support.operator_process import OperatorProcess  # noqa: E402
+from operator_support.resource import manifest  # noqa: E402
+
+from fleets.played_pods import PlayedPods  # noqa: E402
+
+SYSTEM, ACCOUNT = "megatron-system", "megatron-operator"
+SIZES = (1, 50, 100, 250, 500)
+AT_A_TIME = 32
+"""Requests of the creator that are open at once."""
+LONGEST_WAIT = 600.0
+"""Seconds within which all resources of one size have to be ready."""
+TICKS = os.sysconf("SC_CLK_TCK")
+COLUMNS = [
+    "resources",
+    "to first pod, s: p50",
+    "p99",
+    "all ready, s",
+    "API calls each",
+    "rounds each",
+    "calls a round",
+    "operator, MiB",
+    "CPU each, ms",
+    "idle: calls/min",
+    "idle: CPU, %",
+]
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What the operator has spent since it started. Seconds are of its processor time."""
+
+    calls: int
+    rounds: int
+    seconds: float
+
+    def since(self, before: Spent) -> Spent:
+        """The difference."""
+        return Spent(self.calls - before.calls, self.rounds - before.rounds, self.seconds - before.seconds)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One size. ``to_first_pod`` are seconds, one for each resource."""
+
+    to_first_pod: list[float]
+    ready_seconds: float
+    starting: Spent
+    idle: Spent
+    idle_seconds: float
+    resident_bytes: int
+
+    def row(self) -> list[str]:
+        """Its cells, as ``COLUMNS`` names them."""
+        size, calls, rounds = len(self.to_first_pod), self.starting.calls, self.starting.rounds
+        return [
+            str(size),
+            f"{statistics.median(self.to_first_pod):.2f}",
+            f"{sorted(self.to_first_pod)[min(size - 1, int(size * 0.99))]:.2f}",
+            f"{self.ready_seconds:.1f}",
+            f"{calls / size:.1f}",
+            f"{rounds / size:.1f}",
+            f"{calls / max(rounds, 1):.1f}",
+            f"{self.resident_bytes / 2**20:.0f}",
+            f"{self.starting.seconds / size * 1000:.0f}",
+            f"{self.idle.calls / self.idle_seconds * 60:.1f}",
+            f"{self.idle.seconds / self.idle_seconds * 100:.1f}",
+        ]
+
+
+class Operator:
+    """The operator's process, from outside."""
+
+    def __init__(self, process: OperatorProcess, logs: Path) -> None:
+        self._process = process
+        self._logs = logs
+
+    def spent(self) -> Spent:
+        """So far."""
+        calls = sum(1 for _ in audit.requests_of(self._logs, ACCOUNT, SYSTEM))
+        rounds = re.findall(r"^megatron_operator_reconciles_total\{.*\} ([0-9.e+]+)$", self._process.metrics(), re.M)
+        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
+        return Spent(calls, int(sum(map(float, rounds))), (int(fields[11]) + int(fields[12])) / TICKS)
+
+    def resident_bytes(self) -> int:
+        """Its memory now."""
+        status = Path(f"/proc/{self._pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) * 1024
+
+    @property
+    def _pid(self) -> int:
+        """Below the guard that ends it with this program."""
+        guard = self._process.pid
+        return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
+
+
+async def measure(size: int, api: Api, pods: client.CoreV1Api, operator: Operator, idle_seconds: float) -> Measured:
+    """Creates so many resources, waits until all are ready, looks on while nothing happens, and removes them."""
+    namespace = f"fleet-{size}"
+    await api.post("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    path = f"/apis/inference.megatron.dev/v1alpha1/namespaces/{namespace}/megatroninferences"
+    async with PlayedPods(api, pods, namespace) as played:
+        before, began = operator.spent(), time.perf_counter()
+        created = await _create_all(api, path, [f"model-{number}" for number in range(size)])
+        await _until(lambda: _are_ready(api, path, size), LONGEST_WAIT)
+        ready_seconds = time.perf_counter() - began
+        starting = operator.spent().since(before)
+        await asyncio.sleep(5)  # what followed from the last change
+        before = operator.spent()
+        await asyncio.sleep(idle_seconds)
+        idle, resident_bytes = operator.spent().since(before), operator.resident_bytes()
+        to_first_pod = [played.first_seen[name] - at for name, at in created.items()]
+        await api.delete(f"/api/v1/namespaces/{namespace}")
+        await _until(lambda: _is_empty(api, path), LONGEST_WAIT)
+    return Measured(to_first_pod, ready_seconds, starting, idle, idle_seconds, resident_bytes)
+
+
+async def _create_all(api: Api, path: str, names: list[str]) -> dict[str, float]:
+    """When each was asked for."""
+    created: dict[str, float] = {}
+    slots = asyncio.Semaphore(AT_A_TIME)
+
+    async def create(name: str) -> None:
+        async with slots:
+            created[name] = time.perf_counter()
+            await api.post(path, manifest(name))
+
+    await asyncio.gather(*map(create, names))
+    return created
+
+
+async def _are_ready(api: Api, path: str, size: int) -> bool:
+    statuses = [each.get("status") or {} for each in await api.items(path)]
+    return sum(status.get("phase") == "Running" for status in statuses) == size
+
+
+async def _is_empty(api: Api, path: str) -> bool:
+    return not await api.items(path)
+
+
+async def _until(is_so: Callable[[], Awaitable[bool]], seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        while not await is_so():  # noqa: ASYNC110 - nobody tells it
+            await asyncio.sleep(0.5)
+
+
+async def run(plane: ControlPlane, operator: Operator, chosen: argparse.Namespace) -> None:
+    """Measures and prints all sizes."""
+    configuration = client.Configuration()
+    kubeconfig = str(plane.kubeconfig)
+    await config.load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)
+    rows = [COLUMNS]
+    async with Api(plane.kubeconfig) as api, client.ApiClient(configuration) as connection:
+        pods = client.CoreV1Api(connection)
+        for size in chosen.resources or SIZES:
+            print(f"{size} resources ...", file=sys.stderr, flush=True)
+            rows.append((await measure(size, api, pods, operator, chosen.idle_seconds)).row())
+    print_table(rows)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--resources", type=positive, action="append", help="repeatable; default: 1 to 500")
+    parser.add_argument("--idle-seconds", type=positive, default=60, help="how long nothing happens; default: 60")
+    chosen = parser.parse_args()
+    source = binaries.find(os.environ, say_at_once)
+    if isinstance(source, binaries.ExternalCluster):
+        parser.error(f"makes a control plane of its own, whose audit log it reads; {source} was given: unset it")
+    kubectl = binaries.find_kubectl(os.environ)
+    with tempfile.TemporaryDirectory() as folder, ControlPlane(source, kubectl, Path(folder)) as plane:
+        plane.define(yaml.safe_load((MANIFESTS / "crd.yaml").read_text()))
+        for name in ("namespace.yaml", "rbac.yaml"):
+            plane.kubectl("apply", "-f", str(MANIFESTS / name))
+        process = OperatorProcess(plane.kubeconfig_for(ACCOUNT, SYSTEM), Path(folder, "operator.log"))
+        process.start()
+        try:
+            asyncio.run(run(plane, Operator(process, plane.logs), chosen))
+        finally:
+            process.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Pods without nodes: each runs as soon as it was made, and one server speaks for the launchers of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from aiohttp import web
+from kubernetes.aio import client, watch
+from operator_support.api import Api, ApiFailure
+
+ADDRESS = "127.0.0.1"
+CONTROL_PORT = 9000
+NAME_LABEL = "inference.megatron.dev/name"
+REPORT = {
+    "revision": 1,
+    "role": "leader",
+    "engineState": "RUNNING",
+    "replicas": [{"group": 0, "state": "RUNNING"}],
+    "ranks": [{"rank": 0, "phase": "Serving"}],
+    "requests": {"running": 0, "waiting": 0},
+    "ready": True,
+}
+
+
+class PlayedPods:
+    """Used as an asynchronous context manager.
+
+    Attributes:
+        first_seen: When the first pod of each resource appeared, on the monotonic clock.
+    """
+
+    def __init__(self, api: Api, pods: client.CoreV1Api, namespace: str) -> None:
+        self._api = api
+        self._pods = pods
+        self._namespace = namespace
+        self.first_seen: dict[str, float] = {}
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_get("/v1/state", self._state)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, ADDRESS, CONTROL_PORT).start()
+        self._watching = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._watching.cancel()
+        await asyncio.gather(self._watching, *self._running, return_exceptions=True)
+        await self._runner.cleanup()
+
+    async def _state(self, request: web.Request) -> web.Response:
+        """Nothing ever changes: who waits for a change waits to the end."""
+        if "after" in request.query:
+            await asyncio.sleep(float(request.query["timeout"]))
+        return web.json_response(REPORT)
+
+    async def _watch(self) -> None:
+        while True:
+            async with watch.Watch() as events:
+                async for event in events.stream(self._pods.list_namespaced_pod, self._namespace):
+                    if event["type"] == "ADDED":
+                        self._take(event["raw_object"]["metadata"])
+
+    def _take(self, pod: Mapping[str, Any]) -> None:
+        self.first_seen.setdefault(pod["labels"][NAME_LABEL], time.perf_counter())
+        task = asyncio.create_task(self._run(pod["name"]))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _run(self, name: str) -> None:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        status = {
+            "phase": "Running",
+            "podIP": ADDRESS,
+            "podIPs": [{"ip": ADDRESS}],
+            "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": now}],
+        }
+        with contextlib.suppress(ApiFailure):  # gone already
+            await self._api.merge(f"/api/v1/namespaces/{self._namespace}/pods/{name}/status", {"status": status})
