@@ -3,6 +3,9 @@
 import { events } from "./events.js";
 import { kept } from "./kept.js";
 
+const STATUS_MS = 10_000;
+const BROKEN = "The connection broke before the answer was complete.";
+
 /** An answer other than 2xx, or none. `status` is 0 when the server was not reached. */
 export class Problem extends Error {
   constructor(status, message, retryAfter = null) {
@@ -13,7 +16,7 @@ export class Problem extends Error {
 }
 
 export async function readStatus() {
-  const response = await send("status", { cache: "no-store" });
+  const response = await send("status", { cache: "no-store", signal: AbortSignal.timeout(STATUS_MS) });
   return response.json();
 }
 
@@ -26,13 +29,23 @@ export async function* streamAnswer(body, signal) {
     body: JSON.stringify(asked),
     signal,
   });
-  for await (const data of events(response.body)) {
-    if (data === "[DONE]") return;
-    const chunk = JSON.parse(data);
-    if (chunk.error) throw new Problem(500, chunk.error.message);
-    yield piece(chunk);
+  const chunks = events(response.body);
+  try {
+    for (;;) {
+      const { value, done } = await chunks.next().catch(broken);
+      if (done) throw new Problem(0, BROKEN);
+      if (value === "[DONE]") return;
+      const chunk = JSON.parse(value);
+      if (chunk.error) throw new Problem(500, chunk.error.message);
+      yield piece(chunk);
+    }
+  } finally {
+    chunks.return();
   }
-  throw new Problem(0, "The connection broke before the answer was complete.");
+}
+
+function broken(error) {
+  throw error.name === "AbortError" ? error : new Problem(0, BROKEN);
 }
 
 function piece(chunk) {

@@ -10,7 +10,10 @@ const RETRY_MS = 3000;
 const find = (id) => document.getElementById(id);
 
 const panel = new Panel();
-const keyForm = new KeyForm(() => look());
+const keyForm = new KeyForm(() => {
+  showPanel(false);
+  look();
+});
 const chat = new Chat(followSettings(), (problem) => {
   if (problem.status === 401) askForKey(problem);
 });

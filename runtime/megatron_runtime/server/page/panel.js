@@ -8,6 +8,7 @@ const find = (id) => document.getElementById(id);
 export class Panel {
   #meters = new Meters();
   #rates = [];
+  #rows = new Map();
 
   /** Shows a status as `GET /status` gives it. */
   show(status) {
@@ -19,8 +20,7 @@ export class Panel {
     find("running").textContent = status.requests_running;
     find("waiting").textContent = status.requests_waiting;
     find("no-replicas").hidden = status.replicas.length > 0;
-    const rows = status.replicas.map((replica, index) => row(replica, rates.each[index]));
-    find("replicas").replaceChildren(...rows);
+    this.#list(status.replicas, rates.each);
     this.#draw(rates.all);
   }
 
@@ -30,8 +30,23 @@ export class Panel {
     state(word);
     for (const node of document.querySelectorAll("[data-shows=rate]")) node.textContent = "–";
     for (const id of ["running", "waiting"]) find(id).textContent = "–";
-    find("replicas").replaceChildren();
+    this.#list([], []);
     find("no-replicas").hidden = true;
+  }
+
+  #list(replicas, rates) {
+    const rows = new Map();
+    replicas.forEach((replica, index) => {
+      const row = this.#rows.get(replica.group) ?? new Row(replica);
+      row.show(replica, rates[index]);
+      rows.set(replica.group, row);
+    });
+    const nodes = [...rows.values()].map((row) => row.node);
+    const list = find("replicas");
+    if (nodes.length !== list.children.length || nodes.some((node, at) => node !== list.children[at])) {
+      list.replaceChildren(...nodes);
+    }
+    this.#rows = rows;
   }
 
   #draw(rate) {
@@ -50,37 +65,44 @@ function state(name) {
   node.textContent = name.toLowerCase();
 }
 
-function row(replica, rate) {
-  const node = document.createElement("li");
-  const busy = `${replica.requests_running} running, ${replica.requests_waiting} waiting`;
-  const usage = Math.round(replica.kv_usage * 100);
-  const doing = replica.draining ? "DRAINING" : replica.state;
-  node.append(
-    text("strong", `Replica ${replica.group}`),
-    text("span", doing.toLowerCase(), "state", { state: doing }),
-    text("span", busy, "left"),
-    text("span", `${shown(rate)} tokens/s`, "right"),
-    gauge(usage, `KV cache of replica ${replica.group}`),
-    text("span", `KV cache ${usage} %`, "right"),
-  );
-  return node;
+/** One replica in the list; it stays while the replica does, so that readers don't lose their place. */
+class Row {
+  constructor(replica) {
+    this.node = document.createElement("li");
+    this.state = text("span", "state");
+    this.requests = text("span", "left");
+    this.rate = text("span", "right");
+    this.gauge = gauge(`KV cache of replica ${replica.group}`);
+    this.usage = text("span", "right");
+    const name = text("strong", "");
+    name.textContent = `Replica ${replica.group}`;
+    this.node.append(name, this.state, this.requests, this.rate, this.gauge, this.usage);
+  }
+
+  show(replica, rate) {
+    const usage = Math.round(replica.kv_usage * 100);
+    const state = replica.draining ? "DRAINING" : replica.state;
+    this.state.dataset.state = state;
+    this.state.textContent = state.toLowerCase();
+    this.requests.textContent = `${replica.requests_running} running, ${replica.requests_waiting} waiting`;
+    this.rate.textContent = `${shown(rate)} tokens/s`;
+    this.gauge.setAttribute("aria-valuenow", usage);
+    this.gauge.firstElementChild.style.width = `${usage}%`;
+    this.usage.textContent = `KV cache ${usage} %`;
+  }
 }
 
-function gauge(percent, label) {
+function gauge(label) {
   const node = document.createElement("div");
   node.className = "gauge";
-  const parts = { role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": percent };
+  const parts = { role: "meter", "aria-label": label, "aria-valuemin": 0, "aria-valuemax": 100 };
   for (const [name, value] of Object.entries(parts)) node.setAttribute(name, value);
-  const filled = document.createElement("div");
-  filled.style.width = `${percent}%`;
-  node.append(filled);
+  node.append(document.createElement("div"));
   return node;
 }
 
-function text(kind, words, style = "", data = {}) {
+function text(kind, style) {
   const node = document.createElement(kind);
-  node.textContent = words;
   node.className = style;
-  Object.assign(node.dataset, data);
   return node;
 }

@@ -31,8 +31,8 @@ export class KeyForm {
       find("key").value = "";
       find("key-form").hidden = true;
       this.#show();
-      find("question").focus();
       onKey();
+      find("question").focus();
     });
     find("forget-key").addEventListener("click", () => {
       kept.key = null;

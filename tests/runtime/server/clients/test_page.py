@@ -207,6 +207,22 @@ def test_a_phone_shows_the_service_when_asked(pod: Any, open_page: Any) -> None:
     expect(page.get_by_label("Your message")).to_be_visible()
 
 
+def test_an_answer_that_breaks_off_is_kept_with_the_reason(pod: Any, open_page: Any) -> None:
+    page = open_page(pod)
+    make_model_say(page, "word " * 400)
+    ask(page, "Say it.")
+    expect(answers(page).locator(".words")).to_contain_text("word word")
+    for pid, command in pod.children().items():
+        if "server.frontend" in command:
+            os.kill(pid, signal.SIGKILL)
+    expect(answered(page).locator(".note")).to_contain_text("The connection broke before the answer was complete.")
+    expect(answers(page).locator(".words")).to_contain_text("word word")
+    page.unroute_all()
+    make_model_say(page, "Better.")
+    ask(page, "And now?")
+    expect(answered(page, 2)).to_contain_text("Better.")
+
+
 @pytest.mark.parametrize("width", [1200, 360])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_can_be_read_and_used_by_all(pod: Any, open_page: Any, scheme: str, width: int) -> None:
@@ -270,6 +286,20 @@ def test_the_page_asks_for_the_key_and_forgets_it_with_the_tab(locked_pod: Any, 
     page.get_by_role("button", name="Forget the API key").click()
     expect(page.locator("#state")).to_have_text("locked")
     assert KEY not in page.evaluate("JSON.stringify(sessionStorage)")
+
+
+def test_a_question_waits_for_a_replica_to_come_back(locked_pod: Any, open_page: Any) -> None:
+    page = open_page(locked_pod)
+    give_key(page, KEY)
+    expect(page.locator(".replicas li")).to_have_count(1)
+    os.kill(locked_pod.child("megatron_runtime.rank"), signal.SIGKILL)
+    expect(page.locator("#state")).to_have_text("no replica")
+    expect(page.locator(".replicas li")).to_have_count(0)
+    ask(page, "abc")
+    expect(answers(page).locator(".note")).to_have_text("waits for a replica of the model")
+    answered(page)
+    expect(page.locator("#state")).to_have_text("running")
+    expect(page.locator(".replicas li")).to_have_count(1)
 
 
 def test_a_busy_server_and_one_that_ends_are_told_from_each_other(locked_pod: Any, open_page: Any) -> None:
