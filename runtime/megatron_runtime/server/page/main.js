@@ -3,7 +3,7 @@
 import { readStatus } from "./api.js";
 import { Chat } from "./chat.js";
 import { Panel } from "./panel.js";
-import { followSettings, KeyForm } from "./settings.js";
+import { followSettings, KeyForm, suitModel } from "./settings.js";
 
 const POLL_MS = 1000;
 const RETRY_MS = 3000;
@@ -33,6 +33,7 @@ async function lookNow() {
     const status = await readStatus();
     panel.show(status);
     chat.follow(status);
+    suitModel(status);
   } catch (problem) {
     wait = lose(problem);
   }

@@ -4,7 +4,9 @@ import { kept } from "./kept.js";
 
 const find = (id) => document.getElementById(id);
 
-/** Returns a function that gives the settings; a number that is no good is left to the server's own. */
+const USUAL_TOKENS = 1024;
+
+/** Returns a function that gives the settings; a number that is left out is the placeholder's, or the server's own. */
 export function followSettings() {
   const fields = ["system", "temperature", "most"].map((name) => find(name));
   for (const field of fields) {
@@ -17,9 +19,14 @@ export function followSettings() {
   return () => ({ system: find("system").value.trim(), temperature: number("temperature"), most: number("most") });
 }
 
+/** Bounds answers whose length nobody chose, so that a model that rambles does not work for minutes. */
+export function suitModel({ max_model_len }) {
+  find("most").placeholder = Math.min(USUAL_TOKENS, Math.floor(max_model_len / 2));
+}
+
 function number(id) {
   const field = find(id);
-  return field.value === "" ? undefined : field.valueAsNumber;
+  return field.value === "" ? Number(field.placeholder) || undefined : field.valueAsNumber;
 }
 
 /** The form for the API key. `onKey()` is called when there is another one. */

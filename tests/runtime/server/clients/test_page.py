@@ -69,6 +69,8 @@ def make_model_say(page: Page, words: str) -> None:
 
 def test_a_question_is_answered(pod: Any, open_page: Any) -> None:
     page = open_page(pod)
+    bodies = sent_by(page)
+    expect(page.locator("#state")).to_have_text("running")
     page.get_by_label("Temperature").fill("0")
     ask(page, CAPITAL)
     answer = answered(page)
@@ -76,6 +78,7 @@ def test_a_question_is_answered(pod: Any, open_page: Any) -> None:
     expect(answer.locator(".note")).to_contain_text("per second")
     expect(page.get_by_label("Your message")).to_be_focused()
     expect(page.get_by_label("Your message")).to_have_value("")
+    assert [(body["temperature"], body["max_tokens"]) for body in bodies] == [(0, 1024)]
 
 
 def test_an_answer_is_seen_to_grow_and_can_be_stopped(pod: Any, open_page: Any) -> None:
