@@ -305,7 +305,24 @@ def test_a_question_waits_for_a_replica_to_come_back(locked_pod: Any, open_page:
     expect(page.locator(".replicas li")).to_have_count(1)
 
 
-def test_a_busy_server_and_one_that_ends_are_told_from_each_other(locked_pod: Any, open_page: Any) -> None:
+def test_a_server_that_ends_its_work_says_so(start_pod: Any, smollm2_path: Path, open_page: Any) -> None:
+    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi", "--frontend-replicas", "1").wait_ready()
+    page = open_page(pod)
+    expect(page.locator("#state")).to_have_text("running")
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(pod.post, "/v1/completions", {**ENDLESS, "max_tokens": 8000})
+        pod.wait_for(lambda state: state["requests"]["running"] == 1)
+        pod.process.send_signal(signal.SIGTERM)
+        pod.wait_for(lambda state: state["draining"])
+        ask(page, CAPITAL)
+        words = "The server can't answer now: the server is shutting down. Try again in 5 s."
+        expect(page.get_by_role("alert")).to_have_text(words)
+        expect(page.get_by_label("Your message")).to_have_value(CAPITAL)
+        pod.end()
+        assert other.exception() is not None
+
+
+def test_a_busy_server_and_one_that_is_gone_are_told_from_each_other(locked_pod: Any, open_page: Any) -> None:
     page = open_page(locked_pod)
     give_key(page, KEY)
     expect(page.locator("#state")).to_have_text("running")
