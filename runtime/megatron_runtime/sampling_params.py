@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -128,9 +128,7 @@ class SamplingParams:
         Raises:
             InvalidRequestError: A field that doesn't exist, or a value out of its range.
         """
-        unknown = sorted(set(attributes) - {field.name for field in fields(self)})
-        if unknown:
-            raise InvalidRequestError(f"{unknown[0]} is not a sampling parameter", field=unknown[0])
+        _check_names(attributes)
         changed = copy.copy(self)
         changed.return_prompt_top_n_logprobs = None
         for name, value in attributes.items():
@@ -142,7 +140,7 @@ class SamplingParams:
 
     def serialize(self) -> dict[str, Any]:
         """All fields as plain values; the keys of ``logit_bias`` are text, as JSON and msgpack want them."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "stop"}
+        values = {name: getattr(self, name) for name in _SERIALIZED}
         if self.logit_bias is not None:
             values["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         return values
@@ -154,9 +152,17 @@ class SamplingParams:
         Raises:
             InvalidRequestError: As in add_attributes.
         """
-        params = cls()
-        params.add_attributes(data)
-        return params
+        _check_names(data)
+        return cls(**data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SamplingParams:
+        """Of the values only the containers can change, and what is in those can't."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.stop = twin.stop_words = None if self.stop_words is None else [*self.stop_words]
+        twin.stop_token_ids = None if self.stop_token_ids is None else [*self.stop_token_ids]
+        twin.logit_bias = None if self.logit_bias is None else {**self.logit_bias}
+        return twin
 
     def _join_stop_names(self, stop: Any, stop_words: Any) -> None:
         if stop and stop_words and _as_list(stop) != _as_list(stop_words):
@@ -164,23 +170,10 @@ class SamplingParams:
         self.stop = self.stop_words = _as_list(stop_words or stop)
 
     def _validate(self) -> None:
-        self._check_number("temperature", minimum=0.0)
-        self._check_number("repetition_penalty", minimum=0.01, maximum=100.0)
-        self._check_number("frequency_penalty", minimum=-2.0, maximum=2.0)
-        self._check_number("presence_penalty", minimum=-2.0, maximum=2.0)
-        self._check_number("top_p", minimum=0.0, maximum=1.0)
-        self._check_number("min_p", minimum=0.0, maximum=1.0)
-        self._check_integer("top_k", minimum=0)
-        self._check_integer("top_n_logprobs", minimum=0)
-        self._check_integer("min_tokens", minimum=0)
-        self._check_integer("priority", minimum=-_PRIORITY_LIMIT, maximum=_PRIORITY_LIMIT - 1)
-        self._check_integer("n", minimum=1)
-        self._check_integer("streaming_interval", minimum=1)
-        self._check_integer("num_tokens_to_generate", minimum=0, optional=True)
-        self._check_integer("num_tokens_total", minimum=1, optional=True)
-        self._check_integer("termination_id", minimum=-1, optional=True)
-        self._check_integer("seed", minimum=0, maximum=_SEED_LIMIT - 1, optional=True)
-        self._check_flags()
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if value is not _DEFAULTS[name]:
+                check(name, value)
         self._check_stops()
         self.logit_bias = _biases(self.logit_bias)
         self._check_combinations()
@@ -222,24 +215,6 @@ class SamplingParams:
             if value := getattr(self, name):
                 raise InvalidRequestError(f"{name}={value!r} is not possible together with a grammar", field=name)
 
-    def _check_flags(self) -> None:
-        flags = (
-            "ignore_eos",
-            "detokenize_stop_sequence",
-            "return_log_probs",
-            "skip_prompt_log_probs",
-            "add_BOS",
-            "return_prompt_tokens",
-            "streaming",
-            *_UNAVAILABLE,
-        )
-        for name in flags:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name}={getattr(self, name)!r} must be true or false", field=name)
-        for name, reason in _UNAVAILABLE.items():
-            if getattr(self, name):
-                raise InvalidRequestError(f"{name}=True: {reason}", field=name)
-
     def _check_stops(self) -> None:
         if any(not isinstance(text, str) or not text for text in self.stop_words or ()):
             raise InvalidRequestError(f"stop={self.stop!r} must be a list of non-empty texts", field="stop")
@@ -247,18 +222,65 @@ class SamplingParams:
         if ids is not None and not (isinstance(ids, (list, tuple)) and all(_is_integer(i) and i >= 0 for i in ids)):
             raise InvalidRequestError(f"stop_token_ids={ids!r} must be a list of token ids", field="stop_token_ids")
 
-    def _check_number(self, name: str, *, minimum: float, maximum: float = math.inf) -> None:
-        value = getattr(self, name)
+
+_Check = Callable[[str, Any], None]
+"""Raises InvalidRequestError, given the name of a field and a value that is not its default."""
+
+
+def _number(minimum: float, maximum: float = math.inf) -> _Check:
+    def check(name: str, value: Any) -> None:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value <= maximum
         if not fits or math.isinf(value):
             raise InvalidRequestError(f"{name}={value!r} must be a number {_range(minimum, maximum)}", field=name)
 
-    def _check_integer(self, name: str, *, minimum: int, maximum: float = math.inf, optional: bool = False) -> None:
-        value = getattr(self, name)
-        if value is None and optional:
-            return
+    return check
+
+
+def _integer(minimum: int, maximum: float = math.inf) -> _Check:
+    def check(name: str, value: Any) -> None:
         if not _is_integer(value) or not minimum <= value <= maximum:
             raise InvalidRequestError(f"{name}={value!r} must be an integer {_range(minimum, maximum)}", field=name)
+
+    return check
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{name}={value!r} must be true or false", field=name)
+    if value and name in _UNAVAILABLE:
+        raise InvalidRequestError(f"{name}=True: {_UNAVAILABLE[name]}", field=name)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_SERIALIZED = [name for name in _DEFAULTS if name != "stop"]
+_CHECKS: dict[str, _Check] = {
+    "temperature": _number(0.0),
+    "repetition_penalty": _number(0.01, 100.0),
+    "frequency_penalty": _number(-2.0, 2.0),
+    "presence_penalty": _number(-2.0, 2.0),
+    "top_p": _number(0.0, 1.0),
+    "min_p": _number(0.0, 1.0),
+    "top_k": _integer(0),
+    "top_n_logprobs": _integer(0),
+    "min_tokens": _integer(0),
+    "priority": _integer(-_PRIORITY_LIMIT, _PRIORITY_LIMIT - 1),
+    "n": _integer(1),
+    "streaming_interval": _integer(1),
+    "num_tokens_to_generate": _integer(0),
+    "num_tokens_total": _integer(1),
+    "termination_id": _integer(-1),
+    "seed": _integer(0, _SEED_LIMIT - 1),
+    "ignore_eos": _flag,
+    "detokenize_stop_sequence": _flag,
+    "return_log_probs": _flag,
+    "skip_prompt_log_probs": _flag,
+    "add_BOS": _flag,
+    "return_prompt_tokens": _flag,
+    "streaming": _flag,
+    "return_segments": _flag,
+    "do_kv_handoff": _flag,
+}
+"""What a value must be, field by field. Most requests leave most fields alone, and a default needs no check."""
 
 
 def _biases(value: Any) -> dict[int, float] | None:
@@ -282,6 +304,12 @@ def _biases(value: Any) -> dict[int, float] | None:
             )
         biases[int(token)] = float(bias)
     return biases
+
+
+def _check_names(attributes: Mapping[str, Any]) -> None:
+    unknown = sorted(attributes.keys() - _DEFAULTS.keys())
+    if unknown:
+        raise InvalidRequestError(f"{unknown[0]} is not a sampling parameter", field=unknown[0])
 
 
 def _is_integer(value: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import secrets
 import time
 import uuid
@@ -222,10 +221,10 @@ def _checked_body(prompt: Prompt, sampling_params: SamplingParams | None) -> Req
         raise InvalidRequestError(
             f"prompt is a {type(prompt).__name__}; give text or a list of token ids", field="prompt"
         )
-    params = copy.copy(sampling_params) if sampling_params is not None else SamplingParams()
-    if params.seed is None:
-        params.seed = secrets.randbits(63)
-    return RequestBody(prompt, params.serialize(), trace=tracing.carrier())
+    params = (sampling_params or SamplingParams()).serialize()
+    if params["seed"] is None:
+        params["seed"] = secrets.randbits(63)
+    return RequestBody(prompt, params, trace=tracing.carrier())
 
 
 def _packed(body: RequestBody) -> bytes:
