@@ -170,10 +170,10 @@ class SamplingParams:
         self.stop = self.stop_words = _as_list(stop_words or stop)
 
     def _validate(self) -> None:
+        values = self.__dict__
         for name, check in _CHECKS.items():
-            value = getattr(self, name)
-            if value is not _DEFAULTS[name]:
-                check(name, value)
+            if values[name] is not _DEFAULTS[name]:
+                check(name, values[name])
         self._check_stops()
         self.logit_bias = _biases(self.logit_bias)
         self._check_combinations()

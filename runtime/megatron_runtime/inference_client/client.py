@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 import zmq.asyncio
@@ -16,14 +15,13 @@ from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.calls import ClientCalls
 from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream
 from megatron_runtime.inference_client.requests import ClientRequests, retrieve
+from megatron_runtime.inference_client.result import StreamUpdate
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.bodies import Prompt
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import arguments, natural, text
 from megatron_runtime.wire.service_state import ServiceState
-
-logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -164,6 +162,7 @@ class InferenceClient:
         *,
         request_uuid: bytes | None = None,
         timeout: float | None = None,
+        on_update: Callable[[StreamUpdate], None] | None = None,
     ) -> RequestFuture:
         """Submit a request.
 
@@ -173,6 +172,7 @@ class InferenceClient:
             request_uuid: 16 bytes that name the request; a submission under a name that the coordinator knows is not
                 served twice.
             timeout: Seconds until it ends with a RequestTimeoutError; None takes the client's setting.
+            on_update: Called with tokens as they come, the last ones included; None asks for the whole answer only.
 
         Returns:
             A future of the InferenceResult (a dict with ``deserialize=False``). A request that the engine refused or
@@ -185,7 +185,7 @@ class InferenceClient:
         """
         self._require_started()
         limit = self._request_timeout if timeout is None else timeout
-        return self._requests.submit(prompt, sampling_params, request_uuid, limit, stream=None)
+        return self._requests.submit(prompt, sampling_params, request_uuid, limit, on_update)
 
     def stream_request(
         self,
@@ -196,10 +196,11 @@ class InferenceClient:
         timeout: float | None = None,
     ) -> RequestStream:
         """Submit a request and follow it; arguments and errors as for `add_request`."""
-        self._require_started()
-        limit = self._request_timeout if timeout is None else timeout
         stream = RequestStream(self._requests.abort)
-        self._requests.submit(prompt, sampling_params, request_uuid, limit, stream=stream)
+        future = self.add_request(
+            prompt, sampling_params, request_uuid=request_uuid, timeout=timeout, on_update=stream.push
+        )
+        stream.attach(future)
         return stream
 
     def abort_request(self, request_id: int) -> None:

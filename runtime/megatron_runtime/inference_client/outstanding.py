@@ -36,7 +36,8 @@ class Outstanding:
     """The body as it was submitted."""
     hashes: list[int]
     future: RequestFuture
-    stream: RequestStream | None
+    on_update: Callable[[StreamUpdate], None] | None
+    """Takes tokens as they come; None for a request whose answer comes whole."""
     aborted: bool = False
     timer: asyncio.TimerHandle | None = None
     submitted: float = field(default_factory=time.perf_counter)

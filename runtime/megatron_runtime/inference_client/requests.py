@@ -19,7 +19,7 @@ from megatron_runtime.errors import (
     deserialize_error,
 )
 from megatron_runtime.headers import Headers
-from megatron_runtime.inference_client.outstanding import Outstanding, RequestFuture, RequestStream
+from megatron_runtime.inference_client.outstanding import Outstanding, RequestFuture
 from megatron_runtime.inference_client.result import InferenceResult, StreamUpdate
 from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.sampling_params import SamplingParams
@@ -66,8 +66,7 @@ class ClientRequests:
         sampling_params: SamplingParams | None,
         request_uuid: bytes | None,
         limit: float | None,
-        *,
-        stream: RequestStream | None,
+        on_update: Callable[[StreamUpdate], None] | None,
     ) -> RequestFuture:
         """Take a request, to be sent at the end of this turn of the loop. Errors as in InferenceClient.add_request."""
         loop = asyncio.get_running_loop()
@@ -75,14 +74,12 @@ class ClientRequests:
         if len(future.request_uuid) != 16 or future.request_uuid in self._outstanding:
             raise InvalidRequestError("request_uuid must be 16 bytes that no other request has", field="request_uuid")
         body = _checked_body(prompt, sampling_params)
-        entry = Outstanding(body, _packed(body), self._hashes(prompt), future, stream)
+        entry = Outstanding(body, _packed(body), self._hashes(prompt), future, on_update)
         self.next_id += 1
         self._outstanding[future.request_uuid] = entry
         self.futures[future.request_id] = future
         future.add_done_callback(lambda _: self._forget(entry))
         future.add_done_callback(retrieve)
-        if stream is not None:
-            stream.attach(future)
         if limit is not None:
             entry.timer = loop.call_later(limit, self._time_out, entry, limit)
         if not self._to_submit:
@@ -114,7 +111,7 @@ class ClientRequests:
             batch = fresh[start : start + MAX_BATCH]
             submissions = [
                 Submission(
-                    entry.future.request_uuid, entry.stream is not None, len(entry.received.tokens), entry.hashes
+                    entry.future.request_uuid, entry.on_update is not None, len(entry.received.tokens), entry.hashes
                 )
                 for entry in batch
             ]
@@ -150,7 +147,7 @@ class ClientRequests:
 
     def _progress(self, item: Forwarded, body: bytes) -> None:
         entry = self._outstanding.get(item.uuid)
-        if entry is None or entry.stream is None or entry.future.done():
+        if entry is None or entry.on_update is None or entry.future.done():
             return
         known = len(entry.received.tokens)
         if item.start > known or item.start + item.length <= known:
@@ -172,11 +169,11 @@ class ClientRequests:
     def _answer(self, entry: Outstanding, content: dict[str, Any]) -> None:
         content["latency"] = time.perf_counter() - entry.submitted
         content["request_id"] = entry.future.request_id
-        if not self._deserialize and entry.stream is None:
+        if not self._deserialize and entry.on_update is None:
             entry.future.set_result(content)
             return
         request = DynamicInferenceRequest.deserialize(content)
-        if entry.stream is not None:
+        if entry.on_update is not None:
             known = len(entry.received.tokens)
             whole = Stretch(
                 request.generated_tokens,
@@ -188,9 +185,9 @@ class ClientRequests:
 
     @staticmethod
     def _deliver(entry: Outstanding, news: Stretch, *, finished: DynamicInferenceRequest | None) -> None:
-        assert entry.stream is not None
+        assert entry.on_update is not None
         entry.received.extend(news)
-        entry.stream.push(StreamUpdate(news.tokens, news.log_probs, news.top_n_logprobs, finished))
+        entry.on_update(StreamUpdate(news.tokens, news.log_probs, news.top_n_logprobs, finished))
 
     def _time_out(self, entry: Outstanding, limit: float) -> None:
         self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 from megatron_runtime.inference_request.tensor_codec import decode_field, encode_field
@@ -70,7 +69,7 @@ class InferenceRequest:
     @classmethod
     def deserialize(cls, obj: dict[str, Any]) -> Self:
         """The request that serialize was called on."""
-        known = _names(cls)
+        known = cls.__dataclass_fields__
         values = {name: decode_field(value) for name, value in obj.items() if name in known}
         if values.get("status") is not None:
             values["status"] = Status[values["status"]]
@@ -82,8 +81,3 @@ class InferenceRequest:
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
         """Rebuild what a plain value can't carry; for subclasses."""
-
-
-@cache
-def _names(kind: type[InferenceRequest]) -> frozenset[str]:
-    return frozenset(field.name for field in fields(kind))

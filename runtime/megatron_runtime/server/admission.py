@@ -78,17 +78,8 @@ class Admission:
         """
         self._refuse_if_closed()
         self._refuse_if_full(answers)
-        self._waiting += answers
-        try:
-            async with asyncio.timeout(self._replica_wait):
-                while not self._has_replica():
-                    await self._changed.wait()
-                    self._refuse_if_closed()
-        except TimeoutError:
-            message = f"no replica of the model has registered within {self._replica_wait:.0f} seconds"
-            raise unavailable(message, retry_after=self._retry_after, code="no_replica") from None
-        finally:
-            self._waiting -= answers
+        if not self._has_replica():
+            await self._wait_for_replica(answers)
 
     def enter(self, request: Abandonable) -> None:
         """Counts a request in."""
@@ -123,6 +114,19 @@ class Admission:
         while not self._is_frozen():
             await self._changed.wait()
         self.abandon()
+
+    async def _wait_for_replica(self, answers: int) -> None:
+        self._waiting += answers
+        try:
+            async with asyncio.timeout(self._replica_wait):
+                while not self._has_replica():
+                    await self._changed.wait()
+                    self._refuse_if_closed()
+        except TimeoutError:
+            message = f"no replica of the model has registered within {self._replica_wait:.0f} seconds"
+            raise unavailable(message, retry_after=self._retry_after, code="no_replica") from None
+        finally:
+            self._waiting -= answers
 
     def _refuse_if_closed(self) -> None:
         if self._draining:

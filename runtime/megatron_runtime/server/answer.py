@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_runtime.server.choice import Delta
+from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.message_form import Reading
 from megatron_runtime.server.protocol import GenerationBody
+from megatron_runtime.server.streaming import Chunk
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Answer:
     prompts: Sequence[Sequence[int]]
     id_prefix: str
     reading: Reading = field(default_factory=Reading)
-    number: str = field(default_factory=lambda: uuid.uuid4().hex)
+    number: str = field(default_factory=partial(secrets.token_hex, 16))
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -46,32 +48,10 @@ class Answer:
             usage.add(delta)
         choices = [choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
         weights = _fingerprint(max((delta.weight_version for delta in deltas), default=0))
-        return {**self._head(kind), "choices": choices, "usage": usage.body(), **weights}
+        return {**self.head(kind), "choices": choices, "usage": usage.body(), **weights}
 
-    async def chunks(
-        self,
-        kind: str,
-        deltas: AsyncGenerator[Delta, None],
-        pieces: Callable[[Delta], Iterable[dict[str, Any]]],
-        *,
-        openings: Iterable[dict[str, Any]] = (),
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a stream: the openings, then the pieces of every delta, at last the usage if it is wanted."""
-        include_usage = self.body.include_usage
-        head = self._head(kind) | ({"usage": None} if include_usage else {})
-        usage = UsageMeter(self)
-        async with aclosing(deltas):
-            for opening in openings:
-                yield {**head, "choices": [opening]}
-            async for delta in deltas:
-                usage.add(delta)
-                weights = {} if delta.finish_reason is None else _fingerprint(delta.weight_version)
-                for piece in pieces(delta):
-                    yield {**head, "choices": [piece], **weights}
-        if include_usage:
-            yield {**head, "choices": [], "usage": usage.body()}
-
-    def _head(self, kind: str) -> dict[str, Any]:
+    def head(self, kind: str) -> dict[str, Any]:
+        """What it begins with, whole or chunk by chunk."""
         return {
             "id": f"{self.id_prefix}-{self.number}",
             "object": kind,
@@ -110,3 +90,34 @@ class UsageMeter:
             "total_tokens": prompt + self._generated,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+
+
+class AnswerChunks:
+    """The chunks of a stream: the openings, then the pieces of every delta, at last the usage if it is wanted."""
+
+    def __init__(
+        self, answer: Answer, kind: str, pieces: Callable[[Delta], Iterable[Chunk]], openings: Iterable[Chunk]
+    ) -> None:
+        self._pieces = pieces
+        self._openings = openings
+        self._usage = UsageMeter(answer)
+        self._include_usage = answer.body.include_usage
+        self._head = answer.head(kind) | ({"usage": None} if self._include_usage else {})
+
+    def opening(self) -> Iterable[Chunk]:
+        """See ``Chunks``."""
+        return [{**self._head, "choices": [opening]} for opening in self._openings]
+
+    def take(self, delta: Delta) -> Iterable[Chunk]:
+        """See ``Chunks``."""
+        self._usage.add(delta)
+        weights = {} if delta.finish_reason is None else _fingerprint(delta.weight_version)
+        return [{**self._head, "choices": [piece], **weights} for piece in self._pieces(delta)]
+
+    def ending(self) -> Iterable[Chunk]:
+        """See ``Chunks``."""
+        return [{**self._head, "choices": [], "usage": self._usage.body()}] if self._include_usage else []
+
+    def failure(self, error: ApiError) -> Iterable[Chunk]:
+        """See ``Chunks``."""
+        return [error.body()]

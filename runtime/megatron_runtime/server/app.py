@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import JSONResponse
@@ -31,27 +32,32 @@ def create_app(frontend: Frontend) -> FastAPI:
         yield
         await frontend.admission.stop()
 
-    # The log's middleware makes the spans: it also passes contexts on where none are exported, and leaves probes out.
     app = FastAPI(
         title="Megatron inference",
         version=VERSION,
         lifespan=lifespan,
+        # Handed over one by one: what is included as a router is looked for in several steps with every request.
+        routes=[route for router in _routers(frontend) for route in router.routes],
+        # The log's middleware makes the spans: it also passes contexts on where none are exported, and leaves probes out.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     install_error_handlers(app)
     _add_middleware(app, frontend)
-    guarded = [Depends(frontend.check_key)]
-    for router in (generation_routes(frontend), model_routes(frontend)):
-        app.include_router(router, prefix="/v1", dependencies=guarded)
-        # Megatron's own server answers without the prefix too.
-        app.include_router(router, dependencies=guarded, include_in_schema=False)
-    for router in (token_routes(frontend), status_routes(frontend)):
-        app.include_router(router, dependencies=guarded)
-    app.include_router(_probes(frontend))
-    app.include_router(_probes(frontend), prefix="/v1", include_in_schema=False)
     if frontend.options.http.page:
         add_page(app)
     return app
+
+
+def _routers(frontend: Frontend) -> Iterator[APIRouter]:
+    guarded = [Depends(frontend.check_key)]
+    # Megatron's own server answers without the prefix too.
+    for shown in ({"prefix": "/v1"}, {"include_in_schema": False}):
+        yield generation_routes(frontend, dependencies=guarded, **shown)
+        yield model_routes(frontend, dependencies=guarded, **shown)
+    yield token_routes(frontend, dependencies=guarded)
+    yield status_routes(frontend, dependencies=guarded)
+    yield _probes(frontend)
+    yield _probes(frontend, prefix="/v1", include_in_schema=False)
 
 
 def _add_middleware(app: FastAPI, frontend: Frontend) -> None:
@@ -69,8 +75,8 @@ def _add_middleware(app: FastAPI, frontend: Frontend) -> None:
     app.add_middleware(RequestLog, metrics=frontend.metrics, write=access_log(http.access_log))
 
 
-def _probes(frontend: Frontend) -> APIRouter:
-    router = APIRouter(tags=["probes"])
+def _probes(frontend: Frontend, **common: Any) -> APIRouter:
+    router = APIRouter(tags=["probes"], **common)
 
     @router.get("/health")
     async def health() -> dict[str, str]:

@@ -32,8 +32,10 @@ class BodyLimit:
 
         async def limited() -> Message:
             nonlocal received, complete
+            if complete:
+                return await receive()
             try:
-                async with asyncio.timeout_at(None if complete else deadline):
+                async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
                 # FastAPI passes only this kind of error on while it reads a body.

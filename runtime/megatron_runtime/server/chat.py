@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
-from megatron_runtime.server.answer import Answer
+from megatron_runtime.server.answer import Answer, AnswerChunks
 from megatron_runtime.server.choice import Delta, TokenLogProb
 from megatron_runtime.server.message import MessageBuilder
 from megatron_runtime.server.message_parts import joined
@@ -32,9 +32,7 @@ def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenize
     return answer.whole("chat.completion", deltas, choice) | ids.of_prompt(0)
 
 
-def chat_chunks(
-    answer: Answer, deltas: AsyncGenerator[Delta, None], tokenizer: Tokenizer
-) -> AsyncGenerator[dict[str, Any], None]:
+def chat_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
     """The chunks of a stream: the role of every choice, its parts, its finish reason, at last the usage."""
     ids = TokenIds(answer)
     no_tokens = ids.of_piece(Delta(0, ""))
@@ -59,7 +57,7 @@ def chat_chunks(
         _piece(choice, {"role": "assistant", "content": ""}) | ids.of_prompt(choice) | no_tokens
         for choice in range(answer.choices)
     ]
-    return answer.chunks("chat.completion.chunk", deltas, pieces, openings=openings)
+    return AnswerChunks(answer, "chat.completion.chunk", pieces, openings)
 
 
 class _Message:

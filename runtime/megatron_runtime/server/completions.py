@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
-from megatron_runtime.server.answer import Answer
+from megatron_runtime.server.answer import Answer, AnswerChunks
 from megatron_runtime.server.choice import Delta, TokenLogProb
 from megatron_runtime.server.errors import ApiError, check_text
 from megatron_runtime.server.protocol import CompletionBody
@@ -42,9 +42,7 @@ def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) ->
     return answer.whole("text_completion", deltas, choice)
 
 
-def completion_chunks(
-    answer: Answer, deltas: AsyncGenerator[Delta, None], tokenizer: Tokenizer
-) -> AsyncGenerator[dict[str, Any], None]:
+def completion_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
     """The chunks of a stream: the prompt if it is to be echoed, text as it comes, at last the usage."""
     logprobs = [Logprobs(tokenizer) for _ in range(answer.choices)]
     ids = TokenIds(answer)
@@ -69,7 +67,7 @@ def completion_chunks(
 
     is_announced = (answer.body.is_echoed and not is_scored) or answer.body.return_token_ids
     openings = [opening(choice) for choice in range(answer.choices)] if is_announced else []
-    return answer.chunks("text_completion", deltas, lambda delta: [piece(delta)], openings=openings)
+    return AnswerChunks(answer, "text_completion", lambda delta: [piece(delta)], openings)
 
 
 def _has_scored_prompt(answer: Answer) -> bool:

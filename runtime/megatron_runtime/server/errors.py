@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic_core import PydanticSerializationError
 from starlette.exceptions import HTTPException
 
 LONGEST_SHOWN_VALUE = 80
@@ -79,7 +80,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(UnicodeEncodeError, _no_text)
+    app.add_exception_handler(PydanticSerializationError, _not_repeatable)
 
 
 async def _api_error(_: Request, error: Exception) -> JSONResponse:
@@ -92,9 +93,11 @@ async def _validation_error(_: Request, error: Exception) -> JSONResponse:
     return _from_validation(error.errors()).response()
 
 
-async def _no_text(_: Request, __: Exception) -> JSONResponse:
-    """Of what an answer repeats: that is the only text from a client which nothing has looked at before."""
-    return ApiError(400, "the body has half of a surrogate pair, which is no text").response()
+async def _not_repeatable(_: Request, error: Exception) -> JSONResponse:
+    """Of what an answer repeats: that is the only part of a body which nothing has looked at before."""
+    if "surrogates" in str(error):
+        return ApiError(400, "the body has half of a surrogate pair, which is no text").response()
+    return ApiError(400, "the body is nested too deeply to be repeated in an answer").response()
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 
 from megatron_runtime.errors import (
     ContextOverflowError,
@@ -14,7 +13,8 @@ from megatron_runtime.errors import (
     RequestTimeoutError,
 )
 from megatron_runtime.server.admission import Admission
-from megatron_runtime.server.choice import ChoiceRunner, ChoiceTask, Delta
+from megatron_runtime.server.choice import ChoiceTask, Delta
+from megatron_runtime.server.choice_run import ChoiceRun, ChoiceRunner
 from megatron_runtime.server.errors import ApiError, too_late, unavailable
 from megatron_runtime.server.repetition import already_running
 
@@ -31,39 +31,61 @@ class Generation:
         self._admission = admission
         self.size = len(tasks)
         """How many answers it works on."""
-        self._queue: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self._runs: list[ChoiceRun] = []
+        self._unfinished = len(tasks)
+        self._arrived: list[Delta] = []
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """The deltas of all choices as they come; raises ApiError when one fails. Close it to abort."""
-        running = [asyncio.create_task(self._run(task)) for task in self._tasks]
-        unfinished = len(running)
+    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
+        """The deltas of all choices as they come, as many at a time as there are by then.
+
+        Close it to abort. Raises ApiError when a choice fails, or not all are done in time.
+        """
         self._admission.enter(self)
+        limit = asyncio.get_running_loop().call_later(self._timeout, self._time_out)
         try:
-            while unfinished:
-                item = await self._queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                unfinished -= item.finish_reason is not None
-                yield item
+            self._start()
+            while self._unfinished or self._arrived:
+                yield await self._next()
         finally:
+            limit.cancel()
             self._admission.leave(self)
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            for run in self._runs:
+                run.close()
 
-    def abandon(self, error: ApiError) -> None:
-        """Ends the request with an error now."""
-        self._queue.put_nowait(error)
+    def abandon(self, error: Exception) -> None:
+        """Ends the request with an error now, unless all of the answer is there."""
+        if self._unfinished and self._error is None:
+            self._error = error
+            self._news.set()
 
-    async def _run(self, task: ChoiceTask) -> None:
+    def _start(self) -> None:
         try:
-            async with asyncio.timeout(self._timeout), aclosing(self._runner.run(task)) as deltas:
-                async for delta in deltas:
-                    self._queue.put_nowait(delta)
-        except TimeoutError:
-            self._queue.put_nowait(too_late(f"the request was not answered within {self._timeout:g} seconds"))
+            for task in self._tasks:
+                self._runs.append(self._runner.start(task, self._take))
         except Exception as error:
-            self._queue.put_nowait(as_api_error(error))
+            self.abandon(as_api_error(error))
+
+    def _take(self, item: Delta | Exception) -> None:
+        if isinstance(item, Exception):
+            self.abandon(as_api_error(item))
+            return
+        self._unfinished -= item.finish_reason is not None
+        self._arrived.append(item)
+        self._news.set()
+
+    async def _next(self) -> list[Delta]:
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            self._news.clear()
+            await self._news.wait()
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def _time_out(self) -> None:
+        self.abandon(too_late(f"the request was not answered within {self._timeout:g} seconds"))
 
 
 def as_api_error(error: Exception) -> Exception:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server import documentation
-from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.answer import Answer
+from megatron_runtime.server.body_route import BodyRoute
 from megatron_runtime.server.chat import chat_chunks, chat_completion
 from megatron_runtime.server.choice import Delta
 from megatron_runtime.server.completions import completion, completion_chunks, completion_prompts
 from megatron_runtime.server.conversation import chat_prompt, render
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.generation import Generation
+from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.message_form import Reading
 from megatron_runtime.server.parts import Frontend
 from megatron_runtime.server.protocol import ChatCompletionBody, CompletionBody, GenerationBody
 from megatron_runtime.server.repetition import request_name
 from megatron_runtime.server.request_log import CLIENT_CLOSED_REQUEST
-from megatron_runtime.server.responses import response, response_events
+from megatron_runtime.server.responses import ResponseEvents, response
 from megatron_runtime.server.responses_protocol import ResponsesBody
-from megatron_runtime.server.streaming import ClientLeft, EventStream, unless_client_leaves
+from megatron_runtime.server.streaming import Chunks, ClientLeft, EventStream, UntilClientLeaves
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,18 @@ class _Style:
 
     id_prefix: str
     whole: Callable[[Answer, Sequence[Delta], Tokenizer], dict[str, Any]]
-    chunks: Callable[[Answer, AsyncGenerator[Delta, None], Tokenizer], AsyncGenerator[dict[str, Any], None]]
+    chunks: Callable[[Answer, Tokenizer], Chunks]
     names_events: bool = False
 
 
 _CHAT = _Style("chatcmpl", chat_completion, chat_chunks)
 _COMPLETION = _Style("cmpl", completion, completion_chunks)
-_RESPONSE = _Style("resp", response, response_events, names_events=True)
+_RESPONSE = _Style("resp", response, ResponseEvents, names_events=True)
 
 
-def generation_routes(frontend: Frontend) -> APIRouter:
-    """The routes, without ``/v1`` before them."""
-    router = APIRouter(tags=["generation"])
+def generation_routes(frontend: Frontend, **common: Any) -> APIRouter:
+    """The routes; ``common`` is what they have in common, as APIRouter takes it."""
+    router = APIRouter(tags=["generation"], route_class=BodyRoute, **common)
 
     @router.post(
         "/chat/completions",
@@ -100,17 +101,17 @@ async def _answer(
     generation = frontend.generation(body, prompts, request_name(request, body), reading)
     answer = Answer(body, prompts, style.id_prefix, reading or Reading())
     try:
-        if body.stream:
-            await unless_client_leaves(request, frontend.admission.admit(generation.size))
-            chunks = style.chunks(answer, generation.deltas(), frontend.tokenizer)
-            return EventStream(chunks, names_events=style.names_events)
-        deltas = await unless_client_leaves(request, _collect(generation, frontend.admission))
+        async with UntilClientLeaves(request.receive):
+            await frontend.admission.admit(generation.size)
+            if not body.stream:
+                deltas = await _collect(generation)
+                return JsonResponse(style.whole(answer, deltas, frontend.tokenizer))
     except ClientLeft:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return JSONResponse(style.whole(answer, deltas, frontend.tokenizer))
+    chunks = style.chunks(answer, frontend.tokenizer)
+    return EventStream(generation.deltas(), chunks, names_events=style.names_events)
 
 
-async def _collect(generation: Generation, admission: Admission) -> list[Delta]:
-    await admission.admit(generation.size)
+async def _collect(generation: Generation) -> list[Delta]:
     async with aclosing(generation.deltas()) as deltas:
-        return [delta async for delta in deltas]
+        return [delta async for arrived in deltas for delta in arrived]

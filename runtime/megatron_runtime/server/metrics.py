@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -60,7 +59,7 @@ class FrontendMetrics:
 
 
 class ChoiceTimer:
-    """Times one choice from its submission to its end."""
+    """Times one choice from its making to its end."""
 
     def __init__(self, metrics: FrontendMetrics, prompt_tokens: int) -> None:
         self._metrics = metrics
@@ -70,19 +69,17 @@ class ChoiceTimer:
         self._tokens = 0
         metrics.prompt_tokens.inc(prompt_tokens)
 
-    def __enter__(self) -> ChoiceTimer:
-        return self
-
     def first_token(self) -> None:
         """To be called when a token has come; calls after the first have no effect."""
         if self._first_token is None:
             self._first_token = time.perf_counter()
             self._metrics.time_to_first_token.observe(self._first_token - self._started)
 
-    def finish(self, request: DynamicInferenceRequest) -> None:
+    def count(self, request: DynamicInferenceRequest) -> None:
         """To be called once with what the engine made of the request."""
         metrics = self._metrics
         self._tokens = len(request.generated_tokens)
+        metrics.generation_tokens.inc(self._tokens)
         metrics.cached_prompt_tokens.inc(request.num_cached_tokens)
         metrics.finished.labels(request.finish_reason or "error").inc()
         metrics.request_prompt_tokens.observe(self._prompt_tokens)
@@ -95,13 +92,9 @@ class ChoiceTimer:
             if request.latency is not None and self._tokens > 1:
                 metrics.time_per_output_token.observe((request.latency - request.ttft) / (self._tokens - 1))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def stop(self) -> None:
+        """To be called once a request that was counted turns out to have an answer."""
         ended = time.perf_counter()
-        self._metrics.generation_tokens.inc(self._tokens)
-        if kind is not None:
-            return
         self._metrics.request_duration.observe(ended - self._started)
         if self._first_token is not None and self._tokens > 1:
             self._metrics.time_per_output_token.observe((ended - self._first_token) / (self._tokens - 1))

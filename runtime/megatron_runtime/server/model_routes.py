@@ -26,9 +26,9 @@ class EmbeddingsBody(BaseModel):
     model: str
 
 
-def model_routes(frontend: Frontend) -> APIRouter:
-    """The routes that OpenAI's API has, without ``/v1`` before them."""
-    router = APIRouter(tags=["model"])
+def model_routes(frontend: Frontend, **common: Any) -> APIRouter:
+    """The routes that OpenAI's API has; ``common`` is what they have in common, as APIRouter takes it."""
+    router = APIRouter(tags=["model"], **common)
 
     @router.get("/models", responses=answers(documentation.MODELS_ANSWER))
     async def models() -> dict[str, Any]:
@@ -48,9 +48,9 @@ def model_routes(frontend: Frontend) -> APIRouter:
     return router
 
 
-def token_routes(frontend: Frontend) -> APIRouter:
-    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
-    router = APIRouter(tags=["model"])
+def token_routes(frontend: Frontend, **common: Any) -> APIRouter:
+    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``; ``common`` as for ``model_routes``."""
+    router = APIRouter(tags=["model"], **common)
 
     @router.post(
         "/tokenize",

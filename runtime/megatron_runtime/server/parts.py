@@ -13,7 +13,8 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.api_keys import ApiKeys
-from megatron_runtime.server.choice import ChoiceRunner, ChoiceTask
+from megatron_runtime.server.choice import ChoiceTask
+from megatron_runtime.server.choice_run import ChoiceRunner
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation import Generation
 from megatron_runtime.server.guided import asked_form

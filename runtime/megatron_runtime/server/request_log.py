@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime
@@ -94,7 +94,7 @@ class _Call:
     def __init__(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
-        self.request_id = given if _REQUEST_ID_FORM.fullmatch(given) else uuid.uuid4().hex
+        self.request_id = given if _REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
         self._headers = headers
         self._trace = _TRACE_FORM.fullmatch(headers.get(tracing.TRACE, ""))
         self._scope = scope

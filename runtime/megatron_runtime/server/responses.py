@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -14,6 +13,7 @@ from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.message_parts import CallStart, Content, Part, Reasoning
 from megatron_runtime.server.response_items import CallItem, Event, Item, MessageItem, ReasoningItem, item_number
 from megatron_runtime.server.responses_protocol import ResponsesBody
+from megatron_runtime.server.streaming import Chunk
 
 
 def response(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -25,30 +25,35 @@ def response(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> d
     return builder.body()
 
 
-async def response_events(
-    answer: Answer, deltas: AsyncGenerator[Delta, None], tokenizer: Tokenizer
-) -> AsyncGenerator[dict[str, Any], None]:
+class ResponseEvents:
     """The events of a stream, numbered; the last one has the complete response, or says why there is none."""
-    number = 0
 
-    def event(kind: str, **fields: Any) -> dict[str, Any]:
-        nonlocal number
-        number += 1
-        return {"type": f"response.{kind}", "sequence_number": number - 1, **fields}
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        self._response = _Response(answer, tokenizer)
+        self._sent = 0
 
-    builder = _Response(answer, tokenizer)
-    async with aclosing(deltas):
-        yield event("created", response=builder.body())
-        yield event("in_progress", response=builder.body())
-        try:
-            async for delta in deltas:
-                for kind, fields in builder.add(delta):
-                    yield event(kind, **fields)
-        except ApiError as error:
-            yield event("failed", response=builder.failed(error))
-            return
-    body = builder.body()
-    yield event(body["status"], response=body)
+    def opening(self) -> Iterator[Chunk]:
+        """See ``Chunks``."""
+        yield self._event("created", response=self._response.body())
+        yield self._event("in_progress", response=self._response.body())
+
+    def take(self, delta: Delta) -> Iterator[Chunk]:
+        """See ``Chunks``."""
+        for kind, fields in self._response.add(delta):
+            yield self._event(kind, **fields)
+
+    def ending(self) -> Iterator[Chunk]:
+        """See ``Chunks``."""
+        body = self._response.body()
+        yield self._event(body["status"], response=body)
+
+    def failure(self, error: ApiError) -> Iterator[Chunk]:
+        """See ``Chunks``."""
+        yield self._event("failed", response=self._response.failed(error))
+
+    def _event(self, kind: str, **fields: Any) -> Chunk:
+        self._sent += 1
+        return {"type": f"response.{kind}", "sequence_number": self._sent - 1, **fields}
 
 
 class _Response:

@@ -41,9 +41,9 @@ class ServiceWatch:
             return self._known
 
 
-def status_routes(frontend: Frontend) -> APIRouter:
-    """``/status``."""
-    router = APIRouter(tags=["model"])
+def status_routes(frontend: Frontend, **common: Any) -> APIRouter:
+    """``/status``; ``common`` as for ``model_routes``."""
+    router = APIRouter(tags=["model"], **common)
     watch = ServiceWatch(frontend.client)
 
     @router.get("/status", responses=answers(documentation.STATUS_ANSWER))

@@ -3,89 +3,128 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from types import TracebackType
+from typing import Any, Protocol
 
-from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from megatron_runtime.server.choice import Delta
 from megatron_runtime.server.errors import ApiError, unexpected
+from megatron_runtime.server.json_response import to_json
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Proxies must pass each event on at once."""
 
-_written = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-"""Made once: ``json.dumps`` would make one for each chunk."""
+Chunk = Mapping[str, Any]
+
+
+class Chunks(Protocol):
+    """Writes the chunks of one stream."""
+
+    def opening(self) -> Iterable[Chunk]:
+        """Those before the first delta."""
+        ...
+
+    def take(self, delta: Delta) -> Iterable[Chunk]:
+        """Those that a delta makes."""
+        ...
+
+    def ending(self) -> Iterable[Chunk]:
+        """Those after the last delta."""
+        ...
+
+    def failure(self, error: ApiError) -> Iterable[Chunk]:
+        """The end of a stream that can't go on."""
+        ...
 
 
 class EventStream(StreamingResponse):
     """``text/event-stream`` of JSON chunks that ends with ``[DONE]``, or with an error in OpenAI's shape.
 
-    With ``names_events`` each chunk is an event named by its ``type``, and the last one says itself that it is over.
-    When the client leaves, the generator of the chunks is closed at once.
+    Deltas that have come together leave together. With ``names_events`` each chunk is an event named by its ``type``,
+    and the last one says itself that it is over. When the client leaves, ``deltas`` is closed at once.
     """
 
-    def __init__(self, chunks: AsyncGenerator[Mapping[str, Any], None], *, names_events: bool = False) -> None:
-        self._chunks = chunks
-        super().__init__(_events(chunks, names_events), media_type="text/event-stream", headers=HEADERS)
+    def __init__(
+        self, deltas: AsyncGenerator[list[Delta], None], chunks: Chunks, *, names_events: bool = False
+    ) -> None:
+        self._write = _named_event if names_events else _event
+        self._end = b"" if names_events else b"data: [DONE]\n\n"
+        self._pieces = self._events(deltas, chunks)
+        super().__init__(self._pieces, media_type="text/event-stream", headers=HEADERS)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
         try:
-            await super().__call__(scope, receive, send)
+            async with UntilClientLeaves(receive):
+                await self.stream_response(send)
+        except ClientLeft:
+            pass
         finally:
-            await self._chunks.aclose()
+            await self._pieces.aclose()
+
+    async def _events(self, deltas: AsyncGenerator[list[Delta], None], chunks: Chunks) -> AsyncGenerator[bytes, None]:
+        async with aclosing(deltas):
+            try:
+                if opening := self._written(chunks.opening()):
+                    yield opening
+                async for arrived in deltas:
+                    if events := b"".join([self._written(chunks.take(delta)) for delta in arrived]):
+                        yield events
+                yield self._written(chunks.ending()) + self._end
+            except ApiError as error:
+                yield self._written(chunks.failure(error))
+            except Exception:
+                logger.exception("a stream failed")
+                yield _event(unexpected().body())
+
+    def _written(self, chunks: Iterable[Chunk]) -> bytes:
+        return b"".join([self._write(chunk) for chunk in chunks])
 
 
-async def _events(chunks: AsyncGenerator[Mapping[str, Any], None], names_events: bool) -> AsyncGenerator[bytes, None]:
-    try:
-        async for chunk in chunks:
-            name = f"event: {chunk['type']}\n".encode() if names_events else b""
-            yield name + _event(_written(chunk))
-    except ApiError as error:
-        yield _event(json.dumps(error.body()))
-        return
-    except Exception:
-        logger.exception("a stream failed")
-        yield _event(json.dumps(unexpected().body()))
-        return
-    if not names_events:
-        yield _event("[DONE]")
+def _event(chunk: Chunk) -> bytes:
+    return b"data: %b\n\n" % to_json(chunk)
 
 
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+def _named_event(chunk: Chunk) -> bytes:
+    return b"event: %b\n%b" % (chunk["type"].encode(), _event(chunk))
 
 
 class ClientLeft(Exception):
     """The client closed its connection before the answer was there."""
 
 
-async def unless_client_leaves(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the client leaves; then raises ClientLeft.
+class UntilClientLeaves:
+    """A context whose work is cancelled when the client leaves; then it raises ClientLeft.
 
-    The body of ``request`` must have been read.
+    The request's body must have been read.
     """
-    job = asyncio.create_task(work)
-    departure = asyncio.create_task(_departure(request))
-    try:
-        await asyncio.wait({job, departure}, return_when=asyncio.FIRST_COMPLETED)
-        if not job.done():
-            raise ClientLeft
-        return job.result()
-    finally:
-        for task in (job, departure):
-            task.cancel()
-        await asyncio.gather(job, departure, return_exceptions=True)
 
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._has_left = False
 
-async def _departure(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    async def __aenter__(self) -> None:
+        worker = asyncio.current_task()
+        assert worker is not None
+        self._worker = worker
+        self._watch = asyncio.create_task(self._wait())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._watch.cancel()
+        if self._has_left and self._worker.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise ClientLeft from error
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._has_left = True
+        self._worker.cancel()

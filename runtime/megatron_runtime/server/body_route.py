@@ -1,0 +1,68 @@
+"""Routes that take a JSON body, described by FastAPI and served without its machinery for anything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from email.message import Message
+from functools import lru_cache
+from typing import Any, get_type_hints
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+
+class BodyRoute(APIRoute):
+    """Serves an endpoint ``(body, request) -> Response``; ``body`` is a pydantic model.
+
+    Its dependencies are coroutine functions of the request, called before the body is looked at.
+    """
+
+    def __init__(self, path: str, endpoint: Callable[[Any, Request], Awaitable[Response]], **described: Any) -> None:
+        super().__init__(path, endpoint, **described)
+        self._checked: Callable[[Any], Any] = TypeAdapter(get_type_hints(endpoint)["body"]).validate_python
+        # FastAPI's own would look up how to call the endpoint with every request.
+        self.app = self._serve
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._answer(Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        content = await _content(request)
+        for check in self.dependencies:
+            assert check.dependency is not None
+            await check.dependency(request)
+        try:
+            body = self._checked(content)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors(include_url=False)) from error
+        answer: Response = await self.endpoint(body, request)
+        return answer
+
+
+async def _content(request: Request) -> Any:
+    """What the body says in JSON; its bytes if it does not claim to be JSON. Errors are those of FastAPI."""
+    try:
+        raw = await request.body()
+        return json.loads(raw) if raw and _is_json(request.headers.get("content-type", "")) else raw
+    except json.JSONDecodeError as error:
+        complaint = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
+        raise RequestValidationError([complaint]) from error
+    except HTTPException:
+        raise
+    except Exception as error:
+        raise HTTPException(400, "There was an error parsing the body") from error
+
+
+@lru_cache(maxsize=64)
+def _is_json(content_type: str) -> bool:
+    header = Message()
+    header["content-type"] = content_type
+    kind, subtype = header.get_content_maintype(), header.get_content_subtype()
+    return kind == "application" and (subtype == "json" or subtype.endswith("+json"))

@@ -1,0 +1,20 @@
+"""Answers as JSON."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pydantic_core
+from starlette.responses import JSONResponse
+
+to_json = partial(pydantic_core.to_json, inf_nan_mode="null")
+"""The bytes of a value; PydanticSerializationError if it has what no JSON can have, or is nested too deeply."""
+
+
+class JsonResponse(JSONResponse):
+    """Starlette's, written in a tenth of the time."""
+
+    def render(self, content: Any) -> bytes:
+        """The body."""
+        return to_json(content)
