@@ -62,7 +62,10 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        return self._environment.from_string(self.source)
+        template = self._environment.from_string(self.source)
+        # What it comes with is a chain of maps, of which each rendering would look up every name.
+        template.globals = dict(template.globals)
+        return template
 
     @cached_property
     def _environment(self) -> ImmutableSandboxedEnvironment:

@@ -38,7 +38,7 @@ def create_app(frontend: Frontend) -> FastAPI:
         lifespan=lifespan,
         # Handed over one by one: what is included as a router is looked for in several steps with every request.
         routes=[route for router in _routers(frontend) for route in router.routes],
-        # The log's middleware makes the spans: it also passes contexts on where none are exported, and leaves probes out.
+        # The log's middleware makes the spans: it passes contexts on where none are exported, too, and skips probes.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     install_error_handlers(app)

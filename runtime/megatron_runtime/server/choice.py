@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_runtime.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class TokenLogProb:
+class TokenLogProb(NamedTuple):
     """A generated token with its log probability, and those of the likeliest tokens in its place by their text."""
 
     token: int
@@ -17,8 +17,7 @@ class TokenLogProb:
     top: Mapping[str, float]
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """New text of one choice. The last one of a choice has a finish reason and the numbers of tokens."""
 
     choice: int
@@ -61,5 +60,7 @@ def token_log_probs(
 ) -> tuple[TokenLogProb, ...]:
     """As many as there are values; those without likeliest tokens have none."""
     numbers = [float(value) for value in (() if values is None else values)]
+    if not numbers:
+        return ()
     likeliest = tops or [{}] * len(tokens)
     return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, likeliest, strict=False))

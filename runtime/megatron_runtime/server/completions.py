@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -53,7 +52,7 @@ def completion_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
     def piece(delta: Delta) -> dict[str, Any]:
         if is_scored and delta.choice not in opened:
             opened.add(delta.choice)
-            delta = replace(delta, text=_prompt_text(answer, delta.choice, tokenizer))
+            delta = delta._replace(text=_prompt_text(answer, delta.choice, tokenizer))
             return _choice(
                 delta, logprobs[delta.choice].body((), delta.prompt_log_probs, answer.prompt_of(delta.choice))
             )

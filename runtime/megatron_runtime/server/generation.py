@@ -35,7 +35,7 @@ class Generation:
         self._unfinished = len(tasks)
         self._arrived: list[Delta] = []
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._news: asyncio.Future[None] | None = None  # cheaper than an Event, of which each token would make one
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """The deltas of all choices as they come, as many at a time as there are by then.
@@ -47,7 +47,10 @@ class Generation:
         try:
             self._start()
             while self._unfinished or self._arrived:
-                yield await self._next()
+                if not self._arrived:
+                    await self._wait()
+                arrived, self._arrived = self._arrived, []
+                yield arrived
         finally:
             limit.cancel()
             self._admission.leave(self)
@@ -58,7 +61,7 @@ class Generation:
         """Ends the request with an error now, unless all of the answer is there."""
         if self._unfinished and self._error is None:
             self._error = error
-            self._news.set()
+            self._wake()
 
     def _start(self) -> None:
         try:
@@ -73,16 +76,19 @@ class Generation:
             return
         self._unfinished -= item.finish_reason is not None
         self._arrived.append(item)
-        self._news.set()
+        self._wake()
 
-    async def _next(self) -> list[Delta]:
-        while not self._arrived:
-            if self._error is not None:
-                raise self._error
-            self._news.clear()
-            await self._news.wait()
-        arrived, self._arrived = self._arrived, []
-        return arrived
+    async def _wait(self) -> None:
+        """Until there are deltas; raises what has come instead."""
+        if self._error is None:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        if self._error is not None and not self._arrived:
+            raise self._error
+
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     def _time_out(self) -> None:
         self.abandon(too_late(f"the request was not answered within {self._timeout:g} seconds"))

@@ -46,7 +46,7 @@ class Stretch:
         Raises:
             MalformedMessage: Not three lists, or no list of token ids first.
         """
-        if not isinstance(content, list) or len(content) != 3 or not all(isinstance(part, list) for part in content):
+        if not isinstance(content, list) or len(content) != 3 or set(map(type, content)) != {list}:
             raise MalformedMessage("a stretch of tokens is no three lists")
         if not is_list_of_integers(content[0]):
             raise MalformedMessage("token ids are no integers")
