@@ -1,11 +1,11 @@
-"""What a frontend process costs: ours beside a bare FastAPI and uvicorn that answers the same bodies.
+"""What a frontend process costs: ours beside a bare FastAPI and uvicorn that answers the same bodies, and peers.
 
 Behind ours are our coordinator and an engine without a model, which answers at once; behind the bare one is nothing.
 Clients are in other processes, as are the coordinator and the engine: what counts is the CPU of the frontend's process
 alone. The two take turns, workload by workload; README.md beside this file says how to read the table.
 
     python benchmarks/frontend.py
-    python benchmarks/frontend.py --pairs 5 --window 64
+    python benchmarks/frontend.py --pairs 5 --window 64 --peer vllm=/path/to/bin/python
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from frontends.protocol import Workload
-from peers.command_line import listed, positive, print_table
+from peers.command_line import add_peer_option, listed, positive, print_table
 from peers.process import ContenderError, StoppedProcess
 from peers.turns import ratio_cells, take_turns
 
 CONTENDERS = ("ours", "bare")
+PEERS = ("vllm",)
 COLUMNS = [
     "workload",
     "frontend",
     "requests/s",
     "CPU/request, us",
     "CPU/token, us",
+    "tokens/event",
     "CPU ratio ours / it",
     "of the pairs",
 ]
@@ -44,13 +46,15 @@ class Turn:
 
     seconds: float
     cpu_seconds: float
+    events: int
+    """Those that have tokens, over all streams."""
 
 
 class FrontendProcess(StoppedProcess):
     """A contender with its frontend, what is behind it, and its clients."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        super().__init__(name, sys.executable, f"frontends.{name}", folder / f"{name}.log", {})
+    def __init__(self, name: str, folder: Path, python: str = sys.executable) -> None:
+        super().__init__(name, python, f"frontends.{name}", folder / f"{name}.log", {})
         self.versions: dict[str, str] = {}
 
     def _load(self) -> None:
@@ -74,12 +78,14 @@ def rows(title: str, workload: Workload, turns: dict[str, list[Turn]]) -> list[l
 def _row(title: str, name: str, workload: Workload, ours: list[Turn], theirs: list[Turn]) -> list[str]:
     ratios = [a.cpu_seconds / b.cpu_seconds for a, b in zip(ours, theirs, strict=True) if a is not b]
     cpu = statistics.median(turn.cpu_seconds for turn in theirs) / workload.requests * 1e6
+    tokens = workload.requests * workload.answer_tokens
     return [
         title,
         name,
         f"{statistics.median(workload.requests / turn.seconds for turn in theirs):.0f}",
         f"{cpu:.0f}",
         f"{cpu / workload.answer_tokens:.1f}" if workload.streaming else "",
+        f"{statistics.median(tokens / turn.events for turn in theirs):.2f}" if workload.streaming else "",
         *ratio_cells(ratios),
     ]
 
@@ -109,6 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stream-tokens", type=positive, default=128, help="of each stream")
     parser.add_argument("--window", type=positive, default=32, help="requests that are outstanding at any time")
     parser.add_argument("--prompt-sentences", type=positive, default=6, help="of 16 tokens or 76 bytes each")
+    add_peer_option(parser, PEERS)
     return parser.parse_args()
 
 
@@ -117,7 +124,10 @@ def main() -> None:
     chosen = parse()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         try:
-            contenders = [stack.enter_context(FrontendProcess(name, Path(folder))) for name in CONTENDERS]
+            pythons = dict.fromkeys(CONTENDERS, sys.executable) | dict(chosen.peer or [])
+            contenders = [
+                stack.enter_context(FrontendProcess(name, Path(folder), python)) for name, python in pythons.items()
+            ]
             for contender in contenders:
                 print(f"{contender.name}: {listed(contender.versions)}", flush=True)
             table = [COLUMNS]

@@ -1,7 +1,8 @@
 """What every frontend under test speaks: one JSON object a line, requests on stdin, answers on stdout.
 
     {"do": "load"} -> {"versions": {"package": "1.2.3"}}
-    {"do": "run", "chat": true, ...the other fields of Workload} -> {"seconds": 0.5, "cpu_seconds": 0.1}
+    {"do": "run", "chat": true, ...the other fields of Workload}
+        -> {"seconds": 0.5, "cpu_seconds": 0.1, "events": 8192}
 
 A contender has its frontend in a process of its own, whatever is behind it in others, and the clients of both kinds of
 contender in the process that answers here.
@@ -85,18 +86,23 @@ async def _measure(stand: Stand, workload: Workload) -> dict[str, object]:
         asyncio.timeout(PATIENCE_SECONDS),
         aiohttp.ClientSession(f"http://127.0.0.1:{stand.port}", connector=connector) as session,
     ):
-        ask = partial(_ask, session, workload)
+        events: list[int] = []
+        ask = partial(_ask, session, workload, events)
         await keep_busy(ask, range(workload.window), workload.window)
+        events.clear()
         cpu, started = cpu_seconds(stand.frontend), time.perf_counter()
         await keep_busy(ask, range(workload.requests), workload.window)
         seconds = time.perf_counter() - started
-        return {"seconds": seconds, "cpu_seconds": cpu_seconds(stand.frontend) - cpu}
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds(stand.frontend) - cpu, "events": len(events)}
 
 
-async def _ask(session: aiohttp.ClientSession, workload: Workload, _: int) -> None:
+async def _ask(session: aiohttp.ClientSession, workload: Workload, events: list[int], _: int) -> None:
+    """One request; adds to ``events`` how many tokens each event has that has any."""
     tokens = 0
     async with session.post(workload.path, json=workload.body()) as response:
         async for line in response.content:
-            tokens += line.count(TOKEN_TEXT.encode())
+            if new := line.count(TOKEN_TEXT.encode()):
+                tokens += new
+                events.append(new)
     if response.status != 200 or tokens != workload.answer_tokens:
         raise ValueError(f"status {response.status} with {tokens} tokens came, not 200 with {workload.answer_tokens}")

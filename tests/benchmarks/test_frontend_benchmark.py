@@ -49,6 +49,11 @@ def test_a_turn_has_the_time_and_the_cpu_of_the_frontends_process(program: Modul
     assert turn.cpu_seconds > 0
 
 
+def test_a_stream_tells_in_how_many_events_its_tokens_came(program: ModuleType, tmp_path: Path) -> None:
+    with program.FrontendProcess("bare", tmp_path) as contender:
+        assert contender.run(workload(program, streaming=True)).events == 20 * 5
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_wrong_number_of_tokens_is_an_error(program: ModuleType, tmp_path: Path, streaming: bool) -> None:
     with (
@@ -60,12 +65,12 @@ def test_a_wrong_number_of_tokens_is_an_error(program: ModuleType, tmp_path: Pat
 
 def test_a_row_compares_the_turns_of_a_pair(program: ModuleType) -> None:
     turns = {
-        "ours": [program.Turn(1.0, cpu) for cpu in (0.1, 0.2, 0.3)],
-        "bare": [program.Turn(2.0, cpu) for cpu in (0.4, 0.4, 0.4)],
+        "ours": [program.Turn(1.0, cpu, 5000) for cpu in (0.1, 0.2, 0.3)],
+        "bare": [program.Turn(2.0, cpu, 2500) for cpu in (0.4, 0.4, 0.4)],
     }
     ours, bare = program.rows("chat", workload(program, requests=1000, streaming=True), turns)
-    assert ours == ["chat", "ours", "1000", "200", "40.0", "", ""]
-    assert bare == ["chat", "bare", "500", "400", "80.0", "0.50", "0.25 to 0.75"]
+    assert ours == ["chat", "ours", "1000", "200", "40.0", "1.00", "", ""]
+    assert bare == ["chat", "bare", "500", "400", "80.0", "2.00", "0.50", "0.25 to 0.75"]
 
 
 def test_a_run_measures_every_workload_beside_the_bare_frontend() -> None:
