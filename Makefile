@@ -10,8 +10,6 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TE
 SAMPLE := manifests/samples/smollm2.yaml
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-GENERATED := manifests/crd.yaml charts/megatron-inference/files/crd.yaml
-
 .PHONY: help demo serve test check bench venv dev model control-plane clients crd clean
 
 help: ## what there is
@@ -31,8 +29,7 @@ check: dev ## lint, format, types, layers, generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@for file in $(GENERATED); do $(BIN)/megatron-operator crd | diff -u $$file - || \
-		{ echo "$$file is out of date: make crd"; exit 1; }; done
+	@$(BIN)/python -m megatron_operator.api.crd --check
 
 BENCHMARKS ?= benchmarks/*.py
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from planning_support.resources import resource_object
 
-from megatron_operator.api.crd import FILES, crd, stale_files
+from megatron_operator.api.crd import DEFINITIONS, REFERENCE, crd, stale_files
 from megatron_operator.api.v1alpha1 import Status
 from megatron_operator.status import as_json
 
@@ -33,9 +33,16 @@ def test_the_generated_files_are_up_to_date() -> None:
     assert stale_files(ROOT) == [], "run: python -m megatron_operator.api.crd"
 
 
-@pytest.mark.parametrize("file", FILES, ids=str)
+@pytest.mark.parametrize("file", DEFINITIONS, ids=str)
 def test_a_generated_file_is_the_definition(file: Path) -> None:
     assert yaml.safe_load((ROOT / file).read_text()) == crd()
+
+
+def test_the_reference_names_every_field() -> None:
+    text = (ROOT / REFERENCE).read_text()
+    fields = [path for path, _ in nodes(SCHEMA) if path.startswith((".spec.", ".status.")) and not path.endswith("[]")]
+    assert len(fields) > 100
+    assert [path for path in fields if f"`{path[1:]}`" not in text] == []
 
 
 def test_every_field_has_a_description() -> None:

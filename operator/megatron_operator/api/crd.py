@@ -1,6 +1,7 @@
 """The CustomResourceDefinition, generated from the pydantic models.
 
-``python -m megatron_operator.api.crd`` writes it to where it is kept: ``manifests/crd.yaml`` and the Helm chart.
+``python -m megatron_operator.api.crd`` writes it to where it is kept, ``manifests/crd.yaml`` and the Helm chart, and
+the reference for people to ``docs/resource.md``.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from typing import Any
 
 import yaml
 
+from megatron_operator.api.reference import reference_text
 from megatron_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, MegatronInference, Spec, Status
 from megatron_operator.api.v1alpha1.resource import LONGEST_NAME, NAME_PATTERN
 
 Schema = dict[str, Any]
 
-FILES = (Path("manifests/crd.yaml"), Path("charts/megatron-inference/files/crd.yaml"))
-"""Where the generated file is kept, from the repository's root."""
+DEFINITIONS = (Path("manifests/crd.yaml"), Path("charts/megatron-inference/files/crd.yaml"))
+REFERENCE = Path("docs/resource.md")
+"""Where the generated files are kept, from the repository's root."""
 
 HEADER = "# Generated from operator/megatron_operator/api by `python -m megatron_operator.api.crd`. Do not edit.\n"
 
@@ -62,17 +65,22 @@ def crd_text() -> str:
     return HEADER + yaml.dump(crd(), Dumper=_PlainDumper, sort_keys=False, width=120, allow_unicode=True)
 
 
+def generated_files() -> dict[Path, str]:
+    """What each file should hold."""
+    return {**dict.fromkeys(DEFINITIONS, crd_text()), REFERENCE: reference_text(_root_schema())}
+
+
 def stale_files(root: Path) -> list[Path]:
-    """Files below ``root`` that do not hold the current definition."""
-    text = crd_text()
-    return [file for file in FILES if not (root / file).exists() or (root / file).read_text() != text]
+    """Files below ``root`` that hold something else."""
+    files = generated_files()
+    return [file for file, text in files.items() if not (root / file).exists() or (root / file).read_text() != text]
 
 
 def write_files(root: Path) -> None:
     """Brings the files below ``root`` up to date."""
-    for file in FILES:
+    for file, text in generated_files().items():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
-        (root / file).write_text(crd_text())
+        (root / file).write_text(text)
 
 
 def main() -> None:

@@ -1,0 +1,47 @@
+"""What docs/ says about the operator is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_operator import conditions, groups, restarts, status
+from megatron_operator.kubernetes import pod_status
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+OPERATOR = ROOT / "operator" / "megatron_operator"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def reasons_told() -> set[str]:
+    """The reasons in the first column of the table in operations.md."""
+    text = (DOCS / "operations.md").read_text().split("## By the condition's reason")[1].split("##")[0]
+    return {
+        word
+        for line in text.splitlines()
+        for word in re.findall(r"`([A-Z]\w+)`", line.split("|")[1:2][0:1][0] if "|" in line else "")
+    }
+
+
+def test_every_reason_in_the_docs_is_one_that_the_operator_gives() -> None:
+    source = "".join(path.read_text() for path in OPERATOR.rglob("*.py"))
+    assert [reason for reason in sorted(reasons_told()) if f'"{reason}"' not in source] == []
+
+
+def test_every_reason_of_a_condition_is_in_the_docs() -> None:
+    given = {conditions.ASLEEP, conditions.GROUP_FAILED, groups.UNSCHEDULABLE, groups.SCHEDULING_GATED}
+    given |= {groups.STARTUP_TIMEOUT, groups.LOST_RANK, restarts.RESTART_BUDGET_EXCEEDED, status.INVALID_SPEC}
+    given |= {pod_status.IMAGE_PULL, *conditions.UNDER_WAY.values()}
+    for name in ("conditions.py", "story.py"):
+        given |= set(re.findall(r'(?:Finding\("\w+"|Cause\(|_why\("\w+"), ?"(\w+)"', (OPERATOR / name).read_text()))
+        given |= set(re.findall(r'Cause\("(\w+)"', (OPERATOR / name).read_text()))
+    assert sorted(given - reasons_told() - {"AsExpected", "NoEngine"}) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
