@@ -1,4 +1,4 @@
-"""``megatron-operator``: the operator, the same resource without a cluster, and the CRD."""
+"""``megatron-operator``: the operator, the same resource without a cluster, the CRD, and commands for people."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from megatron_operator.commands import typed
 from megatron_operator.local.pod_manifest import PathMap
 
 INTERRUPTED = 130
@@ -60,6 +61,9 @@ def crd() -> None:
     from megatron_operator.api.crd import crd_text
 
     print(crd_text(), end="")
+
+
+typed.register(app)
 
 
 def path_map(words: list[str]) -> PathMap:

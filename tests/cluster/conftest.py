@@ -17,7 +17,7 @@ from cluster_support.cluster import Cluster  # noqa: E402
 from cluster_support.control_plane import ControlPlane  # noqa: E402
 from cluster_support.errors import ClusterSupportError  # noqa: E402
 from cluster_support.progress import Say, say_at_once  # noqa: E402
-from operator_support.fixtures import api, chat, installed, node, operator, stage  # noqa: E402, F401
+from operator_support.fixtures import api, chat, installed, node, operator, stage, typed  # noqa: E402, F401
 
 SOURCE = pytest.StashKey[binaries.Source | ClusterSupportError]()
 

@@ -15,25 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_operator.api.v1alpha1 import Phase
+from megatron_operator.colours import coloured
 from megatron_operator.local.snapshot import Snapshot, pod_state
 from megatron_operator.world import Loading, ObservedPod
 
-COLOURS = {
-    "Running": "green",
-    "RUNNING": "green",
-    "Ready": "green",
-    "True": "green",
-    "Failed": "bold red",
-    "Degraded": "red",
-    "Paused": "yellow",
-    "PAUSED": "yellow",
-    "Suspended": "magenta",
-    "SUSPENDED": "magenta",
-    "Stopped": "dim",
-    "False": "dim",
-    "-": "dim",
-}
-IN_BETWEEN = "cyan"
 BAR_WIDTH = 24
 MEGA = 1_000_000
 
@@ -92,11 +77,13 @@ def _summary(snapshot: Snapshot) -> Table:
         table.add_column(heading, no_wrap=True)
     wished = snapshot.resource.spec.replicas
     if snapshot.ending:
-        table.add_row(_word(str(Phase.TERMINATING)), _word("-"), f"0/{wished}", str(status.restarts), _word("-"))
+        table.add_row(
+            coloured(str(Phase.TERMINATING)), coloured("-"), f"0/{wished}", str(status.restarts), coloured("-")
+        )
         return table
     engine, url = status.engine_state or "-", status.url or "-"
     table.add_row(
-        _word(str(status.phase)), _word(engine), f"{status.ready_replicas}/{wished}", str(status.restarts), url
+        coloured(str(status.phase)), coloured(engine), f"{status.ready_replicas}/{wished}", str(status.restarts), url
     )
     return table
 
@@ -107,7 +94,7 @@ def _conditions(snapshot: Snapshot) -> Table:
         table.add_column(heading, no_wrap=True)
     table.add_column("MESSAGE", style="dim", overflow="fold")
     for condition in snapshot.status.conditions:
-        table.add_row(condition.type, _word(condition.status), condition.reason, Text(condition.message))
+        table.add_row(condition.type, coloured(condition.status), condition.reason, Text(condition.message))
     return table
 
 
@@ -117,8 +104,8 @@ def _pods(snapshot: Snapshot) -> Table:
         table.add_column(heading, no_wrap=True)
     for pod in snapshot.pods:
         role = "leader" if pod.leader else "worker"
-        state = _word(pod_state(pod))
-        table.add_row(pod.name, role, pod.address or "-", state, _word(snapshot.replica_state(pod)), _weights(pod))
+        state = coloured(pod_state(pod))
+        table.add_row(pod.name, role, pod.address or "-", state, coloured(snapshot.replica_state(pod)), _weights(pod))
     return table
 
 
@@ -135,7 +122,3 @@ def _bar(loading: Loading) -> Table:
     done = Text(f"{loading.loaded_bytes // MEGA}/{loading.total_bytes // MEGA} MB")
     row.add_row(ProgressBar(loading.total_bytes, loading.loaded_bytes, width=BAR_WIDTH), done)
     return row
-
-
-def _word(word: str) -> Text:
-    return Text(word, style=COLOURS.get(word, IN_BETWEEN))

@@ -8,6 +8,7 @@ import yaml
 from cluster_support.cluster import Cluster
 from cluster_support.control_plane import ControlPlane
 from operator_support.api import Api
+from operator_support.command_line import CommandLine
 from operator_support.operator_process import OperatorProcess
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
@@ -64,3 +65,9 @@ async def stage(own_control_plane: ControlPlane, api: Api, namespace: str) -> As
     """A node on which pods wait for what the test says."""
     async with ScriptedNode(api, namespace, by_itself=False) as node:
         yield node
+
+
+@pytest.fixture
+def typed(installed: Cluster, namespace: str) -> CommandLine:
+    """Commands of a person who may do everything."""
+    return CommandLine(installed.kubeconfig, namespace)

@@ -1,0 +1,27 @@
+"""The colours of the words that people watch: phases, states of the engine, conditions."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+COLOURS = {
+    "Running": "green",
+    "RUNNING": "green",
+    "Ready": "green",
+    "True": "green",
+    "Failed": "bold red",
+    "Degraded": "red",
+    "Paused": "yellow",
+    "PAUSED": "yellow",
+    "Suspended": "magenta",
+    "SUSPENDED": "magenta",
+    "Stopped": "dim",
+    "False": "dim",
+    "-": "dim",
+}
+IN_BETWEEN = "cyan"
+
+
+def coloured(word: str) -> Text:
+    """The word in its colour; one that has none is a state on the way to another."""
+    return Text(word, style=COLOURS.get(word, IN_BETWEEN))

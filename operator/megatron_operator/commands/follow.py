@@ -1,0 +1,106 @@
+"""A resource as it changes, until it is where it is wished to be, fails, or the time is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from megatron_operator.api.quantity import Duration
+from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, Phase, Status
+from megatron_operator.commands.failure import CommandFailed
+from megatron_operator.commands.table import say
+from megatron_operator.commands.wish import wish_of
+from megatron_operator.kubernetes.api_server import Json, ServerError
+from megatron_operator.kubernetes.user_cluster import UserCluster, resources_path
+from megatron_operator.lifecycle import SETTLED_STATE
+from megatron_operator.status import old_status
+
+ONE_WATCH = 60
+"""Seconds after which a watch begins anew, so that one that stalls is noticed."""
+PAUSE = 1.0
+"""Seconds before the API server is asked again after it failed."""
+
+
+@dataclass
+class Follower:
+    """Waits for the wish of ``generation`` or a later one of the resource, and tells what happens meanwhile."""
+
+    cluster: UserCluster
+    namespace: str
+    name: str
+    wish: Lifecycle
+    generation: int
+    console: Console
+    _told: str = ""
+
+    async def wait(self, timeout: Duration) -> None:
+        """Raises CommandFailed with the reason."""
+        try:
+            async with asyncio.timeout(timeout):
+                async for obj in self._versions():
+                    if self._is_there(obj):
+                        say(self.console, f"{self.name} is {self.wish}")
+                        return
+        except TimeoutError as error:
+            last = self._told or "nothing is known of it; does an operator run? `megatron-operator doctor` tells"
+            raise CommandFailed(f"{self.name} is not {self.wish} after {timeout.text}: {last}") from error
+
+    async def _versions(self) -> AsyncIterator[Json]:
+        """The resource as it is, then each change of it. An outage of the API server is waited for."""
+        fields = {"fieldSelector": f"metadata.name={self.name}", "timeoutSeconds": str(ONE_WATCH)}
+        while True:
+            try:
+                obj = await self.cluster.get("MegatronInference", self.namespace, self.name)
+                if obj is None:
+                    raise CommandFailed(f"{self.name} was deleted meanwhile")
+                yield obj
+                query = {**fields, "resourceVersion": obj["metadata"]["resourceVersion"]}
+                async for event in self.cluster.watch(resources_path(self.namespace), query):
+                    if event["type"] == "ERROR":
+                        break
+                    if event["type"] == "DELETED":
+                        raise CommandFailed(f"{self.name} was deleted meanwhile")
+                    yield event["object"]
+            except ServerError as error:
+                self._tell(str(error))
+                await asyncio.sleep(PAUSE)
+
+    def _is_there(self, obj: Json) -> bool:
+        """Raises CommandFailed when it will not come by itself."""
+        wish, status = wish_of(obj), old_status(obj)
+        if wish is not self.wish:
+            raise CommandFailed(f"{self.name} is wished to be {wish} meanwhile, by someone else")
+        if status.observed_generation < self.generation:
+            self._tell("the operator has not seen the change yet")
+            return False
+        if is_reached(wish, status):
+            return True
+        failed = status.condition(ConditionType.FAILED)
+        if failed is not None and failed.status == "True":
+            raise CommandFailed(f"{self.name} failed, {failed.reason}: {failed.message}")
+        for kind in (ConditionType.PROGRESSING, ConditionType.READY):
+            condition = status.condition(kind)
+            if condition is not None and (condition.status == "True" or kind is ConditionType.READY):
+                self._tell(f"{status.phase}, {condition.reason}: {condition.message}")
+                break
+        return False
+
+    def _tell(self, words: str) -> None:
+        if words != self._told:
+            self._told = words
+            say(self.console, words)
+
+
+def is_reached(wish: Lifecycle, status: Status) -> bool:
+    """Whether the state that is wished for is there. A transition shows in the phase only when it is done."""
+    if wish is Lifecycle.STOPPED:
+        return status.phase is Phase.STOPPED
+    if status.engine_state != SETTLED_STATE[wish]:
+        return False
+    if wish is Lifecycle.RUNNING:
+        ready = status.condition(ConditionType.READY)
+        return ready is not None and ready.status == "True"
+    return str(status.phase) == str(wish)

@@ -1,0 +1,235 @@
+"""The story of one resource in lines of text: how it is, why, what of, and what to do next. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.text import Text
+
+from megatron_operator import names
+from megatron_operator.api.parse import InvalidResource, parse_resource
+from megatron_operator.api.v1alpha1 import ConditionType, Device, GroupStatus, MegatronInference, Source, Status
+from megatron_operator.colours import coloured
+from megatron_operator.commands.ages import age
+from megatron_operator.commands.next_step import next_step
+from megatron_operator.groups import Standing
+from megatron_operator.kubernetes.pod_status import observed_pod
+from megatron_operator.picture import GroupView, Picture
+from megatron_operator.status import old_status
+from megatron_operator.story import why_not_ready
+from megatron_operator.timestamps import seconds
+from megatron_operator.world import ObservedPod, PodPhase, World
+
+Object = Mapping[str, Any]
+
+IMPORTANCE = (
+    ConditionType.FAILED,
+    ConditionType.DEGRADED,
+    ConditionType.READY,
+    ConditionType.PROGRESSING,
+    ConditionType.SUSPENDED,
+    ConditionType.PAUSED,
+)
+"""Available says what Ready says, where it says anything else than that."""
+LATEST_EVENTS = 10
+NOBODY_LOOKED = "no operator has looked at it yet"
+
+
+@dataclass(frozen=True)
+class Portrait:
+    """``pods`` and ``events`` are the resource's own, as the API server keeps them; ``now`` is seconds since the epoch.
+
+    ``hidden`` says what could not be read, in words.
+    """
+
+    obj: Object
+    pods: Sequence[Object]
+    events: Sequence[Object]
+    now: float
+    hidden: tuple[str, ...] = ()
+
+    def lines(self) -> Iterator[str | Text]:
+        """The whole story, ready to be printed."""
+        yield from self._head()
+        yield from self._section("Why", self._conditions())
+        yield from self._section("Groups", self._groups())
+        yield from self._section("Events", self._events())
+        yield from self._section("Next", [next_step(self.obj, self.status, seen=self._is_seen)])
+
+    @cached_property
+    def status(self) -> Status:
+        return old_status(self.obj)
+
+    @cached_property
+    def resource(self) -> MegatronInference | None:
+        """None where the spec cannot be read; the conditions say why."""
+        try:
+            return parse_resource({**self.obj, "status": self.obj.get("status")})
+        except InvalidResource:
+            return None
+
+    @cached_property
+    def _observed(self) -> tuple[ObservedPod, ...]:
+        found = [pod for each in self.pods if (pod := observed_pod(each)) is not None]
+        return tuple(sorted(found, key=lambda pod: (pod.group, pod.attempt, pod.index)))
+
+    @property
+    def _is_seen(self) -> bool:
+        """Whether the operator has reported on the spec as it is now."""
+        return bool(self.status.observed_generation >= int(self.obj["metadata"].get("generation") or 0))
+
+    def _section(self, title: str, lines: Iterator[str | Text] | Sequence[str | Text]) -> Iterator[str | Text]:
+        listed = list(lines)
+        if listed:
+            yield ""
+            yield Text(title, style="bold")
+            yield from (Text("  ").append_text(line if isinstance(line, Text) else Text(line)) for line in listed)
+
+    def _head(self) -> Iterator[str | Text]:
+        metadata = self.obj["metadata"]
+        looked = bool(self.obj.get("status"))
+        title = Text(f"{metadata['namespace']}/{metadata['name']}  ", style="bold")
+        title.append_text(coloured(str(self.status.phase)) if looked else Text(NOBODY_LOOKED, style="yellow"))
+        if self.status.engine_state:
+            since = self._ago(self.status.engine_state_time)
+            title.append_text(Text(f"  (engine {self.status.engine_state}{since and f' for {since}'})"))
+        yield title
+        yield from (f"  {name:<9} {words}" for name, words in self._facts())
+        for words in self.hidden:
+            yield f"  {words}"
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        metadata, spec = self.obj["metadata"], self.obj.get("spec") or {}
+        if looked := metadata.get("deletionTimestamp"):
+            yield "deleted", f"{self._ago(looked)} ago; it goes when its children are gone"
+        generation = metadata.get("generation") or 0
+        yield "wish", f"{spec.get('lifecycle', 'Running')} (generation {generation})"
+        if not self._is_seen:
+            yield "", f"the operator has not reported on it yet; its last word is on {self.status.observed_generation}"
+        if self.resource is not None:
+            yield "model", f"{self.resource.served_name}, from {_source(self.resource.spec.model.source)}"
+            yield "shape", _shape(self.resource)
+        if self.status.url:
+            service = self.resource.spec.expose.service.type if self.resource else "ClusterIP"
+            yield "endpoint", f"{self.status.url} (Service of type {service}; reached from inside the cluster)"
+            yield "", f"curl {self.status.url}/models"
+        yield "created", f"{self._ago(metadata.get('creationTimestamp'))} ago"
+
+    def _conditions(self) -> Iterator[Text]:
+        told: set[tuple[str, str]] = set()
+        for kind in IMPORTANCE:
+            condition = self.status.condition(kind)
+            if condition is None or (condition.status == "False" and kind is not ConditionType.READY):
+                continue
+            if (condition.reason, condition.message) in told:
+                continue
+            told.add((condition.reason, condition.message))
+            line = Text("" if condition.status == "True" else "not " if condition.status == "False" else "maybe ")
+            line.append_text(coloured(str(kind)) if condition.status == "True" else Text(str(kind)))
+            since = self._ago(condition.last_transition_time)
+            yield line.append(f" for {since}, {condition.reason}: {condition.message or 'no more is known'}")
+
+    def _groups(self) -> Iterator[str | Text]:
+        if self.resource is None:
+            yield from (self._pod(pod) for pod in self._observed)
+            return
+        world = World(now=self.now, pods=self._observed)
+        picture = Picture(self.resource, world, template_hash="")
+        if not picture.wants_pods:
+            yield from (self._pod(pod) for pod in self._observed)
+            return
+        reports = {group.index: group for group in self.status.groups}
+        for view in picture.groups:
+            yield from self._group(view, picture, reports.get(view.group.index))
+        beyond = [pod for pod in self._observed if pod.group in picture.surplus_groups]
+        yield from (self._pod(pod, note="no longer wished for") for pod in beyond)
+
+    def _group(self, view: GroupView, picture: Picture, report: GroupStatus | None) -> Iterator[str | Text]:
+        group = view.group
+        restarts = max(report.restarts if report else 0, group.restarts)
+        facts = [f"{group.ready_pods}/{group.size} pods ready"]
+        if group.attempt is not None:
+            facts.append(f"attempt {group.attempt}")
+        facts.append(f"{restarts} of {picture.policy.max_restarts} restarts")
+        line = Text(f"group {group.index}  ")
+        line.append_text(coloured(str(view.standing)))
+        yield line.append(f"  {', '.join(facts)}")
+        if view.standing is not Standing.READY:
+            reason, words = self._cause(view, picture)
+            yield f"  {reason}: {words}"
+        for pod in (*group.old_pods, *group.pods):
+            note = "of an earlier attempt" if pod in group.old_pods else ""
+            yield Text("  ").append_text(self._pod(pod, note=note))
+        if report and report.last_failure and view.standing is not Standing.FAILED:
+            failure = report.last_failure
+            rank = "" if failure.rank is None else f" rank {failure.rank}"
+            code = "" if failure.exit_code is None else f" with exit code {failure.exit_code}"
+            ago = self._ago(failure.time)
+            yield f"  last failure {ago} ago: {failure.pod}{rank} ended{code}: {failure.reason}: {failure.message}"
+
+    def _cause(self, view: GroupView, picture: Picture) -> tuple[str, str]:
+        """What the group waits for. How far ranks are only their pods know, and the operator, which asks them."""
+        cause = why_not_ready(view, picture)
+        if view.standing is Standing.STARTING and cause.reason == "Starting":
+            pods = {pod.name for pod in view.group.pods}
+            for condition in self.status.conditions:
+                if condition.status != "Unknown" and any(pod in condition.message for pod in pods):
+                    return condition.reason, condition.message
+        return cause.reason, cause.message
+
+    def _pod(self, pod: ObservedPod, *, note: str = "") -> Text:
+        line = Text(f"{pod.name}  ")
+        line.append_text(coloured(_pod_word(pod)))
+        facts = [names.LEADER] if pod.leader else []
+        facts.append(f"on {pod.node}" if pod.node else "on no node yet")
+        if pod.address:
+            facts.append(f"at {pod.address}")
+        facts.append(f"for {age(self.now - pod.created_at)}")
+        line.append(f"  {', '.join([*facts, note] if note else facts)}")
+        words = pod.waiting or pod.failure
+        return line.append(f": {words.reason}: {words.message}") if words else line
+
+    def _events(self) -> Iterator[str]:
+        ordered = sorted(self.events, key=lambda event: _time_of(event) or "")[-LATEST_EVENTS:]
+        for event in ordered:
+            often = f" ({event['count']} times)" if (event.get("count") or 1) > 1 else ""
+            words = " ".join(str(event.get("message") or "").split())
+            when = f"{self._ago(_time_of(event))} ago"
+            yield f"{when:<12} {event.get('type', ''):<8} {event.get('reason', '')}: {words}{often}"
+
+    def _ago(self, time: str | None) -> str:
+        return age(self.now - seconds(time)) if time else ""
+
+
+def _pod_word(pod: ObservedPod) -> str:
+    if pod.deleting:
+        return "Ending"
+    if pod.phase is PodPhase.RUNNING:
+        return "Ready" if pod.ready else "Running, not ready"
+    return str(pod.phase)
+
+
+def _time_of(event: Object) -> str | None:
+    times = (event.get("lastTimestamp"), event.get("eventTime"), event["metadata"].get("creationTimestamp"))
+    return next((str(time) for time in times if time), None)
+
+
+def _source(source: Source) -> str:
+    if source.hugging_face is not None:
+        return f"Hugging Face {source.hugging_face.repo} at {source.hugging_face.revision}"
+    if source.persistent_volume_claim is not None:
+        return f"claim {source.persistent_volume_claim.claim_name}, {source.persistent_volume_claim.path}"
+    return str(source.path)
+
+
+def _shape(resource: MegatronInference) -> str:
+    spec, sizes = resource.spec, resource.spec.parallelism
+    groups = f"{spec.replicas} group{'s' if spec.replicas > 1 else ''}"
+    ranks = f"{sizes.ranks} rank{'s' if sizes.ranks > 1 else ''}"
+    pods = f"{spec.pods_per_group} pod{'s' if spec.pods_per_group > 1 else ''}"
+    device = f"one {spec.pods.gpu_resource} a rank" if spec.pods.device is Device.CUDA else f"on {spec.pods.device}"
+    split = f" (tensor {sizes.tensor} x pipeline {sizes.pipeline})" if sizes.ranks > 1 else ""
+    return f"{groups} of {ranks}{split} in {pods}, {device}"

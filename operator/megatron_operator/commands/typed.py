@@ -1,0 +1,163 @@
+"""How the commands on a cluster are typed: their arguments and options.
+
+What they do is imported when one of them runs, so that `--help` is there at once.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from megatron_operator.commands.failure import Access
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The MegatronInference.")]
+Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="MegatronInferences; all when left out.")]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", "-n", help="Namespace; that of the kubeconfig's context when left out.")
+]
+Context = Annotated[
+    str | None, typer.Option("--context", help="Context of the kubeconfig; the current one by default.")
+]
+Kubeconfig = Annotated[Path | None, typer.Option("--kubeconfig", help="Instead of KUBECONFIG or ~/.kube/config.")]
+
+
+class Output(StrEnum):
+    """What ``get`` prints."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    NAME = "name"
+    JSON = "json"
+    YAML = "yaml"
+
+
+Wait = Annotated[bool, typer.Option("--wait", help="Return when it is so; fail with the reason when it fails.")]
+Timeout = Annotated[str, typer.Option("--timeout", help="How long --wait waits, like 90s or 10m.")]
+PATIENCE = "5m"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands that ask a cluster."""
+    for command in (get, describe, pause, unpause, suspend, resume, stop, start):
+        app.command()(command)
+
+
+def get(
+    names: Names = None,
+    everywhere: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Of all namespaces.")] = False,
+    output: Annotated[Output, typer.Option("--output", "-o", help="What is printed.")] = Output.TABLE,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Then each change, until Ctrl-C.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """List resources, with the columns that kubectl shows."""
+    from megatron_operator.commands.failure import on_cluster
+    from megatron_operator.commands.get import Get
+
+    request = Get(tuple(names or ()), everywhere, output, watch)
+    on_cluster(_access(kubeconfig, context, namespace), lambda cluster, where: request.run(cluster, where, Console()))
+
+
+def describe(name: Name, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+    """Tell how a resource is, why, what it waits for, and what to do next."""
+    from megatron_operator.commands.describe import describe as told
+    from megatron_operator.commands.failure import on_cluster
+
+    access = _access(kubeconfig, context, namespace)
+    on_cluster(access, lambda cluster, where: told(cluster, where, name, Console()))
+
+
+def pause(
+    name: Name,
+    wait: Wait = False,
+    timeout: Timeout = PATIENCE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Hold all requests where they are; they and new ones wait."""
+    _change("pause", name, wait, timeout, _access(kubeconfig, context, namespace))
+
+
+def unpause(
+    name: Name,
+    wait: Wait = False,
+    timeout: Timeout = PATIENCE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """From Paused to Running: go on with the requests that wait."""
+    _change("unpause", name, wait, timeout, _access(kubeconfig, context, namespace))
+
+
+def suspend(
+    name: Name,
+    wait: Wait = False,
+    timeout: Timeout = PATIENCE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Pause, and give the memory of the KV cache back; the pods stay."""
+    _change("suspend", name, wait, timeout, _access(kubeconfig, context, namespace))
+
+
+def resume(
+    name: Name,
+    wait: Wait = False,
+    timeout: Timeout = PATIENCE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """From Suspended to Paused; `unpause` goes on from there, `start` does both."""
+    _change("resume", name, wait, timeout, _access(kubeconfig, context, namespace))
+
+
+def stop(
+    name: Name,
+    wait: Wait = False,
+    timeout: Timeout = PATIENCE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Drain and remove the pods; the resource and its keys stay."""
+    _change("stop", name, wait, timeout, _access(kubeconfig, context, namespace))
+
+
+def start(
+    name: Name,
+    wait: Wait = False,
+    timeout: Timeout = PATIENCE,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """To Running, from wherever it is."""
+    _change("start", name, wait, timeout, _access(kubeconfig, context, namespace))
+
+
+def _change(verb: str, name: str, wait: bool, timeout: str, access: Access) -> None:
+    from megatron_operator.commands.change import change
+    from megatron_operator.commands.failure import on_cluster
+    from megatron_operator.commands.wish import Verb
+
+    chosen, console = Verb(verb), Console()
+    on_cluster(
+        access,
+        lambda cluster, where: change(cluster, where, name, chosen, wait=wait, timeout=timeout, console=console),
+    )
+
+
+def _access(kubeconfig: Path | None, context: str | None, namespace: str | None) -> Access:
+    from megatron_operator.commands.failure import Access
+
+    return Access(kubeconfig, context, namespace)

@@ -1,0 +1,153 @@
+"""A person's access to a cluster: by kubeconfig and context, with streams, and with errors for people."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote
+
+import aiohttp
+import yaml
+from kubernetes.aio import client, config
+
+from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
+from megatron_operator.kubernetes.api_server import MERGE_PATCH, ApiServer, Json, ServerError, answer_of, path_of
+
+USER_AGENT = "kubectl-megatron"
+"""Also the field manager of what people change."""
+RESOURCES = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
+TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
+NAMESPACE_OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=5.0)
+
+
+class UserCluster(ApiServer):
+    """The cluster of a kubeconfig's context. Methods raise ServerRefusal and ServerError."""
+
+    def __init__(self, api: client.ApiClient, *, context: str, namespace: str) -> None:
+        super().__init__(api)
+        self.context = context
+        self.namespace = namespace
+        """The one of the context, which counts where none is named."""
+        self.server = str(api.configuration.host)
+
+    @classmethod
+    async def open(cls, kubeconfig: Path | None = None, context: str | None = None) -> Self:
+        """``kubeconfig``, else the files of KUBECONFIG, else ~/.kube/config, else the cluster around this pod.
+
+        Raises ServerError when none of them leads anywhere.
+        """
+        configuration = client.Configuration()
+        paths = str(kubeconfig or os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config")
+        if not _any_exists(paths):
+            return cls._around_this_pod(configuration, paths)
+        try:
+            loader = await config.load_kube_config(
+                paths, context=context, client_configuration=configuration, persist_config=False
+            )
+        except (config.ConfigException, yaml.YAMLError, OSError, AttributeError, TypeError) as error:
+            raise ServerError(f"kubeconfig {paths}: {' '.join(str(error).split())}") from error
+        chosen = loader.current_context
+        namespace = (chosen.get("context") or {}).get("namespace") or "default"
+        return cls(_client(configuration), context=str(chosen.get("name")), namespace=namespace)
+
+    @classmethod
+    def _around_this_pod(cls, configuration: client.Configuration, paths: str) -> Self:
+        try:
+            config.load_incluster_config(client_configuration=configuration)
+            namespace = NAMESPACE_OF_THIS_POD.read_text().strip()
+        except (config.ConfigException, OSError) as error:
+            words = f"no cluster: kubeconfig {paths} does not exist; set KUBECONFIG, or say --kubeconfig FILE"
+            raise ServerError(words) from error
+        return cls(_client(configuration), context="(this pod)", namespace=namespace)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def read(
+        self, path: str, query: Mapping[str, str] | None = None, *, accept: str = "application/json"
+    ) -> Json:
+        """GET any path."""
+        return await self._request("GET", path, query, accept=accept)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Json:
+        """POST to any path."""
+        return await self._request("POST", path, body=body)
+
+    async def set_spec(self, namespace: str, name: str, spec: Mapping[str, Any]) -> Json:
+        """Change these fields of a resource's spec and nothing else; the resource after it."""
+        path = path_of("MegatronInference", namespace, name)
+        query = {"fieldManager": USER_AGENT}
+        return await self._request("PATCH", path, query, body={"spec": dict(spec)}, content_type=MERGE_PATCH)
+
+    async def watch(
+        self, path: str, query: Mapping[str, str], *, accept: str = "application/json"
+    ) -> AsyncIterator[Json]:
+        """The events of one watch, until the API server ends it."""
+        async with self.stream("GET", path, {**query, "watch": "true"}, accept=accept) as answer:
+            try:
+                async for line in answer.content:
+                    yield json.loads(line)
+            except (aiohttp.ClientError, OSError) as error:
+                raise ServerError(f"GET {path}: the API server ended the watch: {error}") from error
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
+        accept: str = "*/*",
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer that may go on for as long as it likes."""
+        try:
+            request = await self._api.param_serialize(
+                method,
+                path,
+                query_params=list((query or {}).items()),
+                header_params={"Accept": accept, "Content-Type": "application/json", **(headers or {})},
+                body=None if body is None else dict(body),
+                auth_settings=["BearerToken"],
+            )
+            answer = (await self._api.call_api(*request, _request_timeout=STREAM_TIMEOUT)).response
+        except TimeoutError as error:
+            raise ServerError(f"{method} {path}: no answer") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"{method} {path}: the API server cannot be reached: {error}") from error
+        try:
+            if answer.status >= 300:
+                answer_of(f"{method} {path}", answer.status, await answer.text())
+            yield answer
+        finally:
+            answer.close()
+
+
+def resources_path(namespace: str | None) -> str:
+    """The URL path of all resources of a namespace, or of all namespaces."""
+    return RESOURCES if namespace is None else path_of("MegatronInference", namespace)
+
+
+def core_path(namespace: str, plural: str, name: str = "") -> str:
+    """The URL path of objects of the core API in a namespace."""
+    path = f"/api/v1/namespaces/{quote(namespace, safe='')}/{plural}"
+    return f"{path}/{quote(name, safe='')}" if name else path
+
+
+def _any_exists(paths: str) -> bool:
+    return any(path and Path(path).expanduser().exists() for path in paths.split(os.pathsep))
+
+
+def _client(configuration: client.Configuration) -> client.ApiClient:
+    api = client.ApiClient(configuration)
+    api.user_agent = USER_AGENT
+    return api

@@ -1,0 +1,81 @@
+"""`megatron-operator` as a person types it."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE = 90.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def complaint(self) -> str:
+        """The one line of words that a failure is told in."""
+        assert "Traceback" not in self.err, self.err
+        (line,) = self.err.splitlines()
+        return line
+
+
+class CommandLine:
+    """Runs commands with a kubeconfig, in a namespace."""
+
+    def __init__(self, kubeconfig: Path, namespace: str, *, plugin: bool = False) -> None:
+        self.kubeconfig = kubeconfig
+        self.namespace = namespace
+        self._program = "from megatron_operator.cli import plugin as main" if plugin else ""
+        self._program = self._program or "from megatron_operator.cli import main"
+
+    async def run(self, *words: str, input: str = "", **environment: str) -> Done:
+        """To its end, whatever that is."""
+        process = await self._start(*words, **environment)
+        async with asyncio.timeout(PATIENCE):
+            out, err = await process.communicate(input.encode())
+        assert process.returncode is not None
+        return Done(process.returncode, out.decode(), err.decode())
+
+    async def ok(self, *words: str, input: str = "", **environment: str) -> str:
+        """What it printed; it must succeed."""
+        done = await self.run(*words, input=input, **environment)
+        assert done.code == 0, f"{words}: {done}"
+        return done.out
+
+    @contextlib.asynccontextmanager
+    async def lines(self, *words: str) -> AsyncIterator[AsyncIterator[str]]:
+        """Its lines as they come; it is ended afterwards."""
+        process = await self._start(*words)
+        try:
+            yield _lines(process)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.communicate()
+
+    async def _start(self, *words: str, **environment: str) -> asyncio.subprocess.Process:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_", "KUBE"))}
+        pipe = asyncio.subprocess.PIPE
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", f"{self._program}; main()"),
+            *(words[0], "-n", self.namespace, *words[1:]) if self.namespace and words else words,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            env={**kept, "KUBECONFIG": str(self.kubeconfig), "NO_PROXY": "127.0.0.1", **environment},
+        )
+
+
+async def _lines(process: asyncio.subprocess.Process) -> AsyncIterator[str]:
+    assert process.stdout is not None
+    async with asyncio.timeout(PATIENCE):
+        async for line in process.stdout:
+            yield line.decode().rstrip("\n")

@@ -1,0 +1,89 @@
+"""`pause`, `unpause`, `suspend`, `resume`, `stop` and `start` on a real cluster."""
+
+import asyncio
+
+import pytest
+from operator_support.command_line import CommandLine
+from operator_support.resource import Resource
+from operator_support.scripted_node import ScriptedNode
+
+
+async def test_each_verb_waits_until_the_state_is_reached(
+    chat: Resource, node: ScriptedNode, typed: CommandLine
+) -> None:
+    await chat.create()
+    for verb, phase, engine in (
+        ("start", "Running", "RUNNING"),
+        ("pause", "Paused", "PAUSED"),
+        ("unpause", "Running", "RUNNING"),
+        ("suspend", "Suspended", "SUSPENDED"),
+        ("resume", "Paused", "PAUSED"),
+        ("start", "Running", "RUNNING"),
+        ("stop", "Stopped", None),
+        ("start", "Running", "RUNNING"),
+    ):
+        told = await typed.ok(verb, "chat", "--wait")
+        status = await chat.status()
+        assert (status["phase"], status.get("engineState")) == (phase, engine), told
+        assert told.splitlines()[-1] == f"chat is {phase}"
+    assert node.launchers["chat-0-1-0"].signals == []
+
+
+@pytest.mark.usefixtures("node")
+async def test_nothing_but_the_lifecycle_changes(chat: Resource, typed: CommandLine) -> None:
+    await chat.create(replicas=2)
+    before = (await chat.get("mi", "chat"))["spec"]
+    assert "chat is wished to be Paused now" in await typed.ok("pause", "chat")
+    assert (await chat.get("mi", "chat"))["spec"] == {**before, "lifecycle": "Paused"}
+    assert await typed.ok("pause", "chat") == "chat is wished to be Paused already\n"
+
+
+async def test_what_makes_no_sense_is_refused_and_changes_nothing(chat: Resource, typed: CommandLine) -> None:
+    await chat.create(lifecycle="Stopped")
+    generation = (await chat.get("mi", "chat"))["metadata"]["generation"]
+    for verb in ("pause", "unpause", "suspend", "resume"):
+        done = await typed.run(verb, "chat")
+        assert done.code == 1
+        assert done.complaint.startswith("error: chat is wished to be Stopped: there is n")
+        assert done.complaint.endswith(("`start` it", "`start` it first"))
+    assert (await chat.get("mi", "chat"))["metadata"]["generation"] == generation
+
+
+async def test_a_wait_ends_with_the_reason_when_the_resource_fails(
+    chat: Resource, stage: ScriptedNode, typed: CommandLine
+) -> None:
+    await chat.create(lifecycle="Stopped")
+    await chat.until_phase("Stopped")
+    waiting = asyncio.create_task(typed.run("start", "chat", "--wait"))
+    pod = next(iter((await chat.until_pods("chat-0-0-0")).values()))
+    await stage.run(pod)
+    words = {"reason": "CheckpointError", "message": "/models/m.gguf: not found", "exitCode": 2}
+    await stage.fail(pod, 2, words)
+    done = await waiting
+    assert done.code == 1
+    assert done.complaint.startswith("error: chat failed, CheckpointError: ")
+    assert "/models/m.gguf: not found" in done.complaint
+
+
+@pytest.mark.usefixtures("stage")
+async def test_a_wait_that_is_over_says_what_is_waited_for(chat: Resource, typed: CommandLine) -> None:
+    await chat.create(lifecycle="Stopped")
+    await chat.until_phase("Stopped")
+    done = await typed.run("start", "chat", "--wait", "--timeout", "3s")
+    assert done.code == 1
+    assert done.complaint.startswith("error: chat is not Running after 3s: Pending, Pending: chat-0-0-0 is Pending")
+
+
+@pytest.mark.usefixtures("stage")
+async def test_a_wait_ends_when_someone_else_wishes_otherwise_or_deletes(chat: Resource, typed: CommandLine) -> None:
+    await chat.create(lifecycle="Stopped")
+    await chat.until_phase("Stopped")
+    waiting = asyncio.create_task(typed.run("start", "chat", "--wait"))
+    await chat.until_pods("chat-0-0-0")
+    await chat.patch({"lifecycle": "Paused"})
+    assert (await waiting).complaint == "error: chat is wished to be Paused meanwhile, by someone else"
+    waiting = asyncio.create_task(typed.run("start", "chat", "--wait"))
+    await chat.until_found("mi", "chat", lambda found: found["spec"]["lifecycle"] == "Running")
+    await chat.kubectl("delete", "mi", "chat", "--wait=false")
+    done = await waiting
+    assert (done.code, done.complaint) == (1, "error: chat was deleted meanwhile")

@@ -1,0 +1,18 @@
+"""The command line itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_help_is_there_without_any_library_of_the_cluster() -> None:
+    script = (
+        "import sys; from typer.testing import CliRunner; from megatron_operator.cli import app; "
+        "out = CliRunner().invoke(app, ['--help']).output; print(out); "
+        "print(sorted({'kubernetes', 'kopf', 'aiohttp', 'httpx', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for command in ("get", "describe", "pause", "start", "local", "run"):
+        assert f" {command} " in done.stdout

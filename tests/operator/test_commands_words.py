@@ -1,0 +1,141 @@
+"""What the commands say, from what the API server says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from megatron_operator.api.v1alpha1 import Lifecycle
+from megatron_operator.commands.ages import age
+from megatron_operator.commands.failure import CommandFailed, in_words
+from megatron_operator.commands.portrait import Portrait
+from megatron_operator.commands.wish import Verb, check_sense
+from megatron_operator.kubernetes.api_server import ServerError, answer_of
+from megatron_operator.kubernetes.user_cluster import UserCluster
+
+CLUSTER = cast(UserCluster, SimpleNamespace(server="https://cluster:6443", context="dev"))
+BORN = "2026-01-01T00:00:00Z"
+NOW = 1767225600.0 + 300
+
+
+def resource(status: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "inference.megatron.dev/v1alpha1",
+        "kind": "MegatronInference",
+        "metadata": {"name": "chat", "namespace": "lab", "uid": "1", "generation": 2, "creationTimestamp": BORN},
+        "spec": {"model": {"source": {"path": "/models/m.gguf"}}, "pods": {"device": "cpu"}, **spec},
+        **({"status": status} if status else {}),
+    }
+
+
+def story(obj: dict[str, Any]) -> str:
+    return "\n".join(str(line) for line in Portrait(obj, [], [], now=NOW).lines())
+
+
+def condition(kind: str, status: str, reason: str, message: str = "") -> dict[str, str]:
+    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": BORN}
+
+
+def test_a_resource_that_nobody_has_looked_at_leads_to_the_doctor() -> None:
+    told = story(resource())
+    assert told.startswith("lab/chat  no operator has looked at it yet")
+    assert "megatron-operator doctor" in told
+
+
+def test_a_change_that_the_operator_has_not_seen_is_told() -> None:
+    status = {"phase": "Running", "observedGeneration": 1, "conditions": [condition("Ready", "True", "EngineRunning")]}
+    told = story(resource(status, lifecycle="Paused"))
+    assert "wish      Paused (generation 2)" in told
+    assert "the operator has not reported on it yet; its last word is on 1" in told
+    assert "megatron-operator doctor" in told
+
+
+def test_an_invalid_spec_is_told_with_its_field_and_the_way_to_mend_it() -> None:
+    words = "spec.replicas: 0: must be at least 1; raise it"
+    conditions = [condition("Ready", "False", "InvalidSpec", words), condition("Failed", "True", "InvalidSpec", words)]
+    told = story(resource({"phase": "Failed", "observedGeneration": 2, "conditions": conditions}, replicas=0))
+    assert told.count(words) == 1
+    assert "Failed for 5m, InvalidSpec: " in told
+    assert "kubectl edit mi chat -n lab" in told
+
+
+def test_trouble_comes_before_progress_and_what_is_well_is_not_told() -> None:
+    conditions = [
+        condition("Ready", "True", "Degraded", "1 of 2 replica groups serve"),
+        condition("Progressing", "True", "BackOff", "group 1 waits"),
+        condition("Degraded", "True", "GroupFailed", "group 1 failed"),
+        condition("Paused", "False", "AsExpected"),
+    ]
+    status = {"phase": "Degraded", "observedGeneration": 2, "conditions": conditions}
+    why = story(resource(status, replicas=2)).partition("Why\n")[2].partition("\n\n")[0]
+    assert [line.split()[0] for line in why.splitlines()] == ["Degraded", "Ready", "Progressing"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "reason", "step"),
+    [
+        ("Stopped", "Stopped", "megatron-operator start chat -n lab"),
+        ("Paused", "Paused", "megatron-operator unpause chat -n lab"),
+        ("Suspended", "Suspended", "megatron-operator resume chat -n lab"),
+        ("Starting", "ModelLoading", "megatron-operator get chat -n lab --watch"),
+        ("Pending", "ImagePull", "correct spec.image"),
+    ],
+)
+def test_the_next_step_follows_from_what_is_wrong(phase: str, reason: str, step: str) -> None:
+    status = {"phase": phase, "observedGeneration": 2, "conditions": [condition("Ready", "False", reason)]}
+    assert step in story(resource(status)).partition("Next\n")[2]
+
+
+def failure_of(status: int, text: str, path: str = "/apis/inference.megatron.dev/v1alpha1/megatroninferences") -> str:
+    with pytest.raises(Exception, match=str(status)) as caught:
+        answer_of(f"GET {path}", status, text)
+    return in_words(caught.value, CLUSTER)  # type: ignore[arg-type]
+
+
+def test_a_cluster_without_the_definition_is_told_how_to_get_it() -> None:
+    told = failure_of(404, "404 page not found")
+    assert told.startswith("MegatronInference is not defined on the cluster of context dev; install it: ")
+
+
+def test_a_server_in_trouble_is_quoted() -> None:
+    assert failure_of(500, '{"message": "etcd is gone"}') == "etcd is gone (500)"
+    silence = ServerError("GET /x: the API server cannot be reached: no route")
+    words = "the API server https://cluster:6443 of context dev does not answer: no route; is the cluster up"
+    assert in_words(silence, CLUSTER).startswith(words)
+
+
+@pytest.mark.parametrize("verb", [Verb.START, Verb.STOP])
+@pytest.mark.parametrize("wish", list(Lifecycle))
+def test_start_and_stop_make_sense_from_anywhere(verb: Verb, wish: Lifecycle) -> None:
+    check_sense(verb, resource(lifecycle=wish.value))
+
+
+@pytest.mark.parametrize(
+    ("verb", "wish", "hint"),
+    [
+        (Verb.UNPAUSE, "Suspended", "`resume` leads from there to Paused, `start` straight to Running"),
+        (Verb.PAUSE, "Suspended", "`resume` leads from there to Paused"),
+        (Verb.RESUME, "Running", "nothing to resume"),
+        (Verb.UNPAUSE, "Stopped", "`start` it"),
+    ],
+)
+def test_a_verb_that_makes_no_sense_names_the_one_that_does(verb: Verb, wish: str, hint: str) -> None:
+    with pytest.raises(CommandFailed, match=hint):
+        check_sense(verb, resource(lifecycle=wish))
+
+
+def test_nothing_can_be_wished_of_what_is_being_deleted() -> None:
+    obj = resource()
+    obj["metadata"]["deletionTimestamp"] = BORN
+    with pytest.raises(CommandFailed, match="is being deleted"):
+        check_sense(Verb.STOP, obj)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(-5, "0s"), (119, "119s"), (125, "2m5s"), (180, "3m"), (900, "15m"), (4 * 3600 + 60, "4h1m"), (90000, "25h")],
+)
+def test_ages_are_those_of_kubectl(seconds: float, words: str) -> None:
+    assert age(seconds) == words
