@@ -70,3 +70,13 @@ def test_while_the_file_can_not_be_read_the_last_keys_stay_in_force_and_the_log_
 def test_a_file_that_was_never_readable_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"MEGATRON_API_KEYS_FILE=.*nowhere: can't be read: No such file"):
         ApiKeys(tmp_path / "nowhere")
+
+
+def test_a_key_counts_in_a_header_of_its_own_too_for_proxies_take_the_other(file: Path) -> None:
+    keys = ApiKeys(file)
+    keys.check(None, "first")
+    keys.check("Bearer someone-elses", "first")
+    keys.check("Bearer first", "someone-elses")
+    for authorization, key in ((None, None), (None, "second"), ("Basic first", None), ("Bearer ", "")):
+        with pytest.raises(ApiError, match="X-Api-Key"):
+            keys.check(authorization, key)

@@ -43,7 +43,7 @@ PATIENCE = "5m"
 
 def register(app: typer.Typer) -> None:
     """Add the commands that ask a cluster."""
-    for command in (get, describe, pause, unpause, suspend, resume, stop, start):
+    for command in (get, describe, pause, unpause, suspend, resume, stop, start, logs, chat):
         app.command()(command)
 
 
@@ -143,6 +143,51 @@ def start(
 ) -> None:
     """To Running, from wherever it is."""
     _change("start", name, wait, timeout, _access(kubeconfig, context, namespace))
+
+
+def logs(
+    name: Name,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Then what is said from now on, by new pods too.")
+    ] = False,
+    group: Annotated[int | None, typer.Option("--group", "-g", min=0, help="Only this replica group's.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank's, in each group.")] = None,
+    since: Annotated[str | None, typer.Option("--since", help="Not older than this, like 30s or 2h.")] = None,
+    tail: Annotated[int | None, typer.Option("--tail", min=0, help="Only so many lines of each pod.")] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Print the logs of all pods and ranks, in order of time."""
+    from megatron_operator.commands.failure import on_cluster
+    from megatron_operator.commands.logs import Logs, Request
+
+    request = Request(name, follow, group, rank, since, tail)
+    access = _access(kubeconfig, context, namespace)
+    on_cluster(access, lambda cluster, where: Logs(cluster, where, request, Console()).run())
+
+
+def chat(
+    name: Name,
+    question: Annotated[str | None, typer.Argument(help="Asked once; without it, line after line is read.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MEGATRON_API_KEY", help="Where the resource asks for one.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = None,
+    namespace: Namespace = None,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Talk to the model, by way of the API server; needs the right to create services/proxy."""
+    from megatron_operator.commands.chat import Chat
+    from megatron_operator.commands.failure import on_cluster
+
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    options = {field: value for field, value in given.items() if value is not None}
+    access = _access(kubeconfig, context, namespace)
+    on_cluster(access, lambda cluster, where: Chat(cluster, where, name, api_key, system, options).run(question))
 
 
 def _change(verb: str, name: str, wait: bool, timeout: str, access: Access) -> None:

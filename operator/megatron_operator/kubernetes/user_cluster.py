@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -16,6 +16,7 @@ from kubernetes.aio import client, config
 
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from megatron_operator.kubernetes.api_server import MERGE_PATCH, ApiServer, Json, ServerError, answer_of, path_of
+from megatron_operator.world import WorldError
 
 USER_AGENT = "kubectl-megatron"
 """Also the field manager of what people change."""
@@ -23,6 +24,14 @@ RESOURCES = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
 TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
 NAMESPACE_OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=5.0)
+
+
+class EndpointError(WorldError):
+    """What an OpenAI endpoint behind the API server's proxy answered instead of what was asked for."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class UserCluster(ApiServer):
@@ -92,13 +101,10 @@ class UserCluster(ApiServer):
     ) -> AsyncIterator[Json]:
         """The events of one watch, until the API server ends it."""
         async with self.stream("GET", path, {**query, "watch": "true"}, accept=accept) as answer:
-            try:
-                async for line in answer.content:
-                    yield json.loads(line)
-            except (aiohttp.ClientError, OSError) as error:
-                raise ServerError(f"GET {path}: the API server ended the watch: {error}") from error
+            async for line in answer.content:
+                yield json.loads(line)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def stream(
         self,
         method: str,
@@ -109,7 +115,7 @@ class UserCluster(ApiServer):
         accept: str = "*/*",
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer that may go on for as long as it likes."""
+        """An answer that may go on for as long as it likes. Raises EndpointError too."""
         try:
             request = await self._api.param_serialize(
                 method,
@@ -126,8 +132,10 @@ class UserCluster(ApiServer):
             raise ServerError(f"{method} {path}: the API server cannot be reached: {error}") from error
         try:
             if answer.status >= 300:
-                answer_of(f"{method} {path}", answer.status, await answer.text())
+                raise _refusal(f"{method} {path}", answer.status, await answer.text())
             yield answer
+        except (aiohttp.ClientError, OSError) as error:
+            raise ServerError(f"{method} {path}: the answer broke off: {error}") from error
         finally:
             answer.close()
 
@@ -141,6 +149,17 @@ def core_path(namespace: str, plural: str, name: str = "") -> str:
     """The URL path of objects of the core API in a namespace."""
     path = f"/api/v1/namespaces/{quote(namespace, safe='')}/{plural}"
     return f"{path}/{quote(name, safe='')}" if name else path
+
+
+def _refusal(request: str, status: int, text: str) -> WorldError:
+    """The API server's own words, or those of the endpoint behind its proxy."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return EndpointError(str(json.loads(text)["error"]["message"]), status)
+    try:
+        answer_of(request, status, text)
+    except WorldError as error:
+        return error
+    raise AssertionError("this status is a refusal")
 
 
 def _any_exists(paths: str) -> bool:

@@ -30,15 +30,20 @@ class ApiKeys:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"MEGATRON_API_KEYS_FILE={path}: can't be read: {_reason(error)}") from error
 
-    def check(self, authorization: str | None) -> None:
-        """Raises ApiError 401 unless the header carries one of the keys."""
+    def check(self, authorization: str | None, key: str | None = None) -> None:
+        """Raises ApiError 401 unless ``authorization`` carries one of the keys, or ``key`` is one.
+
+        The latter is for those who come by way of a proxy that takes ``Authorization`` for itself, as an API server's
+        does.
+        """
         self._refresh()
-        scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip())
+        scheme, _, token = (authorization or "").partition(" ")
+        given = [_digest(each.strip()) for each in (token if scheme.lower() == "bearer" else "", key or "")]
         # All keys are compared, in constant time each, so that the time taken says nothing about any of them.
-        matches = sum(hmac.compare_digest(given, digest) for digest in self._digests)
-        if scheme.lower() != "bearer" or not matches:
-            raise ApiError(401, "no valid API key: send one as Authorization: Bearer <key>", code="invalid_api_key")
+        matches = sum(hmac.compare_digest(each, digest) for each in given for digest in self._digests)
+        if not matches:
+            words = "no valid API key: send one as Authorization: Bearer <key>, or as X-Api-Key: <key>"
+            raise ApiError(401, words, code="invalid_api_key")
 
     def _refresh(self) -> None:
         try:

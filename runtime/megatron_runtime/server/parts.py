@@ -49,7 +49,7 @@ class Frontend:
         It awaits nothing, and is a coroutine because FastAPI calls anything else in a thread, which costs more.
         """
         if self.api_keys is not None:
-            self.api_keys.check(request.headers.get("authorization"))
+            self.api_keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 for another model than the served one."""

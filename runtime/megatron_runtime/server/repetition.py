@@ -53,7 +53,8 @@ def request_name(request: Request, body: GenerationBody) -> RequestName | None:
         content = body.model_dump_json()
     except PydanticSerializationError as error:
         raise ApiError(400, f"the body can't be told from others: {error}") from error
-    parts = [key, request.headers.get("authorization"), request.url.path, content]
+    credentials = [request.headers.get(header) for header in ("authorization", "x-api-key")]
+    parts = [key, credentials, request.url.path, content]
     return RequestName(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
 

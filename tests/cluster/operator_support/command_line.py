@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +60,21 @@ class CommandLine:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             await process.communicate()
+
+    @contextlib.asynccontextmanager
+    async def output(self, *words: str) -> AsyncIterator[Callable[[int], Awaitable[str]]]:
+        """Its output by numbers of bytes, as soon as they have come; it must succeed."""
+        process = await self._start(*words)
+        stream = process.stdout
+        assert stream is not None
+
+        async def read(count: int) -> str:
+            async with asyncio.timeout(PATIENCE):
+                return (await stream.readexactly(count)).decode()
+
+        yield read
+        _, err = await process.communicate()
+        assert process.returncode == 0, err
 
     async def _start(self, *words: str, **environment: str) -> asyncio.subprocess.Process:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("MEGATRON_", "KUBE"))}

@@ -14,10 +14,14 @@ LABELS = "inference.megatron.dev"
 
 
 class ScriptedNode(PlayedNode):
-    """With ``by_itself`` every pod becomes ready; otherwise it waits for ``run`` and ``make_ready``."""
+    """With ``by_itself`` every pod becomes ready; otherwise it waits for ``run`` and ``make_ready``.
 
-    def __init__(self, api: Api, namespace: str, *, by_itself: bool = True) -> None:
+    ``address`` is for tests of one pod, which an API server reaches there: it goes to no loopback address.
+    """
+
+    def __init__(self, api: Api, namespace: str, *, by_itself: bool = True, address: str | None = None) -> None:
         super().__init__(api, namespace)
+        self._address = address
         self.by_itself = by_itself
         self.full = False
         self.launchers: dict[str, StandIn] = {}
@@ -46,7 +50,7 @@ class ScriptedNode(PlayedNode):
         metadata = pod["metadata"]
         environment = {item["name"]: item.get("value", "") for item in pod["spec"]["containers"][0]["env"]}
         launcher = StandIn(
-            _an_address(),
+            self._address or _an_address(),
             await self._token(metadata["labels"][f"{LABELS}/name"]),
             leader=environment["MEGATRON_LEADER"] == "1",
             group=int(environment["MEGATRON_GROUP_INDEX"]),

@@ -1,0 +1,138 @@
+"""``chat``: a conversation with the model, through the API server, so that no route to the cluster's network is needed.
+
+The API server's proxy takes the header ``Authorization`` for itself; an API key therefore goes in ``X-Api-Key``.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_operator import names
+from megatron_operator.api.v1alpha1 import ConditionType, Phase
+from megatron_operator.commands.failure import CommandFailed, existing
+from megatron_operator.kubernetes.api_server import Json, ServerError
+from megatron_operator.kubernetes.user_cluster import EndpointError, UserCluster, core_path
+from megatron_operator.status import old_status
+
+API_KEY_HEADER = "X-Api-Key"
+API_KEY_VARIABLE = "MEGATRON_API_KEY"
+DATA = b"data: "
+DONE = b"[DONE]"
+PROMPT = "> "
+FORGET = "/new"
+WELCOME = f"{{name}} listens. {FORGET} begins a new conversation, Ctrl-D ends."
+HELD = (Phase.PAUSED, Phase.SUSPENDED)
+
+
+@dataclass
+class Chat:
+    """One conversation. ``options`` are further fields of the request, such as ``max_tokens``."""
+
+    cluster: UserCluster
+    namespace: str
+    name: str
+    api_key: str | None = None
+    system: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    _model: str = ""
+    _messages: list[dict[str, str]] = field(default_factory=list)
+
+    async def run(self, question: str | None) -> None:
+        """Answer one question, or one line of the standard input after the other. Raises CommandFailed, WorldError."""
+        await self._look()
+        self._forget()
+        if question is not None:
+            await self._answer(question)
+            return
+        # asyncio's own handler would wait for the loop, which waits for the person.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        is_person = sys.stdin.isatty()
+        if is_person:
+            import readline  # noqa: F401  # gives input() its line editing
+
+            _tell(WELCOME.format(name=self.name))
+        while (line := _next_line(PROMPT if is_person else "")) is not None:
+            if line == FORGET:
+                self._forget()
+            elif line:
+                await self._answer(line)
+
+    async def _look(self) -> None:
+        """Which name the model has, and whether anybody is there to answer."""
+        obj = await existing(self.cluster, self.namespace, self.name)
+        status = old_status(obj)
+        self._model = status.model_name or (obj["spec"].get("model") or {}).get("servedName") or self.name
+        ready = status.condition(ConditionType.READY)
+        if status.phase in HELD:
+            verb = "start" if status.phase is Phase.SUSPENDED else "unpause"
+            _tell(
+                f"{self.name} is {status.phase}: what is asked waits; `megatron-operator {verb} {self.name}` ends that"
+            )
+        elif ready is None:
+            raise CommandFailed(f"{self.name} does not answer: no operator has looked at it yet")
+        elif ready.status == "False":
+            raise CommandFailed(f"{self.name} does not answer, {ready.reason}: {ready.message}")
+
+    def _forget(self) -> None:
+        self._messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    async def _answer(self, question: str) -> None:
+        self._messages.append({"role": "user", "content": question})
+        said = ""
+        try:
+            async for words in self._stream():
+                said += words
+                print(words, end="", flush=True)
+        except EndpointError as error:
+            raise CommandFailed(self._complaint(error)) from error
+        except ServerError as error:
+            if error.status == 503:
+                words = f"{self.name} does not answer: {str(error).partition(': ')[2]}"
+                raise CommandFailed(f"{words}; `megatron-operator describe {self.name}` tells why") from error
+            raise
+        print(flush=True)
+        self._messages.append({"role": "assistant", "content": said})
+
+    async def _stream(self) -> AsyncIterator[str]:
+        """The answer as it comes."""
+        service = f"{names.http_service(self.name)}:http"
+        path = f"{core_path(self.namespace, 'services')}/{service}/proxy/v1/chat/completions"
+        body = {"model": self._model, "messages": self._messages, "stream": True, **self.options}
+        headers = {API_KEY_HEADER: self.api_key} if self.api_key else {}
+        async with self.cluster.stream("POST", path, body=body, headers=headers) as answer:
+            async for line in answer.content:
+                data = line.strip().removeprefix(DATA)
+                if data == DONE:
+                    return
+                if data and line.startswith(DATA):
+                    yield _words_of(json.loads(data))
+        raise CommandFailed(f"{self.name}: the answer broke off before its end; ask again")
+
+    def _complaint(self, error: EndpointError) -> str:
+        if error.status == 401:
+            wrong = "does not take this API key" if self.api_key else "asks for an API key"
+            return f"{self.name} {wrong}: say --api-key KEY, or set {API_KEY_VARIABLE}"
+        return f"{self.name} refuses ({error.status}): {error}"
+
+
+def _words_of(chunk: Json) -> str:
+    if "error" in chunk:
+        raise CommandFailed(f"the answer ended with an error: {chunk['error'].get('message')}")
+    choices = chunk.get("choices") or [{}]
+    return str((choices[0].get("delta") or {}).get("content") or "")
+
+
+def _next_line(prompt: str) -> str | None:
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        return None
+
+
+def _tell(words: str) -> None:
+    print(words, file=sys.stderr)

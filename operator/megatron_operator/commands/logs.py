@@ -1,0 +1,155 @@
+"""``logs``: what all ranks of a resource say, in the order in which they said it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_operator import names
+from megatron_operator.api.quantity import Duration
+from megatron_operator.commands.failure import CommandRefused, existing, in_words
+from megatron_operator.commands.log_lines import LogLine, has_started, read_lines
+from megatron_operator.commands.table import say
+from megatron_operator.kubernetes.api_server import Json
+from megatron_operator.kubernetes.user_cluster import UserCluster, core_path
+from megatron_operator.world import PodPhase, WorldError
+
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+LOOK = 1.0
+"""Seconds between looks for new pods, and before a log that broke off is read on."""
+FINISHED = (PodPhase.SUCCEEDED, PodPhase.FAILED)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Whose lines are wanted, and which; None is no limit. ``tail`` counts the lines of each pod."""
+
+    name: str
+    follow: bool = False
+    group: int | None = None
+    rank: int | None = None
+    since: str | None = None
+    tail: int | None = None
+
+    def query(self) -> Mapping[str, str]:
+        """What the kubelet can leave out. Raises CommandRefused."""
+        query: dict[str, str] = {}
+        if self.since is not None:
+            try:
+                query["sinceSeconds"] = str(max(1, math.ceil(Duration(self.since))))
+            except ValueError as error:
+                raise CommandRefused(f"--since {self.since}: {error}") from error
+        if self.tail is not None and self.rank is None:
+            query["tailLines"] = str(self.tail)
+        return query
+
+
+@dataclass
+class Logs:
+    """One run of the command."""
+
+    cluster: UserCluster
+    namespace: str
+    request: Request
+    console: Console
+    complaints: Console = field(default_factory=lambda: Console(stderr=True))
+    _last: dict[str, float] = field(default_factory=dict)
+    _failed: set[str] = field(default_factory=set)
+
+    async def run(self) -> int:
+        """The exit code: 1 when a log could not be read. Raises CommandFailed, WorldError."""
+        query = self.request.query()
+        obj = await existing(self.cluster, self.namespace, self.request.name)
+        self._check_rank(obj)
+        pods = await self._pods()
+        if not pods and not self.request.follow:
+            of = "" if self.request.group is None else f" in group {self.request.group}"
+            say(self.complaints, f"{self.request.name} has no pods{of}")
+        found = await asyncio.gather(*(self._history(pod, query) for pod in pods))
+        for line in sorted(line for lines in found for line in lines):
+            self._print(line)
+        if self.request.follow:
+            await self._follow()
+        return 1 if self._failed else 0
+
+    def _check_rank(self, obj: Json) -> None:
+        sizes = obj["spec"].get("parallelism") or {}
+        ranks = int(sizes.get("tensor") or 1) * int(sizes.get("pipeline") or 1)
+        if self.request.rank is not None and not 0 <= self.request.rank < ranks:
+            raise CommandRefused(
+                f"--rank {self.request.rank}: a group of {self.request.name} has ranks 0 to {ranks - 1}"
+            )
+
+    async def _pods(self) -> list[Json]:
+        """Those that were asked for, of all attempts."""
+        selector = [f"{names.NAME_LABEL}={self.request.name}"]
+        if self.request.group is not None:
+            selector.append(f"{names.GROUP_LABEL}={self.request.group}")
+        path = core_path(self.namespace, "pods")
+        answer = await self.cluster.read(path, {"labelSelector": ",".join(selector)})
+        return [pod for pod in answer.get("items") or [] if names.pod_identity(pod["metadata"]) is not None]
+
+    async def _history(self, pod: Json, query: Mapping[str, str]) -> list[LogLine]:
+        name = pod["metadata"]["name"]
+        self._last[name] = 0.0
+        if not has_started(pod):
+            if not self.request.follow:
+                say(self.complaints, f"{name} has not started: it has no log yet")
+            return []
+        try:
+            lines = [line async for line in read_lines(self.cluster, self.namespace, name, query) if self._wants(line)]
+        except WorldError as error:
+            self._complain(name, error)
+            return []
+        return lines[-self.request.tail :] if self.request.tail else lines[: self.request.tail]
+
+    async def _follow(self) -> None:
+        """Until nobody is left who could say anything: the resource and its pods are gone."""
+        async with asyncio.TaskGroup() as readers:
+            followed: set[str] = set()
+            while True:
+                pods = await self._pods()
+                for pod in pods:
+                    if pod["metadata"]["uid"] not in followed and has_started(pod):
+                        followed.add(pod["metadata"]["uid"])
+                        readers.create_task(self._read_on(pod["metadata"]["name"]))
+                if not pods and await self.cluster.get("MegatronInference", self.namespace, self.request.name) is None:
+                    return
+                await asyncio.sleep(LOOK)
+
+    async def _read_on(self, name: str) -> None:
+        """A log that breaks off while the pod runs is read on from where it was."""
+        while True:
+            last = self._last.get(name, 0.0)
+            try:
+                async for line in read_lines(self.cluster, self.namespace, name, {"follow": "true"}, after=last):
+                    self._last[name] = max(self._last.get(name, 0.0), line.time if math.isfinite(line.time) else 0.0)
+                    if self._wants(line):
+                        self._print(line)
+                self._failed.discard(name)
+            except WorldError as error:
+                self._complain(name, error)
+            pod = await self.cluster.get("Pod", self.namespace, name)
+            if pod is None or (pod.get("status") or {}).get("phase") in FINISHED:
+                return
+            await asyncio.sleep(LOOK)
+
+    def _wants(self, line: LogLine) -> bool:
+        return self.request.rank is None or line.is_of(self.request.rank)
+
+    def _complain(self, name: str, error: WorldError) -> None:
+        if name not in self._failed:
+            self._failed.add(name)
+            say(self.complaints, f"{name}: its log cannot be read: {in_words(error, self.cluster)}")
+
+    def _print(self, line: LogLine) -> None:
+        if math.isfinite(line.time):
+            self._last[line.pod] = max(self._last.get(line.pod, 0.0), line.time)
+        prefix = Text(line.pod, style=COLOURS[zlib.crc32(line.pod.encode()) % len(COLOURS)])
+        say(self.console, prefix.append(f" {line.text}", style="default"))

@@ -1,0 +1,50 @@
+"""An OpenAI endpoint without a model: it repeats what it is told, word by word."""
+
+import asyncio
+import json
+from typing import Any, Self
+
+from aiohttp import web
+
+
+class ChatEndpoint:
+    """At ``address``, port 8000. Used as an asynchronous context manager."""
+
+    def __init__(self, address: str, *, key: str | None = None) -> None:
+        self._address = address
+        self._key = key
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.may_end = asyncio.Event()
+        """Before the last word of an answer this is waited for."""
+        self.may_end.set()
+
+    async def __aenter__(self) -> Self:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._address, 8000).start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        if self._key is not None and request.headers.get("X-Api-Key") != self._key:
+            return web.json_response({"error": {"message": "no valid API key", "type": "x"}}, status=401)
+        if not body["messages"][-1]["content"].strip("."):
+            return web.json_response({"error": {"message": "messages: nothing is asked"}}, status=400)
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        words = ["You said: ", *body["messages"][-1]["content"].split(" ")]
+        for place, word in enumerate(words):
+            if place == len(words) - 1:
+                await self.may_end.wait()
+            chunk = {"choices": [{"index": 0, "delta": {"content": word}}]}
+            await answer.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        await answer.write(b"data: [DONE]\n\n")
+        return answer

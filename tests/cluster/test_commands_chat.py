@@ -1,0 +1,108 @@
+"""`chat` by way of a real API server's proxy, to an endpoint that the test plays."""
+
+import ipaddress
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from cluster_support.control_plane import ControlPlane
+from operator_support.api import Api
+from operator_support.chat_endpoint import ChatEndpoint
+from operator_support.command_line import CommandLine
+from operator_support.resource import Resource
+from operator_support.scripted_node import ScriptedNode
+
+
+def own_address() -> str:
+    """One of this machine's that is no loopback address: an API server's proxy goes to none. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has loopback addresses only, to which no API server's proxy goes")
+        address = str(probe.getsockname()[0])
+    if ipaddress.ip_address(address).is_loopback:
+        pytest.skip("this machine has loopback addresses only, to which no API server's proxy goes")
+    return address
+
+
+@pytest.fixture
+async def served(chat: Resource, api: Api, own_control_plane: ControlPlane) -> AsyncIterator[str]:  # noqa: ARG001
+    """The address of the leader pod of a resource that answers, as far as the cluster knows."""
+    address = own_address()
+    async with ScriptedNode(api, chat.namespace, address=address):
+        await chat.create(model={"source": {"path": "/models/m.gguf"}, "servedName": "parrot"})
+        await chat.until_phase("Running")
+        await chat.until_found("endpoints", "chat", lambda found: address in str(found.get("subsets")))
+        yield address
+
+
+@pytest.mark.usefixtures("controllers")
+async def test_one_question_is_answered_word_by_word_as_it_comes(served: str, typed: CommandLine) -> None:
+    async with ChatEndpoint(served) as endpoint:
+        told = await typed.ok("chat", "chat", "hello there", "--system", "Be brief.", "--max-tokens", "9")
+    assert told == "You said: hellothere\n"
+    (body,) = endpoint.bodies
+    assert (body["model"], body["stream"], body["max_tokens"]) == ("parrot", True, 9)
+    assert [message["role"] for message in body["messages"]] == ["system", "user"]
+    assert "Authorization" not in endpoint.headers[0]
+
+
+@pytest.mark.usefixtures("controllers")
+async def test_a_conversation_goes_on_line_by_line_until_it_is_forgotten(served: str, typed: CommandLine) -> None:
+    async with ChatEndpoint(served) as endpoint:
+        told = await typed.ok("chat", "chat", input="one\n\ntwo\n/new\nthree\n")
+    assert told.splitlines() == ["You said: one", "You said: two", "You said: three"]
+    assert [[message["content"] for message in body["messages"]] for body in endpoint.bodies] == [
+        ["one"],
+        ["one", "You said: one", "two"],
+        ["three"],
+    ]
+
+
+@pytest.mark.usefixtures("controllers")
+async def test_words_are_printed_before_the_answer_has_ended(served: str, typed: CommandLine) -> None:
+    async with ChatEndpoint(served) as endpoint:
+        endpoint.may_end.clear()
+        async with typed.output("chat", "chat", "a b c") as read:
+            assert await read(len("You said: ab")) == "You said: ab"
+            endpoint.may_end.set()
+            assert await read(2) == "c\n"
+
+
+@pytest.mark.usefixtures("controllers")
+async def test_an_api_key_reaches_the_endpoint_beside_the_persons_own_token(served: str, typed: CommandLine) -> None:
+    async with ChatEndpoint(served, key="sesame"):
+        done = await typed.run("chat", "chat", "hi")
+        assert done.code == 1
+        assert done.complaint == "error: chat asks for an API key: say --api-key KEY, or set MEGATRON_API_KEY"
+        done = await typed.run("chat", "chat", "hi", "--api-key", "wrong")
+        assert done.complaint.startswith("error: chat does not take this API key")
+        assert await typed.ok("chat", "chat", "hi", MEGATRON_API_KEY="sesame") == "You said: hi\n"
+
+
+@pytest.mark.usefixtures("controllers")
+async def test_what_the_endpoint_refuses_is_told_in_its_words(served: str, typed: CommandLine) -> None:
+    async with ChatEndpoint(served):
+        done = await typed.run("chat", "chat", "...")
+    assert (done.code, done.complaint) == (1, "error: chat refuses (400): messages: nothing is asked")
+
+
+@pytest.mark.usefixtures("stage")
+async def test_a_resource_that_is_not_up_says_what_it_waits_for(chat: Resource, typed: CommandLine) -> None:
+    await chat.create()
+    await chat.until(lambda status: bool(status.get("conditions")), "a status")
+    done = await typed.run("chat", "chat", "hi")
+    assert done.code == 1
+    assert done.complaint.startswith("error: chat does not answer, Pending: ")
+
+
+@pytest.mark.usefixtures("node")
+async def test_an_endpoint_that_nobody_serves_is_told_in_words(chat: Resource, typed: CommandLine) -> None:
+    """The node's pods are at loopback addresses, of which the cluster makes no endpoint."""
+    await chat.create()
+    await chat.until_phase("Running")
+    done = await typed.run("chat", "chat", "hi")
+    assert done.code == 1
+    assert done.complaint.startswith("error: chat does not answer: no endpoints available")
+    assert "`megatron-operator describe chat` tells why" in done.complaint
