@@ -11,13 +11,14 @@ import typer
 from rich.console import Console
 
 from megatron_operator.commands import typed
+from megatron_operator.commands.program import OPERATOR, PLUGIN
 from megatron_operator.local.pod_manifest import PathMap
 
 INTERRUPTED = 130
 BAD_USAGE = 2
 
 app = typer.Typer(
-    name="megatron-operator",
+    name=OPERATOR,
     help="Serve language models with Megatron inference: one MegatronInference resource, one OpenAI endpoint.",
     no_args_is_help=True,
     add_completion=False,
@@ -65,6 +66,15 @@ def crd() -> None:
 
 typed.register(app)
 
+plugin_app = typer.Typer(
+    name=PLUGIN,
+    help="Ask and steer the language models that MegatronInference resources serve.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+typed.register(plugin_app)
+
 
 def path_map(words: list[str]) -> PathMap:
     """Reads ``PATH=FOLDER``. Ends the program with words when one of them is something else."""
@@ -96,8 +106,17 @@ async def serve_locally(file: Path, paths: PathMap, console: Console) -> int:
 
 def main() -> None:
     """The console script. Mistakes come out as words, not as tracebacks."""
+    _run(app, OPERATOR)
+
+
+def plugin() -> None:
+    """The console script ``kubectl-megatron``, which kubectl finds by its name: ``kubectl megatron``."""
+    _run(plugin_app, PLUGIN)
+
+
+def _run(chosen: typer.Typer, name: str) -> None:
     try:
-        app()
+        chosen(prog_name=name)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

@@ -41,6 +41,20 @@ async def test_get_prints_names_and_whole_objects(chat: Resource, typed: Command
     assert [item["metadata"]["name"] for item in listed["items"]] == ["chat", "code"]
 
 
+async def test_describe_tells_when_a_failed_group_is_tried_again(
+    chat: Resource, node: ScriptedNode, typed: CommandLine
+) -> None:
+    await chat.create(replicas=2, failurePolicy={"backoff": "5m"})
+    await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
+    await node.fail((await chat.pods())["chat-1-0-0"], 137, "", reason="OOMKilled")
+    await chat.until_phase("Degraded")
+    why, _, groups = (await typed.ok("describe", "chat")).partition("Groups")
+    assert why.count("chat-1-0-0: OOMKilled (exit code 137): killed (exit code 137), perhaps because memory ran") == 1
+    assert "BackOff: group 1 failed: chat-1-0-0: OOMKilled" in groups
+    assert "; restart 1 of 5 at " in groups
+    assert "megatron-operator logs chat" in groups
+
+
 @pytest.mark.usefixtures("node")
 async def test_a_watch_prints_a_line_for_each_change(chat: Resource, typed: CommandLine) -> None:
     await chat.create()
@@ -78,7 +92,6 @@ async def test_describe_tells_how_far_the_weights_are(chat: Resource, stage: Scr
     await chat.until(lambda status: "10 %" in json.dumps(status), "the share of the weights")
     told = await typed.ok("describe", "chat")
     assert "  ModelLoading: chat-0-0-0 loads the weights: 10 % of" in told.partition("Groups")[2]
-    assert "kubectl" not in told
     assert f"megatron-operator get chat -n {chat.namespace} --watch" in told
 
 
@@ -95,6 +108,7 @@ async def test_describe_tells_the_last_failure_and_where_it_answers(
     told = await typed.ok("describe", "chat")
     assert "ago: chat-0-0-0 rank 3 ended with exit code 1: RankFailed: CUDA error" in told
     assert f"curl http://chat.{chat.namespace}.svc:8000/v1/models" in told
+    assert f"kubectl get --raw /api/v1/namespaces/{chat.namespace}/services/chat:http/proxy/v1/models" in told
     assert f"at {node.launchers['chat-0-1-0'].address}" in told
     assert "megatron-operator chat chat" in told
 

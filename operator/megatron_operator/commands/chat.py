@@ -15,6 +15,7 @@ from typing import Any
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, Phase
 from megatron_operator.commands.failure import CommandFailed, existing
+from megatron_operator.commands.program import program
 from megatron_operator.kubernetes.api_server import Json, ServerError
 from megatron_operator.kubernetes.user_cluster import EndpointError, UserCluster, core_path
 from megatron_operator.status import old_status
@@ -70,9 +71,7 @@ class Chat:
         ready = status.condition(ConditionType.READY)
         if status.phase in HELD:
             verb = "start" if status.phase is Phase.SUSPENDED else "unpause"
-            _tell(
-                f"{self.name} is {status.phase}: what is asked waits; `megatron-operator {verb} {self.name}` ends that"
-            )
+            _tell(f"{self.name} is {status.phase}: what is asked waits; `{program()} {verb} {self.name}` ends that")
         elif ready is None:
             raise CommandFailed(f"{self.name} does not answer: no operator has looked at it yet")
         elif ready.status == "False":
@@ -93,7 +92,7 @@ class Chat:
         except ServerError as error:
             if error.status == 503:
                 words = f"{self.name} does not answer: {str(error).partition(': ')[2]}"
-                raise CommandFailed(f"{words}; `megatron-operator describe {self.name}` tells why") from error
+                raise CommandFailed(f"{words}; `{program()} describe {self.name}` tells why") from error
             raise
         print(flush=True)
         self._messages.append({"role": "assistant", "content": said})

@@ -11,6 +11,7 @@ from rich.console import Console
 from megatron_operator.api.quantity import Duration
 from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, Phase, Status
 from megatron_operator.commands.failure import CommandFailed
+from megatron_operator.commands.program import program
 from megatron_operator.commands.table import say
 from megatron_operator.commands.wish import wish_of
 from megatron_operator.kubernetes.api_server import Json, ServerError
@@ -45,7 +46,7 @@ class Follower:
                         say(self.console, f"{self.name} is {self.wish}")
                         return
         except TimeoutError as error:
-            last = self._told or "nothing is known of it; does an operator run? `megatron-operator doctor` tells"
+            last = self._told or f"nothing is known of it; does an operator run? `{program()} doctor` tells"
             raise CommandFailed(f"{self.name} is not {self.wish} after {timeout.text}: {last}") from error
 
     async def _versions(self) -> AsyncIterator[Json]:

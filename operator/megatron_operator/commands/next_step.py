@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_operator.api.v1alpha1 import ConditionType, Phase, Status
+from megatron_operator.commands.program import program
+from megatron_operator.conditions import GROUP_FAILED
 from megatron_operator.picture import ENGINE_UNREACHABLE
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED
 from megatron_operator.status import INVALID_SPEC
-
-PROGRAM = "megatron-operator"
 
 _BY_PHASE = {
     Phase.STOPPED: "{program} start {name}",
@@ -24,6 +24,7 @@ _BY_REASON = {
     "`{program} doctor` shows the nodes' GPUs",
     "ImagePull": "correct spec.image, or let the ServiceAccount's imagePullSecrets open the registry",
     "BackOff": "{program} logs {name}   shows what the attempt said; the next one starts by itself",
+    GROUP_FAILED: "{program} logs {name}   shows what it said; the next attempt starts by itself",
     INVALID_SPEC: "kubectl edit mi {name}   and mend the fields named above",
     ENGINE_UNREACHABLE: "{program} logs {name}   and see whether a NetworkPolicy keeps the operator from port 9000",
     "ApplyFailed": "mend what the API server refuses, as told above; it is tried again by itself",
@@ -42,7 +43,7 @@ def next_step(obj: Mapping[str, Any], status: Status, *, seen: bool) -> str:
         step = _BY_PHASE[Phase.TERMINATING]
     else:
         step = _of(status)
-    return step.format(program=PROGRAM, name=f"{metadata['name']} -n {metadata['namespace']}")
+    return step.format(program=program(), name=f"{metadata['name']} -n {metadata['namespace']}")
 
 
 def _of(status: Status) -> str:

@@ -81,6 +81,11 @@ class Portrait:
         """Whether the operator has reported on the spec as it is now."""
         return bool(self.status.observed_generation >= int(self.obj["metadata"].get("generation") or 0))
 
+    @property
+    def _proxied(self) -> str:
+        metadata = self.obj["metadata"]
+        return f"/api/v1/namespaces/{metadata['namespace']}/services/{names.http_service(metadata['name'])}:http/proxy"
+
     def _section(self, title: str, lines: Iterator[str | Text] | Sequence[str | Text]) -> Iterator[str | Text]:
         listed = list(lines)
         if listed:
@@ -114,19 +119,20 @@ class Portrait:
             yield "shape", _shape(self.resource)
         if self.status.url:
             service = self.resource.spec.expose.service.type if self.resource else "ClusterIP"
-            yield "endpoint", f"{self.status.url} (Service of type {service}; reached from inside the cluster)"
-            yield "", f"curl {self.status.url}/models"
+            yield "endpoint", f"{self.status.url} (Service of type {service})"
+            yield "", f"inside the cluster: curl {self.status.url}/models"
+            yield "", f"from outside: kubectl get --raw {self._proxied}/v1/models"
         yield "created", f"{self._ago(metadata.get('creationTimestamp'))} ago"
 
     def _conditions(self) -> Iterator[Text]:
-        told: set[tuple[str, str]] = set()
+        told: set[str] = set()
         for kind in IMPORTANCE:
             condition = self.status.condition(kind)
             if condition is None or (condition.status == "False" and kind is not ConditionType.READY):
                 continue
-            if (condition.reason, condition.message) in told:
+            if condition.message and condition.message in told:
                 continue
-            told.add((condition.reason, condition.message))
+            told.add(condition.message)
             line = Text("" if condition.status == "True" else "not " if condition.status == "False" else "maybe ")
             line.append_text(coloured(str(kind)) if condition.status == "True" else Text(str(kind)))
             since = self._ago(condition.last_transition_time)
@@ -137,7 +143,9 @@ class Portrait:
             yield from (self._pod(pod) for pod in self._observed)
             return
         world = World(now=self.now, pods=self._observed)
-        picture = Picture(self.resource, world, template_hash="")
+        # Which template is wished for only the operator knows, by its settings; the youngest pod is of it.
+        youngest = max(self._observed, key=lambda pod: pod.created_at, default=None)
+        picture = Picture(self.resource, world, template_hash=youngest.template_hash if youngest else "")
         if not picture.wants_pods:
             yield from (self._pod(pod) for pod in self._observed)
             return

@@ -43,7 +43,7 @@ PATIENCE = "5m"
 
 def register(app: typer.Typer) -> None:
     """Add the commands that ask a cluster."""
-    for command in (get, describe, pause, unpause, suspend, resume, stop, start, logs, chat):
+    for command in (get, describe, pause, unpause, suspend, resume, stop, start, logs, chat, doctor):
         app.command()(command)
 
 
@@ -188,6 +188,15 @@ def chat(
     options = {field: value for field, value in given.items() if value is not None}
     access = _access(kubeconfig, context, namespace)
     on_cluster(access, lambda cluster, where: Chat(cluster, where, name, api_key, system, options).run(question))
+
+
+def doctor(namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
+    """Look at the cluster for what is missing, and tell how to mend it; exit code 1 when something is."""
+    from megatron_operator.commands.doctor import Doctor
+    from megatron_operator.commands.failure import on_cluster
+
+    access = _access(kubeconfig, context, namespace)
+    on_cluster(access, lambda cluster, where: Doctor(cluster, where, Console()).run())
 
 
 def _change(verb: str, name: str, wait: bool, timeout: str, access: Access) -> None:

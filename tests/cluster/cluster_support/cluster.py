@@ -33,7 +33,7 @@ class Cluster:
         self.folder = folder
         self.description = str(source)
         self.version = source.version
-        self._kubectl = kubectl
+        self.kubectl_path = kubectl
 
     @property
     def has_controllers(self) -> bool:
@@ -51,7 +51,7 @@ class Cluster:
         It acts for the administrator unless given another kubeconfig.
         """
         flags = [f"--kubeconfig={kubeconfig or self.kubeconfig}", f"--cache-dir={self.folder / 'kubectl-cache'}"]
-        command = [str(self._kubectl), *flags, *args]
+        command = [str(self.kubectl_path), *flags, *args]
         done = subprocess.run(command, input=input, capture_output=True, text=True, timeout=timeout, check=False)
         if done.returncode != 0:
             raise CommandFailedError(f"kubectl {' '.join(args)}: exit status {done.returncode}\n{done.stderr.strip()}")

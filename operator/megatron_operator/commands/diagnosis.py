@@ -1,0 +1,246 @@
+"""What a cluster needs for models to be served, judged from what the API server says of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from megatron_operator.api.crd import crd
+from megatron_operator.api.quantity import Quantity
+from megatron_operator.api.v1alpha1 import VERSION
+from megatron_operator.commands.failure import INSTALL
+
+Object = Mapping[str, Any]
+
+CEL_MINOR = 25
+"""Kubernetes 1.25 is the first that obeys the rules (CEL) of a CustomResourceDefinition."""
+VALIDATIONS = "x-kubernetes-validations"
+DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
+ENFORCED = "pod-security.kubernetes.io/enforce"
+
+
+class Level(StrEnum):
+    """How bad it is; only what is missing keeps models from being served."""
+
+    OK = "ok"
+    WARN = "warn"
+    MISSING = "missing"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line, and how to mend it where something is to be mended."""
+
+    level: Level
+    subject: str
+    words: str
+    mend: str = ""
+
+
+def api_server(version: Object) -> Finding:
+    """Whether it obeys the rules of the definition."""
+    name = str(version.get("gitVersion"))
+    if minor_of(version) >= CEL_MINOR:
+        return Finding(Level.OK, "API server", f"{name}, which checks the rules (CEL) at kubectl apply")
+    words = f"{name} knows no CEL: what breaks a rule is accepted, and then refused by the operator in a condition"
+    return Finding(Level.WARN, "API server", words, "Kubernetes 1.25 or newer refuses it at kubectl apply")
+
+
+def minor_of(version: Object) -> int:
+    """The minor version; some clouds write it as 27+."""
+    return int("".join(each for each in str(version.get("minor")) if each.isdigit()) or 0)
+
+
+def definition(found: Object | None, *, knows_cel: bool) -> Finding:
+    """Whether the kind is defined, and by the schema of this version."""
+    subject = "definition"
+    if found is None:
+        return Finding(Level.MISSING, subject, "MegatronInference is not defined", INSTALL)
+    conditions = (found.get("status") or {}).get("conditions") or []
+    if not any(each["type"] == "Established" and each["status"] == "True" for each in conditions):
+        words = "; ".join(str(each.get("message")) for each in conditions if each["status"] == "False")
+        return Finding(
+            Level.MISSING, subject, f"it is not established: {words}", "mend what it says, or apply it again"
+        )
+    served = [each for each in found["spec"]["versions"] if each["name"] == VERSION and each.get("served")]
+    if not served:
+        return Finding(Level.MISSING, subject, f"version {VERSION} is not served", INSTALL)
+    ours, theirs = crd()["spec"]["versions"][0]["schema"], served[0].get("schema")
+    if not knows_cel:
+        ours, theirs = _without_rules(ours), _without_rules(theirs)
+    if (place := first_difference(ours, theirs)) is not None:
+        words = f"its schema is not that of this version; the first difference is at {place}"
+        return Finding(Level.WARN, subject, words, "bring operator, definition and this command to one version")
+    return Finding(Level.OK, subject, f"MegatronInference {VERSION}, as this version defines it")
+
+
+def first_difference(ours: Any, theirs: Any, place: str = "") -> str | None:
+    """The dotted path of what one has and the other has not, or has differently; None when they are the same."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted(ours.keys() | theirs.keys()):
+            below = place if key in ("properties", "openAPIV3Schema", "items") else f"{place}.{key}".lstrip(".")
+            if (found := first_difference(ours.get(key), theirs.get(key), below)) is not None:
+                return found
+        return None
+    return None if ours == theirs else place or "the root"
+
+
+def _without_rules(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _without_rules(value) for key, value in node.items() if key != VALIDATIONS}
+    return [_without_rules(each) for each in node] if isinstance(node, list) else node
+
+
+def operators(deployments: Sequence[Object], namespace: str, version: str) -> Iterator[Finding]:
+    """Whether exactly one operator runs that looks after the namespace."""
+    subject = "operator"
+    if not deployments:
+        words = "no Deployment of it is in the cluster (one that runs elsewhere is not seen)"
+        yield Finding(Level.MISSING, subject, words, INSTALL)
+        return
+    attentive = [each for each in deployments if not (only := watched(each)) or namespace in only]
+    if not attentive:
+        listed = ", ".join(sorted({name for each in deployments for name in watched(each)}))
+        words = f"it looks after {listed}, and not after {namespace}"
+        yield Finding(Level.MISSING, subject, words, f"add {namespace} to the chart's value `namespaces`")
+    if len(attentive) > 1:
+        both = " and ".join(full_name(each) for each in attentive)
+        yield Finding(Level.WARN, subject, f"{both} look after {namespace} both", "remove all but one")
+    for each in attentive:
+        yield _operator(each, version)
+
+
+def full_name(obj: Object) -> str:
+    """Namespace and name."""
+    return f"{obj['metadata']['namespace']}/{obj['metadata']['name']}"
+
+
+def watched(deployment: Object) -> tuple[str, ...]:
+    """The namespaces that an operator is confined to; empty for one that looks after all."""
+    arguments: list[str] = _container(deployment).get("args") or []
+    return tuple(each.removeprefix("--namespace=") for each in arguments if each.startswith("--namespace="))
+
+
+def _operator(deployment: Object, version: str) -> Finding:
+    status, image = deployment.get("status") or {}, str(_container(deployment).get("image"))
+    wished, available = int(deployment["spec"].get("replicas", 1)), int(status.get("availableReplicas") or 0)
+    name = full_name(deployment)
+    if available < 1:
+        said = [each.get("message") for each in status.get("conditions") or [] if each.get("status") == "False"]
+        words = f"{name}: {available} of {wished} pods are available{': ' if said else ''}{'; '.join(map(str, said))}"
+        where = deployment["metadata"]
+        mend = f"kubectl -n {where['namespace']} describe deployment {where['name']}"
+        return Finding(Level.MISSING, "operator", words, mend if wished else f"scale {name} to 1")
+    tag = image.rpartition(":")[2] if ":" in image.rpartition("/")[2] else ""
+    if tag and tag != version and "@" not in image:
+        return Finding(Level.WARN, "operator", f"{name} runs as {image}; this command is {version}", "use one version")
+    return Finding(Level.OK, "operator", f"{name} runs as {image}")
+
+
+def _container(deployment: Object) -> Object:
+    containers: Sequence[Object] = deployment["spec"]["template"]["spec"]["containers"]
+    return next((each for each in containers if each["name"] == "operator"), containers[0])
+
+
+def rights(account: str, denied: Sequence[str]) -> Finding:
+    """``denied`` are those that the operator needs and has not, in words."""
+    if not denied:
+        return Finding(Level.OK, "permissions", f"{account} may do all that the operator does")
+    return Finding(Level.MISSING, "permissions", f"{account} may not {', '.join(denied)}", INSTALL)
+
+
+def gpus(nodes: Sequence[Object], asked: Iterable[str], resources_on_cpu: bool) -> Iterator[Finding]:
+    """``asked`` are the GPU resources that models of the namespace ask for."""
+    ready = [node for node in nodes if _is_ready(node)]
+    if not ready:
+        yield Finding(Level.MISSING, "nodes", f"none of {len(nodes)} nodes is ready", "kubectl get nodes tells more")
+        return
+    yield Finding(Level.OK, "nodes", f"{len(ready)} of {len(nodes)} are ready")
+    wanted = list(dict.fromkeys(asked))
+    for name in wanted or ["nvidia.com/gpu"]:
+        offered = {node["metadata"]["name"]: _offered(node, name) for node in ready}
+        total, most = sum(offered.values()), max(offered.values())
+        if total:
+            yield Finding(
+                Level.OK, "GPUs", f"{total} {name} on {sum(map(bool, offered.values()))} nodes, {most} at most on one"
+            )
+        elif wanted:
+            words = f"no node offers {name}, which models here ask for"
+            yield Finding(Level.MISSING, "GPUs", words, "install the device plugin, or set spec.pods.device: cpu")
+        elif not resources_on_cpu:
+            words = f"no node offers {name}: only models with spec.pods.device: cpu find a place"
+            yield Finding(Level.WARN, "GPUs", words, "install the device plugin of the GPUs' vendor")
+        else:
+            yield Finding(Level.OK, "GPUs", f"no node offers {name}, and no model here asks for it")
+
+
+def _is_ready(node: Object) -> bool:
+    conditions = (node.get("status") or {}).get("conditions") or []
+    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+
+def _offered(node: Object, name: str) -> int:
+    return int(Quantity(str(((node.get("status") or {}).get("allocatable") or {}).get(name, 0))))
+
+
+def runtime_classes(present: Sequence[str], asked: Iterable[str]) -> Finding:
+    """``asked`` are those that models of the namespace name."""
+    listed = ", ".join(present) or "none"
+    if absent := sorted(set(asked) - set(present)):
+        words = f"{', '.join(absent)} is asked for by models here; there are: {listed}"
+        return Finding(Level.MISSING, "RuntimeClass", words, "create it, or correct podTemplate.spec.runtimeClassName")
+    return Finding(Level.OK, "RuntimeClass", f"all that models here ask for; there are: {listed}")
+
+
+def storage(classes: Sequence[Object]) -> Finding:
+    """Whether a claim that names no class finds one."""
+    names = [each["metadata"]["name"] for each in classes]
+    default = [
+        each["metadata"]["name"]
+        for each in classes
+        if (each["metadata"].get("annotations") or {}).get(DEFAULT_CLASS) == "true"
+    ]
+    if default:
+        return Finding(Level.OK, "StorageClass", f"{default[0]} by default; there are: {', '.join(names)}")
+    words = f"none is the default; there are: {', '.join(names) or 'none'}"
+    return Finding(Level.WARN, "StorageClass", words, "claims for models have to name a class or a volume")
+
+
+def claim(name: str, found: Object | None) -> Finding:
+    """A claim that a model of the namespace is read from."""
+    subject = f"claim {name}"
+    if found is None:
+        return Finding(Level.MISSING, subject, "does not exist, and a model here is on it", f"create the claim {name}")
+    phase = (found.get("status") or {}).get("phase")
+    if phase != "Bound":
+        words = f"is {phase}: it is bound to no volume yet"
+        return Finding(Level.WARN, subject, words, f"kubectl describe pvc {name} tells why")
+    return Finding(Level.OK, subject, "is bound")
+
+
+def pod_security(namespace: str, found: Object | None) -> Finding:
+    """Whether pods of ours are let in."""
+    if found is None:
+        return Finding(
+            Level.MISSING, "namespace", f"{namespace} does not exist", f"kubectl create namespace {namespace}"
+        )
+    level = (found["metadata"].get("labels") or {}).get(ENFORCED)
+    words = f"{level} is enforced" if level else "no level is enforced"
+    return Finding(Level.OK, "Pod Security", f"{words} in {namespace}; pods of ours pass `restricted`")
+
+
+def kueue(groups: Iterable[str]) -> Finding:
+    """Whether queues are there for those who want them."""
+    words = "is installed" if "kueue.x-k8s.io" in groups else "is not installed; nothing needs it"
+    return Finding(Level.OK, "Kueue", words)
+
+
+NETWORK_POLICIES = Finding(
+    Level.UNKNOWN,
+    "NetworkPolicy",
+    "no API tells whether the cluster's network obeys them",
+    "its network plugin's documentation does",
+)

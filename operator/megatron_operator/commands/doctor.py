@@ -1,0 +1,171 @@
+"""``doctor``: what is missing in this cluster, and how to mend it."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from rich.console import Console
+from rich.text import Text
+
+from megatron_operator.api.crd import crd
+from megatron_operator.api.v1alpha1 import Device
+from megatron_operator.commands import diagnosis
+from megatron_operator.commands.diagnosis import Finding, Level
+from megatron_operator.commands.operator_rights import Right, needed
+from megatron_operator.commands.table import say
+from megatron_operator.kubernetes.api_server import Json, ServerError, ServerRefusal
+from megatron_operator.kubernetes.user_cluster import UserCluster, core_path, resources_path
+from megatron_operator.render.network_policy import OPERATOR
+
+STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "bold red", Level.UNKNOWN: "dim"}
+REVIEWS_AT_A_TIME = 8
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Looks at a cluster, from one namespace. Raises WorldError where nothing can be learnt at all."""
+
+    cluster: UserCluster
+    namespace: str
+    console: Console
+
+    async def run(self) -> int:
+        """The exit code: 1 when something is missing."""
+        release = await self.cluster.read("/version")
+        knows_cel = diagnosis.minor_of(release) >= diagnosis.CEL_MINOR
+        checks = {
+            "definition": self._definition(knows_cel),
+            "operator": self._operators(),
+            "models": self._for_models(),
+            "namespace": self._namespace(),
+            "StorageClass": self._storage(),
+            "Kueue": self._kueue(),
+        }
+        found = await asyncio.gather(*(_allowed(subject, check) for subject, check in checks.items()))
+        findings = [diagnosis.api_server(release), *(each for part in found for each in part)]
+        findings.append(diagnosis.NETWORK_POLICIES)
+        say(self.console, f"{self.cluster.server} (context {self.cluster.context}), namespace {self.namespace}")
+        for finding in findings:
+            say(self.console, _line(finding))
+            if finding.mend:
+                say(self.console, f"{'':8} {'':15} {finding.mend}")
+        missing = sum(finding.level is Level.MISSING for finding in findings)
+        unseen = sum(finding.level is Level.UNKNOWN for finding in findings) - 1
+        words = f"{missing} missing" if missing else "nothing that is needed is missing"
+        say(self.console, f"{words}, as far as can be seen: {unseen} could not be looked at" if unseen else words)
+        return 1 if missing else 0
+
+    async def _definition(self, knows_cel: bool) -> Sequence[Finding]:
+        path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd()['metadata']['name']}"
+        return [diagnosis.definition(await self._maybe(path), knows_cel=knows_cel)]
+
+    async def _operators(self) -> Sequence[Finding]:
+        selector = ",".join(f"{label}={value}" for label, value in OPERATOR.items())
+        query = {"labelSelector": selector}
+        deployments = (await self.cluster.read("/apis/apps/v1/deployments", query)).get("items") or []
+        findings = list(diagnosis.operators(deployments, self.namespace, version("megatron-inference")))
+        for deployment in deployments:
+            findings += await _allowed("permissions", self._rights(deployment))
+        return findings
+
+    async def _rights(self, deployment: Json) -> Sequence[Finding]:
+        account = deployment["spec"]["template"]["spec"].get("serviceAccountName") or "default"
+        user = f"system:serviceaccount:{deployment['metadata']['namespace']}:{account}"
+        only = diagnosis.watched(deployment)
+        if only and self.namespace not in only:
+            return []
+        slots = asyncio.Semaphore(REVIEWS_AT_A_TIME)
+
+        async def denied(right: Right, inside: bool) -> str:
+            async with slots:
+                return "" if await self._may(user, right, inside) else str(right)
+
+        rights = list(needed(everywhere=not only))
+        answers = await asyncio.gather(*(denied(right, inside) for right, inside in rights))
+        return [diagnosis.rights(user, [words for words in answers if words])]
+
+    async def _may(self, user: str, right: Right, inside: bool) -> bool:
+        resource, _, subresource = right.resource.partition("/")
+        attributes = {"group": right.group, "resource": resource, "subresource": subresource, "verb": right.verb}
+        if inside:
+            attributes["namespace"] = self.namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {"user": user, "resourceAttributes": attributes, "groups": _groups_of(user)},
+        }
+        answer = await self.cluster.post("/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+        return bool((answer.get("status") or {}).get("allowed"))
+
+    async def _for_models(self) -> Sequence[Finding]:
+        """What the models of the namespace ask for."""
+        found = await self._maybe(resources_path(self.namespace)) or {}
+        specs = [item["spec"] for item in found.get("items") or []]
+        on_gpu = [spec.get("pods") or {} for spec in specs if _device(spec) == Device.CUDA]
+        asked = [pods.get("gpuResource") or "nvidia.com/gpu" for pods in on_gpu]
+        nodes = (await self.cluster.read("/api/v1/nodes")).get("items") or []
+        findings = list(diagnosis.gpus(nodes, asked, resources_on_cpu=bool(specs) and not on_gpu))
+        classes = ((spec.get("podTemplate") or {}).get("spec") or {} for spec in specs)
+        wanted = [each["runtimeClassName"] for each in classes if each.get("runtimeClassName")]
+        present = await self._maybe("/apis/node.k8s.io/v1/runtimeclasses") or {}
+        names = [each["metadata"]["name"] for each in present.get("items") or []]
+        findings.append(diagnosis.runtime_classes(names, wanted))
+        for claim in sorted(set(_claims(specs))):
+            path = core_path(self.namespace, "persistentvolumeclaims", claim)
+            findings.append(diagnosis.claim(claim, await self._maybe(path)))
+        return findings
+
+    async def _namespace(self) -> Sequence[Finding]:
+        return [diagnosis.pod_security(self.namespace, await self._maybe(f"/api/v1/namespaces/{self.namespace}"))]
+
+    async def _storage(self) -> Sequence[Finding]:
+        classes = await self.cluster.read("/apis/storage.k8s.io/v1/storageclasses")
+        return [diagnosis.storage(classes.get("items") or [])]
+
+    async def _kueue(self) -> Sequence[Finding]:
+        groups = (await self.cluster.read("/apis")).get("groups") or []
+        return [diagnosis.kueue(group["name"] for group in groups)]
+
+    async def _maybe(self, path: str) -> Json | None:
+        """None when there is no such thing."""
+        try:
+            return await self.cluster.read(path)
+        except ServerError as error:
+            if error.status == http.HTTPStatus.NOT_FOUND:
+                return None
+            raise
+
+
+async def _allowed(subject: str, check: Awaitable[Sequence[Finding]]) -> Sequence[Finding]:
+    """What may not be read stays unknown, and keeps nothing else from being looked at."""
+    try:
+        return await check
+    except ServerRefusal as refusal:
+        words = str(refusal).partition(": ")[2].removesuffix(" (403)")
+        return [Finding(Level.UNKNOWN, subject, words, "ask someone who may read it")]
+
+
+def _groups_of(user: str) -> list[str]:
+    """As the API server puts a ServiceAccount into groups."""
+    namespace = user.split(":")[2]
+    return ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"]
+
+
+def _device(spec: Json) -> str:
+    return str((spec.get("pods") or {}).get("device") or Device.CUDA)
+
+
+def _claims(specs: Sequence[Json]) -> Iterator[str]:
+    for spec in specs:
+        source: Mapping[str, Json] = (spec.get("model") or {}).get("source") or {}
+        if "persistentVolumeClaim" in source:
+            yield str(source["persistentVolumeClaim"]["claimName"])
+
+
+def _line(finding: Finding) -> Text:
+    line = Text(f"{finding.level.value:<8}", style=STYLES[finding.level])
+    return line.append(f" {finding.subject:<15} {finding.words}", style="default")

@@ -1,0 +1,145 @@
+"""`doctor` on a real cluster, with and without an operator in it; and the plugin, called by the real kubectl."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cluster_support.cluster import Cluster
+from operator_support.api import Api, Json
+from operator_support.command_line import CommandLine
+from operator_support.fixtures import MANIFESTS, SYSTEM
+from operator_support.node import PlayedNode, now
+from operator_support.resource import Resource, manifest
+from operator_support.scripted_node import ScriptedNode
+
+
+class WillingNode(PlayedNode):
+    """Every pod is ready at once."""
+
+    async def start(self, pod: Json) -> None:
+        ready = [
+            {"type": kind, "status": "True", "lastTransitionTime": now()[:19] + "Z"}
+            for kind in ("Ready", "ContainersReady")
+        ]
+        await self.report(pod, {"phase": "Running", "podIP": "127.1.2.3", "conditions": ready})
+
+    async def stop(self, pod: Json, grace_seconds: float) -> None:
+        """Nothing runs."""
+
+
+@pytest.fixture
+async def willing_node(api: Api, installed: Cluster) -> AsyncIterator[WillingNode]:  # noqa: ARG001
+    async with WillingNode(api, SYSTEM) as node:
+        yield node
+
+
+def deployment(**pod_spec: Any) -> Json:
+    found: Json = next(
+        each for each in yaml.safe_load_all((MANIFESTS / "operator.yaml").read_text()) if each["kind"] == "Deployment"
+    )
+    found["spec"]["template"]["spec"] |= pod_spec
+    return found
+
+
+@pytest.fixture
+def deployed(installed: Cluster, controllers: None) -> Iterator[Cluster]:  # noqa: ARG001
+    """The operator's own Deployment is there too."""
+    installed.apply(SYSTEM, deployment())
+    yield installed
+    installed.kubectl("-n", SYSTEM, "delete", "deployment", "megatron-operator", "--wait=true")
+
+
+def lines_of(told: str, subject: str) -> list[str]:
+    return [line for line in told.splitlines() if f" {subject} " in line[:24] + " "]
+
+
+async def test_a_cluster_without_an_operator_lacks_it(typed: CommandLine) -> None:
+    done = await typed.run("doctor")
+    assert done.code == 1
+    assert lines_of(done.out, "operator")[0].startswith(
+        "missing  operator        no Deployment of it is in the cluster"
+    )
+    assert "helm install megatron charts/megatron-inference" in done.out
+    assert lines_of(done.out, "definition")[0].startswith("ok ")
+    assert lines_of(done.out, "NetworkPolicy")[0].startswith("unknown ")
+
+
+@pytest.mark.usefixtures("willing_node")
+async def test_a_cluster_that_has_everything_is_told_so(deployed: Cluster, typed: CommandLine) -> None:
+    words = ("-n", SYSTEM, "rollout", "status", "deployment/megatron-operator", "--timeout=50s")
+    await asyncio.to_thread(deployed.kubectl, *words)
+    done = await typed.run("doctor")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "nothing that is needed is missing")
+    account = f"system:serviceaccount:{SYSTEM}:megatron-operator"
+    assert f"{account} may do all that the operator does" in done.out
+    assert f"{SYSTEM}/megatron-operator runs as megatron-inference/operator" in done.out
+    server = lines_of(done.out, "API server")[0]
+    assert server.startswith("ok" if deployed.knows_cel else "warn")
+    assert deployed.version in server
+
+
+async def test_an_operator_that_does_not_start_or_may_not_act_is_found(deployed: Cluster, typed: CommandLine) -> None:
+    deployed.apply(SYSTEM, deployment(serviceAccountName="default"))
+    done = await typed.run("doctor")
+    assert done.code == 1
+    assert "0 of 1 pods are available" in done.out
+    assert f"kubectl -n {SYSTEM} describe deployment megatron-operator" in done.out
+    (rights,) = lines_of(done.out, "permissions")
+    assert rights.startswith(f"missing  permissions     system:serviceaccount:{SYSTEM}:default may not get megatron")
+    assert "create pods" in rights
+
+
+@pytest.mark.usefixtures("node")
+async def test_what_the_models_of_the_namespace_ask_for_is_looked_for(chat: Resource, typed: CommandLine) -> None:
+    on_claim = {"persistentVolumeClaim": {"claimName": "weights"}}
+    pods = {"device": "cuda", "gpuResource": "example.com/gpu"}
+    template = {"spec": {"runtimeClassName": "nvidia"}}
+    spec = {"lifecycle": "Stopped", "pods": pods, "podTemplate": template}
+    await chat.apply(manifest(**spec, model={"source": on_claim}))
+    done = await typed.run("doctor")
+    assert done.code == 1
+    assert "missing  GPUs            no node offers example.com/gpu, which models here ask for" in done.out
+    assert "missing  claim weights   does not exist" in done.out
+    assert "missing  RuntimeClass    nvidia is asked for by models here; there are: none" in done.out
+
+
+async def test_a_namespace_that_is_not_there_is_missing(installed: Cluster) -> None:
+    done = await CommandLine(installed.kubeconfig, "nowhere").run("doctor")
+    assert done.code == 1
+    assert "kubectl create namespace nowhere" in done.out
+
+
+async def test_what_may_not_be_looked_at_is_unknown_and_not_missing(installed: Cluster, chat: Resource) -> None:
+    await chat.kubectl("create", "serviceaccount", "guest")
+    guest = CommandLine(installed.kubeconfig_for("guest", chat.namespace), chat.namespace)
+    done = await guest.run("doctor")
+    assert (done.code, done.err) == (0, "")
+    assert lines_of(done.out, "operator")[0].startswith("unknown  operator        deployments.apps is forbidden")
+    assert "nothing that is needed is missing, as far as can be seen: " in done.out.splitlines()[-1]
+
+
+async def test_kubectl_finds_the_plugin_by_its_name(
+    chat: Resource, node: ScriptedNode, installed: Cluster, tmp_path: Path
+) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    assert node.launchers
+    script = tmp_path / "kubectl-megatron"
+    script.write_text(f"#!{sys.executable}\nfrom megatron_operator.cli import plugin\nplugin()\n")
+    script.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KUBECONFIG": str(installed.kubeconfig)}
+
+    def kubectl(*words: str) -> str:
+        command = [str(installed.kubectl_path), "megatron", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert "Usage: kubectl megatron [OPTIONS] COMMAND" in kubectl("--help")
+    assert "Usage: kubectl megatron pause [OPTIONS]" in kubectl("pause", "--help")
+    assert kubectl("get", "-n", chat.namespace).splitlines()[1].split()[:2] == ["chat", "Running"]
+    assert f"kubectl megatron chat chat -n {chat.namespace}" in kubectl("describe", "chat", "-n", chat.namespace)

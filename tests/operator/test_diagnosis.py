@@ -1,0 +1,129 @@
+"""What `doctor` concludes from what the API server says."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_operator.api.crd import crd
+from megatron_operator.commands import diagnosis
+from megatron_operator.commands.diagnosis import Level
+from megatron_operator.commands.operator_rights import needed
+
+MANIFESTS = Path(__file__).parents[2] / "manifests"
+
+
+def established() -> dict[str, Any]:
+    return {**copy.deepcopy(crd()), "status": {"conditions": [{"type": "Established", "status": "True"}]}}
+
+
+def deployment(*args: str, available: int = 1, image: str = "operator:1", replicas: int = 1) -> dict[str, Any]:
+    return {
+        "metadata": {"namespace": "system", "name": "operator"},
+        "spec": {
+            "replicas": replicas,
+            "template": {"spec": {"containers": [{"name": "operator", "image": image, "args": list(args)}]}},
+        },
+        "status": {"availableReplicas": available},
+    }
+
+
+def node(name: str, ready: str = "True", **allocatable: str) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": ready}]
+    return {"metadata": {"name": name}, "status": {"conditions": conditions, "allocatable": allocatable}}
+
+
+def test_the_rights_that_are_checked_are_those_that_the_role_grants() -> None:
+    documents = yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text())
+    (role,) = [each for each in documents if each["kind"] == "ClusterRole"]
+    granted = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert {(right.group, right.resource, right.verb) for right, _ in needed(everywhere=True)} == granted
+    assert all(inside for _, inside in needed(everywhere=False))
+
+
+def test_the_definition_of_this_version_is_as_it_should_be() -> None:
+    assert diagnosis.definition(established(), knows_cel=True).level is Level.OK
+    assert diagnosis.definition(None, knows_cel=True).level is Level.MISSING
+
+
+def test_a_definition_of_another_version_is_told_by_the_first_field_that_differs() -> None:
+    other = established()
+    schema = other["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    del schema["properties"]["spec"]["properties"]["routing"]["properties"]["alpha"]
+    finding = diagnosis.definition(other, knows_cel=True)
+    assert (finding.level, finding.words.rpartition(" ")[2]) == (Level.WARN, "spec.routing.alpha")
+
+
+def test_rules_that_an_old_server_dropped_are_no_difference() -> None:
+    old = established()
+    old["spec"]["versions"][0]["schema"]["openAPIV3Schema"].pop("x-kubernetes-validations")
+    assert diagnosis.definition(old, knows_cel=False).level is Level.OK
+    assert diagnosis.definition(old, knows_cel=True).level is Level.WARN
+
+
+@pytest.mark.parametrize(
+    ("found", "level", "words"),
+    [
+        ([], Level.MISSING, "no Deployment"),
+        ([deployment(available=0)], Level.MISSING, "0 of 1 pods are available"),
+        ([deployment(available=0, replicas=0)], Level.MISSING, "0 of 0 pods are available"),
+        ([deployment("--namespace=other")], Level.MISSING, "it looks after other, and not after lab"),
+        ([deployment("--namespace=lab")], Level.OK, "system/operator runs as operator:1"),
+        ([deployment(), deployment()], Level.WARN, "look after lab both"),
+        ([deployment(image="localhost:5000/operator:2")], Level.WARN, "this command is 1"),
+        ([deployment(image="localhost:5000/operator")], Level.OK, "runs as localhost:5000/operator"),
+    ],
+)
+def test_one_operator_has_to_run_for_the_namespace(found: list[Any], level: Level, words: str) -> None:
+    first = next(iter(diagnosis.operators(found, "lab", "1")))
+    assert first.level is level
+    assert words in first.words
+
+
+@pytest.mark.parametrize(
+    ("nodes", "asked", "on_cpu", "level"),
+    [
+        ([node("a", **{"nvidia.com/gpu": "8"})], ["nvidia.com/gpu"], False, Level.OK),
+        ([node("a")], ["nvidia.com/gpu"], False, Level.MISSING),
+        ([node("a"), node("b", "False", **{"nvidia.com/gpu": "8"})], ["nvidia.com/gpu"], False, Level.MISSING),
+        ([node("a")], [], False, Level.WARN),
+        ([node("a")], [], True, Level.OK),
+        ([node("a", "False")], [], True, Level.MISSING),
+        ([], [], True, Level.MISSING),
+    ],
+)
+def test_gpus_are_missing_where_models_ask_for_them(
+    nodes: list[Any], asked: list[str], on_cpu: bool, level: Level
+) -> None:
+    assert list(diagnosis.gpus(nodes, asked, resources_on_cpu=on_cpu))[-1].level is level
+
+
+def test_claims_without_a_class_need_a_default_one() -> None:
+    plain = {"metadata": {"name": "slow"}}
+    default = {"metadata": {"name": "fast", "annotations": {diagnosis.DEFAULT_CLASS: "true"}}}
+    assert diagnosis.storage([plain]).level is Level.WARN
+    assert diagnosis.storage([plain, default]).words == "fast by default; there are: slow, fast"
+    assert diagnosis.claim("w", {"status": {"phase": "Pending"}}).level is Level.WARN
+    assert diagnosis.claim("w", {"status": {"phase": "Bound"}}).level is Level.OK
+
+
+def test_versions_of_clouds_are_read_too() -> None:
+    assert diagnosis.api_server({"gitVersion": "v1.27.3-gke.100", "minor": "27+"}).level is Level.OK
+    assert diagnosis.api_server({"gitVersion": "v1.24.0", "minor": "24"}).level is Level.WARN
+
+
+def test_queues_and_levels_are_told_without_judging() -> None:
+    assert diagnosis.kueue(["apps", "kueue.x-k8s.io"]).words == "is installed"
+    labels = {diagnosis.ENFORCED: "restricted"}
+    assert "restricted is enforced in lab" in diagnosis.pod_security("lab", {"metadata": {"labels": labels}}).words
+    assert diagnosis.pod_security("lab", None).level is Level.MISSING
