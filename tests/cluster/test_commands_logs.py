@@ -1,8 +1,10 @@
 """`logs` on a real cluster, whose API server asks the part of a kubelet that the test plays."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from cluster_support.control_plane import ControlPlane
 from operator_support.api import Api
 from operator_support.command_line import CommandLine
 from operator_support.kubelet_logs import KubeletLogs
@@ -84,7 +86,7 @@ async def test_a_kubelet_that_is_not_there_is_told_in_words(chat: Resource, type
     await chat.until_phase("Running")
     done = await typed.run("logs", "chat")
     assert done.code == 1
-    assert done.complaint.startswith("chat-0-0-0: its log cannot be read: ")
+    assert done.complaint.startswith("chat-0-0-0: cannot be read now: ")
 
 
 @pytest.mark.usefixtures("stage")
@@ -93,3 +95,22 @@ async def test_a_pod_that_has_not_started_has_no_log_yet(chat: Resource, typed: 
     await chat.until_pods("chat-0-0-0")
     done = await typed.run("logs", "chat")
     assert (done.code, done.complaint) == (0, "chat-0-0-0 has not started: it has no log yet")
+
+
+@pytest.mark.usefixtures("node")
+async def test_following_outlasts_a_restart_of_the_api_server(
+    typed: CommandLine, written: KubeletLogs, own_control_plane: ControlPlane
+) -> None:
+    async with typed.lines("logs", "chat", "--follow", "--group", "1") as lines:
+        assert [await anext(lines), await anext(lines)] == ["chat-1-0-0 launcher begins", "chat-1-0-0 [rank 1] c"]
+        await asyncio.to_thread(own_control_plane.restart_apiserver)
+        await written.write("chat-1-0-0", ("10:00:07", "[rank 0] still here"))
+        assert await anext(lines) == "chat-1-0-0 [rank 0] still here"
+
+
+async def test_what_is_left_out_before_following_stays_out(typed: CommandLine, written: KubeletLogs) -> None:
+    async with typed.lines("logs", "chat", "--follow", "--group", "1", "--tail", "0") as lines:
+        async with asyncio.timeout(60):
+            await written.until_followed()
+        await written.write("chat-1-0-0", ("10:00:08", "[rank 0] new"))
+        assert await anext(lines) == "chat-1-0-0 [rank 0] new"

@@ -23,6 +23,7 @@ from megatron_operator.world import PodPhase, WorldError
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 LOOK = 1.0
 """Seconds between looks for new pods, and before a log that broke off is read on."""
+PODS = "the list of pods"
 FINISHED = (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
 
@@ -103,41 +104,56 @@ class Logs:
                 say(self.complaints, f"{name} has not started: it has no log yet")
             return []
         try:
-            lines = [line async for line in read_lines(self.cluster, self.namespace, name, query) if self._wants(line)]
+            lines = [line async for line in read_lines(self.cluster, self.namespace, name, query)]
         except WorldError as error:
             self._complain(name, error)
             return []
-        return lines[-self.request.tail :] if self.request.tail else lines[: self.request.tail]
+        self._last[name] = max((line.time for line in lines if math.isfinite(line.time)), default=0.0)
+        wanted = [line for line in lines if self._wants(line)]
+        return wanted[-self.request.tail :] if self.request.tail else wanted[: self.request.tail]
 
     async def _follow(self) -> None:
         """Until nobody is left who could say anything: the resource and its pods are gone."""
         async with asyncio.TaskGroup() as readers:
             followed: set[str] = set()
             while True:
-                pods = await self._pods()
-                for pod in pods:
-                    if pod["metadata"]["uid"] not in followed and has_started(pod):
-                        followed.add(pod["metadata"]["uid"])
-                        readers.create_task(self._read_on(pod["metadata"]["name"]))
-                if not pods and await self.cluster.get("MegatronInference", self.namespace, self.request.name) is None:
+                if await self._is_over(readers, followed):
                     return
                 await asyncio.sleep(LOOK)
+
+    async def _is_over(self, readers: asyncio.TaskGroup, followed: set[str]) -> bool:
+        """One look for pods that have started meanwhile; an outage of the API server is waited for."""
+        try:
+            pods = await self._pods()
+            over = not pods and await self.cluster.get("MegatronInference", self.namespace, self.request.name) is None
+        except WorldError as error:
+            self._complain(PODS, error)
+            return False
+        self._failed.discard(PODS)
+        for pod in pods:
+            if pod["metadata"]["uid"] not in followed and has_started(pod):
+                followed.add(pod["metadata"]["uid"])
+                readers.create_task(self._read_on(pod["metadata"]["name"]))
+        return over
 
     async def _read_on(self, name: str) -> None:
         """A log that breaks off while the pod runs is read on from where it was."""
         while True:
             last = self._last.get(name, 0.0)
+            # Where nothing was let through so far, what was left out stays so; a pod that came later is told in full.
+            limits = self.request.query() if last == 0.0 and name in self._last else {}
+            query = {**limits, "follow": "true"}
             try:
-                async for line in read_lines(self.cluster, self.namespace, name, {"follow": "true"}, after=last):
+                async for line in read_lines(self.cluster, self.namespace, name, query, after=last):
                     self._last[name] = max(self._last.get(name, 0.0), line.time if math.isfinite(line.time) else 0.0)
                     if self._wants(line):
                         self._print(line)
                 self._failed.discard(name)
+                pod = await self.cluster.get("Pod", self.namespace, name)
+                if pod is None or (pod.get("status") or {}).get("phase") in FINISHED:
+                    return
             except WorldError as error:
                 self._complain(name, error)
-            pod = await self.cluster.get("Pod", self.namespace, name)
-            if pod is None or (pod.get("status") or {}).get("phase") in FINISHED:
-                return
             await asyncio.sleep(LOOK)
 
     def _wants(self, line: LogLine) -> bool:
@@ -146,10 +162,8 @@ class Logs:
     def _complain(self, name: str, error: WorldError) -> None:
         if name not in self._failed:
             self._failed.add(name)
-            say(self.complaints, f"{name}: its log cannot be read: {in_words(error, self.cluster)}")
+            say(self.complaints, f"{name}: cannot be read now: {in_words(error, self.cluster)}")
 
     def _print(self, line: LogLine) -> None:
-        if math.isfinite(line.time):
-            self._last[line.pod] = max(self._last.get(line.pod, 0.0), line.time)
         prefix = Text(line.pod, style=COLOURS[zlib.crc32(line.pod.encode()) % len(COLOURS)])
         say(self.console, prefix.append(f" {line.text}", style="default"))

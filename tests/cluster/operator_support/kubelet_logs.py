@@ -62,11 +62,19 @@ class KubeletLogs:
             kept.extend(Line(f"2026-01-01T{time}.000000000Z", text) for time, text in lines)
             self._news.notify_all()
 
+    async def until_followed(self) -> None:
+        """Returns once somebody waits for lines to come."""
+        async with self._news:
+            await self._news.wait_for(lambda: any(query.get("follow") == "true" for query in self.queries))
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         query = dict(request.query)
-        self.queries.append(query)
+        async with self._news:
+            self.queries.append(query)
+            self._news.notify_all()
         pod = request.match_info["pod"]
         since = seconds(query["sinceTime"]) if "sinceTime" in query else 0.0
+        sent = len(self._logs.get(pod, []))
         lines = [line for line in self._logs.get(pod, []) if seconds(line.time) >= since]
         if "tailLines" in query:
             lines = lines[-int(query["tailLines"]) :] if query["tailLines"] != "0" else []
@@ -74,7 +82,6 @@ class KubeletLogs:
         await answer.prepare(request)
         for line in lines:
             await answer.write(f"{line.time} {line.text}\n".encode())
-        sent = len(self._logs.get(pod, []))
         while query.get("follow") == "true" and (more := await self._beyond(pod, sent)):
             sent += len(more)
             for line in more:
