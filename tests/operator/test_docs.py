@@ -19,11 +19,8 @@ PAGES = sorted(DOCS.glob("*.md"))
 def reasons_told() -> set[str]:
     """The reasons in the first column of the table in operations.md."""
     text = (DOCS / "operations.md").read_text().split("## By the condition's reason")[1].split("##")[0]
-    return {
-        word
-        for line in text.splitlines()
-        for word in re.findall(r"`([A-Z]\w+)`", line.split("|")[1:2][0:1][0] if "|" in line else "")
-    }
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
+    return {word for row in rows for word in re.findall(r"`([A-Z]\w+)`", row[1])}
 
 
 def test_every_reason_in_the_docs_is_one_that_the_operator_gives() -> None:
