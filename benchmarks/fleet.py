@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import os
 import re
+import secrets
 import statistics
 import sys
 import tempfile
@@ -50,6 +51,8 @@ AT_A_TIME = 32
 """Requests of the creator that are open at once."""
 LONGEST_WAIT = 600.0
 """Seconds within which all resources of one size have to be ready."""
+REST_SECONDS, LONGEST_REST = 3, 60
+"""Seconds without a request after which a change is over, and how long that is waited for."""
 TICKS = os.sysconf("SC_CLK_TCK")
 COLUMNS = [
     "resources",
@@ -136,7 +139,7 @@ class Operator:
 
 async def measure(size: int, api: Api, pods: client.CoreV1Api, operator: Operator, idle_seconds: float) -> Measured:
     """Creates so many resources, waits until all are ready, looks on while nothing happens, and removes them."""
-    namespace = f"fleet-{size}"
+    namespace = f"fleet-{size}-{secrets.token_hex(3)}"
     await api.post("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
     path = f"/apis/inference.megatron.dev/v1alpha1/namespaces/{namespace}/megatroninferences"
     async with PlayedPods(api, pods, namespace) as played:
@@ -145,8 +148,7 @@ async def measure(size: int, api: Api, pods: client.CoreV1Api, operator: Operato
         await _until(lambda: _are_ready(api, path, size), LONGEST_WAIT)
         ready_seconds = time.perf_counter() - began
         starting = operator.spent().since(before)
-        await asyncio.sleep(5)  # what followed from the last change
-        before = operator.spent()
+        before = await _rested(operator)
         await asyncio.sleep(idle_seconds)
         idle, resident_bytes = operator.spent().since(before), operator.resident_bytes()
         to_first_pod = [played.first_seen[name] - at for name, at in created.items()]
@@ -167,6 +169,17 @@ async def _create_all(api: Api, path: str, names: list[str]) -> dict[str, float]
 
     await asyncio.gather(*map(create, names))
     return created
+
+
+async def _rested(operator: Operator) -> Spent:
+    """What it has spent once what followed from the last change is over."""
+    spent = operator.spent()
+    for _ in range(LONGEST_REST // REST_SECONDS):
+        await asyncio.sleep(REST_SECONDS)
+        before, spent = spent, operator.spent()
+        if spent.calls == before.calls:
+            break
+    return spent
 
 
 async def _are_ready(api: Api, path: str, size: int) -> bool:
@@ -192,6 +205,7 @@ async def run(plane: ControlPlane, operator: Operator, chosen: argparse.Namespac
     rows = [COLUMNS]
     async with Api(plane.kubeconfig) as api, client.ApiClient(configuration) as connection:
         pods = client.CoreV1Api(connection)
+        await measure(1, api, pods, operator, 0)  # the operator has begun to watch
         for size in chosen.resources or SIZES:
             print(f"{size} resources ...", file=sys.stderr, flush=True)
             rows.append((await measure(size, api, pods, operator, chosen.idle_seconds)).row())
