@@ -56,6 +56,12 @@ def written(findings: dict[ConditionType, Finding], before: Status, generation: 
     return [_written(kind, finding, before.condition(kind), generation, now) for kind, finding in findings.items()]
 
 
+def sleeps(status: Status) -> bool:
+    """Whether a status tells of an engine that is suspended until the next request."""
+    condition = status.condition(ConditionType.READY)
+    return condition is not None and condition.reason == ASLEEP
+
+
 def ready(picture: Picture) -> Finding:
     """True while requests are answered."""
     if not picture.wants_pods:

@@ -10,10 +10,12 @@ import pytest
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.commands.ages import age
 from megatron_operator.commands.failure import CommandFailed, in_words
+from megatron_operator.commands.follow import is_reached
 from megatron_operator.commands.portrait import Portrait
 from megatron_operator.commands.wish import Verb, check_sense
 from megatron_operator.kubernetes.api_server import ServerError, answer_of
 from megatron_operator.kubernetes.user_cluster import UserCluster
+from megatron_operator.status import old_status
 
 CLUSTER = cast(UserCluster, SimpleNamespace(server="https://cluster:6443", context="dev"))
 BORN = "2026-01-01T00:00:00Z"
@@ -86,6 +88,15 @@ def test_trouble_comes_before_progress_and_what_is_well_is_not_told() -> None:
 def test_the_next_step_follows_from_what_is_wrong(phase: str, reason: str, step: str) -> None:
     status = {"phase": phase, "observedGeneration": 2, "conditions": [condition("Ready", "False", reason)]}
     assert step in story(resource(status)).partition("Next\n")[2]
+
+
+@pytest.mark.parametrize(("reason", "there"), [("AutoSuspended", True), ("Suspended", False)])
+def test_an_engine_that_sleeps_until_the_next_request_is_as_running_as_was_wished(reason: str, there: bool) -> None:
+    ready = condition("Ready", "True" if there else "False", reason)
+    status = {"phase": "Suspended", "engineState": "SUSPENDED", "observedGeneration": 2, "conditions": [ready]}
+    told = story(resource(status)).partition("Next\n")[2]
+    assert ("chat chat" in told) == there
+    assert is_reached(Lifecycle.RUNNING, old_status({"status": status})) == there
 
 
 def failure_of(status: int, text: str, path: str = "/apis/inference.megatron.dev/v1alpha1/megatroninferences") -> str:

@@ -14,6 +14,7 @@ from megatron_operator.commands.failure import CommandFailed
 from megatron_operator.commands.program import program
 from megatron_operator.commands.table import say
 from megatron_operator.commands.wish import wish_of
+from megatron_operator.conditions import sleeps
 from megatron_operator.kubernetes.api_server import Json, ServerError
 from megatron_operator.kubernetes.user_cluster import UserCluster, resources_path
 from megatron_operator.lifecycle import SETTLED_STATE
@@ -99,9 +100,10 @@ def is_reached(wish: Lifecycle, status: Status) -> bool:
     """Whether the state that is wished for is there. A transition shows in the phase only when it is done."""
     if wish is Lifecycle.STOPPED:
         return status.phase is Phase.STOPPED
-    if status.engine_state != SETTLED_STATE[wish]:
-        return False
     if wish is Lifecycle.RUNNING:
         ready = status.condition(ConditionType.READY)
-        return ready is not None and ready.status == "True"
+        is_ready = ready is not None and ready.status == "True"
+        return is_ready and (status.engine_state == SETTLED_STATE[wish] or sleeps(status))
+    if status.engine_state != SETTLED_STATE[wish]:
+        return False
     return str(status.phase) == str(wish)

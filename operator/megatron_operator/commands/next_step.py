@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_operator.api.v1alpha1 import ConditionType, Phase, Status
 from megatron_operator.commands.program import program
-from megatron_operator.conditions import GROUP_FAILED
+from megatron_operator.conditions import GROUP_FAILED, sleeps
 from megatron_operator.picture import ENGINE_UNREACHABLE
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED
 from megatron_operator.status import INVALID_SPEC
@@ -55,6 +55,8 @@ def _of(status: Status) -> str:
             return _BY_REASON[condition.reason]
         if kind is ConditionType.FAILED:
             return _GAVE_UP
+    if sleeps(status):
+        return _BY_PHASE[Phase.RUNNING]
     ready = status.condition(ConditionType.READY)
     if ready is not None and ready.status == "Unknown":
         return _BY_REASON.get(ready.reason, _WAIT)
