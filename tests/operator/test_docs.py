@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import kubernetes_validate
 import pytest
+import yaml
 
 from megatron_operator import conditions, groups, restarts, status
 from megatron_operator.kubernetes import pod_status
+from megatron_operator.reconcile import validated
+from megatron_operator.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -36,6 +41,26 @@ def test_every_reason_of_a_condition_is_in_the_docs() -> None:
         given |= set(re.findall(r'(?:Finding\("\w+"|Cause\(|_why\("\w+"), ?"(\w+)"', (OPERATOR / name).read_text()))
         given |= set(re.findall(r'Cause\("(\w+)"', (OPERATOR / name).read_text()))
     assert sorted(given - reasons_told() - {"AsExpected", "NoEngine"}) == []
+
+
+def manifests_told() -> list[dict[str, Any]]:
+    """The objects in the pages, written out as YAML."""
+    blocks = [block for page in PAGES for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)]
+    return [obj for block in blocks for obj in yaml.safe_load_all(block)]
+
+
+def test_the_resources_in_the_docs_are_valid() -> None:
+    told = [obj for obj in manifests_told() if obj["kind"] == "MegatronInference"]
+    assert len(told) >= 6
+    for obj in told:
+        assert validated(obj, Settings()).name == obj["metadata"]["name"]
+
+
+def test_the_other_objects_in_the_docs_are_kubernetes() -> None:
+    told = [obj for obj in manifests_told() if obj["apiVersion"] == "autoscaling/v2"]
+    assert told
+    for obj in told:
+        kubernetes_validate.validate(obj, "1.37", strict=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
