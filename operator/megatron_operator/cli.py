@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from megatron_operator.commands import typed
 from megatron_operator.commands.program import OPERATOR, PLUGIN
+from megatron_operator.kubernetes.lease import LeaseName, Terms
 from megatron_operator.local.pod_manifest import PathMap
+from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE
 
 INTERRUPTED = 130
 BAD_USAGE = 2
@@ -48,12 +50,31 @@ def run(
     ] = None,
     metrics_host: Annotated[str, typer.Option(help="Address of /metrics and /healthz.")] = "0.0.0.0",
     metrics_port: Annotated[int | None, typer.Option(help="Their port; without one they are not served.")] = None,
+    lease: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMESPACE/NAME",
+            envvar=LEASE_VARIABLE,
+            help="Of several operators, the one that holds this Lease acts. Without one there must be no other.",
+        ),
+    ] = None,
+    lease_seconds: Annotated[
+        int,
+        typer.Option(
+            min=1, envvar=LEASE_SECONDS_VARIABLE, help="How long it is granted for; another takes over after that."
+        ),
+    ] = Terms.seconds,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every step.")] = False,
 ) -> None:
     """Run the operator against the cluster of KUBECONFIG, or the one around this pod."""
     from megatron_operator import handlers
 
-    handlers.run(handlers.Options(tuple(namespace or ()), metrics_host, metrics_port), verbose=verbose)
+    try:
+        name = LeaseName.parse(lease) if lease else None
+    except ValueError as error:
+        refuse(f"--lease {error}")
+    options = handlers.Options(tuple(namespace or ()), metrics_host, metrics_port, name, Terms(lease_seconds))
+    handlers.run(options, verbose=verbose)
 
 
 @app.command()
@@ -90,7 +111,7 @@ def path_map(words: list[str]) -> PathMap:
     return paths
 
 
-def refuse(words: str) -> None:
+def refuse(words: str) -> NoReturn:
     """Say what is wrong with the command line, and end."""
     print(f"megatron-operator: {words}", file=sys.stderr)
     sys.exit(BAD_USAGE)

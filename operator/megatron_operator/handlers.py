@@ -8,11 +8,12 @@ Runs by ``megatron-operator run`` and by ``kopf run -m megatron_operator.handler
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import kopf
@@ -20,10 +21,12 @@ import kopf
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from megatron_operator.kubernetes.api_server import ApiServer
+from megatron_operator.kubernetes.election import Election
 from megatron_operator.kubernetes.fleet import Fleet
+from megatron_operator.kubernetes.lease import LeaseName, Terms
 from megatron_operator.kubernetes.memoryless import NoDiffs, NoProgress
 from megatron_operator.metrics import Meters, MetricsServer
-from megatron_operator.settings import Settings
+from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, Settings
 from megatron_operator.world import WorldError
 
 METRICS_HOST_VARIABLE = "MEGATRON_OPERATOR_METRICS_HOST"
@@ -35,21 +38,32 @@ OURS = {names.NAME_LABEL: kopf.PRESENT}
 class Options:
     """How the operator runs: for these namespaces, or for all where there are none.
 
-    ``metrics_port`` None serves neither metrics nor ``/healthz``.
+    ``metrics_port`` None serves neither metrics nor ``/healthz``. Without a ``lease`` this is the only operator.
     """
 
     namespaces: tuple[str, ...] = ()
     metrics_host: str = "0.0.0.0"
     metrics_port: int | None = None
+    lease: LeaseName | None = None
+    lease_terms: Terms = field(default_factory=Terms)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
         """For ``kopf run``, whose own options say which namespaces are watched. Raises ValueError."""
-        port = environment.get(METRICS_PORT_VARIABLE) or None
-        if port is not None and not port.isdigit():
-            raise ValueError(f"{METRICS_PORT_VARIABLE}: {port} is no port; set it to a number like 8080")
-        host = environment.get(METRICS_HOST_VARIABLE) or cls.metrics_host
-        return cls(metrics_host=host, metrics_port=None if port is None else int(port))
+        lease = environment.get(LEASE_VARIABLE)
+        return cls(
+            metrics_host=environment.get(METRICS_HOST_VARIABLE) or cls.metrics_host,
+            metrics_port=_number(environment, METRICS_PORT_VARIABLE, "a port number like 8080"),
+            lease=LeaseName.parse(lease) if lease else None,
+            lease_terms=Terms(_number(environment, LEASE_SECONDS_VARIABLE, "whole seconds like 15") or Terms.seconds),
+        )
+
+
+def _number(environment: Mapping[str, str], variable: str, wanted: str) -> int | None:
+    text = environment.get(variable) or None
+    if text is not None and not text.isdigit():
+        raise ValueError(f"{variable}: {text} is no number; set it to {wanted}")
+    return None if text is None else int(text)
 
 
 class ForEver(Iterable[float]):
@@ -77,23 +91,38 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     memo.metrics_server = MetricsServer(meters)
     if options.metrics_port is not None:
         await memo.metrics_server.start(options.metrics_host, options.metrics_port)
-    memo.fleet = Fleet(api, Settings.from_environment(), meters)
+    memo.api, memo.fleet = api, Fleet(api, Settings.from_environment(), meters)
+    if options.lease is None:
+        memo.fleet.lead()
+        return
+    memo.election = Election(api, options.lease, options.lease_terms, memo.fleet.lead, memo.fleet.stand_by)
+    api.check_may_act = memo.election.check
+    memo.campaign = asyncio.create_task(memo.election.run(), name=f"election by Lease {options.lease}")
 
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Let go of everything; pods and resources stay as they are."""
-    if "fleet" in memo:
-        await memo.fleet.close()
-        await memo.metrics_server.stop()
+    """Let go of everything, the Lease last; pods and resources stay as they are."""
+    if "fleet" not in memo:
+        return
+    if "campaign" in memo:
+        memo.campaign.cancel()
+        await asyncio.gather(memo.campaign, return_exceptions=True)
+    await memo.fleet.close()
+    if "election" in memo:
+        await memo.election.withdraw()
+    await memo.api.close()
+    await memo.metrics_server.stop()
 
 
 @kopf.on.event(GROUP, VERSION, PLURAL)
-async def resource_changed(memo: kopf.Memo, namespace: str | None, name: str | None, meta: kopf.Meta, **_: Any) -> None:
+async def resource_changed(
+    memo: kopf.Memo, namespace: str | None, name: str | None, meta: kopf.Meta, type: str | None, **_: Any
+) -> None:
     """The resource was seen for the first time, changed, or deleted."""
     assert namespace is not None
     assert name is not None
-    memo.fleet.attend(namespace, name, meta.get("resourceVersion"))
+    memo.fleet.attend(namespace, name, meta.get("resourceVersion"), gone=type == "DELETED")
 
 
 @kopf.on.event("", "v1", "pods", labels=OURS)

@@ -55,6 +55,11 @@ class Meters:
             ["phase"],
             registry=self.registry,
         )
+        self._leading = Gauge(
+            "megatron_operator_leading",
+            "Whether this operator acts (1), or stands by while another one holds the Lease (0).",
+            registry=self.registry,
+        )
         self._phases: dict[tuple[str, str], Phase] = {}
         for outcome in Outcome:
             self._rounds.labels(outcome.value)
@@ -69,6 +74,10 @@ class Meters:
         finally:
             self._seconds.observe(time.perf_counter() - started)
             self._rounds.labels(measured.outcome.value).inc()
+
+    def leads(self, leading: bool) -> None:
+        """Whether this operator is the one that acts, from now on."""
+        self._leading.set(leading)
 
     def phase(self, namespace: str, name: str, phase: Phase) -> None:
         """The resource's phase from now on."""

@@ -44,7 +44,7 @@ def as_in_manifests(value: Any) -> Any:
     if isinstance(value, list):
         return [as_in_manifests(each) for each in value]
     if isinstance(value, str):
-        return re.sub(r"^megatron-inference(?=$|-)", "megatron-operator", value)
+        return re.sub(r"(^|\)/)megatron-inference(?=$|-)", r"\1megatron-operator", value)
     return value
 
 
@@ -69,7 +69,17 @@ def test_an_object_that_is_wrong_would_not_pass(helm: Helm) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["ClusterRole", "ClusterRoleBinding", "Deployment", "NetworkPolicy", "Service", "ServiceAccount"]
+    "kind",
+    [
+        "ClusterRole",
+        "ClusterRoleBinding",
+        "Deployment",
+        "NetworkPolicy",
+        "Role",
+        "RoleBinding",
+        "Service",
+        "ServiceAccount",
+    ],
 )
 def test_the_chart_and_the_manifests_are_the_same_operator(helm: Helm, kustomized: list[Object], kind: str) -> None:
     rendered = helm.template("--set=rbac.aggregate=false", "--no-hooks", release="megatron-inference")
@@ -95,6 +105,7 @@ def test_an_operator_of_some_namespaces_has_a_role_in_each_and_none_for_the_clus
     confined = helm.template("--set=namespaces={alpha,beta}", "--set=rbac.aggregate=false")
     assert of_kind(confined, "ClusterRole") == of_kind(confined, "ClusterRoleBinding") == []
     roles = {role["metadata"]["namespace"]: role["rules"] for role in of_kind(confined, "Role")}
+    assert roles.pop(NAMESPACE) == only(everywhere, "Role")["rules"]
     assert set(roles) == {"alpha", "beta"}
     whole = of_kind(everywhere, "ClusterRole")[0]["rules"]
     about_definitions = [rule for rule in whole if rule["apiGroups"] == ["apiextensions.k8s.io"]]

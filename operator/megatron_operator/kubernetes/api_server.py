@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 from urllib.parse import quote
 
@@ -21,6 +21,7 @@ APPLY_PATCH = "application/apply-patch+yaml"
 
 PATHS = {
     "Event": ("/apis/events.k8s.io/v1", "events"),
+    "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
     "Pod": ("/api/v1", "pods"),
@@ -61,6 +62,8 @@ class ApiServer:
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
+        self.check_may_act: Callable[[], None] = lambda: None
+        """Called before anything is changed; raises WorldError where another operator may be acting."""
 
     @classmethod
     async def connect(cls) -> Self:
@@ -101,6 +104,12 @@ class ApiServer:
         """Raises ServerRefusal with ``conflict`` when the name is taken."""
         path = path_of(manifest["kind"], manifest["metadata"]["namespace"])
         return await self._request("POST", path, {"fieldManager": names.MANAGER}, body=manifest)
+
+    async def replace(self, manifest: Mapping[str, Any]) -> Json:
+        """Raises ServerRefusal with ``conflict`` when the object has changed since the version in the manifest."""
+        metadata = manifest["metadata"]
+        path = path_of(manifest["kind"], metadata["namespace"], metadata["name"])
+        return await self._request("PUT", path, {"fieldManager": names.MANAGER}, body=manifest)
 
     async def apply(self, manifest: Mapping[str, Any]) -> Json:
         """Server-side apply of exactly the fields of the manifest; other managers' fields stay as they are."""
@@ -154,6 +163,8 @@ class ApiServer:
         accept: str = "application/json",
     ) -> Json:
         headers = {"Accept": accept, "Content-Type": content_type}
+        if method != "GET" and not path.startswith(PATHS["Lease"][0]):
+            self.check_may_act()
         try:
             request = await self._api.param_serialize(
                 method,

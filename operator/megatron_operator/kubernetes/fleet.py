@@ -16,7 +16,7 @@ Key = tuple[str, str]
 
 
 class Fleet:
-    """One loop for each resource, from the first word of it until it is gone."""
+    """One loop for each resource, from the first word of it until it is gone; none before ``lead``."""
 
     def __init__(self, api: ApiServer, settings: Settings, meters: Meters) -> None:
         self._api = api
@@ -24,13 +24,39 @@ class Fleet:
         self._settings = settings
         self._meters = meters
         self._slots = asyncio.Semaphore(ROUNDS_AT_A_TIME)
+        self._leading = False
+        self._waiting: set[Key] = set()
+        """Resources that were seen while another operator acts."""
         self._loops: dict[Key, ResourceLoop] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def attend(self, namespace: str, name: str, version: str | None = None) -> None:
-        """Something happened to the resource itself, which is at ``version`` now."""
+    def lead(self) -> None:
+        """This operator acts from now on."""
+        self._leading = True
+        self._meters.leads(True)
+        while self._waiting:
+            self._start(self._waiting.pop())
+
+    async def stand_by(self) -> None:
+        """End all loops; resources and pods stay as they are, and are remembered until the next ``lead``."""
+        self._leading = False
+        self._meters.leads(False)
+        self._waiting |= self._loops.keys()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Stand by for good."""
+        await self.stand_by()
+        await self._http.aclose()
+
+    def attend(self, namespace: str, name: str, version: str | None = None, *, gone: bool = False) -> None:
+        """Something happened to the resource itself, which is at ``version`` now, or ``gone``."""
         key = (namespace, name)
-        if key not in self._loops:
+        if not self._leading:
+            (self._waiting.discard if gone else self._waiting.add)(key)
+        elif key not in self._loops:
             self._start(key)
         else:
             self._loops[key].wake(version)
@@ -39,14 +65,6 @@ class Fleet:
         """Something happened to a child of the resource; one that is gone stays gone."""
         if (loop := self._loops.get((namespace, name))) is not None:
             loop.wake()
-
-    async def close(self) -> None:
-        """End all loops; the resources and their pods stay as they are."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._http.aclose()
-        await self._api.close()
 
     def _start(self, key: Key) -> None:
         namespace, name = key

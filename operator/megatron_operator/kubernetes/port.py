@@ -95,6 +95,7 @@ class KubernetesPort:
             case DeletePod(pod, uid, grace_seconds):
                 await self._api.delete("Pod", namespace, pod, uid=uid, grace_seconds=grace_seconds)
             case SendSignal(signal, address):
+                self._api.check_may_act()
                 await self.launchers.signal(address, signal)
 
     def _owns(self, obj: Object) -> bool:

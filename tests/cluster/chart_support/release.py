@@ -43,11 +43,10 @@ class Release:
         (container,) = pod["containers"]
         assert container["command"] == ["megatron-operator", "run"]
         namespaces = [word.removeprefix("--namespace=") for word in container["args"] if "--namespace=" in word]
-        settings = {each["name"]: each.get("value", NAMESPACE) for each in container["env"]}
-        assert [each["name"] for each in container["env"] if "valueFrom" in each] in (
-            [],
-            ["MEGATRON_OPERATOR_NAMESPACE"],
-        )
+        assert [each["name"] for each in container["env"] if "valueFrom" in each] == ["MEGATRON_OPERATOR_NAMESPACE"]
+        values = {each["name"]: each.get("value", NAMESPACE) for each in container["env"]}
+        reference = "$(MEGATRON_OPERATOR_NAMESPACE)"  # the kubelet puts the value in its place
+        settings = {name: value.replace(reference, NAMESPACE) for name, value in values.items()}
         kubeconfig = self.cluster.kubeconfig_for(pod["serviceAccountName"], NAMESPACE)
         log = self._folder / "operator.log"
         process = OperatorProcess(kubeconfig, log, namespaces=namespaces, settings=settings)

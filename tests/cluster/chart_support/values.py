@@ -8,6 +8,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "confined": ("--set=namespaces={alpha,beta}", "--set=crds.install=false"),
     "bare": ("--set=rbac.create=false", "--set=serviceAccount.create=false", "--set=serviceAccount.name=mine"),
     "full": (
+        "--set=replicas=3",
         "--set=podDisruptionBudget.enabled=true",
         "--set=logging.verbose=true",
         "--set=imagePullSecrets[0].name=pull",

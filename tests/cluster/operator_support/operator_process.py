@@ -1,6 +1,7 @@
 """The operator as a process of its own, with no more rights than its ServiceAccount has."""
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,26 @@ class OperatorProcess:
         process, self._process = self._process, None
         process.stop(GRACE)
         return process.exit_code()
+
+    def kill(self) -> None:
+        """By SIGKILL: it can tell nobody."""
+        assert self._process is not None
+        process, self._process = self._process, None
+        process.stop()
+
+    def halt(self) -> None:
+        """As a machine does that is frozen for a while; `go_on` ends it."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def metric(self, series: str) -> float:
+        """The value of one series, named with its labels."""
+        line = next(line for line in self.metrics().splitlines() if line.startswith(f"{series} "))
+        return float(line.split()[-1])
 
     def metrics(self) -> str:
         return httpx.get(f"{self.url}/metrics", trust_env=False).text

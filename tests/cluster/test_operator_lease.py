@@ -1,0 +1,135 @@
+"""Two operators at once: a Lease decides which of them acts."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cluster_support.cluster import Cluster, wait_until
+from operator_support.fixtures import ACCOUNT, SYSTEM
+from operator_support.operator_process import OperatorProcess
+from operator_support.resource import Resource
+from operator_support.scripted_node import ScriptedNode
+
+LEASE = "megatron-operator"
+LEADING = "megatron_operator_leading"
+ROUNDS = 'megatron_operator_reconciles_total{outcome="success"}'
+
+
+@dataclass
+class Rivals:
+    """Two operators of the same resources; ``first`` was there first."""
+
+    first: OperatorProcess
+    second: OperatorProcess
+    cluster: Cluster
+
+    async def until_leads(self, operator: OperatorProcess, leads: bool = True) -> None:
+        what = f"the operator of {operator.log} to {'act' if leads else 'stand by'}"
+        await asyncio.to_thread(wait_until, lambda: operator.metric(LEADING) == leads, what)
+
+    async def spec(self) -> dict[str, object]:
+        """Of the Lease."""
+        found = await asyncio.to_thread(self.cluster.get, "lease", LEASE, "-n", SYSTEM)
+        return dict(found["spec"])
+
+
+@pytest.fixture
+def seconds() -> int:
+    """What the Lease is granted for."""
+    return 3
+
+
+@pytest.fixture
+async def rivals(operator: OperatorProcess, installed: Cluster, tmp_path: Path, seconds: int) -> AsyncIterator[Rivals]:
+    """In the place of the operator that runs otherwise, which knows no Lease."""
+    settings = {"MEGATRON_OPERATOR_LEASE": f"{SYSTEM}/{LEASE}", "MEGATRON_OPERATOR_LEASE_SECONDS": str(seconds)}
+    kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
+    first, second = (OperatorProcess(kubeconfig, tmp_path / f"{name}.log", settings=settings) for name in "ab")
+    await asyncio.to_thread(operator.stop)
+    try:
+        await asyncio.to_thread(first.start)
+        rivals = Rivals(first, second, installed)
+        await rivals.until_leads(first)
+        await asyncio.to_thread(second.start)
+        yield rivals
+    finally:
+        await asyncio.to_thread(second.stop)
+        await asyncio.to_thread(first.stop)
+        await asyncio.to_thread(operator.start)
+        await asyncio.to_thread(installed.kubectl, "-n", SYSTEM, "delete", "lease", LEASE)
+
+
+async def events(chat: Resource, reason: str) -> int:
+    return [event["reason"] for event in (await chat.get("events"))["items"]].count(reason)
+
+
+@pytest.mark.usefixtures("node")
+async def test_one_of_two_operators_acts_and_the_other_does_nothing(chat: Resource, rivals: Rivals) -> None:
+    await chat.create(replicas=2)
+    await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
+    assert await events(chat, "AttemptStarted") == 2
+    assert (rivals.first.metric(LEADING), rivals.second.metric(LEADING)) == (1, 0)
+    assert rivals.first.metric(ROUNDS) > 0
+    assert rivals.second.metric(ROUNDS) == 0
+    spec = await rivals.spec()
+    assert (spec["leaseDurationSeconds"], spec.get("leaseTransitions", 0)) == (3, 0)
+    assert {"holderIdentity", "acquireTime", "renewTime"} < spec.keys()
+
+
+async def test_another_operator_takes_over_from_one_that_was_killed(
+    chat: Resource, node: ScriptedNode, rivals: Rivals
+) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    await asyncio.to_thread(rivals.first.kill)
+    await chat.kubectl("scale", "mi", "chat", "--replicas=2")
+    await chat.until(lambda status: status["ready"] == "2/2", "both groups")
+    assert rivals.second.metric(LEADING) == 1
+    assert (await rivals.spec())["leaseTransitions"] == 1
+    assert (set(node.launchers), await events(chat, "AttemptStarted")) == ({"chat-0-0-0", "chat-1-0-0"}, 2)
+
+
+@pytest.mark.parametrize("seconds", [600])
+@pytest.mark.usefixtures("node")
+async def test_an_operator_that_is_stopped_in_order_lets_the_next_one_in_at_once(
+    chat: Resource, rivals: Rivals
+) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    assert await asyncio.to_thread(rivals.first.stop) == 0
+    await rivals.until_leads(rivals.second)
+    await chat.kubectl("scale", "mi", "chat", "--replicas=2")
+    await chat.until(lambda status: status["ready"] == "2/2", "both groups")
+
+
+async def test_an_operator_that_was_frozen_for_longer_than_its_lease_finds_that_it_has_lost_it(
+    chat: Resource, node: ScriptedNode, rivals: Rivals
+) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    rivals.first.halt()
+    try:
+        await rivals.until_leads(rivals.second)
+        await chat.kubectl("scale", "mi", "chat", "--replicas=2")
+        await chat.until(lambda status: status["ready"] == "2/2", "both groups")
+    finally:
+        rivals.first.go_on()
+    await rivals.until_leads(rivals.first, leads=False)
+    rounds = rivals.first.metric(ROUNDS)
+    await node.fail((await chat.pods())["chat-1-0-0"], 1, "a rank died")
+    await chat.until_pods("chat-0-0-0", "chat-1-1-0")
+    await chat.until(lambda status: status["ready"] == "2/2", "the next attempt")
+    assert (rivals.first.metric(ROUNDS), await events(chat, "AttemptStarted")) == (rounds, 3)
+
+
+@pytest.mark.usefixtures("node")
+async def test_a_lease_that_a_user_deletes_is_made_again(chat: Resource, rivals: Rivals) -> None:
+    await asyncio.to_thread(rivals.cluster.kubectl, "-n", SYSTEM, "delete", "lease", LEASE)
+    await chat.create()
+    await chat.until_phase("Running")
+    await asyncio.to_thread(wait_until, lambda: rivals.cluster.exists("lease", LEASE, "-n", SYSTEM), "the Lease")
+    await asyncio.to_thread(
+        wait_until, lambda: rivals.first.metric(LEADING) + rivals.second.metric(LEADING) == 1, "one to act"
+    )
