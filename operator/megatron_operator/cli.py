@@ -14,7 +14,7 @@ from megatron_operator.commands import typed
 from megatron_operator.commands.program import OPERATOR, PLUGIN
 from megatron_operator.kubernetes.lease import LeaseName, Terms
 from megatron_operator.local.pod_manifest import PathMap
-from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE
+from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, WATCH_SILENCE_VARIABLE
 
 INTERRUPTED = 130
 BAD_USAGE = 2
@@ -64,6 +64,14 @@ def run(
             min=1, envvar=LEASE_SECONDS_VARIABLE, help="How long it is granted for; another takes over after that."
         ),
     ] = Terms.seconds,
+    watch_silence: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            envvar=WATCH_SILENCE_VARIABLE,
+            help="Seconds after which a watch that says nothing is opened anew; a bookmark comes each minute.",
+        ),
+    ] = 70,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every step.")] = False,
 ) -> None:
     """Run the operator against the cluster of KUBECONFIG, or the one around this pod."""
@@ -73,7 +81,9 @@ def run(
         name = LeaseName.parse(lease) if lease else None
     except ValueError as error:
         refuse(f"--lease {error}")
-    options = handlers.Options(tuple(namespace or ()), metrics_host, metrics_port, name, Terms(lease_seconds))
+    namespaces = tuple(namespace or ())
+    terms = Terms(lease_seconds)
+    options = handlers.Options(namespaces, metrics_host, metrics_port, name, terms, watch_silence)
     handlers.run(options, verbose=verbose)
 
 

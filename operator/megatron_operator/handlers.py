@@ -26,7 +26,7 @@ from megatron_operator.kubernetes.fleet import Fleet
 from megatron_operator.kubernetes.lease import LeaseName, Terms
 from megatron_operator.kubernetes.memoryless import NoDiffs, NoProgress
 from megatron_operator.metrics import Meters, MetricsServer
-from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, Settings
+from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, WATCH_SILENCE_VARIABLE, Settings
 from megatron_operator.world import WorldError
 
 METRICS_HOST_VARIABLE = "MEGATRON_OPERATOR_METRICS_HOST"
@@ -39,6 +39,7 @@ class Options:
     """How the operator runs: for these namespaces, or for all where there are none.
 
     ``metrics_port`` None serves neither metrics nor ``/healthz``. Without a ``lease`` this is the only operator.
+    A watch that says nothing for ``watch_silence`` seconds is opened anew: API servers send a bookmark each minute.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -46,6 +47,7 @@ class Options:
     metrics_port: int | None = None
     lease: LeaseName | None = None
     lease_terms: Terms = field(default_factory=Terms)
+    watch_silence: int = 70
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
@@ -55,6 +57,7 @@ class Options:
             metrics_host=environment.get(METRICS_HOST_VARIABLE) or cls.metrics_host,
             metrics_port=_number(environment, METRICS_PORT_VARIABLE, "a port number like 8080"),
             lease=LeaseName.parse(lease) if lease else None,
+            watch_silence=_number(environment, WATCH_SILENCE_VARIABLE, "whole seconds like 70") or cls.watch_silence,
             lease_terms=Terms(_number(environment, LEASE_SECONDS_VARIABLE, "whole seconds like 15") or Terms.seconds),
         )
 
@@ -147,6 +150,7 @@ def configure(settings: kopf.OperatorSettings, options: Options) -> None:
     settings.networking.trust_env = True
     settings.watching.server_timeout = 300
     settings.watching.connect_timeout = 10
+    settings.watching.inactivity_timeout = options.watch_silence
     for kind in (("", "v1", "pods"), ("", "v1", "services"), ("networking.k8s.io", "v1", "networkpolicies")):
         settings.watching.label_selectors[kind] = names.NAME_LABEL
     # With a Role in each namespace, and nothing cluster-wide, there is nothing to scan.

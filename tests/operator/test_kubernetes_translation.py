@@ -8,7 +8,14 @@ import pytest
 
 from megatron_operator.engine import PodReport, RankReport
 from megatron_operator.events import Event, EventType
-from megatron_operator.kubernetes.api_server import ServerError, ServerRefusal, answer_of, path_of
+from megatron_operator.kubernetes.api_server import (
+    LONGEST_DELAY,
+    ServerError,
+    ServerRefusal,
+    answer_of,
+    delay_of,
+    path_of,
+)
 from megatron_operator.kubernetes.kubernetes_event import LONGEST_NOTE, kubernetes_event
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.observation import with_report
@@ -183,6 +190,16 @@ def test_a_refusal_is_told_from_a_failure() -> None:
     with pytest.raises(ServerError, match="an empty answer"):
         answer_of("GET /pods", 200, "")
     assert answer_of("GET /pods", 200, '{"items": []}') == {"items": []}
+
+
+@pytest.mark.parametrize(
+    ("status", "retry_after", "delay"),
+    [(429, "2", 2.0), (429, "86400", LONGEST_DELAY), (429, None, None), (429, "soon", None), (200, "2", None)],
+)
+def test_a_server_that_is_too_busy_says_when_to_ask_again(
+    status: int, retry_after: str | None, delay: float | None
+) -> None:
+    assert delay_of(status, retry_after) == delay
 
 
 def test_an_event_is_about_the_resource_and_not_too_long() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_operator.handlers import Options
 from megatron_operator.kubernetes.lease import Claim, LeaseName, Terms, micro_time
 
 TERMS = Terms(15)
@@ -87,6 +88,23 @@ def test_a_name_that_is_none_is_refused_with_the_mend(text: str) -> None:
 def test_a_lease_of_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 s"):
         Terms(0)
+
+
+def test_an_operator_under_the_kopf_command_is_told_by_its_environment() -> None:
+    environment = {
+        "MEGATRON_OPERATOR_LEASE": "system/ours",
+        "MEGATRON_OPERATOR_LEASE_SECONDS": "30",
+        "MEGATRON_OPERATOR_WATCH_SILENCE": "100",
+    }
+    options = Options.from_environment(environment)
+    assert (options.lease, options.lease_terms) == (LeaseName("system", "ours"), Terms(30))
+    assert options.watch_silence == 100
+    assert Options.from_environment({}) == Options()
+
+
+def test_a_number_that_is_none_is_refused_by_the_name_of_its_variable() -> None:
+    with pytest.raises(ValueError, match="MEGATRON_OPERATOR_LEASE_SECONDS: 15s is no number"):
+        Options.from_environment({"MEGATRON_OPERATOR_LEASE_SECONDS": "15s"})
 
 
 @dataclass

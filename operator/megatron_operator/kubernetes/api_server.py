@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http
 import json
 from collections.abc import Callable, Mapping
@@ -16,6 +17,9 @@ from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from megatron_operator.world import ActionRefused, WorldError
 
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=20.0, connect=5.0)
+MOST_DELAYS = 5
+"""How often one request is put off by a busy API server (429) before it counts as failed."""
+LONGEST_DELAY = 60.0
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
@@ -130,9 +134,18 @@ class ApiServer:
         try:
             return await self._request("PATCH", path, query, body=body, content_type=MERGE_PATCH)
         except (ServerError, ServerRefusal) as error:
-            if error.status in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.CONFLICT):
+            if error.status == http.HTTPStatus.NOT_FOUND:
+                return None
+            # Another object of that name is a conflict, but so are others who write all the time.
+            if error.status == http.HTTPStatus.CONFLICT and not await self._is_there(obj):
                 return None
             raise
+
+    async def _is_there(self, obj: Mapping[str, Any]) -> bool:
+        """Whether this very object still exists."""
+        metadata = obj["metadata"]
+        found = await self.get(obj["kind"], metadata["namespace"], metadata["name"])
+        return found is not None and found["metadata"]["uid"] == metadata["uid"]
 
     async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int) -> None:
         """Delete this very object; one that is gone, or whose name another has taken, is success."""
@@ -163,24 +176,47 @@ class ApiServer:
         accept: str = "application/json",
     ) -> Json:
         headers = {"Accept": accept, "Content-Type": content_type}
-        if method != "GET" and not path.startswith(PATHS["Lease"][0]):
-            self.check_may_act()
+        for _ in range(MOST_DELAYS):
+            if method != "GET" and not path.startswith(PATHS["Lease"][0]):
+                self.check_may_act()
+            status, delay, text = await self._send(method, path, query, headers, body)
+            if delay is None:
+                break
+            await asyncio.sleep(delay)
+        return answer_of(f"{method} {path}", status, text)
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any] | None,
+    ) -> tuple[int, float | None, str]:
+        """Status, the delay that is wished for, and text of the answer."""
         try:
             request = await self._api.param_serialize(
                 method,
                 path,
                 query_params=list((query or {}).items()),
-                header_params=headers,
+                header_params=dict(headers),
                 body=None if body is None else dict(body),
                 auth_settings=["BearerToken"],
             )
             response = await self._api.call_api(*request, _request_timeout=REQUEST_TIMEOUT)
             text = (await response.read()).decode()
+            return response.status, delay_of(response.status, response.headers.get("Retry-After")), text
         except TimeoutError as error:
             raise ServerError(f"{method} {path}: no answer within {REQUEST_TIMEOUT.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{method} {path}: the API server cannot be reached: {error}") from error
-        return answer_of(f"{method} {path}", response.status, text)
+
+
+def delay_of(status: int, retry_after: str | None) -> float | None:
+    """Seconds after which an API server that is too busy wants to be asked the same again; None: it has answered."""
+    if status != http.HTTPStatus.TOO_MANY_REQUESTS or retry_after is None or not retry_after.isdigit():
+        return None
+    return min(float(retry_after), LONGEST_DELAY)
 
 
 def path_of(kind: str, namespace: str, name: str = "") -> str:

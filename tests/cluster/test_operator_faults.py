@@ -1,0 +1,129 @@
+"""An operator whose API server errs, is too busy, breaks off, falls silent: nothing is lost, and nothing doubled."""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from cluster_support.cluster import Cluster, wait_until
+from operator_support.faulty_server import FaultyServer, answer, cut_off, end_after, stall, watches, writes
+from operator_support.fixtures import ACCOUNT, SYSTEM
+from operator_support.operator_process import OperatorProcess
+from operator_support.resource import Resource
+from operator_support.scripted_node import ScriptedNode
+
+WATCH_SILENCE = 3
+
+
+@pytest.fixture
+async def server(installed: Cluster) -> AsyncIterator[FaultyServer]:
+    """What the operator takes for the API server; whoever else asks, asks the real one."""
+    async with FaultyServer(installed.kubeconfig_for(ACCOUNT, SYSTEM)) as server:
+        yield server
+
+
+@pytest.fixture
+async def unlucky(operator: OperatorProcess, server: FaultyServer, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
+    """The operator that asks the faulty server, in the place of the one that runs otherwise. Not started yet."""
+    kubeconfig = server.write_kubeconfig(tmp_path / "faulty.kubeconfig")
+    settings = {"MEGATRON_OPERATOR_WATCH_SILENCE": str(WATCH_SILENCE)}
+    process = OperatorProcess(kubeconfig, tmp_path / "operator.log", settings=settings)
+    await asyncio.to_thread(operator.stop)
+    try:
+        await asyncio.to_thread(process.start)
+        yield process
+    finally:
+        await asyncio.to_thread(process.stop)
+        await asyncio.to_thread(operator.start)
+
+
+async def live_through(chat: Resource, node: ScriptedNode) -> None:
+    """Ready, scaled, a failure, smaller again, and gone; each pod was started once."""
+    await chat.create(failurePolicy={"backoff": "0.5s"})
+    await chat.until_phase("Running")
+    await chat.kubectl("scale", "mi", "chat", "--replicas=2")
+    await chat.until(lambda status: status["ready"] == "2/2", "both groups")
+    await node.fail((await chat.pods())["chat-1-0-0"], 1, "a rank died")
+    await chat.until_pods("chat-0-0-0", "chat-1-1-0")
+    status = await chat.until(lambda status: status["ready"] == "2/2", "the next attempt")
+    assert status["restarts"] == 1
+    await chat.kubectl("scale", "mi", "chat", "--replicas=1")
+    await chat.until_pods("chat-0-0-0")
+    await chat.kubectl("delete", "mi", "chat", "--timeout=30s")
+
+
+async def again(operator: OperatorProcess) -> None:
+    """Starts it once more, so that all its watches are new ones."""
+    await asyncio.to_thread(operator.stop)
+    await asyncio.to_thread(operator.start)
+
+
+def made(server: FaultyServer, namespace: str) -> Counter[int | None]:
+    """What the API server answered when pods were to be made, by status."""
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    return Counter(each.status for each in server.arrivals if (each.method, each.path) == ("POST", path))
+
+
+@pytest.mark.usefixtures("controllers", "unlucky")
+async def test_writes_that_fail_or_conflict_now_and_then_lose_and_double_nothing(
+    chat: Resource, node: ScriptedNode, server: FaultyServer
+) -> None:
+    conflict = server.when(writes("/status", "PATCH"), answer(409, "the object has been modified"), every=4)
+    error = server.when(writes(), answer(500, "etcdserver: request timed out"), every=3)
+    await live_through(chat, node)
+    assert (conflict.done > 0, error.done > 2) == (True, True)
+    assert made(server, chat.namespace)[201] == 3
+    await chat.until_gone("pods", "services", "secrets", "networkpolicies")
+
+
+@pytest.mark.usefixtures("controllers", "unlucky")
+async def test_writes_that_are_carried_out_but_not_answered_are_not_done_twice(
+    chat: Resource, node: ScriptedNode, server: FaultyServer
+) -> None:
+    pods = server.when(writes("/pods", "POST"), cut_off, times=2)
+    cut = server.when(writes(), cut_off, every=3)
+    await live_through(chat, node)
+    assert (pods.done, cut.done > 2) == (2, True)
+    # The third is the failed one's successor; whatever was asked again met what was there.
+    assert made(server, chat.namespace)[201] + made(server, chat.namespace)[None] == 3
+    await chat.until_gone("pods", "services", "secrets", "networkpolicies")
+
+
+@pytest.mark.usefixtures("unlucky", "node")
+async def test_an_api_server_that_is_too_busy_is_asked_again_when_it_wants_to(
+    chat: Resource, server: FaultyServer
+) -> None:
+    busy = server.when(writes("/pods", "POST"), answer(429, "too many requests", {"Retry-After": "2"}), times=2)
+    await chat.create()
+    await chat.until_phase("Running")
+    path = f"/api/v1/namespaces/{chat.namespace}/pods"
+    asked = [each for each in server.arrivals if (each.method, each.path) == ("POST", path)]
+    assert (busy.done, [each.status for each in asked]) == (2, [429, 429, 201])
+    assert all(later.at - earlier.at >= 2 for earlier, later in itertools.pairwise(asked))
+    assert "TooManyRequests" not in str(await chat.status())
+
+
+@pytest.mark.usefixtures("controllers")
+async def test_watches_that_end_after_every_other_event_are_opened_again(
+    chat: Resource, node: ScriptedNode, server: FaultyServer, unlucky: OperatorProcess
+) -> None:
+    ended = server.when(watches(), end_after(2))
+    await again(unlucky)
+    await live_through(chat, node)
+    assert ended.done > 3
+    await chat.until_gone("pods", "services", "secrets", "networkpolicies")
+
+
+@pytest.mark.usefixtures("controllers")
+async def test_watches_that_fall_silent_are_opened_again(
+    chat: Resource, node: ScriptedNode, server: FaultyServer, unlucky: OperatorProcess
+) -> None:
+    silent = server.when(watches(), stall)
+    await again(unlucky)
+    await chat.create()
+    await asyncio.to_thread(wait_until, lambda: silent.done >= 8, "all watches to be opened twice")
+    server.rules.clear()
+    await chat.until_phase("Running", within=10 * WATCH_SILENCE)
+    assert set(node.launchers) == {"chat-0-0-0"}
