@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster_support.cluster import Cluster, wait_until
+from operator_support.faulty_server import FaultyServer, never_answer
 from operator_support.fixtures import ACCOUNT, SYSTEM
 from operator_support.operator_process import OperatorProcess
 from operator_support.resource import Resource
@@ -19,11 +20,12 @@ ROUNDS = 'megatron_operator_reconciles_total{outcome="success"}'
 
 @dataclass
 class Rivals:
-    """Two operators of the same resources; ``first`` was there first."""
+    """Two operators of the same resources; ``first`` was there first, and ``way`` is its way to the API server."""
 
     first: OperatorProcess
     second: OperatorProcess
     cluster: Cluster
+    way: FaultyServer
 
     async def until_leads(self, operator: OperatorProcess, leads: bool = True) -> None:
         what = f"the operator of {operator.log} to {'act' if leads else 'stand by'}"
@@ -46,19 +48,22 @@ async def rivals(operator: OperatorProcess, installed: Cluster, tmp_path: Path, 
     """In the place of the operator that runs otherwise, which knows no Lease."""
     settings = {"MEGATRON_OPERATOR_LEASE": f"{SYSTEM}/{LEASE}", "MEGATRON_OPERATOR_LEASE_SECONDS": str(seconds)}
     kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
-    first, second = (OperatorProcess(kubeconfig, tmp_path / f"{name}.log", settings=settings) for name in "ab")
-    await asyncio.to_thread(operator.stop)
-    try:
-        await asyncio.to_thread(first.start)
-        rivals = Rivals(first, second, installed)
-        await rivals.until_leads(first)
-        await asyncio.to_thread(second.start)
-        yield rivals
-    finally:
-        await asyncio.to_thread(second.stop)
-        await asyncio.to_thread(first.stop)
-        await asyncio.to_thread(operator.start)
-        await asyncio.to_thread(installed.kubectl, "-n", SYSTEM, "delete", "lease", LEASE)
+    async with FaultyServer(kubeconfig) as way:
+        faulty = way.write_kubeconfig(tmp_path / "first.kubeconfig")
+        first = OperatorProcess(faulty, tmp_path / "first.log", settings=settings)
+        second = OperatorProcess(kubeconfig, tmp_path / "second.log", settings=settings)
+        rivals = Rivals(first, second, installed, way)
+        await asyncio.to_thread(operator.stop)
+        try:
+            await asyncio.to_thread(first.start)
+            await rivals.until_leads(first)
+            await asyncio.to_thread(second.start)
+            yield rivals
+        finally:
+            await asyncio.to_thread(second.stop)
+            await asyncio.to_thread(first.stop)
+            await asyncio.to_thread(operator.start)
+            await asyncio.to_thread(installed.kubectl, "-n", SYSTEM, "delete", "lease", LEASE)
 
 
 async def events(chat: Resource, reason: str) -> int:
@@ -122,6 +127,21 @@ async def test_an_operator_that_was_frozen_for_longer_than_its_lease_finds_that_
     await chat.until_pods("chat-0-0-0", "chat-1-1-0")
     await chat.until(lambda status: status["ready"] == "2/2", "the next attempt")
     assert (rivals.first.metric(ROUNDS), await events(chat, "AttemptStarted")) == (rounds, 3)
+
+
+async def test_an_operator_that_is_cut_off_stops_to_act_and_another_takes_over(
+    chat: Resource, node: ScriptedNode, rivals: Rivals
+) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    cut = rivals.way.when(lambda _: True, never_answer)
+    await rivals.until_leads(rivals.first, leads=False)
+    await rivals.until_leads(rivals.second)
+    rivals.way.rules.remove(cut)
+    await chat.kubectl("scale", "mi", "chat", "--replicas=2")
+    await chat.until(lambda status: status["ready"] == "2/2", "both groups")
+    assert (rivals.first.metric(LEADING), await events(chat, "AttemptStarted")) == (0, 2)
+    assert set(node.launchers) == {"chat-0-0-0", "chat-1-0-0"}
 
 
 @pytest.mark.usefixtures("node")

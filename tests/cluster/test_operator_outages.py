@@ -1,0 +1,71 @@
+"""etcd gone for a while, and resources deleted while they start."""
+
+import asyncio
+
+import pytest
+from cluster_support.cluster import wait_until
+from cluster_support.control_plane import ControlPlane
+from operator_support.operator_process import OperatorProcess
+from operator_support.resource import Resource, manifest
+from operator_support.scripted_node import ScriptedNode
+
+ETCD_IS_AWAY = 20.0
+"""Seconds; less than what the controllers give a node that is silent."""
+
+
+def resources(operator: OperatorProcess) -> float:
+    """How many the operator takes care of."""
+    lines = operator.metrics().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("megatron_operator_resources{"))
+
+
+async def until_forgotten(operator: OperatorProcess, others: float) -> None:
+    """The loops of all resources but those others have ended."""
+    await asyncio.to_thread(wait_until, lambda: resources(operator) == others, "the operator to forget the resource")
+
+
+async def test_a_store_that_is_gone_for_a_while_ends_nothing(
+    chat: Resource, node: ScriptedNode, own_control_plane: ControlPlane, operator: OperatorProcess
+) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    (pod,) = (await chat.pods()).values()
+    await asyncio.to_thread(own_control_plane.stop_etcd)
+    try:
+        await asyncio.sleep(ETCD_IS_AWAY)
+        assert await asyncio.to_thread(operator.is_healthy)
+    finally:
+        await asyncio.to_thread(own_control_plane.start_etcd)
+        await asyncio.to_thread(own_control_plane.wait_until_ready)
+    await chat.kubectl("scale", "mi", "chat", "--replicas=2")
+    status = await chat.until(lambda status: status["ready"] == "2/2", "both groups")
+    assert (set(node.launchers), status["restarts"]) == ({"chat-0-0-0", "chat-1-0-0"}, 0)
+    assert (await chat.pods())["chat-0-0-0"]["metadata"]["uid"] == pod["metadata"]["uid"]
+    assert "Traceback" not in operator.log.read_text()
+
+
+@pytest.mark.usefixtures("controllers")
+async def test_a_resource_that_is_deleted_while_it_starts_leaves_nothing(
+    chat: Resource, stage: ScriptedNode, operator: OperatorProcess
+) -> None:
+    others = resources(operator)
+    await chat.create(replicas=2)
+    pods = await chat.until_pods("chat-0-0-0", "chat-1-0-0")
+    await stage.run(pods["chat-0-0-0"])
+    await chat.kubectl("delete", "mi", "chat", "--timeout=30s")
+    await chat.until_gone("pods", "services", "secrets", "networkpolicies")
+    await until_forgotten(operator, others)
+
+
+@pytest.mark.usefixtures("controllers", "node")
+async def test_resources_that_are_deleted_as_soon_as_they_are_made_leave_nothing(
+    chat: Resource, operator: OperatorProcess
+) -> None:
+    others = resources(operator)
+    names = [f"chat-{number}" for number in range(8)]
+    listed = {"apiVersion": "v1", "kind": "List", "items": [manifest(name) for name in names]}
+    await chat.apply(listed)
+    await chat.kubectl("delete", "mi", *names, "--timeout=30s")
+    for name in names:
+        await Resource(chat.cluster, chat.namespace, name).until_gone("pods", "services", "secrets", "networkpolicies")
+    await until_forgotten(operator, others)
