@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -31,6 +32,10 @@ from megatron_operator.world import WorldError
 
 METRICS_HOST_VARIABLE = "MEGATRON_OPERATOR_METRICS_HOST"
 METRICS_PORT_VARIABLE = "MEGATRON_OPERATOR_METRICS_PORT"
+logger = logging.getLogger("megatron_operator")
+
+PAUSE = 1.0
+"""Seconds until the operator begins anew when it ended by itself."""
 OURS = {names.NAME_LABEL: kopf.PRESENT}
 
 
@@ -77,10 +82,24 @@ class ForEver(Iterable[float]):
 
 
 def run(options: Options, *, verbose: bool) -> None:
-    """Run the operator until SIGTERM or SIGINT."""
+    """Run the operator until SIGTERM or SIGINT; raises what keeps it from starting.
+
+    kopf ends with some answers that pass: an API server that has just started knows no CustomResourceDefinition yet,
+    for one, and answers 404. Its watches then begin anew.
+    """
     kopf.configure(verbose=verbose)
     namespaces = options.namespaces
-    kopf.run(clusterwide=not namespaces, namespaces=namespaces, standalone=True, memo=kopf.Memo(options=options))
+    while True:
+        memo = kopf.Memo(options=options)
+        try:
+            kopf.run(clusterwide=not namespaces, namespaces=namespaces, standalone=True, memo=memo)
+        except Exception as error:
+            if "fleet" not in memo:
+                raise
+            logger.warning("the watches ended and begin anew: %r", error)
+            time.sleep(PAUSE)
+        else:
+            return
 
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)

@@ -127,3 +127,18 @@ async def test_watches_that_fall_silent_are_opened_again(
     server.rules.clear()
     await chat.until_phase("Running", within=10 * WATCH_SILENCE)
     assert set(node.launchers) == {"chat-0-0-0"}
+
+
+async def test_an_api_server_that_has_not_got_its_definitions_back_yet_ends_nothing(
+    chat: Resource, server: FaultyServer, unlucky: OperatorProcess, node: ScriptedNode
+) -> None:
+    missing = server.when(
+        lambda request: request.method == "GET" and request.path.endswith("/megatroninferences"),
+        answer(404, "404 page not found"),
+        times=2,
+    )
+    await again(unlucky)
+    await chat.create()
+    await chat.until_phase("Running")
+    assert missing.done == 2
+    assert len(node.launchers) == 1
