@@ -78,6 +78,7 @@ def test_a_rank_peaks_at_its_part_and_one_shard(
         found = run_ranks(model_scenarios.measure_load, 2, sizes, free_port(), *paths)
         for measured in found:
             assert 0.45 * whole < measured["weights"] < 0.55 * whole
+            assert measured["peak"] > 0.9 * measured["weights"]
         most = beside + SLACK + FORKED
         excess.append(max(measured["peak"] - measured["weights"] - most for measured in found))
     assert excess[-1] <= 0, f"bytes too many, in each attempt: {excess}"
