@@ -23,9 +23,12 @@ WAIT_MS = 30_000
 OpenPage = Callable[..., Page]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium; fails, never skips, where it was not fetched."""
+    """Headless Chromium; fails, never skips, where it was not fetched.
+
+    Not for the whole session: Playwright keeps an event loop running, beside which no asynchronous test can have one.
+    """
     program = chromium.find(os.environ)
     expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
