@@ -5,6 +5,7 @@ What they do is imported when one of them runs, so that `--help` is there at onc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,12 +40,26 @@ class Output(StrEnum):
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is so; fail with the reason when it fails.")]
 Timeout = Annotated[str, typer.Option("--timeout", help="How long --wait waits, like 90s or 10m.")]
 PATIENCE = "5m"
+VERBS = {
+    "pause": "Hold all requests where they are; they and new ones wait.",
+    "unpause": "From Paused to Running: go on with the requests that wait.",
+    "suspend": "Pause, and give the memory of the KV cache back; the pods stay.",
+    "resume": "From Suspended to Paused; `unpause` goes on from there, `start` does both.",
+    "stop": "Drain and remove the pods; the resource and its keys stay.",
+    "start": "To Running, from wherever it is.",
+}
+"""The commands that change ``spec.lifecycle``, with their help."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands that ask a cluster."""
-    for command in (get, describe, pause, unpause, suspend, resume, stop, start, logs, chat, doctor):
-        app.command()(command)
+    app.command()(get)
+    app.command()(describe)
+    for verb, words in VERBS.items():
+        app.command(verb, help=words)(_verb(verb))
+    app.command()(logs)
+    app.command()(chat)
+    app.command()(doctor)
 
 
 def get(
@@ -73,76 +88,20 @@ def describe(name: Name, namespace: Namespace = None, context: Context = None, k
     on_cluster(access, lambda cluster, where: told(cluster, where, name, Console()))
 
 
-def pause(
-    name: Name,
-    wait: Wait = False,
-    timeout: Timeout = PATIENCE,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """Hold all requests where they are; they and new ones wait."""
-    _change("pause", name, wait, timeout, _access(kubeconfig, context, namespace))
+def _verb(verb: str) -> Callable[..., None]:
+    """The command of one verb: they all take the same."""
 
+    def command(
+        name: Name,
+        wait: Wait = False,
+        timeout: Timeout = PATIENCE,
+        namespace: Namespace = None,
+        context: Context = None,
+        kubeconfig: Kubeconfig = None,
+    ) -> None:
+        _change(verb, name, wait, timeout, _access(kubeconfig, context, namespace))
 
-def unpause(
-    name: Name,
-    wait: Wait = False,
-    timeout: Timeout = PATIENCE,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """From Paused to Running: go on with the requests that wait."""
-    _change("unpause", name, wait, timeout, _access(kubeconfig, context, namespace))
-
-
-def suspend(
-    name: Name,
-    wait: Wait = False,
-    timeout: Timeout = PATIENCE,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """Pause, and give the memory of the KV cache back; the pods stay."""
-    _change("suspend", name, wait, timeout, _access(kubeconfig, context, namespace))
-
-
-def resume(
-    name: Name,
-    wait: Wait = False,
-    timeout: Timeout = PATIENCE,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """From Suspended to Paused; `unpause` goes on from there, `start` does both."""
-    _change("resume", name, wait, timeout, _access(kubeconfig, context, namespace))
-
-
-def stop(
-    name: Name,
-    wait: Wait = False,
-    timeout: Timeout = PATIENCE,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """Drain and remove the pods; the resource and its keys stay."""
-    _change("stop", name, wait, timeout, _access(kubeconfig, context, namespace))
-
-
-def start(
-    name: Name,
-    wait: Wait = False,
-    timeout: Timeout = PATIENCE,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """To Running, from wherever it is."""
-    _change("start", name, wait, timeout, _access(kubeconfig, context, namespace))
+    return command
 
 
 def logs(
