@@ -195,21 +195,33 @@ class ApiServer:
     ) -> tuple[int, float | None, str]:
         """Status, the delay that is wished for, and text of the answer."""
         try:
-            request = await self._api.param_serialize(
-                method,
-                path,
-                query_params=list((query or {}).items()),
-                header_params=dict(headers),
-                body=None if body is None else dict(body),
-                auth_settings=["BearerToken"],
-            )
-            response = await self._api.call_api(*request, _request_timeout=REQUEST_TIMEOUT)
+            response = await self._call(method, path, query, headers, body, REQUEST_TIMEOUT)
             text = (await response.read()).decode()
             return response.status, delay_of(response.status, response.headers.get("Retry-After")), text
         except TimeoutError as error:
             raise ServerError(f"{method} {path}: no answer within {REQUEST_TIMEOUT.total:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{method} {path}: the API server cannot be reached: {error}") from error
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any] | None,
+        timeout: aiohttp.ClientTimeout,
+    ) -> Any:
+        """The answer as the client has it, its body not read yet. Errors are those of aiohttp."""
+        request = await self._api.param_serialize(
+            method,
+            path,
+            query_params=list((query or {}).items()),
+            header_params=dict(headers),
+            body=None if body is None else dict(body),
+            auth_settings=["BearerToken"],
+        )
+        return await self._api.call_api(*request, _request_timeout=timeout)
 
 
 def delay_of(status: int, retry_after: str | None) -> float | None:

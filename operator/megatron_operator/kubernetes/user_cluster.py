@@ -116,16 +116,9 @@ class UserCluster(ApiServer):
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer that may go on for as long as it likes. Raises EndpointError too."""
+        sent = {"Accept": accept, "Content-Type": "application/json", **(headers or {})}
         try:
-            request = await self._api.param_serialize(
-                method,
-                path,
-                query_params=list((query or {}).items()),
-                header_params={"Accept": accept, "Content-Type": "application/json", **(headers or {})},
-                body=None if body is None else dict(body),
-                auth_settings=["BearerToken"],
-            )
-            answer = (await self._api.call_api(*request, _request_timeout=STREAM_TIMEOUT)).response
+            answer = (await self._call(method, path, query, sent, body, STREAM_TIMEOUT)).response
         except TimeoutError as error:
             raise ServerError(f"{method} {path}: no answer") from error
         except (aiohttp.ClientError, OSError) as error:
