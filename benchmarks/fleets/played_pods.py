@@ -40,6 +40,7 @@ class PlayedPods:
         self._namespace = namespace
         self.first_seen: dict[str, float] = {}
         self._running: set[asyncio.Task[None]] = set()
+        self._over = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         app = web.Application()
@@ -51,6 +52,7 @@ class PlayedPods:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._over.set()
         self._watching.cancel()
         await asyncio.gather(self._watching, *self._running, return_exceptions=True)
         await self._runner.cleanup()
@@ -58,7 +60,9 @@ class PlayedPods:
     async def _state(self, request: web.Request) -> web.Response:
         """Nothing ever changes: who waits for a change waits to the end."""
         if "after" in request.query:
-            await asyncio.sleep(float(request.query["timeout"]))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(float(request.query["timeout"])):
+                    await self._over.wait()
         return web.json_response(REPORT)
 
     async def _watch(self) -> None:
