@@ -138,13 +138,9 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 
 @kopf.on.event(GROUP, VERSION, PLURAL)
-async def resource_changed(
-    memo: kopf.Memo, namespace: str | None, name: str | None, meta: kopf.Meta, type: str | None, **_: Any
-) -> None:
+async def resource_changed(memo: kopf.Memo, event: kopf.RawEvent, type: str | None, **_: Any) -> None:
     """The resource was seen for the first time, changed, or deleted."""
-    assert namespace is not None
-    assert name is not None
-    memo.fleet.attend(namespace, name, meta.get("resourceVersion"), gone=type == "DELETED")
+    memo.fleet.attend(dict(event["object"]), gone=type == "DELETED")
 
 
 @kopf.on.event("", "v1", "pods", labels=OURS)

@@ -90,6 +90,25 @@ async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settin
     )
 
 
+async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings | None = None) -> None:
+    """The pods of a resource that nobody has reported on, and the Secret that they mount, before anything else.
+
+    They are made without a look: what is there already stays as it is. Whatever goes wrong is found by the look that
+    follows, which also makes the other children: thus many resources that come at once do not wait for each other's.
+    """
+    settings = settings or Settings()
+    try:
+        actions = plan(validated(obj, settings), World(time.time()), settings).actions
+    except InvalidResource:
+        return
+    try:
+        for action in actions:
+            if isinstance(action, CreateSecret | CreatePod):
+                await port.apply(obj["metadata"]["name"], obj["metadata"]["namespace"], action)
+    except WorldError:
+        return
+
+
 async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort) -> _Outcome:
     """All actions in order; pods are not created while a child that they need could not be made."""
     problems: list[str] = []

@@ -8,7 +8,7 @@ from planning_support.resources import resource_object
 from planning_support.simulation import SimulatedCluster
 
 from megatron_operator.events import Event
-from megatron_operator.reconcile import AFTER_REFUSAL, AFTER_TROUBLE, ReconcileResult, reconcile, status_patch
+from megatron_operator.reconcile import AFTER_REFUSAL, AFTER_TROUBLE, ReconcileResult, begin, reconcile, status_patch
 from megatron_operator.status import as_json
 from megatron_operator.world import Action, ActionRefused, CreatePod, CreateSecret, World, WorldError
 
@@ -188,3 +188,30 @@ def test_a_status_patch_removes_what_is_gone_and_leaves_what_is_equal() -> None:
     before = {"phase": "Running", "engineState": "RUNNING", "groups": [1]}
     after = {"phase": "Failed", "groups": [1]}
     assert status_patch(before, after) == {"phase": "Failed", "engineState": None}
+
+
+async def test_a_newborn_resource_has_its_pods_and_their_secret_before_anything_else() -> None:
+    operating = Operating(replicas=2)
+    operating.cluster.blind = True
+    await begin(operating.obj, operating.cluster)
+    assert set(operating.cluster.children) == {"Secret/chat-keys"}
+    assert sorted(operating.cluster.pods) == ["chat-0-0-0", "chat-1-0-0"]
+    operating.cluster.blind = False
+    await operating.settle()
+    assert sorted(operating.cluster.pods) == ["chat-0-0-0", "chat-1-0-0"]
+    assert operating.reasons() == ["AttemptStarted", "AttemptStarted", "Available"]
+
+
+async def test_a_newborn_resource_whose_secret_cannot_be_made_has_no_pods() -> None:
+    operating = Operating()
+    operating.cluster.refuses[CreateSecret] = ActionRefused("forbidden")
+    await begin(operating.obj, operating.cluster)
+    assert operating.cluster.pods == {}
+    result = await operating.round()
+    assert result.problems == ("forbidden",)
+
+
+async def test_an_invalid_newborn_resource_is_left_to_the_look_that_follows() -> None:
+    operating = Operating(replicas=-1)
+    await begin(operating.obj, operating.cluster)
+    assert (operating.cluster.pods, operating.cluster.children) == ({}, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from megatron_operator.engine import connections_to_pods
-from megatron_operator.kubernetes.api_server import ApiServer
+from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.resource_loop import ResourceLoop
 from megatron_operator.metrics import Meters
 from megatron_operator.settings import Settings
@@ -51,24 +51,25 @@ class Fleet:
         await self.stand_by()
         await self._http.aclose()
 
-    def attend(self, namespace: str, name: str, version: str | None = None, *, gone: bool = False) -> None:
-        """Something happened to the resource itself, which is at ``version`` now, or ``gone``."""
-        key = (namespace, name)
+    def attend(self, obj: Json, *, gone: bool = False) -> None:
+        """Something happened to the resource itself, which is ``obj`` now, or ``gone``."""
+        metadata = obj["metadata"]
+        key = (metadata["namespace"], metadata["name"])
         if not self._leading:
             (self._waiting.discard if gone else self._waiting.add)(key)
         elif key not in self._loops:
-            self._start(key)
+            self._start(key, newborn=None if gone or obj.get("status") else obj)
         else:
-            self._loops[key].wake(version)
+            self._loops[key].wake(metadata["resourceVersion"])
 
     def wake(self, namespace: str, name: str) -> None:
         """Something happened to a child of the resource; one that is gone stays gone."""
         if (loop := self._loops.get((namespace, name))) is not None:
             loop.wake()
 
-    def _start(self, key: Key) -> None:
+    def _start(self, key: Key, newborn: Json | None = None) -> None:
         namespace, name = key
-        loop = ResourceLoop(namespace, name, self._api, self._http, self._settings, self._meters, self._slots)
+        loop = ResourceLoop(namespace, name, self._api, self._http, self._settings, self._meters, self._slots, newborn)
         self._loops[key] = loop
         task = asyncio.create_task(self._run(key, loop), name=f"loop of {loop}")
         self._tasks.add(task)

@@ -14,7 +14,7 @@ from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
 from megatron_operator.kubernetes.pod_watches import PodWatches
 from megatron_operator.kubernetes.port import KubernetesPort
 from megatron_operator.metrics import Meters, Outcome
-from megatron_operator.reconcile import ReconcileResult, reconcile
+from megatron_operator.reconcile import ReconcileResult, begin, reconcile
 from megatron_operator.settings import Settings
 from megatron_operator.world import WorldError
 
@@ -40,8 +40,12 @@ class ResourceLoop:
         settings: Settings,
         meters: Meters,
         slots: asyncio.Semaphore,
+        newborn: Json | None = None,
     ) -> None:
-        """``http`` leads to pods, and ``slots`` bounds how many resources take a round at the same time."""
+        """``http`` leads to pods, and ``slots`` bounds how many resources take a round at the same time.
+
+        ``newborn`` is the resource where nobody has reported on it yet.
+        """
         self.namespace = namespace
         self.name = name
         self._api = api
@@ -49,6 +53,7 @@ class ResourceLoop:
         self._settings = settings
         self._meters = meters
         self._slots = slots
+        self._newborn = newborn
         self._woken = asyncio.Event()
         self._written_version: str | None = None
         self._failures = 0
@@ -64,6 +69,8 @@ class ResourceLoop:
 
     async def run(self) -> None:
         """Returns when the resource is gone and no word of a new one of that name has come."""
+        if self._newborn is not None:
+            await self._begin(self._newborn)
         while True:
             self._woken.clear()
             delay = await self._round()
@@ -84,6 +91,13 @@ class ResourceLoop:
         except TimeoutError:
             return
         await asyncio.sleep(least)
+
+    async def _begin(self, newborn: Json) -> None:
+        """Two requests or a few, for which it takes no turn among the others' rounds."""
+        try:
+            await begin(newborn, await self._port_of(newborn), settings=self._settings)
+        except Exception:
+            logger.exception("%s: its beginning ended unexpectedly", self)
 
     async def _round(self) -> float | None:
         """Seconds to the next round at the latest; None when the resource is gone. Never raises."""
