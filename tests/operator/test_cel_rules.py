@@ -1,0 +1,107 @@
+"""The definition's CEL rules, evaluated, beside the operator's own: servers before 1.25 know no CEL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import cel
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_support.resources import resource_object
+
+from megatron_operator.api.crd import crd
+from megatron_operator.api.parse import InvalidResource, parse_resource
+
+Schema = Mapping[str, Any]
+SCHEMA: Schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+TOOLS_OR_REASONING = ["hermes", "mistral", "qwen3", "deepseek_r1"]
+
+
+def defaulted(schema: Schema, value: Any) -> Any:
+    """``value`` with the defaults that an API server fills in before it asks the rules."""
+    if isinstance(value, dict):
+        fields = schema.get("properties", {})
+        whole = {name: field["default"] for name, field in fields.items() if "default" in field} | value
+        return {name: defaulted(fields.get(name, {}), each) for name, each in whole.items()}
+    if isinstance(value, list):
+        return [defaulted(schema.get("items", {}), each) for each in value]
+    return value
+
+
+def broken_rules(schema: Schema, value: Any) -> Iterator[str]:
+    """The messages of all rules, of the object and of what it holds, that do not hold."""
+    for rule in schema.get("x-kubernetes-validations", []):
+        if not cel.evaluate(rule["rule"], {"self": value}):
+            yield rule["message"]
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from broken_rules(schema.get("properties", {}).get(name, {}), each)
+    if isinstance(value, list):
+        for each in value:
+            yield from broken_rules(schema.get("items", {}), each)
+
+
+def refused_by_rules(obj: dict[str, Any]) -> set[str]:
+    """The fields that the rules refuse."""
+    return {message.partition(": ")[0] for message in broken_rules(SCHEMA, defaulted(SCHEMA, obj))}
+
+
+def refused_by_operator(obj: dict[str, Any]) -> set[str]:
+    try:
+        parse_resource(obj)
+    except InvalidResource as invalid:
+        return {error.field for error in invalid.errors}
+    return set()
+
+
+sources = st.fixed_dictionaries(
+    {},
+    optional={
+        "path": st.just("/models/x"),
+        "huggingFace": st.just({"repo": "a/b"}),
+        "persistentVolumeClaim": st.just({"claimName": "m"}),
+    },
+)
+sizes = st.integers(1, 6)
+specs = st.fixed_dictionaries(
+    {"model": st.fixed_dictionaries({"source": sources})},
+    optional={
+        "parallelism": st.fixed_dictionaries({}, optional={"tensor": sizes, "pipeline": sizes, "expert": sizes}),
+        "pods": st.fixed_dictionaries({}, optional={"ranksPerPod": sizes}),
+        "engine": st.fixed_dictionaries({}, optional={"prefixCaching": st.booleans()}),
+        "routing": st.fixed_dictionaries(
+            {}, optional={"policy": st.sampled_from(["LongestPrefix", "FirstPrefixBlock", "RoundRobin"])}
+        ),
+        "frontend": st.fixed_dictionaries(
+            {}, optional={"parsers": st.lists(st.sampled_from(TOOLS_OR_REASONING), unique=True)}
+        ),
+    },
+)
+names = st.text(st.sampled_from("az19-.A"), min_size=1, max_size=50)
+
+
+@given(names, specs)
+@settings(deadline=None)
+def test_an_api_server_and_the_operator_refuse_the_same_resources(name: str, spec: dict[str, Any]) -> None:
+    obj = resource_object(name=name, **spec)
+    by_rules, by_operator = refused_by_rules(obj), refused_by_operator(obj)
+    assert bool(by_rules) == bool(by_operator)
+    # The operator compares fields once each of them is right by itself.
+    assert by_operator <= by_rules
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"model": {"source": {}}}, "spec.model.source"),
+        ({"parallelism": {"tensor": 6, "expert": 4}}, "spec.parallelism.expert"),
+        ({"pods": {"ranksPerPod": 2}}, "spec.pods.ranksPerPod"),
+        ({"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}}, "spec.routing.policy"),
+        ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers"),
+    ],
+)
+def test_each_rule_of_the_spec_refuses_what_it_is_for(spec: dict[str, Any], field: str) -> None:
+    assert refused_by_rules(resource_object()) == set()
+    assert refused_by_rules(resource_object(**spec)) == {field}
