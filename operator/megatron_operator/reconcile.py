@@ -15,12 +15,14 @@ from megatron_operator.plan import Plan, plan
 from megatron_operator.render import render_pod
 from megatron_operator.settings import Settings
 from megatron_operator.status import as_json, build_status, invalid_status, old_status
+from megatron_operator.timestamps import timestamp
 from megatron_operator.world import (
     Action,
     ActionRefused,
     ApplyChild,
     CreatePod,
     CreateSecret,
+    NamespaceEnds,
     SignalRefused,
     World,
     WorldError,
@@ -80,7 +82,10 @@ async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settin
         # Without a look there is nothing new to say: the status stays as it is.
         return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
     planned = plan(resource, world, settings)
-    outcome = await _carry_out(resource, planned, port)
+    try:
+        outcome = await _carry_out(resource, planned, port)
+    except NamespaceEnds:
+        return await reconcile(_on_its_way_out(obj), port, settings=settings)
     status = build_status(resource, world, settings, outcome.problems)
     return replace(
         _result(obj, status),
@@ -110,7 +115,10 @@ async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings |
 
 
 async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort) -> _Outcome:
-    """All actions in order; pods are not created while a child that they need could not be made."""
+    """All actions in order; pods are not created while a child that they need could not be made.
+
+    Raises NamespaceEnds where nothing can be made any more.
+    """
     problems: list[str] = []
     refused = child_failed = False
     for action in planned.actions:
@@ -120,11 +128,18 @@ async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort
             await port.apply(resource.name, resource.namespace, action)
         except SignalRefused:
             continue  # The engine has moved on since it was observed; the next look decides anew.
+        except NamespaceEnds:
+            raise
         except WorldError as error:
             problems.append(str(error))
             refused = refused or isinstance(error, ActionRefused)
             child_failed = child_failed or _is_needed_by_pods(action)
     return _Outcome(tuple(dict.fromkeys(problems)), refused)
+
+
+def _on_its_way_out(obj: Mapping[str, Any]) -> dict[str, Any]:
+    """The resource goes with its namespace, though it may be the last of all and is not marked yet."""
+    return {**obj, "metadata": {**obj["metadata"], "deletionTimestamp": timestamp(time.time())}}
 
 
 def _is_needed_by_pods(action: Action) -> bool:

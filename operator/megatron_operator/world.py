@@ -229,6 +229,10 @@ class ActionRefused(WorldError):
     """The outside understood and refused (forbidden, invalid manifest): trying again soon is of no use."""
 
 
+class NamespaceEnds(ActionRefused):
+    """The namespace is being deleted: nothing can be made in it any more, and all that is in it goes."""
+
+
 class SignalRefused(WorldError):
     """The engine's state forbids the signal; ``allowed`` are those that it takes."""
 

@@ -1,9 +1,10 @@
-"""etcd gone for a while, and resources deleted while they start."""
+"""etcd gone for a while, a namespace deleted under its resources, and resources deleted while they start."""
 
 import asyncio
+from collections.abc import Iterator
 
 import pytest
-from cluster_support.cluster import wait_until
+from cluster_support.cluster import Cluster, wait_until
 from cluster_support.control_plane import ControlPlane
 from operator_support.operator_process import OperatorProcess
 from operator_support.resource import Resource, manifest
@@ -43,6 +44,40 @@ async def test_a_store_that_is_gone_for_a_while_ends_nothing(
     assert (set(node.launchers), status["restarts"]) == ({"chat-0-0-0", "chat-1-0-0"}, 0)
     assert (await chat.pods())["chat-0-0-0"]["metadata"]["uid"] == pod["metadata"]["uid"]
     assert "Traceback" not in operator.log.read_text().removeprefix(before)
+
+
+@pytest.fixture
+def elsewhere(installed: Cluster) -> Iterator[str]:
+    """One more namespace."""
+    name = installed.make_namespace()
+    yield name
+    installed.delete_namespace(name)
+
+
+@pytest.mark.usefixtures("controllers")
+async def test_a_namespace_that_is_deleted_under_a_resource_goes_without_a_word(
+    chat: Resource, node: ScriptedNode, own_control_plane: ControlPlane, operator: OperatorProcess, elsewhere: str
+) -> None:
+    await chat.create(replicas=2)
+    await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
+    await asyncio.to_thread(own_control_plane.stop_controllers)
+    try:
+        # Nobody empties the namespace yet: the resource outlives its children for as long as the test wishes.
+        await chat.kubectl("delete", "namespace", chat.namespace, "--wait=false")
+        await chat.kubectl("delete", "service,networkpolicy,pod", "--all")
+        await chat.until_phase("Terminating")
+        await chat.until_pods()
+        await chat.kubectl("annotate", "mi", "chat", "tests/look=again")
+        other = Resource(chat.cluster, elsewhere)
+        async with ScriptedNode(node.api, elsewhere):
+            await other.create()
+            await other.until_phase("Running")
+        assert list((await chat.get("services"))["items"]) == []
+    finally:
+        await asyncio.to_thread(own_control_plane.start_controllers)
+    await chat.kubectl("wait", "--for=delete", f"namespace/{chat.namespace}", "--timeout=50s")
+    said = [line for line in operator.log.read_text().splitlines() if chat.namespace in line]
+    assert [line for line in said if "WARNING" in line or "ERROR" in line] == []
 
 
 @pytest.mark.usefixtures("controllers")

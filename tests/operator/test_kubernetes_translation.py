@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from megatron_operator.kubernetes.api_server import (
 from megatron_operator.kubernetes.kubernetes_event import LONGEST_NOTE, kubernetes_event
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.observation import with_report
-from megatron_operator.world import Failure, Loading, ObservedPod, PodPhase
+from megatron_operator.world import Failure, Loading, NamespaceEnds, ObservedPod, PodPhase
 
 PREFIX = "inference.megatron.dev"
 CREATED, READY_AT = "2026-11-21T10:00:00Z", "2026-11-21T10:01:00Z"
@@ -189,6 +190,16 @@ def test_a_refusal_is_told_from_a_failure() -> None:
     assert failed.value.status == 503
     with pytest.raises(ServerError, match="an empty answer"):
         answer_of("GET /pods", 200, "")
+
+
+def test_a_namespace_that_is_being_deleted_is_told_from_other_refusals() -> None:
+    cause = {"reason": "NamespaceTerminating", "message": "namespace lab is being terminated", "field": ""}
+    refusal = {"message": "pods is forbidden", "reason": "Forbidden", "code": 403, "details": {"causes": [cause]}}
+    with pytest.raises(NamespaceEnds, match="pods is forbidden"):
+        answer_of("POST /pods", 403, json.dumps(refusal))
+    for details in (None, {}, {"causes": None}, {"causes": [{"reason": "FieldValueInvalid"}]}):
+        with pytest.raises(ServerRefusal):
+            answer_of("POST /pods", 403, json.dumps({**refusal, "details": details}))
     assert answer_of("GET /pods", 200, '{"items": []}') == {"items": []}
 
 

@@ -10,7 +10,16 @@ from planning_support.simulation import SimulatedCluster
 from megatron_operator.events import Event
 from megatron_operator.reconcile import AFTER_REFUSAL, AFTER_TROUBLE, ReconcileResult, begin, reconcile, status_patch
 from megatron_operator.status import as_json
-from megatron_operator.world import Action, ActionRefused, CreatePod, CreateSecret, World, WorldError
+from megatron_operator.world import (
+    Action,
+    ActionRefused,
+    ApplyChild,
+    CreatePod,
+    CreateSecret,
+    NamespaceEnds,
+    World,
+    WorldError,
+)
 
 
 class Flaky(SimulatedCluster):
@@ -166,6 +175,24 @@ async def test_a_refusal_is_told_and_tried_again_later() -> None:
     assert result.requeue_after is not None
     assert result.requeue_after <= AFTER_REFUSAL
     assert operating.reasons() == ["ApplyFailed"]
+
+
+async def test_where_nothing_can_be_made_any_more_all_pods_end_without_a_word_of_trouble() -> None:
+    operating = Operating(replicas=2)
+    await operating.settle()
+    operating.reasons()
+    refusal = NamespaceEnds("because it is being terminated")
+    operating.cluster.refuses = dict.fromkeys((ApplyChild, CreatePod, CreateSecret), refusal)
+    operating.cluster.children = {key: text for key, text in operating.cluster.children.items() if "Secret" in key}
+    for _ in range(3):
+        result = await operating.round()
+    assert (operating.obj["status"]["phase"], result.problems) == ("Terminating", ())
+    assert all(pod.deleting for pod in operating.cluster.pods.values())
+    assert all(each.status == "False" for each in result.status.conditions if each.type == "Degraded")
+    operating.cluster.pods.clear()
+    await operating.round()
+    result = await operating.round()
+    assert (result.patch, result.requeue_after) == ({}, None)
 
 
 async def test_a_signal_that_comes_too_late_is_no_trouble() -> None:

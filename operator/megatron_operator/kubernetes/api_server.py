@@ -14,7 +14,7 @@ from kubernetes.aio import client, config
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
-from megatron_operator.world import ActionRefused, WorldError
+from megatron_operator.world import ActionRefused, NamespaceEnds, WorldError
 
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=20.0, connect=5.0)
 MOST_DELAYS = 5
@@ -36,6 +36,8 @@ PATHS = {
 
 REFUSALS = (400, 403, 405, 409, 413, 415, 422)
 """Answers that the same request would get again."""
+NAMESPACE_ENDS = "NamespaceTerminating"
+"""The cause by which the API server refuses to make anything in a namespace that is being deleted."""
 
 Json = dict[str, Any]
 
@@ -62,7 +64,7 @@ class ServerRefusal(ActionRefused):
 
 
 class ApiServer:
-    """One cluster and our access to it. Methods raise ServerRefusal and ServerError."""
+    """One cluster and our access to it. Methods raise ServerRefusal, NamespaceEnds and ServerError."""
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
@@ -239,7 +241,7 @@ def path_of(kind: str, namespace: str, name: str = "") -> str:
 
 
 def answer_of(request: str, status: int, text: str) -> Json:
-    """The answer to a request. Raises ServerRefusal and ServerError with the API server's words."""
+    """The answer to a request. Raises ServerRefusal, NamespaceEnds and ServerError with the API server's words."""
     try:
         answer = json.loads(text)
     except ValueError:
@@ -248,6 +250,15 @@ def answer_of(request: str, status: int, text: str) -> Json:
         return answer
     words = answer.get("message") if isinstance(answer, dict) else None
     message = f"{request}: {words or text[:300] or 'an empty answer'} ({status})"
+    if NAMESPACE_ENDS in _causes(answer):
+        raise NamespaceEnds(message)
     if status in REFUSALS:
         raise ServerRefusal(message, status)
     raise ServerError(message, status)
+
+
+def _causes(answer: Any) -> list[str]:
+    """The reasons that a refusal names beside its words."""
+    details = answer.get("details") if isinstance(answer, dict) else None
+    causes = details.get("causes") if isinstance(details, dict) else None
+    return [str(each.get("reason")) for each in causes or [] if isinstance(each, dict)]

@@ -16,7 +16,7 @@ from megatron_operator.kubernetes.port import KubernetesPort
 from megatron_operator.metrics import Meters, Outcome
 from megatron_operator.reconcile import ReconcileResult, begin, reconcile
 from megatron_operator.settings import Settings
-from megatron_operator.world import WorldError
+from megatron_operator.world import NamespaceEnds, WorldError
 
 RESYNC = 600.0
 """Seconds to the next look when nothing happens and nothing is due: at what is not watched, or was missed."""
@@ -165,6 +165,8 @@ class ResourceLoop:
         """An event that cannot be posted is missed by nobody but its readers."""
         try:
             await self._api.create(kubernetes_event(obj, event))
+        except NamespaceEnds:
+            return
         except WorldError as error:
             logger.warning("%s: event %s is lost: %s", self, event.reason, error)
 
