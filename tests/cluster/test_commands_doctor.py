@@ -95,6 +95,32 @@ async def test_an_operator_that_does_not_start_or_may_not_act_is_found(deployed:
     assert "create pods" in rights
 
 
+@pytest.mark.usefixtures("willing_node")
+async def test_an_operator_that_may_not_hold_its_lease_is_found(deployed: Cluster, typed: CommandLine) -> None:
+    binding = deployed.get("rolebinding", "megatron-operator-lease", "-n", SYSTEM)
+    await asyncio.to_thread(deployed.kubectl, "-n", SYSTEM, "delete", "rolebinding", "megatron-operator-lease")
+    try:
+        done = await typed.run("doctor")
+    finally:
+        kept = {"name": "megatron-operator-lease"}
+        deployed.apply(SYSTEM, {**binding, "metadata": kept})
+    (rights,) = lines_of(done.out, "permissions")
+    assert rights.endswith("may not create leases, get leases megatron-operator, update leases megatron-operator")
+
+
+@pytest.mark.usefixtures("node")
+async def test_secrets_that_models_name_are_looked_for_key_by_key(chat: Resource, typed: CommandLine) -> None:
+    hub = {"repo": "my/model", "tokenSecret": {"name": "hub", "key": "token"}}
+    users = {"apiKeysSecret": {"name": "users"}}
+    await chat.kubectl("create", "secret", "generic", "hub", "--from-literal=password=never-told")
+    await chat.apply(manifest(lifecycle="Stopped", model={"source": {"huggingFace": hub}}, frontend=users))
+    done = await typed.run("doctor")
+    assert done.code == 1
+    assert "missing  Secret hub      has no token, which a model here asks for; it has: password" in done.out
+    assert "missing  Secret users    does not exist, and a model here names it" in done.out
+    assert "never-told" not in done.out
+
+
 @pytest.mark.usefixtures("node")
 async def test_what_the_models_of_the_namespace_ask_for_is_looked_for(chat: Resource, typed: CommandLine) -> None:
     on_claim = {"persistentVolumeClaim": {"claimName": "weights"}}

@@ -12,9 +12,12 @@ import yaml
 from megatron_operator.api.crd import crd
 from megatron_operator.commands import diagnosis
 from megatron_operator.commands.diagnosis import Level
+from megatron_operator.commands.doctor import secret_keys
 from megatron_operator.commands.operator_rights import needed
+from megatron_operator.kubernetes.lease import LeaseName
 
 MANIFESTS = Path(__file__).parents[2] / "manifests"
+LEASE = LeaseName("megatron-system", "megatron-operator")
 
 
 def established() -> dict[str, Any]:
@@ -37,18 +40,75 @@ def node(name: str, ready: str = "True", **allocatable: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "status": {"conditions": conditions, "allocatable": allocatable}}
 
 
-def test_the_rights_that_are_checked_are_those_that_the_role_grants() -> None:
-    documents = yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text())
-    (role,) = [each for each in documents if each["kind"] == "ClusterRole"]
-    granted = {
+def granted(role: dict[str, Any]) -> set[tuple[str, str, str]]:
+    return {
         (group, resource, verb)
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    assert {(right.group, right.resource, right.verb) for right, _ in needed(everywhere=True)} == granted
-    assert all(inside for _, inside in needed(everywhere=False))
+
+
+def test_the_rights_that_are_checked_are_those_that_the_roles_grant() -> None:
+    roles = {each["kind"]: each for each in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text())}
+    rights = set(needed("lab", everywhere=True, lease=LEASE, keys=()))
+    asked = {(right.group, right.resource, right.verb) for right in rights}
+    assert asked == granted(roles["ClusterRole"]) | granted(roles["Role"])
+    lease_rule = next(rule for rule in roles["Role"]["rules"] if "resourceNames" in rule)
+    named = {right for right in rights if right.name}
+    assert {right.name for right in named} == set(lease_rule["resourceNames"])
+    assert {right.verb for right in named} == set(lease_rule["verbs"])
+
+
+def test_an_operator_of_one_namespace_needs_nothing_beyond_it_but_its_lease() -> None:
+    rights = set(needed("lab", everywhere=False, lease=LEASE, keys=()))
+    assert {right.namespace for right in rights} == {"lab", "megatron-system"}
+    assert {right.resource for right in rights if right.namespace == "megatron-system"} == {"leases"}
+    assert rights - set(needed("lab", everywhere=False, lease=None, keys=())) == {
+        right for right in rights if right.resource == "leases"
+    }
+
+
+def test_secrets_are_asked_for_by_the_names_that_the_operator_reads() -> None:
+    rights = needed("lab", everywhere=True, lease=None, keys=["a-keys", "b-keys"])
+    assert [str(right) for right in rights if right.resource == "secrets"] == [
+        "get secrets a-keys",
+        "get secrets b-keys",
+        "create secrets",
+    ]
+
+
+def test_the_lease_of_an_operator_is_read_from_its_deployment() -> None:
+    documents = yaml.safe_load_all((MANIFESTS / "operator.yaml").read_text())
+    (ours,) = [each for each in documents if each["kind"] == "Deployment"]
+    assert diagnosis.lease_of(ours) == LEASE
+    assert diagnosis.lease_of(deployment("--lease=a/b")) == LeaseName("a", "b")
+    assert diagnosis.lease_of(deployment()) is None
+    assert diagnosis.lease_of(deployment("--lease=nonsense")) is None
+
+
+def test_the_secrets_that_models_name_are_told_with_their_keys() -> None:
+    source = {"huggingFace": {"repo": "a/b", "tokenSecret": {"name": "hub", "key": "token"}}}
+    template = {"spec": {"imagePullSecrets": [{"name": "registry"}]}}
+    users = {"apiKeysSecret": {"name": "hub", "key": "users"}}
+    specs = [{"model": {"source": source}, "frontend": users, "podTemplate": template}, {"model": {"source": {}}}]
+    assert secret_keys(specs) == {"hub": ["token", "users"], "registry": []}
+
+
+@pytest.mark.parametrize(
+    ("found", "level", "words"),
+    [
+        (None, Level.MISSING, "does not exist"),
+        ({}, Level.MISSING, "has no token, which a model here asks for; it has: nothing"),
+        ({"data": {"key": ""}}, Level.MISSING, "it has: key"),
+        ({"data": {"token": ""}}, Level.OK, "has what models here ask for"),
+    ],
+)
+def test_a_secret_has_to_hold_the_keys_that_models_ask_for(found: Any, level: Level, words: str) -> None:
+    finding = diagnosis.secret("hub", ["token"], found)
+    assert finding.level is level
+    assert words in finding.words
 
 
 def test_the_definition_of_this_version_is_as_it_should_be() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +12,8 @@ from megatron_operator.api.crd import crd
 from megatron_operator.api.quantity import Quantity
 from megatron_operator.api.v1alpha1 import VERSION
 from megatron_operator.commands.failure import INSTALL
+from megatron_operator.kubernetes.lease import LeaseName
+from megatron_operator.settings import LEASE_VARIABLE
 
 Object = Mapping[str, Any]
 
@@ -124,6 +127,25 @@ def watched(deployment: Object) -> tuple[str, ...]:
     return tuple(each.removeprefix("--namespace=") for each in arguments if each.startswith("--namespace="))
 
 
+def lease_of(deployment: Object) -> LeaseName | None:
+    """The Lease that an operator holds while it acts; None for one that does without, or has it from elsewhere."""
+    container = _container(deployment)
+    values = {"metadata.namespace": deployment["metadata"]["namespace"]}
+    for each in container.get("env") or []:
+        text = each.get("value") or values.get(_field(each), "")
+        values[each["name"]] = re.sub(r"\$\((\w+)\)", lambda match: values.get(match[1], match[0]), text)
+    flags = [each for each in container.get("args") or [] if each.startswith("--lease=")]
+    told = flags[-1].removeprefix("--lease=") if flags else values.get(LEASE_VARIABLE)
+    try:
+        return LeaseName.parse(told) if told else None
+    except ValueError:
+        return None
+
+
+def _field(variable: Object) -> str:
+    return str(((variable.get("valueFrom") or {}).get("fieldRef") or {}).get("fieldPath"))
+
+
 def _operator(deployment: Object, version: str) -> Finding:
     status, image = deployment.get("status") or {}, str(_container(deployment).get("image"))
     wished, available = int(deployment["spec"].get("replicas", 1)), int(status.get("availableReplicas") or 0)
@@ -219,6 +241,21 @@ def claim(name: str, found: Object | None) -> Finding:
         words = f"is {phase}: it is bound to no volume yet"
         return Finding(Level.WARN, subject, words, f"kubectl describe pvc {name} tells why")
     return Finding(Level.OK, subject, "is bound")
+
+
+def secret(name: str, keys: Sequence[str], found: Object | None) -> Finding:
+    """A Secret that models of the namespace name, with the keys that they want of it."""
+    subject = f"Secret {name}"
+    if found is None:
+        words = "does not exist, and a model here names it"
+        return Finding(Level.MISSING, subject, words, f"create it: kubectl create secret generic {name} --help")
+    there = found.get("data") or {}
+    if absent := sorted(set(keys) - there.keys()):
+        words = (
+            f"has no {', '.join(absent)}, which a model here asks for; it has: {', '.join(sorted(there)) or 'nothing'}"
+        )
+        return Finding(Level.MISSING, subject, words, f"add it, or name another key: kubectl edit secret {name}")
+    return Finding(Level.OK, subject, "has what models here ask for")
 
 
 def pod_security(namespace: str, found: Object | None) -> Finding:

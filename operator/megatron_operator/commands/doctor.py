@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import http
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
 from rich.console import Console
 from rich.text import Text
 
+from megatron_operator import names
 from megatron_operator.api.crd import crd
 from megatron_operator.api.v1alpha1 import Device
+from megatron_operator.api.v1alpha1.serving import ApiKeysSecret
 from megatron_operator.commands import diagnosis
 from megatron_operator.commands.diagnosis import Finding, Level
 from megatron_operator.commands.operator_rights import Right, needed
@@ -23,6 +25,8 @@ from megatron_operator.render.network_policy import OPERATOR
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "bold red", Level.UNKNOWN: "dim"}
 REVIEWS_AT_A_TIME = 8
+API_KEYS = str(ApiKeysSecret.model_fields["key"].default)
+"""Where an old API server did not fill in the default."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Doctor:
             "definition": self._definition(knows_cel),
             "operator": self._operators(),
             "models": self._for_models(),
+            "Secrets": self._secrets(),
             "namespace": self._namespace(),
             "StorageClass": self._storage(),
             "Kueue": self._kueue(),
@@ -80,19 +85,21 @@ class Doctor:
             return []
         slots = asyncio.Semaphore(REVIEWS_AT_A_TIME)
 
-        async def denied(right: Right, inside: bool) -> str:
+        async def denied(right: Right) -> str:
             async with slots:
-                return "" if await self._may(user, right, inside) else str(right)
+                return "" if await self._may(user, right) else str(right)
 
-        rights = list(needed(everywhere=not only))
-        answers = await asyncio.gather(*(denied(right, inside) for right, inside in rights))
+        keys = [names.keys_secret(item["metadata"]["name"]) for item in await self._resources()]
+        lease = diagnosis.lease_of(deployment)
+        rights = needed(self.namespace, everywhere=not only, lease=lease, keys=keys)
+        answers = await asyncio.gather(*map(denied, rights))
         return [diagnosis.rights(user, [words for words in answers if words])]
 
-    async def _may(self, user: str, right: Right, inside: bool) -> bool:
+    async def _may(self, user: str, right: Right) -> bool:
         resource, _, subresource = right.resource.partition("/")
         attributes = {"group": right.group, "resource": resource, "subresource": subresource, "verb": right.verb}
-        if inside:
-            attributes["namespace"] = self.namespace
+        # Empty ones mean the whole cluster, and all objects.
+        attributes |= {"namespace": right.namespace, "name": right.name}
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SubjectAccessReview",
@@ -101,10 +108,13 @@ class Doctor:
         answer = await self.cluster.post("/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
         return bool((answer.get("status") or {}).get("allowed"))
 
+    async def _resources(self) -> Sequence[Json]:
+        """Those of the namespace; none where the kind is not defined."""
+        return (await self._maybe(resources_path(self.namespace)) or {}).get("items") or []
+
     async def _for_models(self) -> Sequence[Finding]:
         """What the models of the namespace ask for."""
-        found = await self._maybe(resources_path(self.namespace)) or {}
-        specs = [item["spec"] for item in found.get("items") or []]
+        specs = [item["spec"] for item in await self._resources()]
         on_gpu = [spec.get("pods") or {} for spec in specs if _device(spec) == Device.CUDA]
         asked = [pods.get("gpuResource") or "nvidia.com/gpu" for pods in on_gpu]
         nodes = (await self.cluster.read("/api/v1/nodes")).get("items") or []
@@ -118,6 +128,18 @@ class Doctor:
             path = core_path(self.namespace, "persistentvolumeclaims", claim)
             findings.append(diagnosis.claim(claim, await self._maybe(path)))
         return findings
+
+    async def _secrets(self) -> Sequence[Finding]:
+        """Those that the models of the namespace name; the values of what is found are not looked at."""
+        keys = secret_keys(item["spec"] for item in await self._resources())
+        return [
+            each
+            for name, wanted in keys.items()
+            for each in await _allowed(f"Secret {name}", self._secret(name, wanted))
+        ]
+
+    async def _secret(self, name: str, keys: Sequence[str]) -> Sequence[Finding]:
+        return [diagnosis.secret(name, keys, await self._maybe(core_path(self.namespace, "secrets", name)))]
 
     async def _namespace(self) -> Sequence[Finding]:
         return [diagnosis.pod_security(self.namespace, await self._maybe(f"/api/v1/namespaces/{self.namespace}"))]
@@ -164,6 +186,19 @@ def _claims(specs: Sequence[Json]) -> Iterator[str]:
         source: Mapping[str, Json] = (spec.get("model") or {}).get("source") or {}
         if "persistentVolumeClaim" in source:
             yield str(source["persistentVolumeClaim"]["claimName"])
+
+
+def secret_keys(specs: Iterable[Json]) -> dict[str, list[str]]:
+    """The keys that are wanted of each Secret; none of one that is for fetching images."""
+    wanted: dict[str, list[str]] = {}
+    for spec in specs:
+        hub = ((spec.get("model") or {}).get("source") or {}).get("huggingFace") or {}
+        users = (spec.get("frontend") or {}).get("apiKeysSecret")
+        for selector in filter(None, (hub.get("tokenSecret"), users)):
+            wanted.setdefault(selector["name"], []).append(selector.get("key") or API_KEYS)
+        for reference in ((spec.get("podTemplate") or {}).get("spec") or {}).get("imagePullSecrets") or []:
+            wanted.setdefault(reference["name"], [])
+    return wanted
 
 
 def _line(finding: Finding) -> Text:
