@@ -30,6 +30,7 @@ check: dev ## lint, format, types, layers, generated files
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(BIN)/python -m megatron_operator.api.crd --check
+	@$(BIN)/python tools/metrics_reference.py --check
 
 BENCHMARKS ?= benchmarks/*.py
 
@@ -53,6 +54,7 @@ clients: dev ## what the tests with other people's clients run: a browser, packa
 
 crd: dev ## write the generated files anew
 	@$(BIN)/python -m megatron_operator.api.crd
+	@$(BIN)/python tools/metrics_reference.py
 
 clean: ## the virtual environment, builds and tool caches; downloads in the cache folder stay
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

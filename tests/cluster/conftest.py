@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-if str(HERE) not in sys.path:
-    sys.path.append(str(HERE))  # cluster_support lies here, and importlib mode puts nothing on the path
+for folder in (HERE, HERE.parents[1] / "tools"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # cluster_support lies here, and importlib mode puts nothing on the path
 
 from chart_support.fixtures import helm, release  # noqa: E402, F401
 from cluster_support import binaries  # noqa: E402

@@ -11,6 +11,16 @@ import yaml
 from chart_support.exported import BY_SCRAPING, BY_THE_POD_MONITOR, exported
 from chart_support.helm import CHART, Helm, Object, only
 from chart_support.values import MONITORED
+from metrics_reference import (
+    PAGE,
+    QUESTIONS,
+    of_a_frontend,
+    of_a_pod,
+    of_the_operator,
+    reference_text,
+    series_name,
+)
+from operator_support.fixtures import ROOT
 from operator_support.resource import manifest
 from promql_parser import AggregateExpr, Matcher, MatchOp, VectorSelector
 
@@ -134,6 +144,20 @@ def test_every_family_that_is_exported_is_on_the_dashboard_or_left_out_on_purpos
         "megatron_generation_tokens",  # the replicas' counters say it by group
         "megatron_replica_prompt_tokens",
     }
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_question_of_the_reference_is_about_its_own_metric(name: str) -> None:
+    query = QUESTIONS[name].query
+    assert list(impossible(query)) == []
+    asked = {str(part.name) for part in parts(query) if isinstance(part, VectorSelector)}
+    assert asked & {name, f"{name}_bucket"}
+
+
+def test_the_reference_of_metrics_is_what_the_code_exports() -> None:
+    assert (ROOT / PAGE).read_text() == reference_text()
+    families = [*of_the_operator(), *of_a_pod(), *of_a_frontend()]
+    assert sorted(map(series_name, families)) == sorted(QUESTIONS)
 
 
 @pytest.mark.parametrize(

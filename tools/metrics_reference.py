@@ -1,0 +1,257 @@
+"""The reference of the metrics for people, ``docs/metrics.md``, from what operator and runtime really export.
+
+``python tools/metrics_reference.py`` writes it, from the repository's root; ``--check`` only says whether it is up to
+date. Names, types, labels and meanings are the code's; the queries and vLLM's names are kept here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.core import Metric
+from prometheus_client.metrics import MetricWrapperBase
+
+from megatron_operator.metrics import Meters
+from megatron_runtime.launch.metrics import PodCollector
+from megatron_runtime.launch.pod_state import PodFacts, RankState, ReplicaState
+from megatron_runtime.server.metrics import FrontendMetrics
+
+PAGE = Path("docs/metrics.md")
+ANY = "500"
+"""Stands for the value of a label that only requests give: a status, among others."""
+UNITS = {
+    "seconds": "seconds",
+    "tokens": "tokens",
+    "usage": "0 to 1",
+    "blocks": "blocks",
+    "ready": "0 or 1",
+    "leading": "0 or 1",
+    "state": "0 or 1",
+}
+"""By the last word of the name; all others count things."""
+BY_MODEL = "sum by (namespace, megatroninference)"
+"""What belongs to one resource, whose name the PodMonitor of the chart adds as the label ``megatroninference``."""
+
+HEADER = """<!-- Generated from the code and tools/metrics_reference.py by `make crd`. Do not edit. -->
+
+# Metrics
+
+The operator serves them at `/metrics` of port 8080, each pod of a model at `/metrics` of port 9000. With
+`metrics.serviceMonitor`, `metrics.podMonitor`, `metrics.prometheusRule` and `metrics.dashboard` the Helm chart brings
+monitors for both, alerts and a dashboard, see [install](install.md).
+The monitor of models adds the label `megatroninference`, the name of the resource; without it, the pod's label
+`inference.megatron.dev/name` says the same.
+
+The name is that of the series: a histogram has `_bucket`, `_sum` and `_count` of it. Counters begin anew with the
+process that counts; `rate` and `increase` know that. Beside each metric is a question that it is there to answer, and
+the PromQL that asks it. Where a metric of vLLM means the same, its name is there too, so that a dashboard or an
+autoscaler can be moved by changing names; labels besides `le` are each server's own.
+"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a person asks with a metric, in PromQL; and the metric of vLLM's that means the same."""
+
+    words: str
+    query: str
+    vllm: str = ""
+
+
+def _part_of(name: str, quantile: float = 0.95) -> str:
+    """Of a histogram, for each resource."""
+    return f"histogram_quantile({quantile}, sum by (namespace, megatroninference, le) (rate({name}_bucket[5m])))"
+
+
+def _slow(words: str, name: str, vllm: str) -> Question:
+    return Question(words, _part_of(name), vllm)
+
+
+QUESTIONS = {
+    "megatron_operator_reconciles_total": Question(
+        "Which part of the rounds fails?",
+        'sum(rate(megatron_operator_reconciles_total{outcome!="success"}[10m]))'
+        " / sum(rate(megatron_operator_reconciles_total[10m]))",
+    ),
+    "megatron_operator_reconcile_duration_seconds": Question(
+        "How long does a round take?",
+        "histogram_quantile(0.95, sum by (le) (rate(megatron_operator_reconcile_duration_seconds_bucket[5m])))",
+    ),
+    "megatron_operator_resources": Question(
+        "How many models are not well?", 'sum(megatron_operator_resources{phase=~"Failed|Degraded"})'
+    ),
+    "megatron_operator_leading": Question("Does any operator act?", "max(megatron_operator_leading) == 1"),
+    "megatron_engine_state": Question("Which models are suspended?", 'megatron_engine_state{state="SUSPENDED"} == 1'),
+    "megatron_requests_running": Question(
+        "How busy is it?", f"{BY_MODEL} (megatron_requests_running)", "vllm:num_requests_running"
+    ),
+    "megatron_requests_waiting": Question(
+        "Are there too few groups?", f"{BY_MODEL} (megatron_requests_waiting) > 0", "vllm:num_requests_waiting"
+    ),
+    "megatron_requests_paused": Question("Who waits for an unpause?", f"{BY_MODEL} (megatron_requests_paused) > 0"),
+    "megatron_kv_blocks": Question(
+        "How many tokens more fit, in blocks?", f'{BY_MODEL} (megatron_kv_blocks{{state="free"}})'
+    ),
+    "megatron_kv_usage": Question(
+        "Which cache is nearly full?", "megatron_kv_usage > 0.95", "vllm:kv_cache_usage_perc"
+    ),
+    "megatron_weight_version": Question(
+        "Do groups have different weights?",
+        "max by (namespace, megatroninference) (megatron_weight_version)"
+        " != min by (namespace, megatroninference) (megatron_weight_version)",
+    ),
+    "megatron_replica_prompt_tokens_total": Question(
+        "Is the load spread evenly?", "sum by (group) (rate(megatron_replica_prompt_tokens_total[5m]))"
+    ),
+    "megatron_replica_generation_tokens_total": Question(
+        "How fast is each group?", "sum by (group) (rate(megatron_replica_generation_tokens_total[5m]))"
+    ),
+    "megatron_dropped_messages_total": Question(
+        "Does a stranger knock?", "increase(megatron_dropped_messages_total[1h]) > 0"
+    ),
+    "megatron_replicas": Question("How many groups serve?", f"{BY_MODEL} (megatron_replicas)"),
+    "megatron_ranks": Question(
+        "Which pods still load?", 'megatron_ranks{phase=~"Starting|Loading|Rendezvous|Registering"} > 0'
+    ),
+    "megatron_ready": Question("Which pods are not ready?", "megatron_ready == 0"),
+    "megatron_restarts_total": Question("Do processes keep dying?", "increase(megatron_restarts_total[30m]) > 0"),
+    "megatron_requests_total": Question(
+        "Which part of the requests fails?",
+        f'{BY_MODEL} (rate(megatron_requests_total{{status=~"5.."}}[5m]))'
+        f" / {BY_MODEL} (rate(megatron_requests_total[5m]))",
+        "http_requests_total",
+    ),
+    "megatron_prompt_tokens_total": Question(
+        "How much is read?", f"{BY_MODEL} (rate(megatron_prompt_tokens_total[5m]))", "vllm:prompt_tokens_total"
+    ),
+    "megatron_cached_prompt_tokens_total": Question(
+        "Which part does the prefix cache spare?",
+        f"{BY_MODEL} (rate(megatron_cached_prompt_tokens_total[5m]))"
+        f" / {BY_MODEL} (rate(megatron_prompt_tokens_total[5m]))",
+        "vllm:prefix_cache_hits_total",
+    ),
+    "megatron_generation_tokens_total": Question(
+        "How much is written?",
+        f"{BY_MODEL} (rate(megatron_generation_tokens_total[5m]))",
+        "vllm:generation_tokens_total",
+    ),
+    "megatron_time_to_first_token_seconds": _slow(
+        "How long until an answer begins?", "megatron_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"
+    ),
+    "megatron_time_per_output_token_seconds": _slow(
+        "How slowly do tokens come?",
+        "megatron_time_per_output_token_seconds",
+        "vllm:request_time_per_output_token_seconds",
+    ),
+    "megatron_request_duration_seconds": _slow(
+        "How long does an answer take?", "megatron_request_duration_seconds", "vllm:e2e_request_latency_seconds"
+    ),
+    "megatron_queue_time_seconds": _slow(
+        "How long do requests queue?", "megatron_queue_time_seconds", "vllm:request_queue_time_seconds"
+    ),
+    "megatron_request_prompt_tokens": _slow(
+        "How long are prompts?", "megatron_request_prompt_tokens", "vllm:request_prompt_tokens"
+    ),
+    "megatron_request_generation_tokens": _slow(
+        "How long are answers?", "megatron_request_generation_tokens", "vllm:request_generation_tokens"
+    ),
+    "megatron_finished_answers_total": Question(
+        "How do answers end?",
+        "sum by (namespace, megatroninference, reason) (rate(megatron_finished_answers_total[5m]))",
+        "vllm:request_success_total",
+    ),
+}
+"""By the name of the series; a metric without one has no place in the reference, and the check says so."""
+
+
+def of_the_operator() -> Iterable[Metric]:
+    """What the operator exports."""
+    return Meters().registry.collect()
+
+
+def of_a_pod(*, is_leader: bool = True) -> Iterable[Metric]:
+    """What a launcher exports; that of a leader exports the engines' metrics too."""
+    replicas = (ReplicaState(group=0, state="RUNNING"),)
+    facts = PodFacts(is_leader=is_leader, engine_state="RUNNING", replicas=replicas, ranks={0: RankState(0)})
+    return PodCollector(lambda: facts).collect()
+
+
+def of_a_frontend() -> Iterator[Metric]:
+    """What a frontend process counts; a leader's launcher adds those of all its frontends up."""
+    for metric in vars(FrontendMetrics()).values():
+        assert isinstance(metric, MetricWrapperBase)
+        if metric._labelnames:
+            metric.labels(*(ANY for _ in metric._labelnames))
+        yield from metric.collect()
+
+
+def series_name(metric: Metric) -> str:
+    """As Prometheus has it."""
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
+def reference_text() -> str:
+    """The page. Raises KeyError for a metric that nobody has a question for."""
+    of_every_pod = {metric.name for metric in of_a_pod(is_leader=False)}
+    pods = list(of_a_pod())
+    parts = {
+        "The operator": of_the_operator(),
+        "Every pod": [metric for metric in pods if metric.name in of_every_pod],
+        "The engines, at the leader pod": [metric for metric in pods if metric.name not in of_every_pod],
+        "The frontends, at the leader pod": of_a_frontend(),
+    }
+    return HEADER + "".join(_section(title, metrics) for title, metrics in parts.items())
+
+
+def _section(title: str, metrics: Iterable[Metric]) -> str:
+    head = "| name | type, unit | labels | meaning | ask with it | vLLM |\n|---|---|---|---|---|---|\n"
+    rows = "".join(f"| {' | '.join(_cells(metric))} |\n" for metric in metrics)
+    return f"\n## {title}\n\n{head}{rows}"
+
+
+def _cells(metric: Metric) -> tuple[str, ...]:
+    name = series_name(metric)
+    question = QUESTIONS[name]
+    # What is in a cell must not end it; Markdown takes the bar back out, in code too.
+    query = question.query.replace("|", "\\|")
+    return (
+        f"`{name}`",
+        f"{metric.type}, {UNITS.get(metric.name.rpartition('_')[2], 'count')}",
+        ", ".join(_labels(metric)),
+        metric.documentation,
+        f"{question.words} `{query}`",
+        f"`{question.vllm}`" if question.vllm else "",
+    )
+
+
+def _labels(metric: Metric) -> Iterator[str]:
+    """Each label; with its values where the code gives them all."""
+    seen: dict[str, list[str]] = {}
+    for sample in metric.samples:
+        for label, value in sample.labels.items():
+            seen.setdefault(label, []).append(value)
+    for label, values in seen.items():
+        if label == "le":
+            continue
+        listed = list(dict.fromkeys(values))
+        named = all(re.fullmatch("[A-Za-z]+", value) for value in listed)
+        yield f"`{label}`" + (f": {', '.join(listed)}" if named else "")
+
+
+def main() -> None:
+    """Writes the page, from the repository's root; ``--check`` only says whether it is up to date."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
+    if not parser.parse_args().check:
+        PAGE.write_text(reference_text())
+    elif not PAGE.exists() or PAGE.read_text() != reference_text():
+        sys.exit(f"{PAGE}: not what the code exports; run: make crd")
+
+
+if __name__ == "__main__":
+    main()
