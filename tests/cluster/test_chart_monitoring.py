@@ -146,6 +146,15 @@ def test_every_family_that_is_exported_is_on_the_dashboard_or_left_out_on_purpos
     }
 
 
+def test_autoscalers_in_the_examples_go_by_what_is_exported() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "examples.md").read_text(), re.S)
+    specs = {obj["kind"]: obj["spec"] for block in blocks for obj in yaml.safe_load_all(block)}
+    (trigger,) = specs["ScaledObject"]["triggers"]
+    assert list(impossible(trigger["metadata"]["query"])) == []
+    (metric,) = specs["HorizontalPodAutoscaler"]["metrics"]
+    assert metric["object"]["metric"]["name"] in SERIES
+
+
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_question_of_the_reference_is_about_its_own_metric(name: str) -> None:
     query = QUESTIONS[name].query

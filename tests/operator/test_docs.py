@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from megatron_operator import conditions, groups, restarts, status
+from megatron_operator.api.crd import crd
+from megatron_operator.api.v1alpha1 import API_VERSION, KIND
 from megatron_operator.kubernetes import pod_status
 from megatron_operator.reconcile import validated
 from megatron_operator.settings import Settings
@@ -57,10 +59,27 @@ def test_the_resources_in_the_docs_are_valid() -> None:
 
 
 def test_the_other_objects_in_the_docs_are_kubernetes() -> None:
-    told = [obj for obj in manifests_told() if obj["apiVersion"] == "autoscaling/v2"]
-    assert told
+    told = [obj for obj in manifests_told() if "." not in obj["apiVersion"].partition("/")[0]]
+    assert {obj["kind"] for obj in told} >= {"HorizontalPodAutoscaler", "PersistentVolumeClaim"}
     for obj in told:
         kubernetes_validate.validate(obj, "1.37", strict=True)
+
+
+def test_autoscalers_in_the_docs_scale_what_there_is_within_its_limits() -> None:
+    replicas = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["replicas"]
+    resources = {obj["metadata"]["name"] for obj in manifests_told() if obj["kind"] == KIND}
+    scalers = {obj["kind"]: obj["spec"] for obj in manifests_told() if "scaleTargetRef" in obj["spec"]}
+    limits = {
+        "HorizontalPodAutoscaler": ("minReplicas", "maxReplicas"),
+        "ScaledObject": ("minReplicaCount", "maxReplicaCount"),
+    }
+    assert scalers.keys() == limits.keys()
+    for kind, spec in scalers.items():
+        target = spec["scaleTargetRef"]
+        assert (target["apiVersion"], target["kind"]) == (API_VERSION, KIND)
+        assert target["name"] in resources
+        least, most = (spec[field] for field in limits[kind])
+        assert replicas["minimum"] <= least < most <= replicas["maximum"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,0 +1,47 @@
+"""The diagram in docs/lifecycle.md is what the runtime allows and the operator walks."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+from megatron_operator.api.v1alpha1 import Lifecycle
+from megatron_operator.lifecycle import SETTLED_STATE, next_signal
+from megatron_operator.world import EngineState
+from megatron_runtime.data_parallel_inference_coordinator.states import EDGES
+from megatron_runtime.headers import Headers
+
+PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
+Edge = tuple[str, str, str]
+
+
+def drawn() -> set[Edge]:
+    """From, to, and the signal between them; what begins or ends in nothing is left out."""
+    (diagram,) = re.findall(r"```mermaid\n(.*?)```", PAGE.read_text(), re.S)
+    return set(re.findall(r"^ *([A-Z]+) --> ([A-Z]+): (\w+)$", diagram, re.M))
+
+
+def test_the_edges_that_are_drawn_are_those_that_the_runtime_allows() -> None:
+    allowed = {
+        (state.name, reached.name, signal.name.lower())
+        for state, edges in EDGES.items()
+        for signal, reached in edges.items()
+        if signal is not Headers.STOP
+    }
+    assert drawn() == allowed
+
+
+def test_the_operator_walks_to_every_wish_along_edges_that_are_drawn() -> None:
+    reached = {(state, signal): to for state, to, signal in drawn()}
+    for wish, begin in product(SETTLED_STATE, SETTLED_STATE.values()):
+        state, steps = begin, 0
+        while (signal := next_signal(wish, state)) is not None:
+            state, steps = EngineState(reached[state.value, signal.value]), steps + 1
+            assert steps <= len(SETTLED_STATE)
+        assert state is SETTLED_STATE[wish]
+
+
+def test_every_wish_is_told_on_the_page() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M)
+    assert rows == [wish.value for wish in Lifecycle]
