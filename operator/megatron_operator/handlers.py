@@ -37,6 +37,13 @@ logger = logging.getLogger("megatron_operator")
 PAUSE = 1.0
 """Seconds until the operator begins anew when it ended by itself."""
 OURS = {names.NAME_LABEL: kopf.PRESENT}
+CHILDREN = (
+    ("", "v1", "pods"),
+    ("", "v1", "services"),
+    ("networking.k8s.io", "v1", "networkpolicies"),
+    ("networking.k8s.io", "v1", "ingresses"),
+)
+"""What is watched beside the resources themselves; Secrets are not: that takes the right to read all."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +150,14 @@ async def resource_changed(memo: kopf.Memo, event: kopf.RawEvent, type: str | No
     memo.fleet.attend(dict(event["object"]), gone=type == "DELETED")
 
 
-@kopf.on.event("", "v1", "pods", labels=OURS)
-@kopf.on.event("", "v1", "services", labels=OURS)
-@kopf.on.event("networking.k8s.io", "v1", "networkpolicies", labels=OURS)
 async def child_changed(memo: kopf.Memo, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
     """A child appeared, changed or is gone."""
     assert namespace is not None
     memo.fleet.wake(namespace, labels[names.NAME_LABEL])
+
+
+for child in CHILDREN:
+    kopf.on.event(*child, labels=OURS)(child_changed)
 
 
 def configure(settings: kopf.OperatorSettings, options: Options) -> None:
@@ -166,8 +174,8 @@ def configure(settings: kopf.OperatorSettings, options: Options) -> None:
     settings.watching.server_timeout = 300
     settings.watching.connect_timeout = 10
     settings.watching.inactivity_timeout = options.watch_silence
-    for kind in (("", "v1", "pods"), ("", "v1", "services"), ("networking.k8s.io", "v1", "networkpolicies")):
-        settings.watching.label_selectors[kind] = names.NAME_LABEL
+    for child in CHILDREN:
+        settings.watching.label_selectors[child] = names.NAME_LABEL
     # With a Role in each namespace, and nothing cluster-wide, there is nothing to scan.
     settings.scanning.disabled = bool(options.namespaces)
 

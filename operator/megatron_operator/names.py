@@ -40,6 +40,10 @@ LEADER_GROUP = 0
 """The group whose first pod leads."""
 
 
+ROUTE_KINDS = ("Ingress",)
+"""Children that lead clients from outside to the HTTP Service: few resources have them, and pods never need them."""
+
+
 @dataclass(frozen=True)
 class PodIdentity:
     """What a pod's labels and annotations say about its place."""
@@ -84,6 +88,11 @@ def keys_secret(resource: str) -> str:
 
 def network_policy(resource: str) -> str:
     """Name of the NetworkPolicy."""
+    return resource
+
+
+def route(resource: str) -> str:
+    """Name of whatever leads clients from outside to the HTTP Service."""
     return resource
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_operator import names
 from megatron_operator.api.parse import InvalidResource, parse_resource
 from megatron_operator.api.v1alpha1 import ConditionType, MegatronInference, Status
 from megatron_operator.events import Event, events_between
@@ -143,7 +144,9 @@ def _on_its_way_out(obj: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_needed_by_pods(action: Action) -> bool:
-    return isinstance(action, ApplyChild | CreateSecret)
+    if isinstance(action, ApplyChild):
+        return action.manifest["kind"] not in names.ROUTE_KINDS
+    return isinstance(action, CreateSecret)
 
 
 def _requeue_after(planned: Plan, outcome: _Outcome, status: Status) -> float | None:

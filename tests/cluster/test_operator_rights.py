@@ -18,6 +18,7 @@ ASKED_ON_THE_WAY = {
     # Server-side apply is a patch; where there is nothing to patch the API server asks for the right to create too.
     Right("", "services", "create"),
     Right("networking.k8s.io", "networkpolicies", "create"),
+    Right("networking.k8s.io", "ingresses", "create"),
     # Of whoever sets an ownerReference that blocks deletion, where OwnerReferencesPermissionEnforcement is on.
     Right(OURS, "megatroninferences/finalizers", "update"),
 }
@@ -37,7 +38,7 @@ def granted(rules: Sequence[Object]) -> set[Right]:
 async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
     on_another_node = '--overrides={"spec": {"nodeName": "elsewhere"}}'
     await chat.kubectl("run", "chat-0-0-0", "--image=of-somebody-else", on_another_node)
-    await chat.create(replicas=2)
+    await chat.create(replicas=2, expose={"ingress": {"host": "chat.example.com"}})
     await chat.until(lambda status: "belongs to someone else" in json.dumps(status), "the name that is taken")
     await chat.kubectl("delete", "pod", "chat-0-0-0", "--force", "--grace-period=0")
     await chat.kubectl("annotate", "mi", "chat", "tests/look=again")
@@ -46,9 +47,11 @@ async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
 async def a_full_life(chat: Resource, node: ScriptedNode) -> None:
     """Whatever else the operator does to the API server."""
     await chat.until_phase("Running")
-    for kind in ("service", "networkpolicy"):
+    for kind in ("service", "networkpolicy", "ingress"):
         await chat.kubectl("delete", kind, "chat")
         await chat.until_found(kind, "chat", lambda _: True)
+    await chat.patch({"expose": {"ingress": None}})
+    await chat.until_gone("ingresses")
     await node.fail((await chat.pods())["chat-1-0-0"], 1, "a rank died")
     await chat.kubectl("scale", "mi", "chat", "--replicas=1")
     await chat.until_pods("chat-0-0-0")

@@ -25,6 +25,7 @@ IMPOSTOR = ("other", OPERATOR)
 PROMETHEUS_POD = ("monitoring", {"app": "prometheus"})
 PEER = (OWN_NAMESPACE, child_labels("chat"))
 NEIGHBOUR = (OWN_NAMESPACE, child_labels("code"))
+INGRESS_CONTROLLER = ("ingress-nginx", {"app.kubernetes.io/name": "ingress-nginx"})
 NAMESAKE = ("other", child_labels("chat"))
 
 Pod = tuple[str, dict[str, str]]
@@ -65,13 +66,14 @@ def lets_in(policy: dict[str, Any], pod: Pod, port: int) -> bool:
     [
         (ANYONE, {HTTP}),
         (NEIGHBOUR, {HTTP}),
+        (INGRESS_CONTROLLER, {HTTP}),
         (NAMESAKE, {HTTP}),
         (IMPOSTOR, {HTTP}),
         (PEER, {HTTP, COORDINATOR}),
         (OPERATOR_POD, {HTTP, CONTROL}),
         (PROMETHEUS_POD, {HTTP, CONTROL}),
     ],
-    ids=["anyone", "neighbour", "namesake", "impostor", "peer", "operator", "prometheus"],
+    ids=["anyone", "neighbour", "ingress", "namesake", "impostor", "peer", "operator", "prometheus"],
 )
 def test_each_reaches_what_it_needs_and_nothing_else(pod: Pod, ports: set[int]) -> None:
     policy = rendered()

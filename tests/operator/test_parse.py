@@ -43,7 +43,11 @@ def test_what_is_left_out_gets_its_default() -> None:
     [
         ({"replica": 2}, "spec.replica", "did you mean replicas?"),
         ({"engine": {"kvcacheMemory": "1Gi"}}, "spec.engine.kvcacheMemory", "did you mean kvCacheMemory?"),
-        ({"expose": {"ingress": {}}}, "spec.expose.ingress", "unknown field; remove it"),
+        ({"expose": {"routes": {}}}, "spec.expose.routes", "unknown field; remove it"),
+        ({"expose": {"ingress": {"host": "Chat.example.com"}}}, "spec.expose.ingress.host", "like chat.example.com"),
+        ({"expose": {"ingress": {"path": "v1"}}}, "spec.expose.ingress.path", "absolute path"),
+        ({"expose": {"ingress": {"class": "nginx"}}}, "spec.expose.ingress.class", "did you mean className?"),
+        ({"expose": {"ingress": {"annotations": {"a": 1}}}}, "spec.expose.ingress.annotations.a", "string"),
         ({"autoSuspend": {"idleAfter": 300}}, "spec.autoSuspend.idleAfter", "like 90s, 2m or 1h30m"),
         ({"scheduling": {"queueName": "Team A"}}, "spec.scheduling.queueName", "must hold only a-z"),
         ({"scheduling": {"topologyKey": "/zone"}}, "spec.scheduling.topologyKey", "key of a label"),

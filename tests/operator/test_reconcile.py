@@ -28,6 +28,8 @@ class Flaky(SimulatedCluster):
     def __init__(self) -> None:
         super().__init__()
         self.refuses: dict[type, WorldError] = {}
+        self.refuses_kinds: dict[str, WorldError] = {}
+        """The same for children of some kinds alone."""
         self.blind = False
 
     async def observe(self, name: str, namespace: str) -> World:
@@ -38,6 +40,8 @@ class Flaky(SimulatedCluster):
     async def apply(self, name: str, namespace: str, action: Action) -> None:
         if type(action) in self.refuses:
             raise self.refuses[type(action)]
+        if isinstance(action, ApplyChild) and action.manifest["kind"] in self.refuses_kinds:
+            raise self.refuses_kinds[action.manifest["kind"]]
         await super().apply(name, namespace, action)
 
 
@@ -193,6 +197,16 @@ async def test_where_nothing_can_be_made_any_more_all_pods_end_without_a_word_of
     await operating.round()
     result = await operating.round()
     assert (result.patch, result.requeue_after) == ({}, None)
+
+
+async def test_a_route_that_is_refused_is_told_and_keeps_no_pod_from_serving() -> None:
+    operating = Operating(expose={"ingress": {"host": "chat.example.com"}})
+    operating.cluster.refuses_kinds = {"Ingress": ActionRefused("the host is taken by another Ingress")}
+    await operating.settle()
+    assert operating.obj["status"]["phase"] == "Running"
+    assert sorted(operating.reasons()) == ["ApplyFailed", "AttemptStarted", "Available"]
+    degraded = next(each for each in operating.obj["status"]["conditions"] if each["type"] == "Degraded")
+    assert (degraded["status"], degraded["message"]) == ("True", "the host is taken by another Ingress")
 
 
 async def test_a_signal_that_comes_too_late_is_no_trouble() -> None:

@@ -25,6 +25,7 @@ APPLY_PATCH = "application/apply-patch+yaml"
 
 PATHS = {
     "Event": ("/apis/events.k8s.io/v1", "events"),
+    "Ingress": ("/apis/networking.k8s.io/v1", "ingresses"),
     "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),

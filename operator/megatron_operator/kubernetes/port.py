@@ -45,23 +45,26 @@ class KubernetesPort:
         """Client of the pods' control APIs; another one once the token is known."""
         self._applied: dict[str, Any] = {}
         """The fields of each child that were ours right after we applied it."""
+        self._routes = set(names.ROUTE_KINDS)
+        """Those that may be there: after one look, only what was found, or was made since."""
         self.revisions: Mapping[str, int] = {}
         """Revision of the last answer of each pod that was observed and answered, by the pod's uid."""
 
     async def observe(self, name: str, namespace: str) -> World:
         """Raises WorldError when the API server does not answer; a pod that does not is observed without its report."""
         labels = names.selector_labels(name)
-        pods, services, secret, policy = await asyncio.gather(
+        pods, services, secret, policy, routes = await asyncio.gather(
             self._api.list("Pod", namespace, labels),
             self._api.list("Service", namespace, labels),
             self._api.get("Secret", namespace, names.keys_secret(name)),
             self._api.get("NetworkPolicy", namespace, names.network_policy(name)),
+            self._find_routes(name, namespace),
         )
         if secret is None and pods:
             # Pods come after their Secret, which may have come between the two looks: this one is sure to find it.
             secret = await self._api.get("Secret", namespace, names.keys_secret(name))
         # Items of a list come without their kind.
-        found = [*({**each, "kind": "Service"} for each in services), secret, policy]
+        found = [*({**each, "kind": "Service"} for each in services), secret, policy, *routes]
         named = {names.child_key(each): each for each in found if each is not None}
         children = {key: each for key, each in named.items() if self._owns(each)}
         if secret is not None and self._owns(secret):
@@ -80,6 +83,14 @@ class KubernetesPort:
         return observed_world(
             zip(map(observed_pod, ours), answers, strict=True), hashes, taken=frozenset(named) - hashes.keys()
         )
+
+    async def _find_routes(self, name: str, namespace: str) -> list[Object]:
+        """Most resources have none, and are not asked for them at each look."""
+        kinds = sorted(self._routes)
+        found = await asyncio.gather(*(self._api.get(kind, namespace, names.route(name)) for kind in kinds))
+        routes: list[Object] = [route for route in found if route is not None]
+        self._routes = {route["kind"] for route in routes}
+        return routes
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the port's signature
         """Raises ActionRefused when the API server refuses, SignalRefused when the engine does, else WorldError."""
@@ -125,6 +136,7 @@ class KubernetesPort:
 
     async def _apply_child(self, manifest: Manifest) -> None:
         await self._check_free(manifest)
+        self._routes |= {manifest["kind"]}.intersection(names.ROUTE_KINDS)
         self._applied[names.child_key(manifest)] = _our_fields(await self._api.apply(manifest))
 
     async def _delete_child(self, kind: str, namespace: str, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_operator.api.v1alpha1.expose import Expose, IngressExposure, ServiceType
 from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, Model, Source, VolumeSource
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspend,
@@ -26,7 +27,6 @@ from megatron_operator.api.v1alpha1.resource import (
 from megatron_operator.api.v1alpha1.serving import (
     Device,
     Engine,
-    Expose,
     Frontend,
     KVCacheManagement,
     Parallelism,
@@ -34,7 +34,6 @@ from megatron_operator.api.v1alpha1.serving import (
     Pods,
     Routing,
     RoutingPolicy,
-    ServiceType,
 )
 from megatron_operator.api.v1alpha1.status import Condition, ConditionType, GroupStatus, LastFailure, Phase, Status
 
@@ -56,6 +55,7 @@ __all__ = [
     "GroupStatus",
     "HuggingFaceSource",
     "ImagePullPolicy",
+    "IngressExposure",
     "KVCacheManagement",
     "LastFailure",
     "Lifecycle",

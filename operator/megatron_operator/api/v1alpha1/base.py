@@ -13,6 +13,8 @@ Boolean = Annotated[bool, Strict()]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 DNS_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 DnsName = Annotated[str, Field(min_length=1, max_length=253, pattern=DNS_NAME)]
+HOST_NAME = r"^(\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+HostName = Annotated[str, Field(max_length=253, pattern=HOST_NAME)]
 ABSOLUTE_PATH = r"^/"
 AbsolutePath = Annotated[str, Field(max_length=1024, pattern=ABSOLUTE_PATH)]
 LABEL_KEY = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from megatron_operator.api.v1alpha1.base import Integer, Part, Report, Text, misplaced
+from megatron_operator.api.v1alpha1.expose import Expose
 from megatron_operator.api.v1alpha1.model import Model
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspend,
@@ -18,7 +19,7 @@ from megatron_operator.api.v1alpha1.operations import (
     Rollout,
     Scheduling,
 )
-from megatron_operator.api.v1alpha1.serving import Engine, Expose, Frontend, Parallelism, Pods, Routing, RoutingPolicy
+from megatron_operator.api.v1alpha1.serving import Engine, Frontend, Parallelism, Pods, Routing, RoutingPolicy
 from megatron_operator.api.v1alpha1.status import Status
 
 GROUP = "inference.megatron.dev"

@@ -52,14 +52,6 @@ class Parser(StrEnum):
 TOOL_PARSERS = (Parser.HERMES, Parser.LLAMA3_JSON, Parser.MISTRAL, Parser.PYTHONIC, Parser.QWEN3_CODER)
 
 
-class ServiceType(StrEnum):
-    """Types of a Kubernetes Service that reaches pods."""
-
-    CLUSTER_IP = "ClusterIP"
-    NODE_PORT = "NodePort"
-    LOAD_BALANCER = "LoadBalancer"
-
-
 class Parallelism(Part):
     """Over how many ranks one copy of the model is spread."""
 
@@ -186,17 +178,3 @@ class Frontend(Part):
             if len(same) > 1:
                 raise misplaced("parsers", same, "these are for the same; leave all but one of them out")
         return self
-
-
-class ServiceExposure(Part):
-    """The HTTP Service."""
-
-    type: ServiceType = ServiceType.CLUSTER_IP
-    """ClusterIP, NodePort or LoadBalancer."""
-
-
-class Expose(Part):
-    """How clients reach the HTTP frontend."""
-
-    service: ServiceExposure = ServiceExposure()
-    """The HTTP Service, named like the resource, port 8000."""

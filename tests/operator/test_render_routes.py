@@ -1,0 +1,94 @@
+"""What leads clients from outside to the HTTP Service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate
+from planning_support.planning import Planning
+from planning_support.resources import parsed
+
+from megatron_operator import names
+from megatron_operator.render import render_children
+from megatron_operator.settings import Settings
+from megatron_operator.world import ApplyChild, DeleteChild
+
+FULL_INGRESS = {
+    "className": "nginx",
+    "host": "chat.example.com",
+    "path": "/v1",
+    "tlsSecret": "chat-tls",
+    "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "3600"},
+}
+
+
+def routes(**expose: Any) -> list[dict[str, Any]]:
+    children = render_children(parsed(expose=expose), Settings())
+    return [child for child in children if child["kind"] in names.ROUTE_KINDS]
+
+
+def only_route(**expose: Any) -> dict[str, Any]:
+    (route,) = routes(**expose)
+    return route
+
+
+def backend_of(service: str) -> dict[str, Any]:
+    services = {
+        child["metadata"]["name"]: child
+        for child in render_children(parsed(), Settings())
+        if child["kind"] == "Service"
+    }
+    (port,) = services[service]["spec"]["ports"]
+    return {"name": service, "port": port["port"]}
+
+
+def test_there_is_no_route_unless_it_is_wished_for() -> None:
+    assert routes() == []
+
+
+def test_an_ingress_without_words_leads_every_path_of_every_host_to_the_service() -> None:
+    manifest = only_route(ingress={})
+    assert (manifest["kind"], manifest["metadata"]["name"]) == ("Ingress", "chat")
+    assert manifest["spec"].keys() == {"rules"}
+    (rule,) = manifest["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    service = path["backend"]["service"]
+    assert (rule.keys(), path["path"], path["pathType"]) == ({"http"}, "/", "Prefix")
+    assert {"name": service["name"], "port": service["port"]["number"]} == backend_of("chat")
+    kubernetes_validate.validate(manifest, "1.37", strict=True)
+
+
+def test_each_field_of_the_ingress_has_its_effect() -> None:
+    manifest = only_route(ingress=FULL_INGRESS)
+    spec = manifest["spec"]
+    assert spec["ingressClassName"] == "nginx"
+    assert spec["tls"] == [{"hosts": ["chat.example.com"], "secretName": "chat-tls"}]
+    assert spec["rules"][0]["host"] == "chat.example.com"
+    assert spec["rules"][0]["http"]["paths"][0]["path"] == "/v1"
+    assert manifest["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-read-timeout"] == "3600"
+    kubernetes_validate.validate(manifest, "1.37", strict=True)
+
+
+def test_a_certificate_without_a_host_is_for_every_host() -> None:
+    assert only_route(ingress={"tlsSecret": "any"})["spec"]["tls"] == [{"secretName": "any"}]
+
+
+def test_annotations_of_a_user_do_not_hide_whether_the_ingress_is_as_wished() -> None:
+    mine = only_route(ingress={"annotations": {names.APPLIED_HASH_ANNOTATION: "mine"}})
+    assert names.applied_hash(mine["metadata"]) != "mine"
+
+
+def test_an_ingress_comes_changes_and_goes_with_the_wish_and_replaces_no_pod() -> None:
+    planning = Planning().settled()
+    planning.spec["expose"] = {"ingress": {"host": "a.example.com"}}
+    (applied,) = planning.round()
+    assert isinstance(applied, ApplyChild)
+    assert applied.manifest["kind"] == "Ingress"
+    assert planning.round() == []
+    planning.spec["expose"] = {"ingress": {"host": "b.example.com"}}
+    (applied,) = planning.round()
+    assert isinstance(applied, ApplyChild)
+    assert applied.manifest["spec"]["rules"][0]["host"] == "b.example.com"
+    planning.spec["expose"] = {}
+    assert planning.round() == [DeleteChild("Ingress", "chat")]
+    assert planning.round() == []
