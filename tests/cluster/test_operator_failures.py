@@ -86,6 +86,22 @@ async def test_a_spec_that_cannot_be_served_names_the_field_the_value_and_the_me
     assert condition(status, "Failed")["status"] == "False"
 
 
+async def test_a_model_in_an_image_is_refused_where_the_cluster_would_leave_it_out(
+    chat: Resource, installed: Cluster, node: ScriptedNode
+) -> None:
+    await chat.create(model={"source": {"image": {"reference": "registry/m:1"}}})
+    if installed.knows_image_volumes:
+        await chat.until_phase("Running")
+        return
+    words = "image registry/m:1: this API server has no volumes of type image"
+    status = await chat.until(lambda status: words in condition(status, "Ready").get("message", ""), "the refusal")
+    assert (reason(status), node.launchers, await chat.pods()) == ("ApplyFailed", {}, {})
+    events = [event for event in (await chat.get("events"))["items"] if words in event["message"]]
+    assert [event["reason"] for event in events] == ["ApplyFailed"]
+    await chat.patch({"model": {"source": {"image": None, "path": "/models/m.gguf"}}})
+    await chat.until_phase("Running")
+
+
 @pytest.mark.usefixtures("node")
 async def test_a_service_that_a_user_deletes_is_restored(chat: Resource) -> None:
     await chat.create()

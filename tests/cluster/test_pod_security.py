@@ -20,6 +20,7 @@ SPECS: dict[str, Object] = {
     "on a CPU": {},
     "on GPUs, over pods": {"pods": {"device": "cuda", "ranksPerPod": 2}, "parallelism": {"tensor": 4}},
     "from a volume": {"model": {"source": {"persistentVolumeClaim": {"claimName": "m", "path": "/x"}}}},
+    "from an image": {"model": {"source": {"image": {"reference": "registry/m:1"}}}},
     "from the hub": {
         "model": {"source": {"huggingFace": {"repo": "org/m", "tokenSecret": {"name": "hf", "key": "token"}}}}
     },

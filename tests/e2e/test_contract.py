@@ -132,6 +132,7 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
             {"model": {"source": {"persistentVolumeClaim": {"claimName": "c", "path": "/x"}}}},
             {"model": Path("/models/x")},
         ),
+        ({"model": {"source": {"image": {"reference": "m:1", "path": "/x"}}}}, {"model": Path("/models/x")}),
         (
             {"engine": {"prefixCaching": False, "chunkedPrefill": False, "offloadWeights": True}},
             {"prefix_caching": False, "chunked_prefill": False, "offload_weights": True},

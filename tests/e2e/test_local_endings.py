@@ -67,9 +67,13 @@ def test_a_wrong_resource_is_refused_before_anything_starts(
     assert "AttemptStarted" not in command.text
 
 
-def test_a_volume_claim_has_to_be_mapped_to_a_folder(start_local) -> None:
-    claim = {"persistentVolumeClaim": {"claimName": "m", "path": "/a"}}
-    command = start_local(models=None, model={"source": claim})
+@pytest.mark.parametrize(
+    "source",
+    [{"persistentVolumeClaim": {"claimName": "m", "path": "/a"}}, {"image": {"reference": "registry/m:1"}}],
+    ids=["claim", "image"],
+)
+def test_a_volume_that_only_a_cluster_has_must_be_mapped_to_a_folder(start_local, source: dict[str, Any]) -> None:
+    command = start_local(models=None, model={"source": source})
     assert command.exit_code() == 2
     assert "map it with --map-path /models=FOLDER" in command.text
 

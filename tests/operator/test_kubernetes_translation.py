@@ -127,6 +127,19 @@ def test_a_pod_that_a_queue_holds_back_names_what_holds_it() -> None:
     assert observed.waiting == Failure("SchedulingGated", "held back by kueue.x-k8s.io/admission")
 
 
+def test_an_image_that_is_a_volume_and_cannot_be_fetched_is_named() -> None:
+    words = 'Back-off pulling image "registry/model:1"'
+    waiting = {"reason": "ImagePullBackOff", "message": words}
+    waits = pod({"phase": "Pending", "containerStatuses": [container(waiting=waiting)]})
+    waits["spec"]["volumes"] = [
+        {"name": "tmp", "emptyDir": {}},
+        {"name": "m", "image": {"reference": "registry/model:1"}},
+    ]
+    observed = observed_pod(waits)
+    assert observed is not None
+    assert observed.waiting == Failure("ImagePull", f"image registry/model:1: {words}")
+
+
 def test_the_last_words_of_the_launcher_are_the_failure() -> None:
     words = '{"reason": "RankFailed", "message": "CUDA error", "rank": 1, "exitCode": 1}'
     status = {"phase": "Failed", "containerStatuses": [container(**terminated(1, words, finishedAt=READY_AT))]}

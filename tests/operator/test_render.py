@@ -160,6 +160,29 @@ def test_a_model_on_a_claim_is_mounted_read_only() -> None:
     assert "--model=/models/llama" in manifest["spec"]["containers"][0]["args"]
 
 
+def test_a_model_in_an_image_is_mounted_as_it_is() -> None:
+    manifest = pod(model={"source": {"image": {"reference": "registry/m:1", "path": "/llama", "pullPolicy": "Always"}}})
+    image = {"reference": "registry/m:1", "pullPolicy": "Always"}
+    assert {"name": "model", "image": image} in manifest["spec"]["volumes"]
+    (container,) = manifest["spec"]["containers"]
+    assert {"name": "model", "mountPath": "/models", "readOnly": True} in container["volumeMounts"]
+    assert "--model=/models/llama" in container["args"]
+    kubernetes_validate.validate(manifest, "1.37", strict=True)
+
+
+def test_an_image_with_nothing_but_a_model_is_served_from_its_root() -> None:
+    manifest = pod(model={"source": {"image": {"reference": "registry/m:1"}}})
+    assert "--model=/models" in manifest["spec"]["containers"][0]["args"]
+    volume = next(each for each in manifest["spec"]["volumes"] if each["name"] == "model")
+    assert volume["image"]["pullPolicy"] == "IfNotPresent"
+
+
+def test_a_pod_template_may_put_another_volume_in_the_place_of_the_image() -> None:
+    here = {"spec": {"volumes": [{"name": "model", "hostPath": {"path": "/srv/m"}}]}}
+    manifest = pod(model={"source": {"image": {"reference": "registry/m:1"}}}, podTemplate=here)
+    assert {"name": "model", "hostPath": {"path": "/srv/m"}} in manifest["spec"]["volumes"]
+
+
 def test_a_model_from_the_hub_comes_with_its_token() -> None:
     hub = {"repo": "a/b", "revision": "v1", "tokenSecret": {"name": "hf", "key": "token"}}
     manifest = pod(model={"source": {"huggingFace": hub}})
@@ -305,7 +328,13 @@ def test_what_running_pods_need_not_know_does_not_replace_them(spec: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "spec", [{"engine": {"maxRequests": 1}}, {"restart": {"id": "1"}}, {"podTemplate": {"spec": {"hostNetwork": True}}}]
+    "spec",
+    [
+        {"engine": {"maxRequests": 1}},
+        {"model": {"source": {"image": {"reference": "registry/m:2"}}}},
+        {"restart": {"id": "1"}},
+        {"podTemplate": {"spec": {"hostNetwork": True}}},
+    ],
 )
 def test_what_pods_are_made_of_replaces_them(spec: dict[str, Any]) -> None:
     assert names.template_hash(parsed(**spec), "i") != names.template_hash(parsed(), "i")

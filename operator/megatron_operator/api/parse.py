@@ -13,13 +13,21 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_operator.api.v1alpha1 import API_VERSION, KIND, MegatronInference
-from megatron_operator.api.v1alpha1.base import ABSOLUTE_PATH, DNS_NAME, HOST_NAME, LABEL_KEY, MISPLACED
+from megatron_operator.api.v1alpha1.base import (
+    ABSOLUTE_PATH,
+    DNS_NAME,
+    HOST_NAME,
+    IMAGE_REFERENCE,
+    LABEL_KEY,
+    MISPLACED,
+)
 from megatron_operator.api.v1alpha1.resource import LONGEST_NAME
 
 PATTERNS_IN_WORDS = {
     ABSOLUTE_PATH: "must be an absolute path; let it start with /",
     DNS_NAME: "must hold only a-z, 0-9, '-' and '.', and start and end with a letter or digit; correct it",
     HOST_NAME: "must be a DNS name in small letters, like chat.example.com or *.example.com; correct it",
+    IMAGE_REFERENCE: "must be an image, like registry.example.com/models/chat:1; correct it",
     LABEL_KEY: "must be the key of a label, like topology.kubernetes.io/zone; correct it",
 }
 

@@ -230,6 +230,8 @@ def _source(source: Source) -> str:
         return f"Hugging Face {source.hugging_face.repo} at {source.hugging_face.revision}"
     if source.persistent_volume_claim is not None:
         return f"claim {source.persistent_volume_claim.claim_name}, {source.persistent_volume_claim.path}"
+    if source.image is not None:
+        return f"image {source.image.reference}, {source.image.path}"
     return str(source.path)
 
 

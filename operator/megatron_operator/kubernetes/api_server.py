@@ -107,10 +107,11 @@ class ApiServer:
         items: list[Json] = answer.get("items") or []
         return items
 
-    async def create(self, manifest: Mapping[str, Any]) -> Json:
-        """Raises ServerRefusal with ``conflict`` when the name is taken."""
+    async def create(self, manifest: Mapping[str, Any], *, only_try: bool = False) -> Json:
+        """The object as it is kept, or would be. Raises ServerRefusal with ``conflict`` when the name is taken."""
         path = path_of(manifest["kind"], manifest["metadata"]["namespace"])
-        return await self._request("POST", path, {"fieldManager": names.MANAGER}, body=manifest)
+        query = {"fieldManager": names.MANAGER, **({"dryRun": "All"} if only_try else {})}
+        return await self._request("POST", path, query, body=manifest)
 
     async def replace(self, manifest: Mapping[str, Any]) -> Json:
         """Raises ServerRefusal with ``conflict`` when the object has changed since the version in the manifest."""

@@ -79,9 +79,15 @@ def _waiting(spec: Object, status: Object) -> Failure | None:
             continue
         words = waiting.get("message") or f"container {container.get('name')} waits: {reason}"
         if reason in IMAGE_REASONS:
-            return Failure(IMAGE_PULL, f"image {container.get('image')}: {words}")
+            return Failure(IMAGE_PULL, f"image {_image_of(container, spec, words)}: {words}")
         return Failure(reason, words)
     return None
+
+
+def _image_of(container: Object, spec: Object, words: str) -> str:
+    """The image that cannot be fetched: the container's, unless the kubelet names one that is a volume."""
+    volumes = [(volume.get("image") or {}).get("reference") for volume in spec.get("volumes") or []]
+    return str(next((image for image in volumes if image and image in words), container.get("image")))
 
 
 def _failure(status: Object) -> Failure:

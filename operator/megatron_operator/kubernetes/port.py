@@ -13,6 +13,7 @@ import httpx
 from megatron_operator import names
 from megatron_operator.engine import Answer, EngineClient, PodReport
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
+from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.observation import observed_world
 from megatron_operator.world import (
@@ -41,6 +42,7 @@ class KubernetesPort:
         self._uid = uid
         self._http = http
         self._token: str | None = None
+        self._image_volumes = ImageVolumes(api)
         self.launchers = EngineClient(None, http=http)
         """Client of the pods' control APIs; another one once the token is known."""
         self._applied: dict[str, Any] = {}
@@ -52,6 +54,7 @@ class KubernetesPort:
 
     async def observe(self, name: str, namespace: str) -> World:
         """Raises WorldError when the API server does not answer; a pod that does not is observed without its report."""
+        self._image_volumes.look_again()
         labels = names.selector_labels(name)
         pods, services, secret, policy, routes = await asyncio.gather(
             self._api.list("Pod", namespace, labels),
@@ -102,6 +105,7 @@ class KubernetesPort:
             case CreateSecret(manifest, random_keys):
                 await self._create(_with_random_values(manifest, random_keys))
             case CreatePod(manifest):
+                await self._image_volumes.check(manifest)
                 await self._create(manifest)
             case DeletePod(pod, uid, grace_seconds):
                 await self._api.delete("Pod", namespace, pod, uid=uid, grace_seconds=grace_seconds)

@@ -11,7 +11,7 @@ from megatron_operator.names import PodIdentity
 
 PROGRAM = "megatron-serve"
 MODEL_MOUNT = "/models"
-"""Where a volume claim with the model is mounted."""
+"""Where the volume with the model is mounted."""
 CACHE_MOUNT = "/cache"
 """Where downloads go."""
 
@@ -96,8 +96,8 @@ def _source(resource: MegatronInference) -> dict[str, Any]:
     source = resource.spec.model.source
     if source.hugging_face is not None:
         return {"--hf-repo": source.hugging_face.repo, "--hf-revision": source.hugging_face.revision}
-    if source.persistent_volume_claim is not None:
-        return {"--model": f"{MODEL_MOUNT}{source.persistent_volume_claim.path}".rstrip("/")}
+    if source.volume_path is not None:
+        return {"--model": f"{MODEL_MOUNT}{source.volume_path}".rstrip("/")}
     return {"--model": source.path}
 
 

@@ -27,7 +27,9 @@ ADDED = ("tolerations", "envFrom")
 
 UNIONS = (
     frozenset({"value", "valueFrom"}),
-    frozenset({"emptyDir", "hostPath", "persistentVolumeClaim", "secret", "configMap", "projected", "csi", "nfs"}),
+    frozenset(
+        {"emptyDir", "hostPath", "persistentVolumeClaim", "image", "secret", "configMap", "projected", "csi", "nfs"}
+    ),
     frozenset({"httpGet", "exec", "tcpSocket", "grpc"}),
 )
 """Fields of which an object has one: an override with another of them replaces the rendered one."""

@@ -137,10 +137,13 @@ def _volumes(resource: MegatronInference) -> list[dict[str, Any]]:
         {"name": "cache", "emptyDir": {}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
     ]
-    claim = resource.spec.model.source.persistent_volume_claim
+    claim, image = resource.spec.model.source.persistent_volume_claim, resource.spec.model.source.image
     if claim is not None:
         source = {"claimName": claim.claim_name, "readOnly": True}
         volumes.append({"name": "model", "persistentVolumeClaim": source})
+    if image is not None:
+        pulled = {"reference": image.reference, "pullPolicy": image.pull_policy.value}
+        volumes.append({"name": "model", "image": pulled})
     keys = resource.spec.frontend.api_keys_secret
     if keys is not None:
         items = [{"key": keys.key, "path": API_KEYS_FILE}]
@@ -154,7 +157,7 @@ def _mounts(resource: MegatronInference) -> list[dict[str, Any]]:
         {"name": "cache", "mountPath": CACHE_MOUNT},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
     ]
-    if resource.spec.model.source.persistent_volume_claim is not None:
+    if resource.spec.model.source.volume_path is not None:
         mounts.append({"name": "model", "mountPath": MODEL_MOUNT, "readOnly": True})
     if resource.spec.frontend.api_keys_secret is not None:
         mounts.append({"name": "api-keys", "mountPath": API_KEYS_MOUNT, "readOnly": True})

@@ -8,7 +8,17 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
-VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "image",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
 SECCOMP = ("RuntimeDefault", "Localhost")
 SELINUX_TYPES = ("", "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
 APPARMOR = ("RuntimeDefault", "Localhost")

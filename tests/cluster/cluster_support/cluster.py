@@ -45,6 +45,11 @@ class Cluster:
         """Whether the API server obeys the CEL rules of CustomResourceDefinitions."""
         return int(self.version.split(".")[1]) >= 25
 
+    @property
+    def knows_image_volumes(self) -> bool:
+        """Whether pods may have volumes that are images, without a feature gate being set."""
+        return int(self.version.split(".")[1]) >= 35
+
     def kubectl(self, *args: str, input: str | None = None, kubeconfig: Path | None = None, timeout: float = 60) -> str:
         """What kubectl printed. Raises CommandFailedError with what it complained of.
 

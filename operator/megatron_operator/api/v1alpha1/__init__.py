@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_operator.api.v1alpha1.expose import Expose, IngressExposure, ServiceType
-from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, Model, Source, VolumeSource
+from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, ImageSource, Model, Source, VolumeSource
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspend,
     FailurePolicy,
@@ -55,6 +55,7 @@ __all__ = [
     "GroupStatus",
     "HuggingFaceSource",
     "ImagePullPolicy",
+    "ImageSource",
     "IngressExposure",
     "KVCacheManagement",
     "LastFailure",

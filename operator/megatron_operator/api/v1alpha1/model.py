@@ -7,9 +7,10 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from megatron_operator.api.v1alpha1.base import AbsolutePath, DnsName, Integer, Part, Text
+from megatron_operator.api.v1alpha1.base import AbsolutePath, DnsName, ImageReference, Integer, Part, Text
+from megatron_operator.api.v1alpha1.operations import ImagePullPolicy
 
-ONE_SOURCE = "exactly one of huggingFace, path and persistentVolumeClaim says where the model is"
+ONE_SOURCE = "exactly one of huggingFace, path, persistentVolumeClaim and image says where the model is"
 
 
 class DType(StrEnum):
@@ -50,6 +51,18 @@ class VolumeSource(Part):
     """Where the checkpoint is on the volume, from the volume's root."""
 
 
+class ImageSource(Part):
+    """An OCI image, or an artifact, with the model; mounted read-only where the cluster has volumes of type image."""
+
+    reference: ImageReference
+    """The image, like registry.example.com/models/chat:1. It needs neither a shell nor a command, but its files must be
+    readable by everyone. Credentials are those of podTemplate.spec.imagePullSecrets."""
+    path: AbsolutePath = "/"
+    """Where the checkpoint is in the image."""
+    pull_policy: ImagePullPolicy = ImagePullPolicy.IF_NOT_PRESENT
+    """When the kubelet fetches the image: Always, IfNotPresent or Never."""
+
+
 class Source(Part):
     """Where the checkpoint comes from: exactly one of the fields."""
 
@@ -58,7 +71,7 @@ class Source(Part):
             "x-kubernetes-validations": [
                 {
                     "rule": "(has(self.huggingFace) ? 1 : 0) + (has(self.path) ? 1 : 0)"
-                    " + (has(self.persistentVolumeClaim) ? 1 : 0) == 1",
+                    " + (has(self.persistentVolumeClaim) ? 1 : 0) + (has(self.image) ? 1 : 0) == 1",
                     "message": f"spec.model.source: {ONE_SOURCE}; set one",
                 }
             ]
@@ -72,6 +85,15 @@ class Source(Part):
     torch_dist checkpoint of Megatron's. The image holds it, or podTemplate mounts it."""
     persistent_volume_claim: VolumeSource | None = None
     """A folder or file on a volume claim."""
+    image: ImageSource | None = None
+    """A folder or file in an OCI image. Kubernetes mounts images from 1.35 on, and from 1.31 on where the feature gate
+    ImageVolume is set; elsewhere the operator refuses it."""
+
+    @property
+    def volume_path(self) -> str | None:
+        """Where the checkpoint is on the volume that is mounted for it; None when there is no such volume."""
+        volume = self.persistent_volume_claim or self.image
+        return volume.path if volume is not None else None
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -86,7 +108,7 @@ class Model(Part):
     """The model that is served."""
 
     source: Source
-    """Where the checkpoint comes from: exactly one of huggingFace, path and persistentVolumeClaim."""
+    """Where the checkpoint comes from: exactly one of huggingFace, path, persistentVolumeClaim and image."""
     served_name: Text | None = None
     """The model's name in the OpenAI API; the resource's name when left out."""
     dtype: DType = DType.AUTO

@@ -1,0 +1,119 @@
+"""Whether an API server keeps volumes that are images, judged by its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from planning_support.resources import parsed
+
+from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
+from megatron_operator.kubernetes.image_volumes import ImageVolumes
+from megatron_operator.names import PodIdentity
+from megatron_operator.render import render_pod
+from megatron_operator.settings import Settings
+from megatron_operator.world import ActionRefused
+
+Json = dict[str, Any]
+IMAGE = {"image": {"reference": "registry/m:1"}}
+
+
+class Server:
+    """Answers as API servers of several ages do; it only stands in for what is not here, a recent one."""
+
+    def __init__(self, answer: Callable[[Json], Json]) -> None:
+        self.answer = answer
+        self.tried = 0
+
+    async def create(self, manifest: Json, *, only_try: bool) -> Json:
+        assert only_try, "a check makes nothing"
+        self.tried += 1
+        return self.answer(manifest)
+
+
+def recent(pod: Json) -> Json:
+    return pod
+
+
+def before_1_31(pod: Json) -> Json:
+    """Does not know the field, and gives each volume without one an empty folder."""
+    volumes = [each if "image" not in each else {"name": each["name"], "emptyDir": {}} for each in volumes_of(pod)]
+    return {**pod, "spec": {**pod["spec"], "volumes": volumes}}
+
+
+def without_the_gate(_pod: Json) -> Json:
+    raise ServerRefusal('Pod "x" is invalid: spec.volumes[3]: Required value: must specify a volume type (422)', 422)
+
+
+def full(_pod: Json) -> Json:
+    raise ServerRefusal("pods is forbidden: exceeded quota (403)", 403)
+
+
+def there_already(_pod: Json) -> Json:
+    raise ServerRefusal('pods "x" already exists (409)', 409)
+
+
+def volumes_of(pod: Json) -> list[Json]:
+    volumes: list[Json] = pod["spec"]["volumes"]
+    return volumes
+
+
+def pod(**source: Any) -> Json:
+    resource = parsed(**({"model": {"source": source}} if source else {}))
+    return render_pod(resource, PodIdentity(0, 0, 0, True, "", 0), Settings())
+
+
+def checks(server: Server) -> ImageVolumes:
+    return ImageVolumes(cast(ApiServer, server))
+
+
+async def test_a_server_that_keeps_images_is_asked_once() -> None:
+    server = Server(recent)
+    volumes = checks(server)
+    for _ in range(3):
+        volumes.look_again()
+        await volumes.check(pod(**IMAGE))
+    assert server.tried == 1
+
+
+async def test_a_pod_without_images_is_never_tried() -> None:
+    server = Server(before_1_31)
+    await checks(server).check(pod())
+    assert server.tried == 0
+
+
+@pytest.mark.parametrize("old", [before_1_31, without_the_gate])
+async def test_a_server_that_drops_images_is_told_with_the_mend_and_asked_once_in_a_round(
+    old: Callable[[Json], Json],
+) -> None:
+    server = Server(old)
+    volumes = checks(server)
+    for _ in range(3):
+        with pytest.raises(ActionRefused, match=r"image registry/m:1: this API server has no volumes.*upgrade.*or put"):
+            await volumes.check(pod(**IMAGE))
+    assert server.tried == 1
+
+
+async def test_a_server_that_was_upgraded_is_believed_in_the_next_round() -> None:
+    server = Server(before_1_31)
+    volumes = checks(server)
+    with pytest.raises(ActionRefused):
+        await volumes.check(pod(**IMAGE))
+    server.answer = recent
+    volumes.look_again()
+    await volumes.check(pod(**IMAGE))
+
+
+async def test_another_refusal_is_told_as_it_is() -> None:
+    with pytest.raises(ServerRefusal, match="exceeded quota"):
+        await checks(Server(full)).check(pod(**IMAGE))
+
+
+async def test_a_pod_that_is_there_already_tells_nothing_about_the_next_one() -> None:
+    server = Server(there_already)
+    volumes = checks(server)
+    await volumes.check(pod(**IMAGE))
+    server.answer = before_1_31
+    with pytest.raises(ActionRefused):
+        await volumes.check(pod(**IMAGE))
