@@ -22,5 +22,5 @@ def test_a_run_measures_the_way_to_pods_and_the_rest_afterwards() -> None:
     for row in measured:
         assert float(row["to first pod, s: p50"]) <= float(row["all ready, s"])
         assert 5 < float(row["API calls each"]) < 60
-        # Four watches are begun anew now and then, all at once: 40 calls a minute, if it is in these 6 seconds.
+        # Five watches are begun anew now and then, all at once: 50 calls a minute, if it is in these 6 seconds.
         assert float(row["idle: calls/min"]) < 60
