@@ -42,6 +42,7 @@ CHILDREN = (
     ("", "v1", "services"),
     ("networking.k8s.io", "v1", "networkpolicies"),
     ("networking.k8s.io", "v1", "ingresses"),
+    ("gateway.networking.k8s.io", "v1", "httproutes"),
 )
 """What is watched beside the resources themselves; Secrets are not: that takes the right to read all."""
 
@@ -182,9 +183,17 @@ def configure(settings: kopf.OperatorSettings, options: Options) -> None:
 
 def quieten() -> None:
     """Keep the log to what the loops say, unless everything was asked for."""
+    logging.getLogger("kopf._core.reactor.observation").addFilter(_is_news)
     if logging.getLogger().level > logging.DEBUG:
         for chatty in ("httpx", "kopf.objects"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False when kopf warns of nothing but the Gateway API, which most clusters can do without."""
+    words = record.getMessage()
+    unresolved = words.startswith("Unresolved resources")
+    return not (unresolved and words.count("Selector(") == 1 and "'httproutes'" in words)
 
 
 async def _connected(options: Options) -> ApiServer:

@@ -40,7 +40,7 @@ LEADER_GROUP = 0
 """The group whose first pod leads."""
 
 
-ROUTE_KINDS = ("Ingress",)
+ROUTE_KINDS = ("HTTPRoute", "Ingress")
 """Children that lead clients from outside to the HTTP Service: few resources have them, and pods never need them."""
 
 

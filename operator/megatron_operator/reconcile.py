@@ -23,6 +23,7 @@ from megatron_operator.world import (
     ApplyChild,
     CreatePod,
     CreateSecret,
+    KindMissing,
     NamespaceEnds,
     SignalRefused,
     World,
@@ -56,6 +57,9 @@ class ReconcileResult:
 @dataclass(frozen=True)
 class _Outcome:
     problems: tuple[str, ...] = ()
+    done: bool = False
+    """Whether something was."""
+    failed: bool = False
     refused: bool = False
 
 
@@ -121,21 +125,25 @@ async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort
     Raises NamespaceEnds where nothing can be made any more.
     """
     problems: list[str] = []
-    refused = child_failed = False
+    done = failed = refused = child_failed = False
     for action in planned.actions:
         if isinstance(action, CreatePod) and child_failed:
             continue
         try:
             await port.apply(resource.name, resource.namespace, action)
+            done = True
         except SignalRefused:
-            continue  # The engine has moved on since it was observed; the next look decides anew.
+            done = True  # The engine has moved on since it was observed; the next look decides anew.
         except NamespaceEnds:
             raise
+        except KindMissing as missing:
+            problems.append(str(missing))  # Whoever found out calls again.
         except WorldError as error:
             problems.append(str(error))
+            failed = True
             refused = refused or isinstance(error, ActionRefused)
             child_failed = child_failed or _is_needed_by_pods(action)
-    return _Outcome(tuple(dict.fromkeys(problems)), refused)
+    return _Outcome(tuple(dict.fromkeys(problems)), done, failed, refused)
 
 
 def _on_its_way_out(obj: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,9 +161,9 @@ def _requeue_after(planned: Plan, outcome: _Outcome, status: Status) -> float | 
     delays = [planned.requeue_after]
     if outcome.refused:
         delays.append(AFTER_REFUSAL)
-    elif outcome.problems:
+    elif outcome.failed:
         delays.append(AFTER_TROUBLE)
-    elif planned.actions:
+    elif outcome.done:
         delays.append(AFTER_ACTIONS)
     progress = status.condition(ConditionType.PROGRESSING)
     if progress is not None and progress.status != "False":

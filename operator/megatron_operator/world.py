@@ -233,6 +233,10 @@ class NamespaceEnds(ActionRefused):
     """The namespace is being deleted: nothing can be made in it any more, and all that is in it goes."""
 
 
+class KindMissing(ActionRefused):
+    """The outside does not know this kind of object: no use in trying again before the adapter says that it does."""
+
+
 class SignalRefused(WorldError):
     """The engine's state forbids the signal; ``allowed`` are those that it takes."""
 

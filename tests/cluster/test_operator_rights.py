@@ -9,6 +9,7 @@ from chart_support.release import NAME, Release
 from cluster_support import audit
 from cluster_support.audit import Request, Right
 from cluster_support.control_plane import ControlPlane
+from operator_support import gateway_api
 from operator_support.api import Api
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
@@ -19,6 +20,7 @@ ASKED_ON_THE_WAY = {
     Right("", "services", "create"),
     Right("networking.k8s.io", "networkpolicies", "create"),
     Right("networking.k8s.io", "ingresses", "create"),
+    Right("gateway.networking.k8s.io", "httproutes", "create"),
     # Of whoever sets an ownerReference that blocks deletion, where OwnerReferencesPermissionEnforcement is on.
     Right(OURS, "megatroninferences/finalizers", "update"),
 }
@@ -38,7 +40,7 @@ def granted(rules: Sequence[Object]) -> set[Right]:
 async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
     on_another_node = '--overrides={"spec": {"nodeName": "elsewhere"}}'
     await chat.kubectl("run", "chat-0-0-0", "--image=of-somebody-else", on_another_node)
-    await chat.create(replicas=2, expose={"ingress": {"host": "chat.example.com"}})
+    await chat.create(replicas=2, expose={"ingress": {}, "httpRoute": {"parentRefs": [{"name": "public"}]}})
     await chat.until(lambda status: "belongs to someone else" in json.dumps(status), "the name that is taken")
     await chat.kubectl("delete", "pod", "chat-0-0-0", "--force", "--grace-period=0")
     await chat.kubectl("annotate", "mi", "chat", "tests/look=again")
@@ -47,11 +49,11 @@ async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
 async def a_full_life(chat: Resource, node: ScriptedNode) -> None:
     """Whatever else the operator does to the API server."""
     await chat.until_phase("Running")
-    for kind in ("service", "networkpolicy", "ingress"):
+    for kind in ("service", "networkpolicy", "ingress", gateway_api.NAME):
         await chat.kubectl("delete", kind, "chat")
         await chat.until_found(kind, "chat", lambda _: True)
-    await chat.patch({"expose": {"ingress": None}})
-    await chat.until_gone("ingresses")
+    await chat.patch({"expose": {"ingress": None, "httpRoute": None}})
+    await chat.until_gone("ingresses", gateway_api.NAME)
     await node.fail((await chat.pods())["chat-1-0-0"], 1, "a rank died")
     await chat.kubectl("scale", "mi", "chat", "--replicas=1")
     await chat.until_pods("chat-0-0-0")
@@ -61,6 +63,7 @@ async def a_full_life(chat: Resource, node: ScriptedNode) -> None:
 
 async def record(release: Release, control_plane: ControlPlane) -> list[Request]:
     release.install()
+    gateway_api.install(control_plane)
     chat = Resource(control_plane, control_plane.make_namespace())
     async with Api(control_plane.kubeconfig) as api:
         with release.operator():

@@ -44,6 +44,23 @@ def test_what_is_left_out_gets_its_default() -> None:
         ({"replica": 2}, "spec.replica", "did you mean replicas?"),
         ({"engine": {"kvcacheMemory": "1Gi"}}, "spec.engine.kvcacheMemory", "did you mean kvCacheMemory?"),
         ({"expose": {"routes": {}}}, "spec.expose.routes", "unknown field; remove it"),
+        ({"expose": {"httpRoute": {}}}, "spec.expose.httpRoute.parentRefs", "is missing; set it"),
+        ({"expose": {"httpRoute": {"parentRefs": []}}}, "spec.expose.httpRoute.parentRefs", "at least 1; add one"),
+        (
+            {"expose": {"httpRoute": {"parentRefs": [{"name": "a"}], "hostnames": ["https://a"]}}},
+            "spec.expose.httpRoute.hostnames[0]",
+            "like chat.example.com",
+        ),
+        (
+            {"expose": {"httpRoute": {"parentRefs": [{"name": "a"}] * 33}}},
+            "spec.expose.httpRoute.parentRefs",
+            "32 at most; leave some out",
+        ),
+        (
+            {"expose": {"httpRoute": {"parentRefs": [{"name": "a", "port": 0}]}}},
+            "spec.expose.httpRoute.parentRefs[0].port",
+            "at least 1; raise it",
+        ),
         ({"expose": {"ingress": {"host": "Chat.example.com"}}}, "spec.expose.ingress.host", "like chat.example.com"),
         ({"expose": {"ingress": {"path": "v1"}}}, "spec.expose.ingress.path", "absolute path"),
         ({"expose": {"ingress": {"class": "nginx"}}}, "spec.expose.ingress.class", "did you mean className?"),

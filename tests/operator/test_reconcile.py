@@ -16,6 +16,7 @@ from megatron_operator.world import (
     ApplyChild,
     CreatePod,
     CreateSecret,
+    KindMissing,
     NamespaceEnds,
     World,
     WorldError,
@@ -207,6 +208,27 @@ async def test_a_route_that_is_refused_is_told_and_keeps_no_pod_from_serving() -
     assert sorted(operating.reasons()) == ["ApplyFailed", "AttemptStarted", "Available"]
     degraded = next(each for each in operating.obj["status"]["conditions"] if each["type"] == "Degraded")
     assert (degraded["status"], degraded["message"]) == ("True", "the host is taken by another Ingress")
+
+
+async def test_a_kind_that_the_cluster_lacks_is_told_once_and_waited_for_without_looking() -> None:
+    operating = Operating(expose={"httpRoute": {"parentRefs": [{"name": "public"}]}})
+    operating.cluster.refuses_kinds = {"HTTPRoute": KindMissing("HTTPRoute: no such kind; install it")}
+    result = await operating.settle()
+    assert (result.requeue_after, result.patch) == (None, {})
+    assert operating.obj["status"]["phase"] == "Running"
+    assert operating.reasons().count("ApplyFailed") == 1
+    operating.cluster.refuses_kinds = {}
+    await operating.round()
+    result = await operating.round()
+    assert (result.problems, result.requeue_after) == ((), None)
+
+
+async def test_what_else_failed_is_tried_again_though_a_kind_is_missing() -> None:
+    operating = Operating(expose={"ingress": {}, "httpRoute": {"parentRefs": [{"name": "public"}]}})
+    missing, busy = KindMissing("HTTPRoute: no such kind"), WorldError("ingresses: too many requests")
+    operating.cluster.refuses_kinds = {"HTTPRoute": missing, "Ingress": busy}
+    result = await operating.settle()
+    assert result.requeue_after == AFTER_TROUBLE
 
 
 async def test_a_signal_that_comes_too_late_is_no_trouble() -> None:

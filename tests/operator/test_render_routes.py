@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import kubernetes_validate
+import pytest
 from planning_support.planning import Planning
 from planning_support.resources import parsed
 
 from megatron_operator import names
+from megatron_operator.api.quantity import Duration
 from megatron_operator.render import render_children
+from megatron_operator.render.http_route import gateway_duration
 from megatron_operator.settings import Settings
 from megatron_operator.world import ApplyChild, DeleteChild
 
@@ -67,6 +71,51 @@ def test_each_field_of_the_ingress_has_its_effect() -> None:
     assert spec["rules"][0]["http"]["paths"][0]["path"] == "/v1"
     assert manifest["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-read-timeout"] == "3600"
     kubernetes_validate.validate(manifest, "1.37", strict=True)
+
+
+def test_a_route_is_attached_to_its_gateways_and_never_ends_an_answer() -> None:
+    manifest = only_route(httpRoute={"parentRefs": [{"name": "public"}]})
+    assert (manifest["apiVersion"], manifest["kind"]) == ("gateway.networking.k8s.io/v1", "HTTPRoute")
+    assert manifest["metadata"]["name"] == "chat"
+    assert manifest["spec"].keys() == {"parentRefs", "rules"}
+    assert manifest["spec"]["parentRefs"] == [{"name": "public"}]
+    (rule,) = manifest["spec"]["rules"]
+    assert rule["backendRefs"] == [backend_of("chat")]
+    assert rule["matches"] == [{"path": {"type": "PathPrefix", "value": "/"}}]
+    assert rule["timeouts"] == {"request": "0s"}
+
+
+def test_each_field_of_the_route_has_its_effect() -> None:
+    parent = {"name": "public", "namespace": "gateways", "sectionName": "https", "port": 443}
+    wish = {
+        "parentRefs": [parent, {"name": "inside"}],
+        "hostnames": ["chat.example.com", "*.chat.example.com"],
+        "path": "/v1",
+        "requestTimeout": "1h30m",
+        "annotations": {"team": "a"},
+    }
+    manifest = only_route(httpRoute=wish)
+    assert manifest["spec"]["parentRefs"] == [parent, {"name": "inside"}]
+    assert manifest["spec"]["hostnames"] == ["chat.example.com", "*.chat.example.com"]
+    (rule,) = manifest["spec"]["rules"]
+    assert rule["matches"][0]["path"]["value"] == "/v1"
+    assert rule["timeouts"] == {"request": "1h30m"}
+    assert manifest["metadata"]["annotations"]["team"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [("0s", "0s"), ("90s", "1m30s"), ("1500ms", "1s500ms"), ("0.5h", "30m"), ("2h", "2h"), ("100000s", "27h46m40s")],
+)
+def test_a_duration_is_written_as_the_gateway_api_does(written: str, shown: str) -> None:
+    text = gateway_duration(Duration(written))
+    assert text == shown
+    assert re.fullmatch(r"([0-9]{1,5}(h|m|s|ms)){1,4}", text)
+
+
+def test_both_kinds_of_routes_stand_side_by_side() -> None:
+    found = routes(ingress={}, httpRoute={"parentRefs": [{"name": "public"}]})
+    assert {route["kind"] for route in found} == set(names.ROUTE_KINDS)
 
 
 def test_a_certificate_without_a_host_is_for_every_host() -> None:

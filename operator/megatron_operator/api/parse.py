@@ -120,6 +120,10 @@ def _mend(detail: ErrorDetails, location: tuple[int | str, ...]) -> str:
             return str(context["error"])
         case "string_pattern_mismatch":
             return PATTERNS_IN_WORDS.get(context["pattern"], f"must match {context['pattern']}; correct it")
+        case "too_short":
+            return f"needs at least {context['min_length']}; add one"
+        case "too_long":
+            return f"may have {context['max_length']} at most; leave some out"
         case "string_too_short":
             return "must not be empty; set it or leave the field out"
         case _:

@@ -37,6 +37,7 @@ RULES = (
     ("", "secrets", ("get", "create")),
     ("networking.k8s.io", "networkpolicies", ("get", "list", "watch", "create", "patch", "delete")),
     ("networking.k8s.io", "ingresses", ("get", "list", "watch", "create", "patch", "delete")),
+    ("gateway.networking.k8s.io", "httproutes", ("get", "list", "watch", "create", "patch", "delete")),
     ("events.k8s.io", "events", ("create",)),
 )
 """In each namespace that it looks after."""

@@ -25,6 +25,7 @@ APPLY_PATCH = "application/apply-patch+yaml"
 
 PATHS = {
     "Event": ("/apis/events.k8s.io/v1", "events"),
+    "HTTPRoute": ("/apis/gateway.networking.k8s.io/v1", "httproutes"),
     "Ingress": ("/apis/networking.k8s.io/v1", "ingresses"),
     "Lease": ("/apis/coordination.k8s.io/v1", "leases"),
     "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
@@ -99,6 +100,17 @@ class ApiServer:
             if error.status == http.HTTPStatus.NOT_FOUND:
                 return None
             raise
+
+    async def knows(self, kind: str) -> bool:
+        """Whether the kind is defined in the version that we speak."""
+        root, plural = PATHS[kind]
+        try:
+            answer = await self._request("GET", root)
+        except ServerError as error:
+            if error.status == http.HTTPStatus.NOT_FOUND:
+                return False
+            raise
+        return any(each["name"] == plural for each in answer.get("resources") or [])
 
     async def list(self, kind: str, namespace: str, labels: Mapping[str, str]) -> list[Json]:
         """Objects that carry all of the labels, as they are now."""

@@ -6,7 +6,8 @@ import asyncio
 
 from megatron_operator.engine import connections_to_pods
 from megatron_operator.kubernetes.api_server import ApiServer, Json
-from megatron_operator.kubernetes.resource_loop import ResourceLoop
+from megatron_operator.kubernetes.missing_kinds import MissingKinds
+from megatron_operator.kubernetes.resource_loop import ResourceLoop, Shared
 from megatron_operator.metrics import Meters
 from megatron_operator.settings import Settings
 
@@ -19,11 +20,8 @@ class Fleet:
     """One loop for each resource, from the first word of it until it is gone; none before ``lead``."""
 
     def __init__(self, api: ApiServer, settings: Settings, meters: Meters) -> None:
-        self._api = api
-        self._http = connections_to_pods()
-        self._settings = settings
-        self._meters = meters
-        self._slots = asyncio.Semaphore(ROUNDS_AT_A_TIME)
+        slots = asyncio.Semaphore(ROUNDS_AT_A_TIME)
+        self._shared = Shared(api, connections_to_pods(), settings, meters, slots, MissingKinds(api))
         self._leading = False
         self._waiting: set[Key] = set()
         """Resources that were seen while another operator acts."""
@@ -33,14 +31,14 @@ class Fleet:
     def lead(self) -> None:
         """This operator acts from now on."""
         self._leading = True
-        self._meters.leads(True)
+        self._shared.meters.leads(True)
         while self._waiting:
             self._start(self._waiting.pop())
 
     async def stand_by(self) -> None:
         """End all loops; resources and pods stay as they are, and are remembered until the next ``lead``."""
         self._leading = False
-        self._meters.leads(False)
+        self._shared.meters.leads(False)
         self._waiting |= self._loops.keys()
         for task in self._tasks:
             task.cancel()
@@ -49,7 +47,8 @@ class Fleet:
     async def close(self) -> None:
         """Stand by for good."""
         await self.stand_by()
-        await self._http.aclose()
+        await self._shared.kinds.close()
+        await self._shared.http.aclose()
 
     def attend(self, obj: Json, *, gone: bool = False) -> None:
         """Something happened to the resource itself, which is ``obj`` now, or ``gone``."""
@@ -69,7 +68,7 @@ class Fleet:
 
     def _start(self, key: Key, newborn: Json | None = None) -> None:
         namespace, name = key
-        loop = ResourceLoop(namespace, name, self._api, self._http, self._settings, self._meters, self._slots, newborn)
+        loop = ResourceLoop(namespace, name, self._shared, newborn)
         self._loops[key] = loop
         task = asyncio.create_task(self._run(key, loop), name=f"loop of {loop}")
         self._tasks.add(task)
@@ -81,5 +80,5 @@ class Fleet:
         finally:
             # Before anything is awaited: from here on, word of a new resource of that name starts a new loop.
             del self._loops[key]
-            self._meters.forget(*key)
+            self._shared.meters.forget(*key)
             await loop.close()

@@ -12,8 +12,9 @@ import httpx
 
 from megatron_operator import names
 from megatron_operator.engine import Answer, EngineClient, PodReport
-from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
+from megatron_operator.kubernetes.api_server import ApiServer, ServerError, ServerRefusal
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
+from megatron_operator.kubernetes.missing_kinds import MissingKinds, Wake
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.observation import observed_world
 from megatron_operator.world import (
@@ -37,13 +38,16 @@ Object = Mapping[str, Any]
 class KubernetesPort:
     """Children are told from a namesake's by ``uid``, the resource's own: those of others are never touched."""
 
-    def __init__(self, api: ApiServer, uid: str, http: httpx.AsyncClient) -> None:
+    def __init__(self, api: ApiServer, uid: str, client: httpx.AsyncClient, kinds: MissingKinds, wake: Wake) -> None:
+        """``client`` leads to pods; ``wake`` is called when a kind is there that was missed."""
         self._api = api
+        self._kinds = kinds
+        self._wake = wake
         self._uid = uid
-        self._http = http
+        self._client = client
         self._token: str | None = None
         self._image_volumes = ImageVolumes(api)
-        self.launchers = EngineClient(None, http=http)
+        self.launchers = EngineClient(None, http=client)
         """Client of the pods' control APIs; another one once the token is known."""
         self._applied: dict[str, Any] = {}
         """The fields of each child that were ours right after we applied it."""
@@ -89,7 +93,7 @@ class KubernetesPort:
 
     async def _find_routes(self, name: str, namespace: str) -> list[Object]:
         """Most resources have none, and are not asked for them at each look."""
-        kinds = sorted(self._routes)
+        kinds = sorted(kind for kind in self._routes if not self._kinds.is_missing(kind))
         found = await asyncio.gather(*(self._api.get(kind, namespace, names.route(name)) for kind in kinds))
         routes: list[Object] = [route for route in found if route is not None]
         self._routes = {route["kind"] for route in routes}
@@ -129,7 +133,7 @@ class KubernetesPort:
         encoded = (secret.get("data") or {}).get(names.CONTROL_TOKEN)
         token = base64.b64decode(encoded).decode() if encoded else None
         if token != self._token:
-            self._token, self.launchers = token, EngineClient(token, http=self._http)
+            self._token, self.launchers = token, EngineClient(token, http=self._client)
 
     async def _ask(self, pod: Object) -> Answer:
         status = pod.get("status") or {}
@@ -139,9 +143,16 @@ class KubernetesPort:
         return await self.launchers.answer(address)
 
     async def _apply_child(self, manifest: Manifest) -> None:
+        kind = manifest["kind"]
+        self._kinds.check(kind, self._wake)
         await self._check_free(manifest)
-        self._routes |= {manifest["kind"]}.intersection(names.ROUTE_KINDS)
-        self._applied[names.child_key(manifest)] = _our_fields(await self._api.apply(manifest))
+        self._routes |= {kind}.intersection(names.ROUTE_KINDS)
+        try:
+            applied = await self._api.apply(manifest)
+        except ServerError as error:
+            await self._kinds.explain(kind, error, self._wake)
+            raise
+        self._applied[names.child_key(manifest)] = _our_fields(applied)
 
     async def _delete_child(self, kind: str, namespace: str, name: str) -> None:
         found = await self._api.get(kind, namespace, name)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import dataclass
 
 import httpx
 
 from megatron_operator.events import Event
 from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
+from megatron_operator.kubernetes.missing_kinds import MissingKinds
 from megatron_operator.kubernetes.pod_watches import PodWatches
 from megatron_operator.kubernetes.port import KubernetesPort
 from megatron_operator.metrics import Meters, Outcome
@@ -28,31 +30,29 @@ LONGEST_RETRY = 30.0
 logger = logging.getLogger("megatron_operator")
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What all loops of an operator have in common.
+
+    ``http`` leads to pods, and ``slots`` bounds how many resources take a round at the same time.
+    """
+
+    api: ApiServer
+    http: httpx.AsyncClient
+    settings: Settings
+    meters: Meters
+    slots: asyncio.Semaphore
+    kinds: MissingKinds
+
+
 class ResourceLoop:
     """``run`` does all; ``wake`` says that something may have changed. Rounds of one resource never overlap."""
 
-    def __init__(
-        self,
-        namespace: str,
-        name: str,
-        api: ApiServer,
-        http: httpx.AsyncClient,
-        settings: Settings,
-        meters: Meters,
-        slots: asyncio.Semaphore,
-        newborn: Json | None = None,
-    ) -> None:
-        """``http`` leads to pods, and ``slots`` bounds how many resources take a round at the same time.
-
-        ``newborn`` is the resource where nobody has reported on it yet.
-        """
+    def __init__(self, namespace: str, name: str, shared: Shared, newborn: Json | None = None) -> None:
+        """``newborn`` is the resource where nobody has reported on it yet."""
         self.namespace = namespace
         self.name = name
-        self._api = api
-        self._http = http
-        self._settings = settings
-        self._meters = meters
-        self._slots = slots
+        self._shared = shared
         self._newborn = newborn
         self._woken = asyncio.Event()
         self._written_version: str | None = None
@@ -60,7 +60,8 @@ class ResourceLoop:
         self._problems: tuple[str, ...] = ()
         self._uid: str | None = None
         self._port: KubernetesPort | None = None
-        self._watches = PodWatches(self._woken.set)
+        self._wake_up = self._woken.set
+        self._watches = PodWatches(self._wake_up)
 
     def wake(self, version: str | None = None) -> None:
         """``version`` is the resource's own: the echo of a status that this loop wrote is no news."""
@@ -80,6 +81,7 @@ class ResourceLoop:
 
     async def close(self) -> None:
         """End the watches."""
+        self._shared.kinds.forget(self._wake_up)
         await self._watches.close()
 
     async def _rest(self, delay: float) -> None:
@@ -95,14 +97,14 @@ class ResourceLoop:
     async def _begin(self, newborn: Json) -> None:
         """Two requests or a few, for which it takes no turn among the others' rounds."""
         try:
-            await begin(newborn, await self._port_of(newborn), settings=self._settings)
+            await begin(newborn, await self._port_of(newborn), settings=self._shared.settings)
         except Exception:
             logger.exception("%s: its beginning ended unexpectedly", self)
 
     async def _round(self) -> float | None:
         """Seconds to the next round at the latest; None when the resource is gone. Never raises."""
-        async with self._slots:
-            with self._meters.round() as measured:
+        async with self._shared.slots:
+            with self._shared.meters.round() as measured:
                 try:
                     result = await self._reconcile()
                     if result is not None and self._tell(result.problems):
@@ -121,11 +123,11 @@ class ResourceLoop:
         return RESYNC * random.uniform(0.9, 1.1) if result.requeue_after is None else result.requeue_after
 
     async def _reconcile(self) -> ReconcileResult | None:
-        obj = await self._api.get("MegatronInference", self.namespace, self.name)
+        obj = await self._shared.api.get("MegatronInference", self.namespace, self.name)
         if obj is None:
             return None
         port = await self._port_of(obj)
-        result = await reconcile(obj, port, settings=self._settings)
+        result = await reconcile(obj, port, settings=self._shared.settings)
         if not await self._report(obj, result):
             return None
         if result.world is not None:
@@ -137,17 +139,18 @@ class ResourceLoop:
         uid = obj["metadata"]["uid"]
         if self._port is None or uid != self._uid:
             await self.close()
-            self._uid, self._port = uid, KubernetesPort(self._api, uid, self._http)
+            self._uid = uid
+            self._port = KubernetesPort(self._shared.api, uid, self._shared.http, self._shared.kinds, self._wake_up)
         return self._port
 
     async def _report(self, obj: Json, result: ReconcileResult) -> bool:
         """The status in one patch, then the events, so that a lost race repeats no event. False: the object is gone."""
         if result.patch:
-            written = await self._api.patch_status(obj, result.patch)
+            written = await self._shared.api.patch_status(obj, result.patch)
             if written is None:
                 return False
             self._written_version = written["metadata"]["resourceVersion"]
-        self._meters.phase(self.namespace, self.name, result.status.phase)
+        self._shared.meters.phase(self.namespace, self.name, result.status.phase)
         for event in result.events:
             logger.info("%s: %s %s", self, event.reason, event.message)
             await self._post(obj, event)
@@ -164,7 +167,7 @@ class ResourceLoop:
     async def _post(self, obj: Json, event: Event) -> None:
         """An event that cannot be posted is missed by nobody but its readers."""
         try:
-            await self._api.create(kubernetes_event(obj, event))
+            await self._shared.api.create(kubernetes_event(obj, event))
         except NamespaceEnds:
             return
         except WorldError as error:

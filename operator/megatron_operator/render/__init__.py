@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_operator.api.v1alpha1 import MegatronInference
 from megatron_operator.render.coordinator_service import coordinator_service
+from megatron_operator.render.http_route import http_route
 from megatron_operator.render.http_service import http_service
 from megatron_operator.render.ingress import ingress
 from megatron_operator.render.keys_secret import keys_secret
@@ -21,5 +22,5 @@ __all__ = ["grace_seconds", "image_of", "keys_secret", "render_children", "rende
 def render_children(resource: MegatronInference, settings: Settings) -> list[dict[str, Any]]:
     """All children besides the pods and the Secret, each with its hash annotation."""
     services = (coordinator_service(resource), pods_service(resource), http_service(resource))
-    wished = (network_policy(resource, settings), *services, ingress(resource))
+    wished = (network_policy(resource, settings), *services, ingress(resource), http_route(resource))
     return [with_applied_hash(manifest) for manifest in wished if manifest is not None]

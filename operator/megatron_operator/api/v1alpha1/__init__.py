@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_operator.api.v1alpha1.expose import Expose, IngressExposure, ServiceType
+from megatron_operator.api.v1alpha1.expose import Expose, HTTPRouteExposure, IngressExposure, ParentRef, ServiceType
 from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, ImageSource, Model, Source, VolumeSource
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspend,
@@ -53,6 +53,7 @@ __all__ = [
     "FailurePolicy",
     "Frontend",
     "GroupStatus",
+    "HTTPRouteExposure",
     "HuggingFaceSource",
     "ImagePullPolicy",
     "ImageSource",
@@ -64,6 +65,7 @@ __all__ = [
     "Metadata",
     "Model",
     "Parallelism",
+    "ParentRef",
     "Parser",
     "Phase",
     "PodTemplate",

@@ -106,7 +106,7 @@ class Status(Report):
     engine_state_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """Since when the engine is in that state."""
     url: str | None = None
-    """Base URL of the OpenAI API inside the cluster."""
+    """Base URL of the OpenAI API inside the cluster, whatever names spec.expose gives it outside."""
     model_name: str | None = None
     """The model's name in the OpenAI API."""
     replicas: int = 0

@@ -1,0 +1,86 @@
+"""An HTTPRoute for a resource, on a cluster that has the Gateway API, gets it later, or has an old one."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import pytest
+from cluster_support.cluster import Cluster
+from cluster_support.control_plane import ControlPlane
+from operator_support import gateway_api
+from operator_support.resource import Json, Resource, condition
+
+ROUTE = {
+    "parentRefs": [{"name": "public", "namespace": "gateways", "sectionName": "https"}],
+    "hostnames": ["chat.example.com"],
+}
+
+
+@pytest.fixture
+def without_gateway_api(own_control_plane: ControlPlane) -> Iterator[Cluster]:
+    """A cluster that was given keeps the Gateway API that it has."""
+    yield own_control_plane
+    gateway_api.remove(own_control_plane)
+
+
+@pytest.fixture
+def with_gateway_api(without_gateway_api: Cluster) -> Cluster:
+    gateway_api.install(without_gateway_api)
+    return without_gateway_api
+
+
+def hostnames(route: Json) -> list[str]:
+    return list(route["spec"].get("hostnames", []))
+
+
+@pytest.mark.usefixtures("node", "with_gateway_api")
+async def test_a_route_is_made_changed_and_removed_as_wished(chat: Resource) -> None:
+    await chat.create(expose={"httpRoute": ROUTE})
+    await chat.until_phase("Running")
+    route = await chat.until_found(gateway_api.NAME, "chat", lambda _: True)
+    (parent,), (rule,) = route["spec"]["parentRefs"], route["spec"]["rules"]
+    assert (parent["name"], parent["namespace"], parent["sectionName"]) == ("public", "gateways", "https")
+    assert (rule["backendRefs"][0]["name"], rule["backendRefs"][0]["port"]) == ("chat", 8000)
+    assert rule["timeouts"] == {"request": "0s"}
+    await chat.patch({"expose": {"httpRoute": {"hostnames": ["b.example.com"], "requestTimeout": "1h30m"}}})
+    route = await chat.until_found(gateway_api.NAME, "chat", lambda route: hostnames(route) == ["b.example.com"])
+    assert route["spec"]["rules"][0]["timeouts"] == {"request": "1h30m"}
+    await chat.patch({"expose": {"httpRoute": None}})
+    await chat.until_gone(gateway_api.NAME)
+
+
+@pytest.mark.usefixtures("node")
+async def test_a_cluster_without_the_gateway_api_serves_says_what_is_missing_once_and_follows_when_it_comes(
+    chat: Resource, without_gateway_api: Cluster
+) -> None:
+    await chat.create(expose={"httpRoute": ROUTE})
+    status = await chat.until_phase("Running")
+    degraded = condition(status, "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "ApplyFailed")
+    assert "no such kind in gateway.networking.k8s.io/v1; install the Gateway API" in degraded["message"]
+    assert condition(status, "Ready")["status"] == "True"
+    await chat.patch({"rollout": {"drainTimeout": "1s"}})
+    await chat.until(lambda status: status["observedGeneration"] == 2, "another round")
+    events = [event for event in (await chat.get("events"))["items"] if event["reason"] == "ApplyFailed"]
+    assert len(events) == 1
+    await asyncio.to_thread(gateway_api.install, without_gateway_api)
+    await chat.until_found(gateway_api.NAME, "chat", lambda _: True)
+    await chat.until(lambda status: condition(status, "Degraded")["status"] == "False", "all to be well")
+    patch = [{"op": "replace", "path": "/spec/hostnames", "value": ["wrong.example.com"]}]
+    await chat.kubectl("patch", gateway_api.NAME, "chat", "--type=json", "-p", json.dumps(patch))
+    await chat.until_found(gateway_api.NAME, "chat", lambda route: hostnames(route) == ["chat.example.com"])
+    await chat.kubectl("delete", gateway_api.NAME, "chat")
+    await chat.until_found(gateway_api.NAME, "chat", lambda _: True)
+
+
+@pytest.mark.usefixtures("node")
+async def test_a_gateway_api_without_timeouts_is_told_to_be_too_old(
+    chat: Resource, without_gateway_api: Cluster
+) -> None:
+    await asyncio.to_thread(gateway_api.install, without_gateway_api, timeouts=False)
+    await chat.create(expose={"httpRoute": ROUTE})
+    # First there may be word that there is none, since a definition takes a moment to be known.
+    old = "field not declared in schema"
+    status = await chat.until(lambda status: old in condition(status, "Degraded").get("message", ""), "the refusal")
+    assert "install the Gateway API, version 1.2 or newer" in condition(status, "Degraded")["message"]
+    await chat.until_phase("Running")

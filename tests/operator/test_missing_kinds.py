@@ -1,0 +1,115 @@
+"""Kinds that a cluster lacks: missed once, looked for by one for all, and told when they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import cast
+
+import pytest
+
+from megatron_operator.kubernetes import missing_kinds
+from megatron_operator.kubernetes.api_server import ApiServer, ServerError
+from megatron_operator.kubernetes.missing_kinds import MissingKinds
+from megatron_operator.world import ActionRefused, KindMissing
+
+NOT_FOUND = ServerError("PATCH /apis/...: 404 page not found (404)", 404)
+UNDECLARED = ServerError("PATCH /apis/...: .spec.rules[0].timeouts: field not declared in schema (500)", 500)
+LOOKS = 0.01
+
+
+class Server:
+    """Says whether it knows a kind; only stands in, to count how often it is asked."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self.fails = False
+        self.asked = 0
+
+    async def knows(self, kind: str) -> bool:
+        assert kind == "HTTPRoute"
+        self.asked += 1
+        if self.fails:
+            raise ServerError("the API server cannot be reached")
+        return self.known
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+async def kinds(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MissingKinds]:
+    monkeypatch.setattr(missing_kinds, "LOOK_EVERY", LOOKS)
+    kinds = MissingKinds(cast(ApiServer, server))
+    yield kinds
+    await kinds.close()
+
+
+async def missed(kinds: MissingKinds) -> asyncio.Event:
+    """Somebody who met that the kind is missing, and waits for it."""
+    woken = asyncio.Event()
+    with pytest.raises(KindMissing, match=r"install the Gateway API, version 1\.2 or newer"):
+        await kinds.explain("HTTPRoute", NOT_FOUND, woken.set)
+    return woken
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        await asyncio.sleep(LOOKS)
+    raise AssertionError("waited in vain")
+
+
+async def test_whoever_waits_is_woken_when_the_kind_has_come(kinds: MissingKinds, server: Server) -> None:
+    first, second = await missed(kinds), asyncio.Event()
+    with pytest.raises(KindMissing):
+        kinds.check("HTTPRoute", second.set)
+    server.known = True
+    await asyncio.wait_for(asyncio.gather(first.wait(), second.wait()), 10)
+    kinds.check("HTTPRoute", second.set)
+    assert not kinds.is_missing("HTTPRoute")
+
+
+async def test_a_known_miss_is_told_without_asking_again(
+    kinds: MissingKinds, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(missing_kinds, "LOOK_EVERY", 3600)
+    await missed(kinds)
+    for _ in range(100):
+        with pytest.raises(KindMissing):
+            kinds.check("HTTPRoute", lambda: None)
+    assert server.asked == 1
+
+
+async def test_an_api_server_that_does_not_answer_is_asked_again(kinds: MissingKinds, server: Server) -> None:
+    woken = await missed(kinds)
+    server.fails = server.known = True
+    await until(lambda: server.asked >= 3)
+    assert not woken.is_set()
+    server.fails = False
+    await asyncio.wait_for(woken.wait(), 10)
+
+
+async def test_nobody_looks_for_what_nobody_waits_for(kinds: MissingKinds, server: Server) -> None:
+    woken = await missed(kinds)
+    kinds.forget(woken.set)
+    await until(lambda: not kinds.is_missing("HTTPRoute"))
+    assert server.asked == 1
+    assert not (await missed(kinds)).is_set()
+
+
+async def test_another_thing_that_was_not_found_is_no_missing_kind(kinds: MissingKinds, server: Server) -> None:
+    server.known = True
+    await kinds.explain("HTTPRoute", NOT_FOUND, lambda: None)
+    await kinds.explain("Service", NOT_FOUND, lambda: None)
+    await kinds.explain("HTTPRoute", ServerError("etcdserver: request timed out (500)", 500), lambda: None)
+    assert not kinds.is_missing("HTTPRoute")
+    assert server.asked == 1
+
+
+async def test_a_definition_that_is_too_old_is_refused_with_the_mend(kinds: MissingKinds) -> None:
+    with pytest.raises(ActionRefused, match=r"timeouts: field not declared.*; install the Gateway API, version 1\.2"):
+        await kinds.explain("HTTPRoute", UNDECLARED, lambda: None)
