@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,14 @@ async def test_kubectl_finds_the_plugin_by_its_name(
     script.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "KUBECONFIG": str(installed.kubeconfig)}
 
-    def kubectl(*words: str) -> str:
+    async def kubectl(*words: str) -> str:
         command = [str(installed.kubectl_path), "megatron", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        # In a thread, since the played pods answer the operator from this one.
+        run = partial(subprocess.run, command, env=environment, capture_output=True, text=True, check=True)
+        return str((await asyncio.to_thread(run)).stdout)
 
-    assert "Usage: kubectl megatron [OPTIONS] COMMAND" in kubectl("--help")
-    assert "Usage: kubectl megatron pause [OPTIONS]" in kubectl("pause", "--help")
-    assert kubectl("get", "-n", chat.namespace).splitlines()[1].split()[:2] == ["chat", "Running"]
-    assert f"kubectl megatron chat chat -n {chat.namespace}" in kubectl("describe", "chat", "-n", chat.namespace)
+    assert "Usage: kubectl megatron [OPTIONS] COMMAND" in await kubectl("--help")
+    assert "Usage: kubectl megatron pause [OPTIONS]" in await kubectl("pause", "--help")
+    listed = await kubectl("get", "-n", chat.namespace)
+    assert listed.splitlines()[1].split()[:2] == ["chat", "Running"]
+    assert f"kubectl megatron chat chat -n {chat.namespace}" in await kubectl("describe", "chat", "-n", chat.namespace)
