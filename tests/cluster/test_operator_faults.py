@@ -123,7 +123,7 @@ async def test_watches_that_fall_silent_are_opened_again(
     silent = server.when(watches(), stall)
     await again(unlucky)
     await chat.create()
-    await asyncio.to_thread(wait_until, lambda: silent.done >= 8, "all watches to be opened twice")
+    await asyncio.to_thread(wait_until, lambda: silent.done >= 10, "all watches to be opened twice")
     server.rules.clear()
     await chat.until_phase("Running", within=10 * WATCH_SILENCE)
     assert set(node.launchers) == {"chat-0-0-0"}

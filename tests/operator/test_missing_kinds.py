@@ -41,7 +41,8 @@ def server() -> Server:
 
 @pytest.fixture
 async def kinds(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MissingKinds]:
-    monkeypatch.setattr(missing_kinds, "LOOK_EVERY", LOOKS)
+    monkeypatch.setattr(missing_kinds, "FIRST_PAUSE", LOOKS)
+    monkeypatch.setattr(missing_kinds, "LONGEST_PAUSE", LOOKS)
     kinds = MissingKinds(cast(ApiServer, server))
     yield kinds
     await kinds.close()
@@ -76,7 +77,7 @@ async def test_whoever_waits_is_woken_when_the_kind_has_come(kinds: MissingKinds
 async def test_a_known_miss_is_told_without_asking_again(
     kinds: MissingKinds, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(missing_kinds, "LOOK_EVERY", 3600)
+    monkeypatch.setattr(missing_kinds, "FIRST_PAUSE", 3600)
     await missed(kinds)
     for _ in range(100):
         with pytest.raises(KindMissing):

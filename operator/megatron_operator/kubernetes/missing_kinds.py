@@ -9,8 +9,9 @@ from collections.abc import Callable
 from megatron_operator.kubernetes.api_server import PATHS, ApiServer, ServerError
 from megatron_operator.world import ActionRefused, KindMissing, WorldError
 
-LOOK_EVERY = 10.0
-"""Seconds between looks for kinds that somebody waits for; nobody looks for others."""
+FIRST_PAUSE = 5.0
+LONGEST_PAUSE = 60.0
+"""Seconds between looks for kinds that somebody waits for, which grow from the one to the other."""
 
 MENDS = {
     "HTTPRoute": "install the Gateway API, version 1.2 or newer, with a gateway that implements it, or remove"
@@ -67,8 +68,10 @@ class MissingKinds:
 
     async def _look(self) -> None:
         """Until nobody waits any more."""
+        pause = FIRST_PAUSE
         while self._waiting:
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
             for kind in list(self._waiting):
                 if not self._waiting[kind] or await self._has(kind):
                     for wake in self._waiting.pop(kind):
