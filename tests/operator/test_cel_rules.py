@@ -62,6 +62,7 @@ sources = st.fixed_dictionaries(
         "path": st.just("/models/x"),
         "huggingFace": st.just({"repo": "a/b"}),
         "persistentVolumeClaim": st.just({"claimName": "m"}),
+        "image": st.just({"reference": "registry.example.com/m:1"}),
     },
 )
 sizes = st.integers(1, 6)
