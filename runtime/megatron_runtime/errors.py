@@ -10,6 +10,7 @@ MegatronInferenceError
 │   ├── LostRankError                       ranks of the replica are gone or late; names them
 │   └── LockStepError                       ranks of the replica have gone different ways
 ├── InvalidStateError (RuntimeError)        a lifecycle signal in the wrong state
+├── StaleEpochError                         a decision about who leads that a newer one has overtaken
 ├── TransitionTimeoutError (TimeoutError)   a lifecycle signal that nobody acknowledged in time
 ├── RequestTimeoutError (TimeoutError)      a request that was not done by its deadline
 ├── CoordinatorError                        the coordinator can't be reached or refused
@@ -104,6 +105,20 @@ class InvalidStateError(MegatronInferenceError, RuntimeError):
         super().__init__(message)
         self.state = state
         self.allowed = tuple(allowed)
+
+
+class StaleEpochError(MegatronInferenceError):
+    """A decision about who leads came after a newer one.
+
+    Args:
+        decision: What was asked for.
+        epoch: Its number.
+        known: That of the newest decision that is known.
+    """
+
+    def __init__(self, decision: str, epoch: int, known: int) -> None:
+        super().__init__(f"{decision} of epoch {epoch}: this pod knows of epoch {known}")
+        self.known = known
 
 
 class TransitionTimeoutError(MegatronInferenceError, TimeoutError):

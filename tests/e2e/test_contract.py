@@ -281,7 +281,7 @@ def bound() -> Iterator[socket.socket]:
 @asynccontextmanager
 async def control_api(bound: socket.socket, state: PodState, sender: Sender) -> AsyncIterator[int]:
     """The runtime's own control API, on a port of this machine."""
-    api = create_control_api(state, sender, token=TOKEN, metrics=lambda: b"")
+    api = create_control_api(state, lambda: sender, token=TOKEN, metrics=lambda: b"")
     server = uvicorn.Server(uvicorn.Config(api, log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     try:
@@ -342,7 +342,7 @@ async def test_only_the_operators_token_opens_the_control_api(bound: socket.sock
 
 def test_the_probes_ask_for_paths_that_the_control_api_has() -> None:
     container = rendered()
-    api = create_control_api(PodState(facts()), None, token=None, metrics=lambda: b"")
+    api = create_control_api(PodState(facts()), lambda: None, token=None, metrics=lambda: b"")
     paths = {getattr(route, "path", "") for route in api.routes}
     probes = [container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
     assert {probe["path"] for probe in probes} <= paths

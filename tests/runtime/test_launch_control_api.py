@@ -9,7 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from megatron_runtime.errors import CheckpointError, CoordinatorError, InvalidStateError, TransitionTimeoutError
+from megatron_runtime.errors import (
+    CheckpointError,
+    CoordinatorError,
+    InvalidStateError,
+    StaleEpochError,
+    TransitionTimeoutError,
+)
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.metrics import create_exposition
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, ReplicaState
@@ -36,7 +42,7 @@ class Engines:
 @pytest.fixture
 def state() -> PodState:
     """A leader that has just started."""
-    return PodState(PodFacts(is_leader=True))
+    return PodState(PodFacts(is_leader=True, has_frontends=True))
 
 
 @pytest.fixture
@@ -48,7 +54,7 @@ def engines() -> Engines:
 @pytest.fixture
 async def client(state: PodState, engines: Engines) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the API, with the right token."""
-    api = create_control_api(state, engines, token="t", metrics=create_exposition(lambda: state.facts, None))
+    api = create_control_api(state, lambda: engines, token="t", metrics=create_exposition(lambda: state.facts, None))
     transport = httpx.ASGITransport(app=api)
     headers = {"Authorization": "Bearer t"}
     async with httpx.AsyncClient(transport=transport, base_url="http://pod", headers=headers) as found:
@@ -80,11 +86,20 @@ async def test_a_worker_is_ready_when_its_ranks_serve() -> None:
     assert state.body()["ranks"] == [{"rank": 3, "phase": "Serving", "loadedBytes": 1, "totalBytes": 2, "message": ""}]
 
 
+async def test_where_requests_come_in_frontends_have_to_listen() -> None:
+    state = PodState(PodFacts(is_leader=False, has_frontends=True))
+    state.update_rank(0, phase=RankPhase.SERVING)
+    assert not state.facts.ready
+    state.update(frontends_listening=1)
+    assert state.facts.ready
+
+
 async def test_the_state_is_that_of_the_contract(client: httpx.AsyncClient, state: PodState) -> None:
     state.update(**registered(0, 1))
     assert (await client.get("/v1/state")).json() == {
         "revision": 2,
         "role": "leader",
+        "epoch": 0,
         "engineState": "RUNNING",
         "autoSuspended": False,
         "replicas": [
@@ -161,10 +176,55 @@ async def test_a_signal_without_effect_says_why(
 
 
 async def test_a_pod_that_does_not_lead_takes_no_signals(state: PodState) -> None:
-    api = create_control_api(state, None, token=None, metrics=create_exposition(lambda: state.facts, None))
+    api = create_control_api(state, lambda: None, token=None, metrics=create_exposition(lambda: state.facts, None))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=api), base_url="http://pod") as client:
         answer = await client.post("/v1/pause")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "NotLeader")
+
+
+class Roles:
+    """Stands in for what takes and gives up the role; knows of epoch 5."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, int, str | None]] = []
+
+    async def lead(self, epoch: int, lifecycle: str) -> None:
+        """As the real one."""
+        if epoch < 5:
+            raise StaleEpochError("lead", epoch, 5)
+        self.taken.append(("lead", epoch, lifecycle))
+
+    async def follow(self, epoch: int) -> None:
+        """As the real one."""
+        self.taken.append(("follow", epoch, None))
+
+
+async def test_the_role_is_taken_and_given_up_as_told_but_not_by_an_overtaken_decision(state: PodState) -> None:
+    roles = Roles()
+    api = create_control_api(state, lambda: None, roles=roles, token="t", metrics=lambda: b"")
+    headers = {"Authorization": "Bearer t"}
+    transport = httpx.ASGITransport(app=api)
+    async with httpx.AsyncClient(transport=transport, base_url="http://pod", headers=headers) as client:
+        assert (await client.post("/v1/lead", json={"epoch": 6, "lifecycle": "Paused"})).status_code == 200
+        assert (await client.post("/v1/follow", json={"epoch": 7})).status_code == 200
+        stale = await client.post("/v1/lead", json={"epoch": 4})
+        assert (stale.status_code, stale.json()["error"]["code"], stale.json()["error"]["epoch"]) == (
+            409,
+            "StaleEpoch",
+            5,
+        )
+        for wrong in ({}, {"epoch": 0}, {"epoch": 8, "lifecycle": "Asleep"}):
+            assert (await client.post("/v1/lead", json=wrong)).status_code == 400
+        assert (await client.post("/v1/lead", json={"epoch": 9}, headers={"Authorization": ""})).status_code == 401
+        state.update(draining=True)
+        assert (await client.post("/v1/lead", json={"epoch": 9})).json()["error"]["code"] == "Draining"
+    assert roles.taken == [("lead", 6, "Paused"), ("follow", 7, None)]
+
+
+async def test_a_launcher_that_is_alone_keeps_its_role(client: httpx.AsyncClient) -> None:
+    for body, way in (({"epoch": 1}, "follow"), ({"epoch": 1}, "lead")):
+        answer = await client.post(f"/v1/{way}", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "FixedRole")
 
 
 async def test_no_request_stands_still_in_an_engine_that_runs(client: httpx.AsyncClient, state: PodState) -> None:

@@ -16,7 +16,7 @@ async def check_everything(options: LaunchOptions) -> str:
     """What would be served, in words; raises ConfigurationError or CheckpointError when it could not be."""
     options.check()
     identity = options.identity
-    if identity.is_leader:
+    if options.has_first_rank:
         bind_http(options).close()
         bind_coordinator(options).close()
         if identity.api_keys_file is not None:

@@ -13,7 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from megatron_runtime.data_parallel_inference_coordinator import states
-from megatron_runtime.errors import CheckpointError, CoordinatorError, InvalidStateError, TransitionTimeoutError
+from megatron_runtime.errors import (
+    CheckpointError,
+    ConfigurationError,
+    CoordinatorError,
+    InvalidStateError,
+    StaleEpochError,
+    TransitionTimeoutError,
+)
+from megatron_runtime.launch.identity import Lifecycle
 from megatron_runtime.launch.pod_state import PodState
 
 SIGNALS = tuple(signal.name.lower() for signal in states.SIGNALS)
@@ -39,6 +47,34 @@ class SignalSender(Protocol):
         ...
 
 
+class RoleTaker(Protocol):
+    """Takes and gives up the role of the leader; ``StaleEpochError`` tells of a newer decision."""
+
+    async def lead(self, epoch: int, lifecycle: Lifecycle) -> None:
+        """Returns when the coordinator is being started, or there is one already."""
+        ...
+
+    async def follow(self, epoch: int) -> None:
+        """Returns when the coordinator has ended, if there was one."""
+        ...
+
+
+class FollowBody(BaseModel):
+    """A decision that another pod leads."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    epoch: int = Field(ge=1)
+    """Its number; pods obey none that is older than the last."""
+
+
+class LeadBody(FollowBody):
+    """A decision that this pod leads."""
+
+    lifecycle: Lifecycle = Lifecycle.RUNNING
+    """What the engines are brought to as they register with the new coordinator."""
+
+
 class WeightsBody(BaseModel):
     """Which weights the engines are to load."""
 
@@ -56,9 +92,17 @@ class _Refused(Exception):
 
 
 def create_control_api(
-    state: PodState, sender: SignalSender | None, *, token: str | None, metrics: Callable[[], bytes]
+    state: PodState,
+    sender: Callable[[], SignalSender | None],
+    *,
+    roles: RoleTaker | None = None,
+    token: str | None,
+    metrics: Callable[[], bytes],
 ) -> FastAPI:
-    """``sender`` is None on pods that do not lead; without a ``token`` whoever reaches the socket is trusted."""
+    """``sender`` has an answer while this pod leads, and ``roles`` is None where it can neither take nor lose the lead.
+
+    Without a ``token`` whoever reaches the socket is trusted.
+    """
     app = FastAPI(title="Megatron control API", docs_url=None, redoc_url=None, openapi_url=None)
     _install_handlers(app)
     guarded = [Depends(_bearer(token))]
@@ -85,13 +129,15 @@ def create_control_api(
         return state.body()
 
     def leading() -> SignalSender:
-        if sender is None:
+        if (found := sender()) is None:
             raise _Refused(409, "NotLeader", "this pod does not lead; send signals to the leader")
-        return sender
+        return found
 
     def accepted(wait: bool) -> JSONResponse:
         body = {"accepted": True, "engineState": state.facts.engine_state}
         return JSONResponse(body, status_code=200 if wait else 202)
+
+    _install_roles(app, state, roles, guarded)
 
     @app.post("/v1/weights", dependencies=guarded)
     async def update_weights(
@@ -110,6 +156,34 @@ def create_control_api(
         return accepted(wait)
 
     return app
+
+
+def _install_roles(app: FastAPI, state: PodState, roles: RoleTaker | None, guarded: list[Any]) -> None:
+    def movable() -> RoleTaker:
+        if roles is None:
+            raise _Refused(409, "FixedRole", "this launcher is alone: it leads for good")
+        return roles
+
+    @app.post("/v1/lead", dependencies=guarded)
+    async def lead(body: LeadBody) -> JSONResponse:
+        if state.facts.draining:
+            raise _Refused(409, "Draining", "this pod is about to end; let another one lead")
+        await _decide(movable().lead(body.epoch, body.lifecycle))
+        return JSONResponse({"role": "leader", "epoch": body.epoch})
+
+    @app.post("/v1/follow", dependencies=guarded)
+    async def follow(body: FollowBody) -> JSONResponse:
+        await _decide(movable().follow(body.epoch))
+        return JSONResponse({"role": "worker", "epoch": body.epoch})
+
+
+async def _decide(deciding: Coroutine[Any, Any, None]) -> None:
+    try:
+        await deciding
+    except StaleEpochError as error:
+        raise _Refused(409, "StaleEpoch", str(error), epoch=error.known) from error
+    except ConfigurationError as error:
+        raise _Refused(503, "CannotLead", str(error)) from error
 
 
 async def _send(sending: Coroutine[Any, Any, None], state: PodState) -> None:

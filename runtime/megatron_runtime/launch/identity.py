@@ -31,6 +31,9 @@ class Identity:
     attempt: int = 0
     pod_index: int = 0
     is_leader: bool = True
+    """Whether it leads from its start on; an operator may move the role later."""
+    leader_epoch: int = 0
+    """The number of the decision by which it leads."""
     lifecycle: Lifecycle = Lifecycle.RUNNING
     coordinator_address: str | None = None
     master_address: str | None = None
@@ -57,6 +60,7 @@ class Identity:
             attempt=read.integer("MEGATRON_GROUP_ATTEMPT", 0),
             pod_index=read.integer("MEGATRON_POD_INDEX", 0),
             is_leader=read.flag("MEGATRON_LEADER", True),
+            leader_epoch=read.integer("MEGATRON_LEADER_EPOCH", 0),
             lifecycle=read.lifecycle("MEGATRON_LIFECYCLE"),
             coordinator_address=read.text("MEGATRON_COORDINATOR_ADDRESS"),
             master_address=read.text("MEGATRON_MASTER_ADDR"),

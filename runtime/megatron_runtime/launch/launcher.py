@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.launch.control_api import create_control_api
+from megatron_runtime.launch.control_api import SignalSender, create_control_api
+from megatron_runtime.launch.frontends import PodFrontends
 from megatron_runtime.launch.inspection import inspect_source
 from megatron_runtime.launch.keeper import ChildEnd
-from megatron_runtime.launch.leader import Leader
+from megatron_runtime.launch.leadership import Leadership
 from megatron_runtime.launch.memory import available_memory
 from megatron_runtime.launch.metrics import create_exposition
 from megatron_runtime.launch.options import LaunchOptions
@@ -44,17 +45,25 @@ class Launcher:
     """One pod, from its start to its exit code.
 
     Args:
-        announce: Called once, with the URL of the OpenAI endpoint, when the leader is ready.
+        announce: Called once, with the URL of the OpenAI endpoint, when a pod that has one is ready.
     """
 
     def __init__(self, options: LaunchOptions, *, announce: Callable[[str], None] = lambda _: None) -> None:
         self._options = options
         self._announce = announce
-        self._state = PodState(PodFacts(is_leader=options.identity.is_leader))
+        self._state = PodState(
+            PodFacts(is_leader=options.identity.is_leader, has_frontends=options.has_first_rank),
+        )
         self._ending: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._asked_at: float | None = None
         self._hurry = asyncio.Event()
-        self._leader: Leader | None = None
+        self._key = options.identity.coordinator_key
+        if self._key is None and options.identity.is_standalone:
+            self._key = secrets.token_urlsafe(32)
+        self._leadership = Leadership(
+            options, self._state, key=self._key, on_failure=self._child_failed, on_change=self._note_restarts
+        )
+        self._frontends: PodFrontends | None = None
         self._ranks: RankGroup | None = None
 
     async def run(self) -> int:
@@ -83,8 +92,13 @@ class Launcher:
 
     async def _serve(self) -> Outcome:
         try:
-            if self._options.identity.is_leader:
-                self._leader = self._make_leader()
+            if self._options.has_first_rank:
+                self._frontends = PodFrontends(
+                    self._options, self._state, on_failure=self._child_failed, on_change=self._note_restarts
+                )
+            identity = self._options.identity
+            if identity.is_leader:
+                await self._leadership.lead(identity.leader_epoch, identity.lifecycle)
             async with self._control_api():
                 await self._until_ending(self._start())
                 outcome = await self._ending
@@ -94,37 +108,30 @@ class Launcher:
         finally:
             await self._kill()
 
-    def _make_leader(self) -> Leader:
-        identity = self._options.identity
-        key = identity.coordinator_key
-        if key is None and identity.is_standalone:
-            key = secrets.token_urlsafe(32)
-        return Leader(
-            self._options,
-            self._state,
-            key=key,
-            on_failure=lambda end: self._end(Outcome.child_failed(end)),
-            on_change=self._note_restarts,
-        )
-
     async def _start(self) -> None:
         """Looks at the checkpoint, then starts all processes, and says so once the pod is ready."""
         facts = await inspect_source(self._options.model)
         plan = plan_engine(self._options, facts, available_memory())
         logger.info("%s (%s): %s", self._options.model_name, facts.architecture, plan.describe())
-        identity = self._options.identity
-        address, key = identity.coordinator_address or "", identity.coordinator_key
-        if self._leader is not None:
-            self._leader.start(facts.path, plan.max_sequence_length)
-            address, key = self._leader.address, self._leader.key
+        address = self._coordinator_address()
+        if self._frontends is not None:
+            self._frontends.start(facts.path, plan.max_sequence_length, address=address, key=self._key)
         self._ranks = RankGroup(self._options, self._state, on_end=self._rank_ended, on_change=self._note_restarts)
-        self._ranks.start(facts, plan, address=address, key=key)
+        self._ranks.start(facts, plan, address=address, key=self._key)
         while not self._state.facts.ready:
             await self._state.wait_for_change(self._state.revision, timeout=60.0)
         logger.info("ready")
-        if self._leader is not None:
-            host, port = self._leader.http_address
+        if self._frontends is not None:
+            host, port = self._frontends.http_address
             self._announce(f"http://{host}:{port}/v1")
+
+    def _coordinator_address(self) -> str:
+        """Whichever pod leads, if there are others; also a leader's own processes may have to go to another pod."""
+        if (shared := self._options.identity.coordinator_address) is not None:
+            return shared
+        leader = self._leadership.leader
+        assert leader is not None, "a launcher that is alone leads"
+        return leader.address
 
     # What happens meanwhile
 
@@ -144,6 +151,9 @@ class Launcher:
             logger.info("the engine of rank %d was stopped", rank)
         self._end(Outcome(reason="Stopped") if stopped else Outcome.child_failed(end, rank))
 
+    def _child_failed(self, end: ChildEnd) -> None:
+        self._end(Outcome.child_failed(end))
+
     def _end(self, outcome: Outcome) -> None:
         """The first outcome counts; what happens afterwards is its consequence."""
         if not self._ending.done():
@@ -151,8 +161,8 @@ class Launcher:
             self._state.update(draining=True, error=outcome.body() if outcome.message else None)
 
     def _note_restarts(self) -> None:
-        restarts = 0 if self._leader is None else self._leader.restarts
-        self._state.update(restarts=restarts + (0 if self._ranks is None else self._ranks.restarts))
+        kept = (self._leadership, self._frontends, self._ranks)
+        self._state.update(restarts=sum(each.restarts for each in kept if each is not None))
 
     # The end
 
@@ -172,19 +182,19 @@ class Launcher:
     async def _drain_in_order(self) -> None:
         """Frontends first: they end when their clients have their answers. Then the engines, then the coordinator."""
         deadline = time.monotonic() + self._options.drain_timeout
-        if self._leader is not None:
-            await self._leader.drain_frontends(self._options.drain_timeout)
+        if self._frontends is not None:
+            await self._frontends.drain(self._options.drain_timeout)
         if self._ranks is not None:
             await self._ranks.drain(max(deadline - time.monotonic(), LEAST_GRACE))
-        if self._leader is not None:
-            await self._leader.stop_coordinator()
+        await self._leadership.stop()
 
     async def _kill(self) -> None:
         """Ends what is left; after a drain that is nothing."""
         if self._ranks is not None:
             await self._ranks.kill()
-        if self._leader is not None:
-            await self._leader.close()
+        if self._frontends is not None:
+            await self._frontends.close()
+        await self._leadership.close()
 
     async def _until_ending(self, work: Coroutine[None, None, None]) -> None:
         """Does ``work`` unless the end is decided on before it is done."""
@@ -197,15 +207,20 @@ class Launcher:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
+    def _signal_sender(self) -> SignalSender | None:
+        leader = self._leadership.leader
+        return None if leader is None else leader.link
+
     @contextlib.asynccontextmanager
     async def _control_api(self) -> AsyncIterator[None]:
         sock = bind_control(self._options)
-        leader = self._leader
-        folder = None if leader is None else leader.metrics_folder.path
+        folder = None if self._frontends is None else self._frontends.metrics_folder.path
+        identity = self._options.identity
         app = create_control_api(
             self._state,
-            None if leader is None else leader.link,
-            token=self._options.identity.control_token,
+            self._signal_sender,
+            roles=None if identity.is_standalone else self._leadership,
+            token=identity.control_token,
             metrics=create_exposition(lambda: self._state.facts, folder),
         )
         server = HttpServer(app, graceful_seconds=CLOSING_SECONDS)

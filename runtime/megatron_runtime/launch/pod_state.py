@@ -82,6 +82,10 @@ class PodFacts:
     """Everything that the control API reports, as values."""
 
     is_leader: bool
+    epoch: int = 0
+    """Number of the last decision about who leads that this pod was told."""
+    has_frontends: bool = False
+    """Whether requests come in here: at the first pod of every group."""
     engine_state: str | None = None
     """The coordinator's state; None before a replica has registered, and on pods that do not lead."""
     auto_suspended: bool = False
@@ -97,17 +101,21 @@ class PodFacts:
 
     @property
     def ready(self) -> bool:
-        """A leader is ready when requests can be sent to it: paused and suspended engines count, requests queue."""
-        if self.draining:
+        """Where requests come in, frontends have to listen; paused and suspended engines count, since requests queue.
+
+        A leader is ready when any replica serves, another pod when its own ranks do.
+        """
+        if self.draining or (self.has_frontends and not self.frontends_listening):
             return False
         if self.is_leader:
-            return self.frontends_listening > 0 and bool(self.replicas) and self.engine_state is not None
+            return bool(self.replicas) and self.engine_state is not None
         return bool(self.ranks) and all(rank.phase is RankPhase.SERVING for rank in self.ranks.values())
 
     def body(self) -> dict[str, Any]:
         """The answer of ``GET /v1/state``, without the revision."""
         return {
             "role": "leader" if self.is_leader else "worker",
+            "epoch": self.epoch,
             "engineState": self.engine_state,
             "autoSuspended": self.auto_suspended,
             "replicas": [replica.body() for replica in self.replicas],

@@ -94,12 +94,13 @@ class Admission:
         if not self._in_flight:
             self._idle.set()
 
-    async def drain(self) -> None:
+    async def drain(self, *, refuse: bool = True) -> None:
         """Turns new requests away from now on, and returns when those in flight have ended.
 
+        Without ``refuse`` those that are under way to it are taken, for a server that takes no new connections.
         A paused engine would answer nothing before it is too late: its requests end now, so that they can be retried.
         """
-        self._draining = True
+        self._draining = refuse
         self._changed.ring()
         frozen_watch = asyncio.create_task(self._abandon_when_frozen())
         await self._idle.wait()

@@ -65,7 +65,7 @@ async def _serve(link: ParentLink) -> int:
     )
     app = create_app(Frontend(options, client, tokenizer, admission, api_keys))
     server = HttpServer(app)
-    drain = _Drain(server, admission)
+    drain = _Drain(server, admission, hands_over=options.hands_over)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain.advance)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     beating = asyncio.create_task(link.keep_beating())
@@ -84,11 +84,16 @@ async def _serve(link: ParentLink) -> int:
 
 
 class _Drain:
-    """The first SIGTERM turns new requests away and lets those in flight end; the second ends those too."""
+    """The first SIGTERM turns new requests away and lets those in flight end; the second ends those too.
 
-    def __init__(self, server: HttpServer, admission: Admission) -> None:
+    An endpoint that hands over closes its port and every connection whose answer is out: clients connect anew, and find
+    another one.
+    """
+
+    def __init__(self, server: HttpServer, admission: Admission, *, hands_over: bool) -> None:
         self._server = server
         self._admission = admission
+        self._hands_over = hands_over
         self._task: asyncio.Task[None] | None = None
 
     def advance(self) -> None:
@@ -99,7 +104,9 @@ class _Drain:
             self._admission.abandon()
 
     async def _drain(self) -> None:
-        await self._admission.drain()
+        if self._hands_over:
+            self._server.should_exit = True
+        await self._admission.drain(refuse=not self._hands_over)
         self._server.should_exit = True
 
 

@@ -109,7 +109,12 @@ class FrontendGroup:
         return next((end for end in ends if end.is_bad_input), None)
 
     async def drain(self, timeout: float) -> None:
-        """Answers new requests with 503 while those in flight end, at most ``timeout`` seconds; then ends for good."""
+        """Lets the requests in flight end, at most ``timeout`` seconds; then ends for good.
+
+        New ones are answered with 503, or, where other endpoints take them, find the port closed.
+        """
+        if self.options.hands_over:
+            self._socket.close()
         for keeper in self._keepers:
             keeper.release()
             keeper.send_signal(signal.SIGTERM)

@@ -68,6 +68,9 @@ class FrontendOptions:
     retry_after: int = 5
     api_keys_file: str | None = None
     metrics_folder: str | None = None
+    hands_over: bool = False
+    """Whether other endpoints take the requests that this one gets no more: it then closes its port when it drains,
+    instead of answering that it shuts down."""
     http: HttpOptions = field(default_factory=HttpOptions)
 
     def serialize(self) -> dict[str, Any]:

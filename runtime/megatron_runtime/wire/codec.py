@@ -116,3 +116,7 @@ def configure_dealer(socket: zmq.Socket[Any], identity: bytes) -> None:
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    # The name may lead to another pod at the next try: a vanished address, or a process that stands still, must not
+    # hold this one up for the minutes that the kernel would take.
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 6000)

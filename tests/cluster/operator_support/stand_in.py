@@ -38,8 +38,13 @@ class StandIn:
         self._group = group
         self._wish = LIFECYCLES[lifecycle]
         self.state = PodState(PodFacts(is_leader=leader, ranks={0: RankState(0)}))
-        sender = self if leader else None
-        self._app = create_control_api(self.state, sender, token=token, metrics=lambda: b"")
+        self._app = create_control_api(
+            self.state,
+            lambda: self if self.state.facts.is_leader else None,
+            roles=self,
+            token=token,
+            metrics=lambda: b"",
+        )
 
     async def start(self) -> None:
         """Returns when the port is open."""
@@ -62,6 +67,17 @@ class StandIn:
         if self.state.facts.is_leader:
             self.state.update(frontends_listening=1)
             self.enter(self._wish)
+
+    async def lead(self, epoch: int, lifecycle: str) -> None:
+        """The control API's ``RoleTaker``: the engine is in the wished state at once."""
+        self._wish = LIFECYCLES[lifecycle]
+        self.state.update(is_leader=True, epoch=epoch)
+        if self.state.facts.ranks[0].phase is RankPhase.SERVING:
+            self.serve()
+
+    async def follow(self, epoch: int) -> None:
+        """The other half of it."""
+        self.state.update(is_leader=False, epoch=epoch, engine_state=None, replicas=())
 
     def enter(self, state: str) -> None:
         """The engine is in this state now."""

@@ -1,0 +1,91 @@
+"""The frontends of a group's first pod: they take requests whichever pod leads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_runtime.launch.keeper import ChildEnd
+from megatron_runtime.launch.metrics_folder import MetricsFolder
+from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime.launch.pod_state import PodState
+from megatron_runtime.launch.ports import bind_http
+from megatron_runtime.server.frontend_group import FrontendGroup
+from megatron_runtime.server.options import FrontendOptions
+
+
+class PodFrontends:
+    """Binds its port when it is made, so that a port that is taken is known before anything else happens.
+
+    Args:
+        on_failure: Called with the end of a process that can't work with its options.
+        on_change: Called when a process came, went, or began to serve.
+
+    Raises:
+        ConfigurationError: The port can't be used; names the flag.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        state: PodState,
+        *,
+        on_failure: Callable[[ChildEnd], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._options = options
+        self._state = state
+        self._on_failure = on_failure
+        self._on_change = on_change
+        self._socket = bind_http(options)
+        self.metrics_folder = MetricsFolder()
+        self._group: FrontendGroup | None = None
+
+    @property
+    def http_address(self) -> tuple[str, int]:
+        """Host and port of the OpenAI endpoint."""
+        name = self._socket.getsockname()
+        return str(name[0]), int(name[1])
+
+    @property
+    def restarts(self) -> int:
+        """How often one was started again."""
+        return 0 if self._group is None else self._group.restarts
+
+    def start(self, tokenizer_path: str, max_sequence_length: int, *, address: str, key: str | None) -> None:
+        """Starts the processes; ``address`` is where they find whichever coordinator there is."""
+        keys = self._options.identity.api_keys_file
+        options = FrontendOptions(
+            coordinator_address=address,
+            tokenizer_path=tokenizer_path,
+            served_name=self._options.model_name,
+            max_sequence_length=max_sequence_length,
+            replicas=self._options.frontend_replicas,
+            request_timeout=self._options.request_timeout,
+            api_keys_file=None if keys is None else str(keys),
+            metrics_folder=str(self.metrics_folder.path),
+            hands_over=not self._options.identity.is_standalone,
+            http=self._options.http,
+        )
+        self._group = FrontendGroup(
+            options, self._socket, key=key, hang_timeout=self._options.hang_timeout, on_change=self._note
+        )
+        self._group.start()
+
+    async def drain(self, timeout: float) -> None:
+        """Lets requests in flight end, at most ``timeout`` seconds, and takes no others; then the port is closed."""
+        if self._group is not None:
+            await self._group.drain(timeout)
+
+    async def close(self) -> None:
+        """Ends what is left, at once."""
+        if self._group is not None:
+            await self._group.stop()
+        self._socket.close()
+        self.metrics_folder.close()
+
+    def _note(self) -> None:
+        assert self._group is not None
+        self._state.update(frontends_listening=self._group.listening)
+        if (failure := self._group.failure) is not None:
+            self._on_failure(failure)
+        self._on_change()

@@ -1,0 +1,114 @@
+"""Whether this pod leads. An operator gives the role to one pod and takes it from another, numbering its decisions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from megatron_runtime.errors import StaleEpochError
+from megatron_runtime.launch.identity import Lifecycle
+from megatron_runtime.launch.keeper import ChildEnd
+from megatron_runtime.launch.leader import Leader
+from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime.launch.pod_state import PodState
+
+logger = logging.getLogger(__name__)
+
+
+class Leadership:
+    """Takes and gives up the role while ranks and frontends run on.
+
+    An epoch is the number of a decision. Whoever comes with an older one speaks of what holds no longer: it is refused.
+
+    Args:
+        key: The secret that everybody needs who talks to the coordinator.
+        on_failure: Called with the end of a coordinator that can't work with its options.
+        on_change: Called when a coordinator came or went.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        state: PodState,
+        *,
+        key: str | None,
+        on_failure: Callable[[ChildEnd], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._options = options
+        self._state = state
+        self._key = key
+        self._on_failure = on_failure
+        self._on_change = on_change
+        self._turn = asyncio.Lock()
+        self._earlier_restarts = 0
+        self._leader: Leader | None = None
+
+    @property
+    def leader(self) -> Leader | None:
+        """None while another pod leads."""
+        return self._leader
+
+    @property
+    def restarts(self) -> int:
+        """Restarts of this pod's coordinators, those of earlier times included."""
+        return self._earlier_restarts + (0 if self._leader is None else self._leader.restarts)
+
+    async def lead(self, epoch: int, lifecycle: Lifecycle) -> None:
+        """Start a coordinator, whose engines are brought to ``lifecycle``; a pod that leads goes on with its own.
+
+        Raises:
+            StaleEpochError: A newer decision is known, or the role was taken from this pod since.
+            ConfigurationError: The coordinator's port can't be used.
+        """
+        async with self._turn:
+            facts = self._state.facts
+            if epoch < facts.epoch or (epoch == facts.epoch and self._leader is None and epoch > 0):
+                raise StaleEpochError("lead", epoch, facts.epoch)
+            if self._leader is None:
+                self._begin(lifecycle)
+            self._state.update(is_leader=True, epoch=epoch)
+
+    async def follow(self, epoch: int) -> None:
+        """End the coordinator, if there is one, since another pod leads from now on.
+
+        Raises:
+            StaleEpochError: A newer decision is known.
+        """
+        async with self._turn:
+            if epoch < self._state.facts.epoch:
+                raise StaleEpochError("follow", epoch, self._state.facts.epoch)
+            await self._end(epoch)
+
+    async def close(self) -> None:
+        """End what is left, at once."""
+        if self._leader is not None:
+            await self._leader.close()
+
+    async def stop(self) -> None:
+        """End the coordinator at the pod's end."""
+        async with self._turn:
+            if self._leader is not None:
+                await self._leader.stop()
+
+    def _begin(self, lifecycle: Lifecycle) -> None:
+        leader = Leader(
+            self._options,
+            self._state,
+            key=self._key,
+            lifecycle=lifecycle,
+            on_failure=self._on_failure,
+            on_change=self._on_change,
+        )
+        leader.start()
+        self._leader = leader
+        logger.info("this pod leads: the coordinator is at %s", leader.address)
+
+    async def _end(self, epoch: int) -> None:
+        leader, self._leader = self._leader, None
+        if leader is not None:
+            logger.info("another pod leads from now on")
+            self._earlier_restarts += leader.restarts
+            await leader.stop()
+        self._state.update(is_leader=False, epoch=epoch, engine_state=None, auto_suspended=False, replicas=())

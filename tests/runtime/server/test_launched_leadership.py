@@ -1,0 +1,160 @@
+"""The role of the leader goes from pod to pod while requests are answered."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime_support.moving_address import MovingAddress
+
+pytestmark = pytest.mark.model
+
+FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+STORY: list[Any] = [{"role": "user", "content": "Tell a story."}]
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "128Mi", "--frontend-replicas", "1", "--drain-timeout", "20")
+
+
+def ask(pod: Any) -> str:
+    """One short answer."""
+    answer = pod.openai.chat.completions.create(model="chat", messages=FRANCE, temperature=0, max_tokens=20)
+    return str(answer.choices[0].message.content)
+
+
+@dataclass
+class Pair:
+    """Two pods with a copy of the model each, and the address behind which the coordinator of either is found."""
+
+    first: Any
+    second: Any
+    coordinator: MovingAddress
+
+    def give_lead(self, pod: Any, epoch: int, **wish: str) -> None:
+        """What an operator does: the name leads there, then the pod is told."""
+        self.coordinator.target = (pod.host, 5557)
+        assert pod.control.post("/v1/lead", json={"epoch": epoch, **wish}).status_code == 200
+
+
+@pytest.fixture
+def pair(start_pod: Callable[..., Any], new_host: Callable[[], str], smollm2_path: Path) -> Iterator[Pair]:
+    """The first one leads."""
+    with MovingAddress(new_host(), 5557) as coordinator:
+        host, port = coordinator.address
+        pods = [
+            start_pod(
+                "--model",
+                str(smollm2_path),
+                *FLAGS,
+                MEGATRON_LEADER=str(int(index == 0)),
+                MEGATRON_LEADER_EPOCH=str(int(index == 0)),
+                MEGATRON_GROUP_INDEX=str(index),
+                MEGATRON_COORDINATOR_ADDRESS=f"tcp://{host}:{port}",
+            )
+            for index in range(2)
+        ]
+        coordinator.target = (pods[0].host, 5557)
+        for pod in pods:
+            pod.wait_ready()
+        pods[0].wait_for(lambda state: len(state["replicas"]) == 2)
+        yield Pair(pods[0], pods[1], coordinator)
+
+
+def leads(groups: int, engine: str = "RUNNING") -> Callable[[dict[str, Any]], bool]:
+    """Whether a pod leads so many groups that are in this state."""
+
+    def check(state: dict[str, Any]) -> bool:
+        registered = [replica["state"] for replica in state["replicas"]]
+        return state["role"] == "leader" and state["engineState"] == engine and registered == [engine] * groups
+
+    return check
+
+
+def test_every_first_pod_answers_whichever_leads(pair: Pair) -> None:
+    assert [pod.state()["role"] for pod in (pair.first, pair.second)] == ["leader", "worker"]
+    assert {ask(pair.first), ask(pair.second)} == {"The capital of France is Paris."}
+
+
+def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair) -> None:
+    pods = (pair.first, pair.second)
+    ranks = [pod.child("megatron_runtime.rank") for pod in pods]
+
+    def tell(pod: Any) -> str:
+        chunks = pod.openai.chat.completions.create(
+            model="chat", messages=STORY, temperature=0, max_tokens=150, stream=True, extra_body={"ignore_eos": True}
+        )
+        return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(tell, pods[place % 2]) for place in range(4)]
+        pair.first.wait_for(lambda state: state["requests"]["running"] == 4)
+        pair.give_lead(pair.second, 2)
+        assert pair.first.control.post("/v1/follow", json={"epoch": 2}).status_code == 200
+        pair.second.wait_for(leads(2))
+        assert len({answer.result(60) for answer in answers}) == 1
+    former = pair.first.state()
+    assert (former["role"], former["epoch"], former["engineState"], former["replicas"]) == ("worker", 2, None, [])
+    assert former["ready"]
+    assert pair.first.control.post("/v1/pause").json()["error"]["code"] == "NotLeader"
+    assert not any("coordinator_process" in command for command in pair.first.children().values())
+    # Back again: the ranks are still those that were started first.
+    pair.give_lead(pair.first, 3)
+    assert pair.second.control.post("/v1/follow", json={"epoch": 3}).status_code == 200
+    pair.first.wait_for(leads(2))
+    assert {ask(pod) for pod in pods} == {"The capital of France is Paris."}
+    assert [pod.child("megatron_runtime.rank") for pod in pods] == ranks
+
+
+def test_when_the_leaders_pod_is_lost_the_others_requests_go_on(pair: Pair) -> None:
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, pair.second) for _ in range(4)]
+        os.killpg(pair.first.process.pid, signal.SIGKILL)
+        pair.first.process.wait(10)
+        pair.give_lead(pair.second, 2)
+        assert {answer.result(60) for answer in answers} == {"The capital of France is Paris."}
+    pair.second.wait_for(leads(1))
+
+
+def test_a_paused_service_stays_paused_when_the_lead_moves(pair: Pair) -> None:
+    pair.first.signal("pause")
+    pair.give_lead(pair.second, 2, lifecycle="Paused")
+    pair.first.control.post("/v1/follow", json={"epoch": 2})
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, pair.first)
+        pair.second.wait_for(lambda state: leads(2, "PAUSED")(state) and state["requests"]["waiting"] == 1)
+        assert pair.second.signal("unpause").status_code == 200
+        assert "Paris" in answer.result(30)
+
+
+def test_a_leader_that_stood_still_gives_up_when_it_is_told_and_obeys_no_older_decision(pair: Pair) -> None:
+    stopped = [pair.first.process.pid, *pair.first.children()]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    pair.give_lead(pair.second, 2)
+    pair.second.wait_for(leads(1))
+    assert "Paris" in ask(pair.second)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    assert pair.first.control.post("/v1/follow", json={"epoch": 2}).status_code == 200
+    assert pair.first.control.post("/v1/lead", json={"epoch": 1}).status_code == 409
+    assert pair.first.control.post("/v1/lead", json={"epoch": 2}).status_code == 409
+    assert pair.second.control.post("/v1/follow", json={"epoch": 1}).status_code == 409
+    pair.second.wait_for(leads(2))
+    assert not any("coordinator_process" in command for command in pair.first.children().values())
+    assert {ask(pair.first), ask(pair.second)} == {"The capital of France is Paris."}
+
+
+def test_a_pod_that_goes_while_another_leads_closes_its_port_and_cuts_nobody_off(pair: Pair) -> None:
+    stream = pair.second.openai.chat.completions.create(
+        model="chat", messages=STORY, temperature=0, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = [next(stream)]
+    pair.second.process.send_signal(signal.SIGTERM)
+    chunks += list(stream)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert pair.second.process.wait(30) == 0
+    assert "Paris" in ask(pair.first)
