@@ -19,6 +19,7 @@ NAME_LABEL = "inference.megatron.dev/name"
 REPORT = {
     "revision": 1,
     "role": "leader",
+    "epoch": 1,
     "engineState": "RUNNING",
     "replicas": [{"group": 0, "state": "RUNNING"}],
     "ranks": [{"rank": 0, "phase": "Serving"}],

@@ -165,8 +165,10 @@ def _not_up_yet(picture: Picture) -> Finding:
     if picture.problems and not picture.world.pods:
         return Finding("False", "ApplyFailed", "; ".join(picture.problems))
     view = picture.leading_group
-    if view.standing is Standing.READY:
-        assert picture.leader is not None
+    if picture.leader is None and picture.ready_groups:
+        words = "no pod leads at the moment: the first pod of a group that serves is about to; requests wait meanwhile"
+        return Finding("False", "LeaderMoving", words)
+    if view.standing is Standing.READY and picture.leader is not None:
         words = f"{picture.leader.name} is up; waiting for its engine to register with the coordinator"
         return Finding("False", "Registering", words)
     return _why("False", view, picture)

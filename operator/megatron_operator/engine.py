@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import httpx
 
+from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.names import CONTROL_PORT
 from megatron_operator.world import (
     EngineState,
@@ -54,6 +55,8 @@ class PodReport:
     waiting_requests: int = 0
     restarts: int = 0
     error: str = ""
+    leads: bool = False
+    epoch: int = 0
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
@@ -70,6 +73,8 @@ class PodReport:
             waiting_requests=int(requests.get("waiting", 0)),
             restarts=int(body.get("restarts", 0)),
             error=_error(body.get("error")),
+            leads=body.get("role") == "leader",
+            epoch=int(body.get("epoch") or 0),
         )
 
     @property
@@ -166,8 +171,24 @@ class EngineClient:
         if not answer.is_success:
             raise EngineUnreachable(f"{signal} at {address} was answered with {answer.status_code}: {_message(answer)}")
 
+    async def role(self, address: str, *, leads: bool, epoch: int, lifecycle: Lifecycle) -> None:
+        """Tells a pod whether it leads; one that knows of a later decision refuses, and is left alone.
+
+        Raises EngineUnreachable.
+        """
+        path, body = ("/v1/lead", {"lifecycle": lifecycle.value}) if leads else ("/v1/follow", {})
+        answer = await self._request("POST", address, path, {}, ANSWER_TIMEOUT, {"epoch": epoch, **body})
+        if not answer.is_success and answer.status_code != httpx.codes.CONFLICT:
+            raise EngineUnreachable(f"{path} at {address} was answered with {answer.status_code}: {_message(answer)}")
+
     async def _request(
-        self, method: str, address: str, path: str, query: Mapping[str, str], patience: float
+        self,
+        method: str,
+        address: str,
+        path: str,
+        query: Mapping[str, str],
+        patience: float,
+        body: Mapping[str, Any] | None = None,
     ) -> httpx.Response:
         host = f"[{address}]" if ":" in address else address
         timeout = httpx.Timeout(patience, connect=CONNECT_TIMEOUT)
@@ -176,6 +197,7 @@ class EngineClient:
                 method,
                 f"http://{host}:{self._port}{path}",
                 params=query,
+                json=body,
                 headers=self._headers,
                 timeout=timeout,
             )

@@ -33,6 +33,7 @@ def events_between(before: Status, after: Status) -> tuple[Event, ...]:
     """The events of one step; none when nothing worth telling has changed."""
     return (
         *_group_events(before, after),
+        *_leader_events(before, after),
         *_warnings(before, after),
         *_engine_events(before, after),
         *_progress_events(before, after),
@@ -52,6 +53,14 @@ def _group_events(before: Status, after: Status) -> Iterator[Event]:
         if group.attempt is not None and group.attempt != old.attempt:
             words = f"group {group.index} starts attempt {group.attempt} on {group.total_pods} pod(s)"
             yield Event(EventType.NORMAL, "AttemptStarted", words)
+
+
+def _leader_events(before: Status, after: Status) -> Iterator[Event]:
+    """A new attempt of the group that led is told as that."""
+    was, now = before.leader, after.leader
+    if was is not None and now is not None and was.group != now.group:
+        words = f"{now.pod} leads now, after {was.pod}: it runs the coordinator (epoch {now.epoch})"
+        yield Event(EventType.NORMAL, "LeaderMoved", words)
 
 
 def _warnings(before: Status, after: Status) -> Iterator[Event]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -171,13 +170,6 @@ class Group:
         if not self.pods:
             return Standing.ABSENT
         return Standing.READY if self.ready_pods == self.size else Standing.STARTING
-
-
-def running_leader(groups: Sequence[Group]) -> ObservedPod | None:
-    """The pod that leads them, while it runs: the first of the leading group's latest attempt."""
-    pod = groups[names.LEADER_GROUP].first_pod
-    runs = pod is not None and pod.phase is PodPhase.RUNNING and not pod.deleting
-    return pod if runs else None
 
 
 def observe_groups(resource: MegatronInference, world: World) -> tuple[Group, ...]:

@@ -32,12 +32,12 @@ INDEX_LABEL = f"{GROUP}/index"
 ROLE_LABEL = f"{GROUP}/role"
 TEMPLATE_HASH_LABEL = f"{GROUP}/template-hash"
 RESTARTS_ANNOTATION = f"{GROUP}/restarts"
+EPOCH_ANNOTATION = f"{GROUP}/leader-epoch"
+"""Number of the decision by which a pod leads, or led last."""
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
 
 LEADER = "leader"
 WORKER = "worker"
-LEADER_GROUP = 0
-"""The group whose first pod leads."""
 
 
 ROUTE_KINDS = ("HTTPRoute", "Ingress")
@@ -54,6 +54,8 @@ class PodIdentity:
     leader: bool
     template_hash: str
     restarts: int
+    epoch: int = 0
+    """Number of the decision by which it leads, or led last."""
 
 
 def pod_name(resource: str, group: int, attempt: int, index: int) -> str:
@@ -145,6 +147,17 @@ def leader_labels(resource: str) -> dict[str, str]:
     return {NAME_LABEL: resource, ROLE_LABEL: LEADER}
 
 
+def frontend_labels(resource: str) -> dict[str, str]:
+    """Labels that select the pods in which requests come in: the first one of every group."""
+    return {NAME_LABEL: resource, INDEX_LABEL: "0"}
+
+
+def role_metadata(leader: bool, epoch: int | None) -> dict[str, dict[str, str]]:
+    """Labels and annotations by which a pod gets a role; without an ``epoch`` that of its last decision stays."""
+    labels = {ROLE_LABEL: LEADER if leader else WORKER}
+    return {"labels": labels, "annotations": {} if epoch is None else {EPOCH_ANNOTATION: str(epoch)}}
+
+
 def scale_selector(resource: str) -> str:
     """Selector of one pod per group, as the scale subresource wants it: text."""
     return f"{NAME_LABEL}={resource},{INDEX_LABEL}=0"
@@ -161,6 +174,7 @@ def pod_identity(metadata: Mapping[str, Any]) -> PodIdentity | None:
             leader=labels.get(ROLE_LABEL) == LEADER,
             template_hash=labels.get(TEMPLATE_HASH_LABEL, ""),
             restarts=int(annotations.get(RESTARTS_ANNOTATION, "0")),
+            epoch=int(annotations.get(EPOCH_ANNOTATION, "0")),
         )
     except (KeyError, ValueError):
         return None

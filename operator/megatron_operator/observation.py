@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from megatron_operator.engine import Answer, EngineUnreachable, PodReport
+from megatron_operator.leadership import current_leader
 from megatron_operator.world import ObservedEngine, ObservedPod, World
 
 
@@ -33,15 +34,23 @@ def with_report(pod: ObservedPod, answer: Answer) -> ObservedPod:
     """The pod with what its launcher says about it; one that does not answer stays as it was found."""
     if not isinstance(answer, PodReport):
         return pod
-    return replace(pod, rank_phase=answer.rank_phase, loading=answer.loading, launcher_restarts=answer.restarts)
+    return replace(
+        pod,
+        rank_phase=answer.rank_phase,
+        loading=answer.loading,
+        launcher_restarts=answer.restarts,
+        leads=answer.leads,
+        told_epoch=answer.epoch,
+    )
 
 
 def _leaders_word(answers: Iterable[tuple[ObservedPod, Answer]]) -> ObservedEngine | None:
-    """What the latest attempt of the leader said; None when no leader pod is there, or all have ended."""
-    leaders = [(pod, said) for pod, said in answers if pod.leader and not pod.finished and not pod.deleting]
-    if not leaders:
+    """What the leader said; None when there is none, or it is about to end."""
+    said = {pod.uid: (pod, answer) for pod, answer in answers}
+    leader = current_leader(pod for pod, _ in said.values())
+    if leader is None or leader.deleting:
         return None
-    match max(leaders, key=lambda each: each[0].attempt)[1]:
+    match said[leader.uid][1]:
         case PodReport() as report:
             return report.engine
         case EngineUnreachable() as error:

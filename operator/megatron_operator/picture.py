@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, Lifecycle, MegatronInference
 from megatron_operator.groups import (
     Group,
@@ -13,8 +12,8 @@ from megatron_operator.groups import (
     Standing,
     observe_groups,
     pods_without_keys,
-    running_leader,
 )
+from megatron_operator.leadership import leading_group, running_leader
 from megatron_operator.restarts import GiveUp, Retry, verdict
 from megatron_operator.timestamps import seconds
 from megatron_operator.world import EngineState, ObservedPod, World
@@ -76,8 +75,8 @@ class Picture:
 
     @property
     def leading_group(self) -> GroupView:
-        """The group whose first pod leads."""
-        return self.groups[names.LEADER_GROUP]
+        """The group whose first pod leads, or did last."""
+        return self.groups[leading_group(self.resource, self.world)]
 
     @property
     def ready_groups(self) -> int:
@@ -107,7 +106,7 @@ class Picture:
     @cached_property
     def leader(self) -> ObservedPod | None:
         """The leader pod while it runs."""
-        return running_leader([view.group for view in self.groups])
+        return running_leader(self.world)
 
     @property
     def engine_state(self) -> EngineState | None:

@@ -18,8 +18,8 @@ from megatron_operator.groups import (
     lost_at,
     observe_groups,
     pods_without_keys,
-    running_leader,
 )
+from megatron_operator.leadership import Leadership, leading_group, next_epoch, running_leader
 from megatron_operator.lifecycle import next_signal
 from megatron_operator.names import PodIdentity
 from megatron_operator.render import grace_seconds, image_of, keys_secret, render_children, render_pod
@@ -60,6 +60,9 @@ class _Planner:
         self.policy = resource.spec.failure_policy
         self.template_hash = names.template_hash(resource, image_of(resource, settings))
         self.groups = observe_groups(resource, world)
+        self.standings = tuple(group.standing(self.policy, world.now) for group in self.groups)
+        self.rolling = self._next_to_roll()
+        self.leadership = Leadership(resource, world, self.groups, self.standings, self.template_hash, self.rolling)
         self.alarms: list[float] = []
 
     def plan(self) -> Plan:
@@ -70,7 +73,8 @@ class _Planner:
         elif pods := pods_without_keys(self.resource, self.world):
             actions = [*self._follow_loss_of_keys(pods)]
         else:
-            actions = [*self._children(), *self._surplus(), *self._wished(), *self._signal()]
+            steps = (self._children(), self._roles(), self._surplus(), self._wished(), self._signal())
+            actions = [action for step in steps for action in step]
         return Plan(tuple(actions), self._requeue_after())
 
     def _requeue_after(self) -> float | None:
@@ -90,6 +94,13 @@ class _Planner:
             kind, name = key.split("/")
             yield DeleteChild(kind, name)
 
+    # --- who leads
+
+    def _roles(self) -> Iterator[Action]:
+        yield from self.leadership.steps()
+        if (at := self.leadership.patience_ends_at()) is not None:
+            self.alarms.append(at)
+
     # --- pods that have to go
 
     def _delete_all(self, pods: Sequence[ObservedPod]) -> Iterator[Action]:
@@ -103,16 +114,16 @@ class _Planner:
         self.alarms += [at for pod in pods if (at := lost_at(pod)) is not None]
 
     def _surplus(self) -> Iterator[Action]:
-        surplus = [pod for pod in self.world.pods if pod.group >= self.resource.spec.replicas]
+        replicas = self.resource.spec.replicas
+        surplus = [pod for pod in self.world.pods if pod.group >= replicas and not self.leadership.needs(pod.group)]
         old = [pod for group in self.groups for pod in group.old_pods]
         yield from self._delete_all([*surplus, *old])
 
     # --- groups that should be there
 
     def _wished(self) -> Iterator[Action]:
-        rolling = self._next_to_roll()
-        for group in self.groups:
-            match group.standing(self.policy, self.world.now):
+        for group, standing in zip(self.groups, self.standings, strict=True):
+            match standing:
                 case Standing.ABSENT:
                     yield from self._follow_absence(group)
                 case Standing.LEAVING:
@@ -121,7 +132,7 @@ class _Planner:
                     yield from self._follow_failure(group)
                 case Standing.STARTING:
                     yield from self._follow_start(group)
-                case Standing.READY if group is rolling:
+                case Standing.READY if group is self.rolling and not self.leadership.needs(group.index):
                     yield from self._delete_all(group.pods)
 
     def _follow_absence(self, group: Group) -> Iterator[Action]:
@@ -159,21 +170,23 @@ class _Planner:
 
     def _create(self, group: Group, attempt: int, restarts: int, indices: Sequence[int]) -> Iterator[Action]:
         for index in indices:
-            leader = group.index == names.LEADER_GROUP and index == 0
-            identity = PodIdentity(group.index, attempt, index, leader, self.template_hash, restarts)
+            leads = index == 0 and group.index == self.leadership.crowned_group
+            epoch = next_epoch(self.resource, self.world) if leads else 0
+            identity = PodIdentity(group.index, attempt, index, leads, self.template_hash, restarts, epoch)
             yield CreatePod(render_pod(self.resource, identity, self.settings))
 
     def _next_to_roll(self) -> Group | None:
         """The one ready group that is replaced now: only while all the others are ready, and the leader's last."""
-        if any(group.standing(self.policy, self.world.now) is not Standing.READY for group in self.groups):
+        if any(standing is not Standing.READY for standing in self.standings):
             return None
+        leads = leading_group(self.resource, self.world)
         outdated = [group for group in self.groups if group.template_hash != self.template_hash]
-        return max(outdated, key=lambda group: (group.index != names.LEADER_GROUP, group.index), default=None)
+        return max(outdated, key=lambda group: (group.index != leads, group.index), default=None)
 
     # --- the engine
 
     def _signal(self) -> Iterator[Action]:
-        engine, leader = self.world.engine, running_leader(self.groups)
+        engine, leader = self.world.engine, running_leader(self.world)
         if engine is None or not engine.reachable or leader is None or leader.address is None:
             return
         signal = next_signal(self.resource.spec.lifecycle, engine.state, auto_suspended=engine.auto_suspended)

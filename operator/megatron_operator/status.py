@@ -13,12 +13,14 @@ from megatron_operator.api.v1alpha1 import (
     ConditionType,
     GroupStatus,
     LastFailure,
+    LeaderStatus,
     Lifecycle,
     MegatronInference,
     Phase,
     Status,
 )
 from megatron_operator.conditions import Finding, find_conditions, written
+from megatron_operator.leadership import current_leader
 from megatron_operator.picture import GroupView, Picture
 from megatron_operator.render import image_of
 from megatron_operator.settings import Settings
@@ -69,6 +71,7 @@ def build_status(
         ready=f"{ready}/{resource.spec.replicas}",
         restarts=sum(group.restarts for group in groups),
         selector=names.scale_selector(resource.name),
+        leader=_leader_status(picture),
         groups=groups,
         conditions=written(find_conditions(picture), resource.status, generation, world.now),
     )
@@ -137,6 +140,14 @@ def _phase(picture: Picture) -> Phase:
         return Phase.DEGRADED
     pod = picture.leading_group.group.first_pod
     return Phase.PENDING if pod is None or pod.phase is PodPhase.PENDING else Phase.STARTING
+
+
+def _leader_status(picture: Picture) -> LeaderStatus | None:
+    """Remembered while nobody leads, since decisions are numbered on."""
+    pod = current_leader(picture.world.pods)
+    if pod is None:
+        return picture.resource.status.leader
+    return LeaderStatus(pod=pod.name, group=pod.group, epoch=pod.epoch)
 
 
 def _group_status(view: GroupView, picture: Picture) -> GroupStatus:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from megatron_operator.api.v1alpha1 import Lifecycle
+
 Manifest = Mapping[str, Any]
 
 
@@ -82,8 +84,8 @@ class Loading:
 class ObservedPod:
     """One pod of a group attempt. Times are seconds since the epoch.
 
-    Identity, ``leader``, ``template_hash`` and ``restarts`` are read from the labels and annotations that ``render``
-    put there (``names.pod_identity``).
+    Identity, ``leader``, ``epoch``, ``template_hash`` and ``restarts`` are read from the labels and annotations that
+    ``render`` and ``SetRole`` put there (``names.pod_identity``).
     """
 
     name: str
@@ -114,6 +116,12 @@ class ObservedPod:
     loading: Loading | None = None
     launcher_restarts: int = 0
     """Ranks that the pod's launcher restarted in place."""
+    epoch: int = 0
+    """Number of the decision by which it leads, or led last."""
+    leads: bool | None = None
+    """Whether its launcher takes itself for the leader; None while it does not say."""
+    told_epoch: int = 0
+    """Number of the last decision about who leads that its launcher has heard of."""
 
     @property
     def deleting(self) -> bool:
@@ -218,7 +226,31 @@ class SendSignal:
     address: str
 
 
-Action = ApplyChild | DeleteChild | CreateSecret | CreatePod | DeletePod | SendSignal
+@dataclass(frozen=True)
+class SetRole:
+    """Give a pod the label of its role; one that is gone, or whose name another has taken, is success."""
+
+    name: str
+    uid: str
+    leader: bool
+    epoch: int | None = None
+    """Number of the decision; None: that of the last one about this pod stays."""
+
+
+@dataclass(frozen=True)
+class TellRole:
+    """Tell the launcher at ``address`` that it leads from now on, or that another one does.
+
+    A leader brings its engines to ``lifecycle`` as they register.
+    """
+
+    address: str
+    leads: bool
+    epoch: int
+    lifecycle: Lifecycle
+
+
+Action = ApplyChild | DeleteChild | CreateSecret | CreatePod | DeletePod | SendSignal | SetRole | TellRole
 
 
 class WorldError(Exception):

@@ -118,7 +118,7 @@ async def test_a_field_of_a_child_that_a_user_changes_is_set_right(chat: Resourc
     wrong = {"app": "another"}
     patch = [{"op": "replace", "path": "/spec/selector", "value": wrong}]
     await chat.kubectl("patch", "service", "chat", "--type=json", "-p", json.dumps(patch))
-    ours = {"inference.megatron.dev/name": "chat", "inference.megatron.dev/role": "leader"}
+    ours = {"inference.megatron.dev/name": "chat", "inference.megatron.dev/index": "0"}
     service = await chat.until_found("service", "chat", lambda service: service["spec"]["selector"] != wrong)
     assert ours.items() <= service["spec"]["selector"].items()
 

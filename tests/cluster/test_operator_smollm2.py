@@ -1,6 +1,9 @@
 """The whole thing: a real API server, the operator, and the real runtime with real weights in the pods."""
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -45,6 +48,13 @@ def client_of(machine: ProcessNode, name: str = "smollm2") -> openai.AsyncOpenAI
     return openai.AsyncOpenAI(base_url=f"http://{address}:8000/v1", api_key="unused", max_retries=0, timeout=120)
 
 
+def patient_client_of(machine: ProcessNode) -> openai.AsyncOpenAI:
+    """The same as it comes: with its own retries, and for each question another connection."""
+    headers = {"Connection": "close"}
+    address = machine.service_address("smollm2")
+    return openai.AsyncOpenAI(base_url=f"http://{address}:8000/v1", api_key="unused", default_headers=headers)
+
+
 def is_running(pid: int | None) -> bool:
     return pid is not None and Path(f"/proc/{pid}").exists()
 
@@ -82,6 +92,40 @@ async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
     await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
     await smollm2.until_gone("pods", "services", "secrets", within=90)
     assert [pid for pid in processes if is_running(pid)] == []
+
+
+async def test_when_the_leaders_pod_dies_the_official_client_sees_only_a_delay(
+    smollm2: Resource, machine: ProcessNode, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await smollm2.apply(yaml.safe_load(SAMPLE.read_text()))
+    await smollm2.until(lambda status: status.get("ready") == "2/2", "both replica groups", within=120)
+    leader = machine.processes.status("smollm2-0-0-0", smollm2.namespace)
+    assert leader is not None
+    assert leader.pid is not None
+    answered: list[tuple[float, str]] = []
+
+    async def ask_on(until: float) -> None:
+        async with patient_client_of(machine) as client:
+            while len([None for begun, _ in answered if begun > until]) < 8:
+                begun = time.monotonic()
+                answered.append((begun, await ask(client)))
+
+    killed = time.monotonic() + 3
+    asking = [asyncio.create_task(ask_on(killed)) for _ in range(4)]
+    await asyncio.sleep(3)
+    os.killpg(leader.pid, signal.SIGKILL)
+    await smollm2.until(lambda status: status["leader"]["pod"] == "smollm2-1-0-0", "the next leader")
+    moved = time.monotonic() - killed
+    await asyncio.gather(*asking)
+    with capsys.disabled():
+        print(f"\nleader killed: moved after {moved:.1f} s, eight more answers after {time.monotonic() - killed:.1f} s")
+    assert {text for _, text in answered} == {"The capital of France is Paris."}
+    selected = await smollm2.get("pods", "-l", "inference.megatron.dev/role=leader")
+    assert [pod["metadata"]["name"] for pod in selected["items"]] == ["smollm2-1-0-0"]
+    events = [event for event in (await smollm2.get("events"))["items"] if event["reason"] == "LeaderMoved"]
+    assert len(events) == 1
+    await smollm2.until(lambda status: status.get("ready") == "2/2", "the group that was lost", within=120)
+    await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
 
 
 async def test_the_pods_of_one_copy_find_each_other_and_answer_together(chat: Resource, machine: ProcessNode) -> None:

@@ -184,6 +184,10 @@ class RandomHistory(RuleBasedStateMachine):
         assert max(live) <= self.pods_per_group * (1 + self.surge)
         assert sum(live) <= self.pods_per_group * (wished + self.surge)
 
+    @invariant()
+    def no_two_pods_are_selected_as_leaders(self) -> None:
+        assert len(self.cluster.selected()) <= 1 + self.surge
+
     def teardown(self) -> None:
         """From here on nothing goes wrong any more."""
         self.cluster.reachable = True
@@ -195,6 +199,13 @@ class RandomHistory(RuleBasedStateMachine):
             self.cluster.advance_engine()
             self.cluster.now += 20
         self._is_settled()
+
+    def _exactly_one_leads(self) -> None:
+        selected = self.cluster.selected()
+        if any(pod.index == 0 and pod.ready for pod in self.cluster.live()):
+            assert [pod.name for pod in selected] == [pod.name for pod in self.cluster.coordinators()]
+            assert len(selected) == 1
+            assert selected[0].told_epoch == selected[0].epoch
 
     def _has_arrived(self) -> bool:
         progress = {each["type"]: each["status"] for each in self.obj["status"]["conditions"]}
@@ -215,6 +226,7 @@ class RandomHistory(RuleBasedStateMachine):
             assert view.given_up or view.standing is Standing.READY
             assert view.group.template_hash == hash_now or any(view.given_up for view in picture.groups)
             assert view.group.old_pods == ()
+        self._exactly_one_leads()
         if picture.is_open and not picture.sleeps:
             assert picture.engine_state is SETTLED_STATE[resource.spec.lifecycle]
         assert self._has_arrived()

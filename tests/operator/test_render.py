@@ -66,10 +66,12 @@ def test_a_pod_starts_in_the_wished_lifecycle() -> None:
     assert env(pod(lifecycle="Suspended"))["MEGATRON_LIFECYCLE"] == "Suspended"
 
 
-def test_only_the_leader_offers_http_and_the_coordinator() -> None:
-    ports = {port["name"] for port in pod(WORKER)["spec"]["containers"][0]["ports"]}
-    assert ports == {"control", "rendezvous"}
-    assert {port["name"] for port in container()["ports"]} == {"control", "rendezvous", "http", "coordinator"}
+def test_only_a_groups_first_pod_offers_http_and_the_coordinator() -> None:
+    for identity in (LEADER, WORKER):
+        ports = {port["name"] for port in pod(identity)["spec"]["containers"][0]["ports"]}
+        assert ports == {"control", "rendezvous", "http", "coordinator"}
+    further = pod(replace(WORKER, index=1))["spec"]["containers"][0]["ports"]
+    assert {port["name"] for port in further} == {"control"}
 
 
 def test_gpus_are_asked_for_by_rank_and_cpus_not_at_all() -> None:
@@ -99,7 +101,7 @@ def test_the_pods_of_a_group_meet_in_its_first_one() -> None:
     assert [env(manifest)["MEGATRON_POD_INDEX"] for manifest in (first, second)] == ["0", "1"]
     assert [manifest["spec"]["hostname"] for manifest in (first, second)] == ["chat-1-5-0", "chat-1-5-1"]
     ports = [{port["name"] for port in each["spec"]["containers"][0]["ports"]} for each in (first, second)]
-    assert ports == [{"control", "rendezvous"}, {"control"}]
+    assert ports == [{"control", "http", "coordinator", "rendezvous"}, {"control"}]
 
 
 def test_ranks_wait_for_pods_of_their_group_that_wait_for_a_node() -> None:
@@ -279,12 +281,17 @@ def test_a_pod_template_without_a_pods_shape_is_refused_by_field(override: dict[
     assert [error.field for error in caught.value.errors] == [field]
 
 
-def test_services_lead_to_the_leader() -> None:
+def test_requests_go_to_every_groups_first_pod_and_engines_to_the_leader() -> None:
     services = {manifest["metadata"]["name"]: manifest["spec"] for manifest in render_children(parsed(), Settings())}
-    labels = pod()["metadata"]["labels"]
-    for name in ("chat", "chat-coordinator"):
-        assert services[name]["selector"].items() <= labels.items()
-        assert not services[name]["selector"].items() <= pod(WORKER)["metadata"]["labels"].items()
+    selected = {
+        name: [
+            service["selector"].items() <= pod(identity)["metadata"]["labels"].items()
+            for identity in (LEADER, WORKER, replace(WORKER, index=1))
+        ]
+        for name, service in services.items()
+    }
+    assert selected["chat"] == [True, True, False]
+    assert selected["chat-coordinator"] == [True, False, False]
     assert services["chat-coordinator"]["clusterIP"] == "None"
     assert services["chat-coordinator"]["publishNotReadyAddresses"] is True
     assert "publishNotReadyAddresses" not in services["chat"]

@@ -86,6 +86,17 @@ async def test_a_worker_is_ready_when_its_ranks_serve() -> None:
     assert state.body()["ranks"] == [{"rank": 3, "phase": "Serving", "loadedBytes": 1, "totalBytes": 2, "message": ""}]
 
 
+async def test_a_pod_that_comes_to_lead_stays_ready_for_a_while_until_replicas_have_registered() -> None:
+    state = PodState(PodFacts(is_leader=False))
+    state.update_rank(0, phase=RankPhase.SERVING)
+    state.update(is_leader=True, is_settling=True)
+    assert state.facts.ready
+    state.update(is_settling=False)
+    assert not state.facts.ready
+    state.update(**registered(0))
+    assert state.facts.ready
+
+
 async def test_where_requests_come_in_frontends_have_to_listen() -> None:
     state = PodState(PodFacts(is_leader=False, has_frontends=True))
     state.update_rank(0, phase=RankPhase.SERVING)

@@ -32,7 +32,7 @@ RULES = (
     (GROUP, PLURAL, ("get", "list", "watch")),
     (GROUP, f"{PLURAL}/status", ("patch",)),
     (GROUP, f"{PLURAL}/finalizers", ("update",)),
-    ("", "pods", ("get", "list", "watch", "create", "delete")),
+    ("", "pods", ("get", "list", "watch", "create", "patch", "delete")),
     ("", "services", ("get", "list", "watch", "create", "patch")),
     ("", "secrets", ("get", "create")),
     ("networking.k8s.io", "networkpolicies", ("get", "list", "watch", "create", "patch", "delete")),

@@ -157,6 +157,18 @@ class ApiServer:
                 return None
             raise
 
+    async def patch_metadata(
+        self, kind: str, namespace: str, name: str, *, uid: str, changes: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        """Set labels and annotations of this very object; one that is gone, or replaced by another, is success."""
+        body = {"metadata": {"uid": uid, **changes}}
+        path, query = path_of(kind, namespace, name), {"fieldManager": names.MANAGER}
+        try:
+            await self._request("PATCH", path, query, body=body, content_type=MERGE_PATCH)
+        except (ServerError, ServerRefusal) as error:
+            if error.status not in (http.HTTPStatus.NOT_FOUND, http.HTTPStatus.CONFLICT):
+                raise
+
     async def _is_there(self, obj: Mapping[str, Any]) -> bool:
         """Whether this very object still exists."""
         metadata = obj["metadata"]

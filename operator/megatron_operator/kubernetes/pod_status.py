@@ -47,6 +47,7 @@ def observed_pod(pod: Object) -> ObservedPod | None:
         ready=phase is PodPhase.RUNNING and ready.get("status") == "True",
         created_at=seconds(metadata["creationTimestamp"]),
         restarts=identity.restarts,
+        epoch=identity.epoch,
         address=status.get("podIP") or None,
         node=spec.get("nodeName"),
         ready_changed_at=_time(ready.get("lastTransitionTime")),

@@ -59,6 +59,6 @@ class PodWatches:
 
 
 def _matters(pod: ObservedPod) -> bool:
-    """The leader speaks for the engine; another pod has something to tell until it serves."""
+    """Who leads, or thinks so, speaks for the engine; another pod has something to tell until it serves."""
     reachable = pod.phase is PodPhase.RUNNING and pod.address is not None and not pod.deleting
-    return reachable and (pod.leader or not pod_is_ready(pod))
+    return reachable and (pod.leader or bool(pod.leads) or not pod_is_ready(pod))

@@ -28,6 +28,8 @@ from megatron_operator.world import (
     Manifest,
     PodPhase,
     SendSignal,
+    SetRole,
+    TellRole,
     World,
     WorldError,
 )
@@ -116,6 +118,13 @@ class KubernetesPort:
             case SendSignal(signal, address):
                 self._api.check_may_act()
                 await self.launchers.signal(address, signal)
+            case SetRole(pod, uid, leader, epoch):
+                await self._api.patch_metadata(
+                    "Pod", namespace, pod, uid=uid, changes=names.role_metadata(leader, epoch)
+                )
+            case TellRole(address, leads, epoch, lifecycle):
+                self._api.check_may_act()
+                await self.launchers.role(address, leads=leads, epoch=epoch, lifecycle=lifecycle)
 
     def _owns(self, obj: Object) -> bool:
         return any(owner.get("uid") == self._uid for owner in obj["metadata"].get("ownerReferences") or [])
@@ -138,7 +147,7 @@ class KubernetesPort:
     async def _ask(self, pod: Object) -> Answer:
         status = pod.get("status") or {}
         address = status.get("podIP")
-        if status.get("phase") != PodPhase.RUNNING or not address or pod["metadata"].get("deletionTimestamp"):
+        if status.get("phase") != PodPhase.RUNNING or not address:
             return None
         return await self.launchers.answer(address)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class LoopbackNetwork:
         self._services: dict[tuple[str, str], _Service] = {}
         self._pod_addresses: dict[tuple[str, str, str], str] = {}
         self._connections: set[asyncio.Task[None]] = set()
+        self._turns = itertools.count()
 
     async def apply_service(self, manifest: Mapping[str, Any], prefer: str | None = None) -> str:
         """Listen for the Service and return its address, which stays for good. Raises NoAddressError.
@@ -156,8 +158,10 @@ class LoopbackNetwork:
             for pod in self._endpoints()
             if pod.namespace == key[0] and wanted <= pod.labels.items() and (pod.ready or unready_too)
         ]
-        # The newest of several: an older one is on its way out.
-        return chosen[-1] if chosen else None
+        if not chosen:
+            return None
+        # Those that are ready take turns. Of others the newest: an older one is on its way out.
+        return chosen[-1] if unready_too else chosen[next(self._turns) % len(chosen)]
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -102,6 +102,14 @@ class ProcessPods:
             self._on_change()
         run.result()
 
+    def relabel(
+        self, name: str, uid: str, changes: Mapping[str, Mapping[str, str]], namespace: str = "default"
+    ) -> None:
+        """Change ``labels`` and ``annotations`` of this very pod; gone is success."""
+        pod = self._pods.get((namespace, name))
+        if pod is not None and pod.identity.uid == uid:
+            pod.relabel(changes.get("labels") or {}, changes.get("annotations") or {})
+
     def statuses(self) -> list[PodStatus]:
         """Every pod that was started and not deleted yet, oldest first."""
         return [pod.status() for pod in self._pods.values()]

@@ -92,6 +92,10 @@ class ProcessPod:
         await self._group_gone()
         self._settle(128 - code if code < 0 else code)
 
+    def relabel(self, labels: Mapping[str, str], annotations: Mapping[str, str]) -> None:
+        """Set these, and leave the others."""
+        self._update(labels={**self._status.labels, **labels}, annotations={**self._status.annotations, **annotations})
+
     def end(self, grace_seconds: float) -> None:
         """Ask the process to end, and kill it when it has not after the grace. A shorter grace may follow a longer."""
         if self._status.finished:

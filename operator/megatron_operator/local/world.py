@@ -31,6 +31,8 @@ from megatron_operator.world import (
     ObservedPod,
     PodPhase,
     SendSignal,
+    SetRole,
+    TellRole,
     World,
     WorldError,
 )
@@ -103,6 +105,10 @@ class LocalWorld:
                 self._delete_pod(namespace, pod, uid, grace_seconds)
             case SendSignal(signal, address):
                 await self._client(name).signal(address, signal)
+            case SetRole(pod, uid, leader, epoch):
+                self.pods.relabel(pod, uid, names.role_metadata(leader, epoch), namespace)
+            case TellRole(address, leads, epoch, lifecycle):
+                await self._client(name).role(address, leads=leads, epoch=epoch, lifecycle=lifecycle)
 
     async def close(self) -> None:
         """End all pods, each within the grace of its manifest, then everything else."""
@@ -217,6 +223,7 @@ def _observed(status: PodStatus) -> ObservedPod | None:
         ready=status.ready,
         created_at=status.created_at,
         restarts=identity.restarts,
+        epoch=identity.epoch,
         address=status.address,
         node=NODE,
         ready_changed_at=status.ready_changed_at,

@@ -74,6 +74,7 @@ def environment(resource: MegatronInference, identity: PodIdentity) -> Env:
         "MEGATRON_GROUP_ATTEMPT": str(identity.attempt),
         "MEGATRON_POD_INDEX": str(identity.index),
         "MEGATRON_LEADER": "1" if identity.leader else "0",
+        "MEGATRON_LEADER_EPOCH": str(identity.epoch),
         "MEGATRON_LIFECYCLE": resource.spec.lifecycle.value,
         "MEGATRON_COORDINATOR_ADDRESS": coordinator,
         "MEGATRON_MASTER_ADDR": names.pod_host(first_pod, name, namespace),

@@ -1,4 +1,4 @@
-"""The Service that users talk to: the leader's HTTP port, once it is ready."""
+"""The Service that users talk to: the HTTP port of every group's first pod, once it is ready."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def http_service(resource: MegatronInference) -> dict[str, Any]:
         resource,
         names.http_service(resource.name),
         {"type": resource.spec.expose.service.type.value},
-        selector=names.leader_labels(resource.name),
+        selector=names.frontend_labels(resource.name),
         port_name="http",
         port=names.HTTP_PORT,
     )

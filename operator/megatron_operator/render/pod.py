@@ -46,7 +46,7 @@ def render_pod(resource: MegatronInference, identity: PodIdentity, settings: Set
     queue = queue_labels(resource, identity)
     labels = {**template.metadata.labels, **metadata["labels"], **_identity_labels(identity), **queue}
     annotations = {**template.metadata.annotations, **queue_annotations(resource)}
-    annotations |= {names.RESTARTS_ANNOTATION: str(identity.restarts)}
+    annotations |= {names.RESTARTS_ANNOTATION: str(identity.restarts), names.EPOCH_ANNOTATION: str(identity.epoch)}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -117,10 +117,8 @@ def _container(resource: MegatronInference, identity: PodIdentity, settings: Set
 
 def _ports(identity: PodIdentity) -> list[dict[str, Any]]:
     ports = {"control": names.CONTROL_PORT}
-    if identity.leader:
-        ports |= {"http": names.HTTP_PORT, "coordinator": names.COORDINATOR_PORT}
     if identity.index == 0:
-        ports["rendezvous"] = names.RENDEZVOUS_PORT
+        ports |= {"http": names.HTTP_PORT, "coordinator": names.COORDINATOR_PORT, "rendezvous": names.RENDEZVOUS_PORT}
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
 
 

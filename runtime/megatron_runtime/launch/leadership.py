@@ -15,6 +15,9 @@ from megatron_runtime.launch.pod_state import PodState
 
 logger = logging.getLogger(__name__)
 
+SETTLING_SECONDS = 10.0
+"""How long a pod that comes to lead may be without replicas and still be as ready as it was."""
+
 
 class Leadership:
     """Takes and gives up the role while ranks and frontends run on.
@@ -44,6 +47,7 @@ class Leadership:
         self._turn = asyncio.Lock()
         self._earlier_restarts = 0
         self._leader: Leader | None = None
+        self._settled: asyncio.TimerHandle | None = None
 
     @property
     def leader(self) -> Leader | None:
@@ -68,6 +72,8 @@ class Leadership:
                 raise StaleEpochError("lead", epoch, facts.epoch)
             if self._leader is None:
                 self._begin(lifecycle)
+                self._state.update(is_settling=True)
+                self._settled = asyncio.get_running_loop().call_later(SETTLING_SECONDS, self._settle)
             self._state.update(is_leader=True, epoch=epoch)
 
     async def follow(self, epoch: int) -> None:
@@ -83,6 +89,7 @@ class Leadership:
 
     async def close(self) -> None:
         """End what is left, at once."""
+        self._settle()
         if self._leader is not None:
             await self._leader.close()
 
@@ -91,6 +98,11 @@ class Leadership:
         async with self._turn:
             if self._leader is not None:
                 await self._leader.stop()
+
+    def _settle(self) -> None:
+        if self._settled is not None:
+            self._settled.cancel()
+        self._state.update(is_settling=False)
 
     def _begin(self, lifecycle: Lifecycle) -> None:
         leader = Leader(
@@ -106,6 +118,7 @@ class Leadership:
         logger.info("this pod leads: the coordinator is at %s", leader.address)
 
     async def _end(self, epoch: int) -> None:
+        self._settle()
         leader, self._leader = self._leader, None
         if leader is not None:
             logger.info("another pod leads from now on")

@@ -84,6 +84,8 @@ class PodFacts:
     is_leader: bool
     epoch: int = 0
     """Number of the last decision about who leads that this pod was told."""
+    is_settling: bool = False
+    """Whether it has come to lead a moment ago, so that replicas may not have registered yet."""
     has_frontends: bool = False
     """Whether requests come in here: at the first pod of every group."""
     engine_state: str | None = None
@@ -103,11 +105,11 @@ class PodFacts:
     def ready(self) -> bool:
         """Where requests come in, frontends have to listen; paused and suspended engines count, since requests queue.
 
-        A leader is ready when any replica serves, another pod when its own ranks do.
+        A leader is ready when any replica serves; another pod when its own ranks do, also while it takes the lead.
         """
         if self.draining or (self.has_frontends and not self.frontends_listening):
             return False
-        if self.is_leader:
+        if self.is_leader and (self.engine_state is not None or not self.is_settling):
             return bool(self.replicas) and self.engine_state is not None
         return bool(self.ranks) and all(rank.phase is RankPhase.SERVING for rank in self.ranks.values())
 

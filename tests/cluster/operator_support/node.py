@@ -60,6 +60,9 @@ class PlayedNode(ABC):
     async def stop(self, pod: Json, grace_seconds: float) -> None:
         """End the pod; returns when it has ended. One that was never started is fine."""
 
+    def relabel(self, pod: Json) -> None:  # noqa: B027
+        """The pod's labels may have changed."""
+
     async def turn(self) -> None:  # noqa: B027  # not every node has something to do
         """Called over and over."""
 
@@ -108,11 +111,14 @@ class PlayedNode(ABC):
         pods = {pod["metadata"]["uid"]: pod for pod in await self.api.items(self.pods_path)}
         for uid, pod in pods.items():
             if is_deleted(pod):
+                self.relabel(pod)
                 self._end(uid, pod)
             elif uid not in self._known and self.takes(pod):
                 self._known[uid] = pod
                 await self._bind(pod)
                 await self._start(pod)
+            elif uid in self._known:
+                self.relabel(pod)
         for uid in self._known.keys() - pods.keys() - self._endings.keys():
             await self.stop(self._known.pop(uid), 0)
 

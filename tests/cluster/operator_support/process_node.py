@@ -43,6 +43,10 @@ class ProcessNode(PlayedNode):
         await self.processes.stop(pod["metadata"]["name"], grace_seconds, self.namespace)
         self._pods.pop(pod["metadata"]["uid"], None)
 
+    def relabel(self, pod: Json) -> None:
+        metadata = pod["metadata"]
+        self.processes.relabel(metadata["name"], metadata["uid"], metadata, self.namespace)
+
     async def turn(self) -> None:
         for status in self.processes.statuses():
             if status.uid in self._pods and self._reported.get(status.uid) != status:

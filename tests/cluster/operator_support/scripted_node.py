@@ -53,6 +53,7 @@ class ScriptedNode(PlayedNode):
             self._address or _an_address(),
             await self._token(metadata["labels"][f"{LABELS}/name"]),
             leader=environment["MEGATRON_LEADER"] == "1",
+            epoch=int(environment["MEGATRON_LEADER_EPOCH"]),
             group=int(environment["MEGATRON_GROUP_INDEX"]),
             lifecycle=environment["MEGATRON_LIFECYCLE"],
         )

@@ -32,12 +32,12 @@ class _Server(uvicorn.Server):
 class StandIn:
     """A launcher's control API at ``address``. ``signals`` are those that were obeyed, in order."""
 
-    def __init__(self, address: str, token: str, *, leader: bool, group: int, lifecycle: str) -> None:
+    def __init__(self, address: str, token: str, *, leader: bool, epoch: int, group: int, lifecycle: str) -> None:
         self.address = address
         self.signals: list[str] = []
         self._group = group
         self._wish = LIFECYCLES[lifecycle]
-        self.state = PodState(PodFacts(is_leader=leader, ranks={0: RankState(0)}))
+        self.state = PodState(PodFacts(is_leader=leader, epoch=epoch, ranks={0: RankState(0)}))
         self._app = create_control_api(
             self.state,
             lambda: self if self.state.facts.is_leader else None,

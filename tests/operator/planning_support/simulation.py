@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle
+from megatron_operator.leadership import current_leader
 from megatron_operator.lifecycle import SETTLED_STATE
 from megatron_operator.world import (
     Action,
@@ -23,8 +24,10 @@ from megatron_operator.world import (
     ObservedReplica,
     PodPhase,
     SendSignal,
+    SetRole,
     Signal,
     SignalRefused,
+    TellRole,
     World,
 )
 
@@ -62,6 +65,7 @@ class SimulatedCluster:
         self.refused: list[Signal] = []
         """Signals that the engine's state forbade."""
         self._wishes: dict[str, Lifecycle] = {}
+        self._born_leaders: dict[str, int] = {}
 
     # --- the port
 
@@ -77,7 +81,7 @@ class SimulatedCluster:
         """The current state of everything."""
         return World(
             now=self.now,
-            pods=tuple(sorted(self.pods.values(), key=lambda pod: pod.name)),
+            pods=tuple(sorted(map(self._as_seen, self.pods.values()), key=lambda pod: pod.name)),
             engine=self._engine(),
             children=dict(self.children),
         )
@@ -98,20 +102,40 @@ class SimulatedCluster:
                     self.delete(name, grace_seconds)
             case SendSignal(signal):
                 self._take(signal)
+            case SetRole(name, uid, leader, epoch):
+                if name in self.pods and self.pods[name].uid == uid:
+                    self.change(name, leader=leader, epoch=self.pods[name].epoch if epoch is None else epoch)
+            case TellRole(address, leads, epoch, lifecycle):
+                self._tell(address, leads, epoch, lifecycle)
 
     # --- what kubelets, schedulers and people do
 
     def start(self, name: str) -> None:
-        """The pod's next step: scheduled, loading, serving and ready; one that is being deleted is gone."""
+        """The pod's next step: scheduled, loading, registering, serving and ready; one that is being deleted is gone.
+
+        Without a coordinator nobody gets beyond registering.
+        """
         pod = self.pods[name]
         if pod.deleting:
             self.remove(name)
         elif pod.phase is PodPhase.PENDING:
-            self.change(name, phase=PodPhase.RUNNING, rank_phase="Loading", loading=Loading(1, 10))
+            leads = self._born_leaders.pop(name, None)
+            told = 0 if leads is None else leads
+            self.change(
+                name,
+                phase=PodPhase.RUNNING,
+                rank_phase="Loading",
+                loading=Loading(1, 10),
+                leads=leads is not None,
+                told_epoch=told,
+            )
         elif pod.phase is PodPhase.RUNNING and not pod.ready:
-            self.change(name, ready=True, rank_phase="Serving", ready_changed_at=self.now)
-            if pod.leader:
-                self.engine_state = SETTLED_STATE[self._wishes[name]]
+            if self.coordinators():
+                self.change(name, ready=True, rank_phase="Serving", ready_changed_at=self.now)
+                if pod.leads and self.engine_state is None:
+                    self.engine_state = SETTLED_STATE[self._wishes[name]]
+            else:
+                self.change(name, rank_phase="Registering")
 
     def start_all(self) -> None:
         """One step for every pod."""
@@ -126,7 +150,16 @@ class SimulatedCluster:
     def fail(self, name: str, exit_code: int = 1, reason: str = "RankFailed") -> None:
         """The pod's processes end."""
         failure = Failure(reason, f"rank 0 ended with {exit_code}", rank=0, exit_code=exit_code)
-        self.change(name, phase=PodPhase.FAILED, ready=False, finished_at=self.now, failure=failure, rank_phase=None)
+        self.change(
+            name,
+            phase=PodPhase.FAILED,
+            ready=False,
+            finished_at=self.now,
+            failure=failure,
+            rank_phase=None,
+            leads=None,
+        )
+        self._notice_loss()
 
     def delete(self, name: str, grace_seconds: int = 30) -> None:
         """The API server is asked to delete the pod; the kubelet has not done so yet."""
@@ -138,9 +171,8 @@ class SimulatedCluster:
 
     def remove(self, name: str) -> None:
         """The pod is gone."""
-        if self.pods.pop(name).leader and not self._leaders():
-            self.engine_state = None
-            self.auto_suspended = False
+        self.pods.pop(name)
+        self._notice_loss()
 
     def fall_asleep(self) -> None:
         """Nobody has asked the engine anything for a while."""
@@ -180,6 +212,8 @@ class SimulatedCluster:
             return
         env = {entry["name"]: entry.get("value") for entry in manifest["spec"]["containers"][0]["env"]}
         self._wishes[name] = Lifecycle(env["MEGATRON_LIFECYCLE"])
+        if env["MEGATRON_LEADER"] == "1":
+            self._born_leaders[name] = int(env["MEGATRON_LEADER_EPOCH"])
         self.pods[name] = ObservedPod(
             name=name,
             uid=f"uid-of-{name}-{self.now}",
@@ -187,24 +221,58 @@ class SimulatedCluster:
             attempt=identity.attempt,
             index=identity.index,
             leader=identity.leader,
+            epoch=identity.epoch,
             template_hash=identity.template_hash,
             restarts=identity.restarts,
             phase=PodPhase.PENDING,
             ready=False,
             created_at=self.now,
-            address=f"10.0.{identity.group}.{identity.attempt}",
+            address=f"10.{identity.index}.{identity.group}.{identity.attempt}",
         )
 
-    def _leaders(self) -> list[ObservedPod]:
-        return [pod for pod in self.live() if pod.leader and pod.phase is PodPhase.RUNNING]
+    def selected(self) -> list[ObservedPod]:
+        """Pods that the Service of the coordinator leads to."""
+        return [pod for pod in self.pods.values() if pod.leader and not pod.finished]
+
+    def coordinators(self) -> list[ObservedPod]:
+        """Pods that run one."""
+        return [pod for pod in self.pods.values() if pod.leads]
+
+    def _as_seen(self, pod: ObservedPod) -> ObservedPod:
+        """What is cut off does not say how it stands."""
+        is_silent = pod.leader and not self.reachable
+        return replace(pod, leads=None, told_epoch=0, rank_phase=None) if is_silent else pod
+
+    def _tell(self, address: str, leads: bool, epoch: int, lifecycle: Lifecycle) -> None:
+        """A pod obeys no decision that is older than the last that it heard of."""
+        pod = next(
+            (pod for pod in self.pods.values() if pod.address == address and pod.phase is PodPhase.RUNNING), None
+        )
+        if pod is None or epoch < pod.told_epoch or (leads and pod.deleting):
+            return
+        if leads and not pod.leads:
+            if epoch == pod.told_epoch:
+                return
+            self._wishes[pod.name] = lifecycle
+            self.engine_state = SETTLED_STATE[lifecycle]
+            self.auto_suspended = False
+        self.change(pod.name, leads=leads, told_epoch=epoch)
+        self._notice_loss()
+
+    def _notice_loss(self) -> None:
+        if not self.coordinators():
+            self.engine_state = None
+            self.auto_suspended = False
 
     def _engine(self) -> ObservedEngine | None:
-        leaders = self._leaders()
-        if not leaders:
+        leader = current_leader(pod for pod in self.pods.values() if not pod.deleting)
+        if leader is None or leader.phase is not PodPhase.RUNNING:
             return None
-        if not self.reachable or not leaders[-1].ready:
+        if not self.reachable or not leader.ready:
             # An adapter may well remember what it last heard.
             return ObservedEngine(reachable=False, state=self.engine_state, message="connection refused")
+        if not leader.leads:
+            return ObservedEngine(reachable=True)
         serving = [pod for pod in self.live() if pod.rank_phase == "Serving" and pod.index == 0]
         assert self.engine_state is not None
         replicas = tuple(ObservedReplica(pod.group, self.engine_state) for pod in serving)

@@ -35,7 +35,15 @@ from megatron_operator.api.v1alpha1.serving import (
     Routing,
     RoutingPolicy,
 )
-from megatron_operator.api.v1alpha1.status import Condition, ConditionType, GroupStatus, LastFailure, Phase, Status
+from megatron_operator.api.v1alpha1.status import (
+    Condition,
+    ConditionType,
+    GroupStatus,
+    LastFailure,
+    LeaderStatus,
+    Phase,
+    Status,
+)
 
 __all__ = [
     "API_VERSION",
@@ -60,6 +68,7 @@ __all__ = [
     "IngressExposure",
     "KVCacheManagement",
     "LastFailure",
+    "LeaderStatus",
     "Lifecycle",
     "MegatronInference",
     "Metadata",

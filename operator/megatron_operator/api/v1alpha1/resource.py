@@ -69,7 +69,7 @@ class Spec(Part):
     routing: Routing = Routing()
     """How requests are spread over the replica groups."""
     frontend: Frontend = Frontend()
-    """The HTTP frontend in the leader pod."""
+    """The HTTP frontend, in the first pod of every group."""
     expose: Expose = Expose()
     """How clients reach the HTTP frontend."""
     scheduling: Scheduling = Scheduling()

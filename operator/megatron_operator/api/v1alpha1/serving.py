@@ -144,7 +144,7 @@ class ApiKeysSecret(Part):
 
 
 class Frontend(Part):
-    """The HTTP frontend in the leader pod."""
+    """The HTTP frontend, in the first pod of every group."""
 
     model_config = ConfigDict(
         json_schema_extra={

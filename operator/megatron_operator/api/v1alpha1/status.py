@@ -94,6 +94,17 @@ class GroupStatus(Report):
     """Why the latest failed attempt ended."""
 
 
+class LeaderStatus(Report):
+    """The pod that runs the coordinator."""
+
+    pod: str = ""
+    """Its name."""
+    group: int = 0
+    """Its group."""
+    epoch: int = 0
+    """Number of the decision by which it leads; grows with each that follows."""
+
+
 class Status(Report):
     """The observed state of a MegatronInference."""
 
@@ -119,6 +130,8 @@ class Status(Report):
     """Restarts of all groups, counted against their budgets."""
     selector: str = ""
     """Label selector of the first pod of each group, for the scale subresource."""
+    leader: LeaderStatus | None = None
+    """The pod that leads, or did last."""
     groups: list[GroupStatus] = Field(default=[])
     """The replica groups."""
     conditions: list[Condition] = Field(

@@ -1,0 +1,169 @@
+"""Who leads: which group's first pod runs the coordinator, and the steps by which that role goes to another one.
+
+The Service of the coordinator selects the pod whose label says leader, so the label decides, and the pod is told. Every
+decision has a number, the epoch, and pods obey none that is older than the last they heard of. At each moment at most
+one pod is selected: the label is taken from one before another one gets it. A former leader goes on until its successor
+leads, so that a healthy one is replaced without a gap; one that is cut off is told when it answers again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
+from megatron_operator.groups import SERVING, Group, Standing, is_lost, pod_is_ready
+from megatron_operator.world import Action, ObservedPod, PodPhase, SetRole, TellRole, World
+
+PATIENCE = 6.0
+"""Seconds that a leader may be unready before another pod takes over: a coordinator is restarted in place sooner."""
+LOADED = ("Registering", SERVING)
+"""Phases of ranks that have their model; without a coordinator they get no further than to the first."""
+
+
+def current_leader(pods: Iterable[ObservedPod]) -> ObservedPod | None:
+    """The pod that is selected; of several, which only a stale look can lead to, that of the last decision."""
+    labelled = [pod for pod in pods if pod.leader and not pod.finished]
+    return max(labelled, key=lambda pod: (pod.epoch, pod.attempt, -pod.group), default=None)
+
+
+def running_leader(world: World) -> ObservedPod | None:
+    """The same while it runs and stays."""
+    pod = current_leader(world.pods)
+    return pod if pod is not None and pod.phase is PodPhase.RUNNING and not pod.deleting else None
+
+
+def leading_group(resource: MegatronInference, world: World) -> int:
+    """The group that leads; while none does the one that did last, if it is still wished for."""
+    leader, before = current_leader(world.pods), resource.status.leader
+    known = [leader.group] if leader is not None else []
+    known += [before.group] if before is not None else []
+    return next((group for group in known if group < resource.spec.replicas), 0)
+
+
+def next_epoch(resource: MegatronInference, world: World) -> int:
+    """The number of the next decision: greater than all that anybody has heard of."""
+    before = resource.status.leader
+    heard = [pod.epoch for pod in world.pods] + [pod.told_epoch for pod in world.pods]
+    return 1 + max([0 if before is None else before.epoch, *heard])
+
+
+@dataclass(frozen=True)
+class Leadership:
+    """The role as the world shows it, and where it should go.
+
+    Args:
+        standings: Of ``groups``, in the same order.
+        rolling: The group that is about to be replaced for its outdated template.
+    """
+
+    resource: MegatronInference
+    world: World
+    groups: Sequence[Group]
+    standings: Sequence[Standing]
+    template_hash: str
+    rolling: Group | None = None
+
+    @property
+    def leader(self) -> ObservedPod | None:
+        """The pod that is selected."""
+        return current_leader(self.world.pods)
+
+    @property
+    def crowned_group(self) -> int | None:
+        """The group whose next first pod leads from its start on; None while somebody else leads, or can."""
+        if self.leader is not None or self._successor() is not None:
+            return None
+        return leading_group(self.resource, self.world)
+
+    def steps(self) -> Iterator[Action]:
+        """What to do now. Each step is decided anew from what is there, so that the walk can end and begin anywhere."""
+        leader, strays = self.leader, self._strays()
+        yield from (SetRole(pod.name, pod.uid, leader=False) for pod in strays)
+        if any(not pod.finished for pod in strays):
+            return
+        if leader is None:
+            yield from self._promote(self._successor())
+        elif is_lost(leader, self.world.now) or (self._has_to_go(leader) and self._successor() is not None):
+            yield SetRole(leader.name, leader.uid, leader=False)
+        else:
+            yield from self._tell(leader)
+
+    def needs(self, group: int) -> bool:
+        """Whether pods of a group that is to be removed are needed until another one leads."""
+        pods = [pod for pod in self.world.pods if pod.group == group and (pod.leader or pod.leads)]
+        leader = self.leader
+        if not any(_is_well(pod) for pod in pods):
+            return False
+        is_elsewhere = leader is not None and leader.group != group and not leader.deleting
+        return is_elsewhere or self._successor() is not None
+
+    def patience_ends_at(self) -> float | None:
+        """When an unready leader loses the role; None for one that is ready, or that nobody could follow."""
+        leader = self.leader
+        if leader is None or leader.ready or self._successor() is None:
+            return None
+        return _unready_since(leader) + PATIENCE
+
+    def _strays(self) -> list[ObservedPod]:
+        """Pods with the label that must not keep it."""
+        return [pod for pod in self.world.pods if pod.leader and self.leader not in (None, pod)]
+
+    def _promote(self, pod: ObservedPod | None) -> Iterator[Action]:
+        if pod is not None:
+            yield SetRole(pod.name, pod.uid, leader=True, epoch=next_epoch(self.resource, self.world))
+
+    def _tell(self, leader: ObservedPod) -> Iterator[Action]:
+        """Pods that have not heard of the decision; what does not answer hears of it later."""
+        lifecycle = self.resource.spec.lifecycle
+        if leader.deleting or leader.address is None or leader.leads is None or lifecycle is Lifecycle.STOPPED:
+            return
+        if not leader.leads and leader.told_epoch >= leader.epoch:
+            yield from self._promote(leader)  # It has heard of a later decision, so it needs another one.
+            return
+        if leader.told_epoch < leader.epoch:
+            yield TellRole(leader.address, leads=True, epoch=leader.epoch, lifecycle=lifecycle)
+            return
+        for pod in self.world.pods:
+            if pod.leads and pod != leader and pod.address is not None:
+                yield TellRole(pod.address, leads=False, epoch=max(leader.epoch, pod.told_epoch), lifecycle=lifecycle)
+
+    def _has_to_go(self, leader: ObservedPod) -> bool:
+        if self._is_to_be_removed(leader) or leader.deleting:
+            return True
+        group = self.groups[leader.group]
+        if leader.attempt != group.attempt or self.standings[leader.group] in (Standing.FAILED, Standing.LEAVING):
+            return True
+        return not leader.ready and self.world.now >= _unready_since(leader) + PATIENCE
+
+    def _is_to_be_removed(self, leader: ObservedPod) -> bool:
+        is_surplus = leader.group >= len(self.groups)
+        return is_surplus or (self.rolling is not None and leader.group == self.rolling.index)
+
+    def _successor(self) -> ObservedPod | None:
+        """The pod that leads next. A leader that is well gives way only to one that serves."""
+        leader = self.leader
+        in_ease = leader is not None and _is_well(leader) and leader.ready
+        able = [
+            (group, pod)
+            for group, standing in zip(self.groups, self.standings, strict=True)
+            if (pod := group.first_pod) is not None
+            and pod != leader
+            and group != self.rolling
+            and standing not in (Standing.FAILED, Standing.LEAVING)
+            and _is_well(pod)
+            and (pod_is_ready(pod) if in_ease else pod.rank_phase in LOADED)
+        ]
+        best = min(able, key=lambda each: (not each[1].ready, self._is_outdated(each[0]), each[0].index), default=None)
+        return None if best is None else best[1]
+
+    def _is_outdated(self, group: Group) -> bool:
+        return group.template_hash != self.template_hash
+
+
+def _is_well(pod: ObservedPod) -> bool:
+    return pod.phase is PodPhase.RUNNING and not pod.deleting and pod.address is not None
+
+
+def _unready_since(pod: ObservedPod) -> float:
+    return pod.created_at if pod.ready_changed_at is None else pod.ready_changed_at

@@ -1,0 +1,206 @@
+"""How the role of the leader goes from one pod to another."""
+
+from __future__ import annotations
+
+from planning_support.planning import Planning, created, deleted
+
+from megatron_operator.events import events_between
+from megatron_operator.leadership import PATIENCE
+from megatron_operator.world import Action, CreatePod, EngineState, PodPhase, SetRole, TellRole
+
+
+def roles(actions: list[Action]) -> list[tuple[str, bool, int | None]]:
+    """The labels that were set."""
+    return [(each.name, each.leader, each.epoch) for each in actions if isinstance(each, SetRole)]
+
+
+def told(actions: list[Action]) -> list[tuple[str, bool, int]]:
+    """What launchers were told."""
+    return [(each.address, each.leads, each.epoch) for each in actions if isinstance(each, TellRole)]
+
+
+def moved(planning: Planning, rounds: int = 6) -> list[Action]:
+    """Rounds in which nothing comes from outside."""
+    return [action for _ in range(rounds) for action in planning.round()]
+
+
+def leading(planning: Planning) -> list[str]:
+    """Pods that run a coordinator."""
+    return [pod.name for pod in planning.cluster.coordinators()]
+
+
+def test_the_first_group_leads_from_its_start_on_by_the_first_decision() -> None:
+    planning = Planning(replicas=2)
+    pods = [action.manifest for action in planning.round() if isinstance(action, CreatePod)]
+    labels = [pod["metadata"]["labels"]["inference.megatron.dev/role"] for pod in pods]
+    environments = [
+        {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]} for pod in pods
+    ]
+    assert labels == ["leader", "worker"]
+    assert [(each["MEGATRON_LEADER"], each["MEGATRON_LEADER_EPOCH"]) for each in environments] == [
+        ("1", "1"),
+        ("0", "0"),
+    ]
+
+
+def test_when_the_leaders_pod_fails_another_groups_first_pod_leads_before_a_new_pod_is_there() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.fail("chat-0-0-0", 137)
+    before = planning.status
+    assert roles(planning.round()) == [("chat-1-0-0", True, 2)]
+    actions = planning.round()
+    assert roles(actions) == [("chat-0-0-0", False, None)]
+    assert told(actions) == [("10.0.1.0", True, 2)]
+    assert leading(planning) == ["chat-1-0-0"]
+    planning.round()
+    assert planning.status.leader is not None
+    assert (planning.status.leader.pod, planning.status.leader.group, planning.status.leader.epoch) == (
+        "chat-1-0-0",
+        1,
+        2,
+    )
+    events = [event for event in events_between(before, planning.status) if event.reason == "LeaderMoved"]
+    assert [event.message for event in events] == [
+        "chat-1-0-0 leads now, after chat-0-0-0: it runs the coordinator (epoch 2)"
+    ]
+
+
+def test_the_group_that_led_comes_back_as_a_follower() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.fail("chat-0-0-0")
+    moved(planning)
+    planning.cluster.now += 100
+    assert created(planning.round()) == ["chat-0-1-0"]
+    assert not planning.cluster.pods["chat-0-1-0"].leader
+    planning.settled()
+    assert leading(planning) == ["chat-1-0-0"]
+    assert planning.cluster.engine_state is EngineState.RUNNING
+
+
+def test_alone_a_group_leads_again_with_its_next_attempt() -> None:
+    planning = Planning(replicas=1).settled()
+    planning.cluster.fail("chat-0-0-0")
+    assert roles(moved(planning)) == []
+    planning.cluster.now += 100
+    assert created(planning.round()) == ["chat-0-1-0"]
+    assert (planning.cluster.pods["chat-0-1-0"].leader, planning.cluster.pods["chat-0-1-0"].epoch) == (True, 2)
+
+
+def test_a_leader_that_is_deleted_hands_over_while_it_finishes_its_requests() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.delete("chat-0-0-0", 75)
+    assert roles(planning.round()) == [("chat-0-0-0", False, None)]
+    assert roles(planning.round()) == [("chat-1-0-0", True, 2)]
+    assert told(planning.round()) == [("10.0.1.0", True, 2)]
+    assert told(planning.round()) == [("10.0.0.0", False, 2)]
+    assert leading(planning) == ["chat-1-0-0"]
+
+
+def test_an_unready_leader_loses_the_role_when_no_restart_in_place_explains_it_any_more() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.unready("chat-0-0-0")
+    assert roles(moved(planning)) == []
+    assert planning.look().requeue_after == PATIENCE
+    planning.cluster.now += PATIENCE
+    moved(planning)
+    assert leading(planning) == ["chat-1-0-0"]
+
+
+def test_a_leader_that_cannot_start_does_not_keep_the_others_from_serving() -> None:
+    planning = Planning(replicas=2)
+    planning.round()
+    for _ in range(3):
+        planning.cluster.start("chat-1-0-0")
+    assert not planning.cluster.pods["chat-1-0-0"].ready
+    planning.cluster.now += PATIENCE
+    moved(planning)
+    planning.cluster.start("chat-1-0-0")
+    assert planning.cluster.pods["chat-1-0-0"].ready
+    assert leading(planning) == ["chat-1-0-0"]
+    # The pod was made to lead, and learns that it does not.
+    planning.cluster.start("chat-0-0-0")
+    moved(planning)
+    assert leading(planning) == ["chat-1-0-0"]
+
+
+def test_a_former_leader_that_was_cut_off_is_told_when_it_answers_again() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.reachable = False
+    planning.cluster.unready("chat-0-0-0")
+    planning.cluster.now += PATIENCE
+    actions = [planning.round(), planning.round()]
+    assert [roles(each) for each in actions] == [[("chat-0-0-0", False, None)], [("chat-1-0-0", True, 2)]]
+    planning.cluster.reachable = True
+    assert leading(planning) == ["chat-0-0-0"]
+    moved(planning)
+    assert leading(planning) == ["chat-1-0-0"]
+
+
+def test_a_leader_whose_group_is_scaled_away_hands_over_first() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.fail("chat-0-0-0")
+    moved(planning)
+    planning.cluster.now += 100
+    planning.settled()
+    planning.spec["replicas"] = 1
+    gone: list[str] = []
+    while not gone:
+        gone = deleted(planning.round())
+        assert not gone or leading(planning) == ["chat-0-1-0"]
+    assert gone == ["chat-1-0-0"]
+
+
+def test_a_roll_out_hands_over_to_a_group_that_is_up_to_date_before_it_replaces_the_leader() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.spec["restart"] = {"id": "now"}
+    for _ in range(40):
+        gone = deleted(planning.round())
+        assert "chat-0-0-0" not in gone or leading(planning) == ["chat-1-1-0"]
+        assert planning.cluster.engine_state is EngineState.RUNNING
+        planning.cluster.start_all()
+    assert leading(planning) == ["chat-1-1-0"]
+    assert sorted(planning.cluster.pods) == ["chat-0-1-0", "chat-1-1-0"]
+
+
+def test_the_wish_is_told_with_the_role() -> None:
+    planning = Planning(replicas=2, lifecycle="Paused").settled()
+    planning.cluster.fail("chat-0-0-0")
+    moved(planning)
+    assert planning.cluster.engine_state is EngineState.PAUSED
+    assert planning.status.engine_state == "PAUSED"
+
+
+def test_of_two_that_are_selected_only_that_of_the_last_decision_stays() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.change("chat-1-0-0", leader=True, epoch=2)
+    assert roles(planning.round()) == [("chat-0-0-0", False, None)]
+    moved(planning)
+    assert leading(planning) == ["chat-1-0-0"]
+
+
+def test_a_leader_that_knows_of_a_later_decision_gets_another_one() -> None:
+    planning = Planning(replicas=1).settled()
+    planning.cluster.change("chat-0-0-0", leads=False, told_epoch=7)
+    actions = moved(planning)
+    assert roles(actions) == [("chat-0-0-0", True, 8)]
+    assert told(actions) == [("10.0.0.0", True, 8)]
+
+
+def test_a_lost_leader_whose_pod_nobody_removes_keeps_nobody_from_leading() -> None:
+    planning = Planning(replicas=1).settled()
+    planning.cluster.delete("chat-0-0-0")
+    planning.cluster.now += 100
+    for _ in range(6):
+        planning.round()
+        for pod in planning.cluster.live():
+            planning.cluster.start(pod.name)
+    assert [pod.name for pod in planning.cluster.selected()] == ["chat-0-1-0"]
+    assert planning.cluster.pods["chat-0-1-0"].phase is PodPhase.RUNNING
+
+
+def test_while_nobody_leads_the_status_says_so() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.fail("chat-0-0-0")
+    planning.round()
+    ready = next(each for each in planning.status.conditions if each.type == "Ready")
+    assert (ready.status, ready.reason) == ("False", "LeaderMoving")
