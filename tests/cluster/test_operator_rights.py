@@ -54,9 +54,10 @@ async def a_full_life(chat: Resource, node: ScriptedNode) -> None:
         await chat.until_found(kind, "chat", lambda _: True)
     await chat.patch({"expose": {"ingress": None, "httpRoute": None}})
     await chat.until_gone("ingresses", gateway_api.NAME)
-    await node.fail((await chat.pods())["chat-1-0-0"], 1, "a rank died")
+    await node.fail((await chat.pods())["chat-0-0-0"], 1, "a rank died")
+    await chat.until(lambda status: status["leader"]["pod"] == "chat-1-0-0", "another leader")
     await chat.kubectl("scale", "mi", "chat", "--replicas=1")
-    await chat.until_pods("chat-0-0-0")
+    await chat.until_pods("chat-0-1-0")
     await chat.kubectl("patch", "mi", "chat", "--type=merge", "-p", '{"spec": {"lifecycle": "Paused"}}')
     await chat.until_phase("Paused")
 

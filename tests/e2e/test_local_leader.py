@@ -25,9 +25,10 @@ QUESTION: Any = [{"role": "user", "content": "Count from one to fifty in words."
 MOVED = r"LeaderMoved: smollm2-(\d)-\d+-0 leads now"
 
 
-def client_of(url: str) -> openai.OpenAI:
+def client_of(url: str, **headers: str) -> openai.OpenAI:
     """With the retries that it makes by itself."""
-    return openai.OpenAI(base_url=url, api_key="none", timeout=100, http_client=httpx.Client(trust_env=False))
+    http = httpx.Client(trust_env=False)
+    return openai.OpenAI(base_url=url, api_key="none", timeout=100, http_client=http, default_headers=headers)
 
 
 def ask(client: openai.OpenAI, tokens: int = 30) -> str:
@@ -153,7 +154,8 @@ def test_a_leader_that_stood_still_leads_no_more_when_it_goes_on(
 ) -> None:
     command = start_local(replicas=2)
     command.wait_for("ready replicas: 2/2")
-    with client_of(command.url) as client:
+    # A connection to a process that stands still hangs as long as its client likes.
+    with client_of(command.url, Connection="close") as client:
         expected = ask(client)
         stopped = signal_pod(command, 0, signal.SIGSTOP)
         command.wait_for(MOVED)
