@@ -10,7 +10,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TE
 SAMPLE := manifests/samples/smollm2.yaml
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-.PHONY: help demo serve test check bench venv dev model control-plane clients crd clean
+.PHONY: help demo serve test check bench venv dev model control-plane clients images e2e crd clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,12 @@ control-plane: dev ## the Kubernetes that the cluster tests run on, found or bui
 
 clients: dev ## what the tests with other people's clients run: a browser, packages of npm and PyPI
 	@$(BIN)/python tests/runtime/server/clients/prepare.py
+
+images: dev model ## the images of operator and runtime, built without a registry, and their sizes
+	@$(BIN)/python tests/cluster/prepare_images.py
+
+e2e: dev model control-plane ## built images, pods on a real node, Helm and kubectl; or on the cluster of KUBECONFIG
+	@$(BIN)/python -m pytest tests/cluster/test_node.py tests/cluster/test_node_serving.py $(ARGS)
 
 crd: dev ## write the generated files anew
 	@$(BIN)/python -m megatron_operator.api.crd

@@ -18,6 +18,16 @@ from cluster_support.cluster import Cluster  # noqa: E402
 from cluster_support.control_plane import ControlPlane  # noqa: E402
 from cluster_support.errors import ClusterSupportError  # noqa: E402
 from cluster_support.progress import Say, say_at_once  # noqa: E402
+from node_support.fixtures import (  # noqa: E402, F401
+    PREPARED,
+    own_node,
+    prepare,
+    prepared_node,
+    real_stage,
+    sample,
+    stage_cluster,
+    stage_namespace,
+)
 from operator_support.fixtures import api, chat, installed, node, operator, stage, typed  # noqa: E402, F401
 
 SOURCE = pytest.StashKey[binaries.Source | ClusterSupportError]()
@@ -37,10 +47,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     First, so that the report of the collection can name what was found.
     """
-    kinds = {"control_plane", "bare_control_plane"}
-    needed = any(kinds.intersection(getattr(item, "fixturenames", ())) for item in session.items)
-    if needed and not session.config.getoption("collectonly"):
-        session.config.stash[SOURCE] = _find_source(session.config)
+    if session.config.getoption("collectonly"):
+        return
+    wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    nodes = {"stage_cluster", "own_node", "prepared_node"}
+    if wanted & {"control_plane", "bare_control_plane", *nodes}:
+        session.config.stash[SOURCE] = source = _find_source(session.config)
+        if wanted & nodes and (prepared := prepare(source, os.environ, _say(session.config))):
+            session.config.stash[PREPARED] = prepared
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
@@ -49,11 +63,14 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     return [f"cluster tests: {source}"] if source else []
 
 
-def _find_source(config: pytest.Config) -> binaries.Source | ClusterSupportError:
+def _say(config: pytest.Config) -> Say:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    say: Say = reporter.write_line if reporter else say_at_once
+    return reporter.write_line if reporter else say_at_once
+
+
+def _find_source(config: pytest.Config) -> binaries.Source | ClusterSupportError:
     try:
-        return binaries.find(os.environ, say)
+        return binaries.find(os.environ, _say(config))
     except ClusterSupportError as error:
         return error
 

@@ -91,6 +91,23 @@ def test_right_options_pass(options: LaunchOptions, changes: dict[str, Any]) -> 
     assert refusal(replace(options, **changes)) is None
 
 
+@pytest.mark.parametrize(
+    ("bound", "asked", "host"),
+    [
+        ("10.0.0.1", None, "0.0.0.0"),
+        ("fd00::1", None, "::"),
+        ("127.0.0.5", None, "127.0.0.5"),
+        ("10.0.0.1", "10.0.0.1", "10.0.0.1"),
+        (None, None, "127.0.0.1"),
+    ],
+)
+def test_only_the_openai_endpoint_of_a_pod_listens_at_loopback_too(
+    options: LaunchOptions, bound: str | None, asked: str | None, host: str
+) -> None:
+    pod = replace(options, host=asked, identity=Identity(bind_host=bound))
+    assert (pod.http_host, pod.private_host) == (host, bound or "127.0.0.1")
+
+
 def test_a_cache_of_unasked_size_fits_beside_the_weights(options: LaunchOptions) -> None:
     assert plan_engine(options, FACTS, PLENTY).kv_cache_bytes == 2**30
     little = AvailableMemory(RANK_OVERHEAD + 4000 + 64 * PER_TOKEN, "left of the container's limit")

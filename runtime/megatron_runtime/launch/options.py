@@ -113,8 +113,10 @@ class LaunchOptions:
 
     @property
     def http_host(self) -> str:
-        """The address that the OpenAI endpoint listens on."""
-        return self.host or self.private_host
+        """The address that the OpenAI endpoint listens on: every one of a pod's, as port-forwards come by loopback."""
+        if self.host is not None or is_loopback(self.private_host):
+            return self.host or self.private_host
+        return next(every for every in EVERY_ADDRESS if (":" in every) == (":" in self.private_host))
 
     @property
     def private_host(self) -> str:

@@ -33,12 +33,14 @@ class ExternalCluster:
 
 @dataclass(frozen=True)
 class Binaries:
-    """The programs of a control plane. `version` is as the API server says it, such as v1.20.2."""
+    """The programs of a control plane, and of a node. `version` is as the API server says it, such as v1.20.2."""
 
     etcd: Path
     apiserver: Path
     controller_manager: Path | None
     scheduler: Path | None
+    kubelet: Path | None
+    proxy: Path | None
     version: str
     origin: str
 
@@ -99,6 +101,8 @@ def _in_folder(folder: Path, origin: str) -> Binaries:
         apiserver=apiserver,
         controller_manager=program("kube-controller-manager"),
         scheduler=program("kube-scheduler"),
+        kubelet=program("kubelet"),
+        proxy=program("kube-proxy"),
         version=_version([apiserver, "--version"]),
         origin=origin,
     )

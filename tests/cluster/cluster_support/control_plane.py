@@ -6,6 +6,7 @@ import random
 import shutil
 import socket
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,7 +53,7 @@ class ControlPlane(Cluster):
         self.logs = folder / "logs"
         self.logs.mkdir()
         self.server = f"https://127.0.0.1:{self._port}"
-        self._pki = Pki.make(folder / "pki", self.server)
+        self._pki = self._make_pki(folder / "pki")
         super().__init__(self._pki.kubeconfig("admin"), kubectl, folder, binaries)
 
     @property
@@ -169,10 +170,16 @@ class ControlPlane(Cluster):
                 )
         return self.is_ready()
 
+    def _make_pki(self, folder: Path) -> Pki:
+        return Pki.make(folder, self.server)
+
     def _launch(self, name: str, program: Path, *flags: str) -> None:
         if name in self._processes:
             raise NotReadyError(f"{name} runs already: stop it before starting it again")
-        self._processes[name] = GuardedProcess([program, *flags], self.logs / f"{name}.log")
+        self._processes[name] = self._start_process([program, *flags], self.logs / f"{name}.log")
+
+    def _start_process(self, command: Sequence[str | Path], log: Path) -> GuardedProcess:
+        return GuardedProcess(command, log)
 
     def _end(self, name: str) -> None:
         if process := self._processes.pop(name, None):

@@ -1,16 +1,18 @@
 """The certificates and kubeconfigs of one control plane.
 
-Folder: `ca`, `apiserver`, `service-account` and one pair per USERS (`.crt`, `.key`); `<user>.kubeconfig`.
+Folder: `ca`, `apiserver`, `service-account` and one pair per user (`.crt`, `.key`); `<user>.kubeconfig`.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import trustme
 
-USERS = {
+User = tuple[str, str | None]
+USERS: dict[str, User] = {
     "admin": ("admin", "system:masters"),
     "controller-manager": ("system:kube-controller-manager", None),
     "scheduler": ("system:kube-scheduler", None),
@@ -31,16 +33,22 @@ class Pki:
     folder: Path
 
     @classmethod
-    def make(cls, folder: Path, server: str) -> "Pki":
-        """Fills the folder for an API server at the URL `server`."""
+    def make(
+        cls, folder: Path, server: str, *, others: Mapping[str, User] | None = None, addresses: Sequence[str] = ()
+    ) -> "Pki":
+        """Fills the folder for an API server at the URL `server`.
+
+        `others` are users beside USERS; every certificate is for `addresses` too.
+        """
         folder.mkdir(parents=True, mode=0o700)
         pki, authority = cls(folder), trustme.CA()
         authority.cert_pem.write_to_path(pki.certificate("ca"))
-        pki._keep("apiserver", authority.issue_cert(*APISERVER_NAMES, common_name="kube-apiserver"))
+        pki._keep("apiserver", authority.issue_cert(*APISERVER_NAMES, *addresses, common_name="kube-apiserver"))
         pki._keep("service-account", authority.issue_cert("service-account"))
-        for user, (name, group) in USERS.items():
+        for user, (name, group) in {**USERS, **(others or {})}.items():
             # Without any host name, Go refuses the certificate for its empty list of them.
-            pki._keep(user, authority.issue_cert(user, common_name=name, organization_name=group))
+            issued = authority.issue_cert(user, *addresses, common_name=name, organization_name=group)
+            pki._keep(user, issued)
             pki._write_kubeconfig(user, server)
         return pki
 

@@ -26,12 +26,18 @@ class GuardedProcess:
     """
 
     def __init__(
-        self, command: Sequence[str | Path], log: Path, *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str | Path],
+        log: Path,
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        guard: Path = GUARD,
     ) -> None:
         self.log = log
         self.pid_file = log.with_suffix(".pid")
         # -I and -S: the guard needs nothing but the standard library, and starts in a third of the time.
-        guarded = [sys.executable, "-I", "-S", str(GUARD), *map(str, command)]
+        guarded = [sys.executable, "-I", "-S", str(guard), *map(str, command)]
         with log.open("ab") as output:
             self._guard = subprocess.Popen(
                 guarded, stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=cwd, env=env, start_new_session=True

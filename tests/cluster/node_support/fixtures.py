@@ -1,0 +1,111 @@
+"""Fixtures of the tests on a real node; tests/cluster/conftest.py takes them over."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from cluster_support import binaries
+from cluster_support.binaries import Source
+from cluster_support.cluster import Cluster, wait_until
+from cluster_support.errors import ClusterSupportError
+from cluster_support.helm import find_helm
+from cluster_support.progress import Say, say_at_once
+from node_support import images, requirements, tools
+from node_support.node import Node
+from node_support.stage import OPERATOR_VARIABLE, RUNTIME_VARIABLE, Images, Stage
+from operator_support.resource import Resource
+
+PREPARED = pytest.StashKey["Prepared | str"]()
+
+
+class Prepared:
+    """The programs of a node, and the folder of images; made before any test, since that may take minutes."""
+
+    def __init__(self, source: binaries.Binaries, env: Mapping[str, str], say: Say) -> None:
+        self.source = source
+        self.tools = tools.find_or_fetch(env, say)
+        self.images = images.build(env, say, self.tools)
+
+
+def prepare(source: Source | ClusterSupportError, env: Mapping[str, str], say: Say) -> "Prepared | str | None":
+    """In words why there can be no node; None where a cluster was given, or none could be had at all."""
+    if not isinstance(source, binaries.Binaries):
+        return None
+    if missing := requirements.why_not(source):
+        return f"no real node here: {missing}"
+    try:
+        return Prepared(source, env, say)
+    except ClusterSupportError as error:
+        return f"no real node here: {error}"
+
+
+@pytest.fixture(scope="session")
+def prepared_node(request: pytest.FixtureRequest) -> Prepared:
+    """What a node is made of. Skipped where there can be none, or a cluster was given."""
+    prepared = request.config.stash.get(PREPARED, None)
+    if not isinstance(prepared, Prepared):
+        pytest.skip(prepared or "needs a node of its own")
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def own_node(prepared_node: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """A cluster of one node, with the project's images."""
+    folder = tmp_path_factory.mktemp("node")
+    with Node(prepared_node.source, binaries.find_kubectl(os.environ), folder, prepared_node.tools) as node:
+        for image in (images.PAUSE, images.OPERATOR, images.SMOLLM2):
+            node.import_image(prepared_node.images / image.archive)
+        yield node
+
+
+@pytest.fixture(scope="module")
+def stage_cluster(request: pytest.FixtureRequest) -> tuple[Cluster, Images]:
+    """That of KUBECONFIG with its images, or one of our own."""
+    prepared = request.config.stash.get(PREPARED, None)
+    if prepared is not None:
+        return request.getfixturevalue("own_node"), Images(images.OPERATOR.name, images.SMOLLM2.name)
+    cluster = request.getfixturevalue("control_plane")
+    chosen = [os.environ.get(name, "") for name in (OPERATOR_VARIABLE, RUNTIME_VARIABLE)]
+    if not all(chosen):
+        pytest.skip(
+            f"{OPERATOR_VARIABLE} and {RUNTIME_VARIABLE} do not name images that {cluster.description} can pull"
+        )
+    return cluster, Images(*chosen)
+
+
+@pytest.fixture(scope="module")
+def real_stage(stage_cluster: tuple[Cluster, Images], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """The chart, installed."""
+    cluster, chosen = stage_cluster
+    helm = find_helm(os.environ, say_at_once)
+    stage = Stage(cluster, chosen, helm, tmp_path_factory.mktemp("stage"))
+    try:
+        stage.install()
+        yield stage
+    finally:
+        if not isinstance(cluster, Node):  # one of our own goes as a whole
+            stage.remove()
+
+
+@pytest.fixture(scope="module")
+def stage_namespace(real_stage: Stage) -> Iterator[str]:
+    """One for the resources of a module."""
+    name = real_stage.cluster.make_namespace()
+    yield name
+    real_stage.cluster.delete_namespace(name)
+
+
+@pytest.fixture(scope="module")
+def sample(real_stage: Stage, stage_namespace: str) -> Resource:
+    """manifests/samples/smollm2.yaml as it is, applied and ready."""
+    path = Path(__file__).parents[3] / "manifests/samples/smollm2.yaml"
+    real_stage.cluster.kubectl("-n", stage_namespace, "apply", "--validate=false", "-f", str(path))
+    resource = Resource(real_stage.cluster, stage_namespace, "smollm2")
+    wait_until(lambda: _is_running(resource), f"the sample in {stage_namespace} to run", 240, every=0.5)
+    return resource
+
+
+def _is_running(resource: Resource) -> bool:
+    status = resource.cluster.get("mi", resource.name, "-n", resource.namespace).get("status", {})
+    return status.get("phase") == "Running" and status.get("ready") == "2/2"

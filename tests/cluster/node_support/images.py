@@ -1,0 +1,224 @@
+"""The project's images, built from its Dockerfiles by buildah without a registry and without the network.
+
+The base that the Dockerfiles begin with is made from Debian's packages and takes the name in their FROM; pip installs
+from a folder of wheels. Layers are kept in the cache folder, and the images of the same sources are built once.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_support import debian
+from cluster_support.cache import Kept, cache_folder, kept
+from cluster_support.processes import run_guarded
+from cluster_support.progress import Progress, Say
+from node_support.tools import NodeTools
+
+ROOT = Path(__file__).parents[3]
+BASE = "docker.io/library/python:3.11-slim-bookworm"
+BASE_PACKAGES = ("ca-certificates", "libstdc++6", "python3", "python3-venv")
+LEFT_OUT = ("doc", "info", "locale", "man")
+MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+OLD = 86400.0
+"""Seconds after which images of other sources go: nobody is loading them any more."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """Of the project. ``wheels_for``: extras of the distribution; ``is_loaded``: nodes need it, and not only builds."""
+
+    name: str
+    dockerfile: str
+    wheels_for: tuple[str, ...] = ()
+    is_loaded: bool = True
+
+    @property
+    def archive(self) -> str:
+        return f"{self.name.rpartition('/')[2].replace(':', '-')}.tar"
+
+
+OPERATOR = Image("docker.io/megatron-inference/operator:0.1.0", "operator/Dockerfile", ("operator",))
+RUNTIME = Image(
+    "docker.io/megatron-inference/runtime:0.1.0", "runtime/Dockerfile", ("runtime", "tracing"), is_loaded=False
+)
+SMOLLM2 = Image("docker.io/megatron-inference/runtime-smollm2:0.1.0", "manifests/samples/smollm2.Dockerfile")
+PAUSE = Image("localhost/pause:1", "tests/cluster/node_support/pause.Dockerfile")
+ALL = (OPERATOR, RUNTIME, SMOLLM2, PAUSE)
+
+
+def build(env: Mapping[str, str], say: Say, tools: NodeTools) -> Path:
+    """The folder with an archive of each image, and `sizes.json`: bytes by name. Raises ClusterSupportError."""
+    cache = cache_folder(env)
+    folder = cache / f"images-{_digest(_sources())}"
+    pins = _digest(iter((ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__))))
+    layers = cache / f"layers-{pins}"
+    effort = "the first time 5 minutes, 5 GB meanwhile; later ones only what changed"
+    built = kept(Kept("Images", folder, effort, _are_complete, lambda into, say: _build(into, say, layers, tools)), say)
+    for other in [*cache.glob("images-*"), *cache.glob("layers-*")]:
+        if other not in (built, layers) and other.is_dir() and time.time() - other.stat().st_mtime > OLD:
+            shutil.rmtree(other, ignore_errors=True)
+    return built
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Bytes of the images, unpacked, by their names."""
+    found: dict[str, int] = json.loads((folder / "sizes.json").read_text())
+    return found
+
+
+def _are_complete(folder: Path) -> bool:
+    archives = [folder / image.archive for image in ALL if image.is_loaded]
+    return all(archive.exists() for archive in archives) and (folder / "sizes.json").exists()
+
+
+def _sources() -> Iterator[Path]:
+    """All that the images are made of; what is downloaded is pinned by these."""
+    yield from (ROOT / name for name in ("pyproject.toml", "constraints.txt", "LICENSE", ".dockerignore"))
+    yield ROOT / "tools/requirements.py"
+    yield Path(__file__)
+    yield from (ROOT / image.dockerfile for image in ALL)
+    for package in ("operator/megatron_operator", "runtime/megatron_runtime"):
+        yield from sorted(
+            path for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        )
+
+
+def _digest(files: Iterator[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build(workspace: Path, progress: Progress, layers: Path, tools: NodeTools) -> Path:
+    return _Build(workspace, progress, layers, tools).run()
+
+
+class _Build:
+    def __init__(self, workspace: Path, progress: Progress, layers: Path, tools: NodeTools) -> None:
+        self.progress = progress
+        self.models = layers.parent / "models"
+        self.tools = tools
+        self.log = workspace / "log"
+        self.workspace = workspace
+        self.made = workspace / "made"
+        self.made.mkdir()
+        self.storage = layers
+
+    def run(self) -> Path:
+        self._make_base()
+        wheels = self._wheels()
+        sizes = {}
+        for image in ALL:
+            self.progress(f"building {image.name}")
+            self._build_image(image, wheels)
+            sizes[image.name] = self._size(image)
+            if image.is_loaded:
+                target = f"docker-archive:{self.made / image.archive}:{image.name}"
+                self._buildah("push", *self._policy, image.name, target)
+        (self.made / "sizes.json").write_text(json.dumps(sizes, indent=1))
+        return self.made
+
+    def _make_base(self) -> None:
+        if BASE in self._names():
+            return
+        self.progress(f"making the base image from Debian's packages: {', '.join(BASE_PACKAGES)}")
+        tar = self.workspace / "base.tar"
+        left_out = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT]
+        archive = f"deb [signed-by={debian.KEYRING}] {debian.archive_uri()} {debian.SUITE} main"
+        quick = "--dpkgopt=force-unsafe-io"  # what a crash would spoil is thrown away anyway
+        mmdebstrap = [self.tools.program("mmdebstrap"), "--mode=root", "--variant=essential", quick, *left_out]
+        environment = {**self._environment, "TMPDIR": str(self.workspace)}
+        command = [*mmdebstrap, f"--include={','.join(BASE_PACKAGES)}", debian.SUITE, tar, archive]
+        run_guarded(_private(command), self.log, env=environment)
+        (self.workspace / "base").mkdir()
+        (self.workspace / "base/Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["python3"]\n')
+        tar.rename(self.workspace / "base/base.tar")
+        self._buildah("bud", *self._policy, "--timestamp=0", f"--tag={BASE}", str(self.workspace / "base"))
+
+    def _wheels(self) -> Path:
+        """A folder with all that pip could want."""
+        folder = self.storage / "wheels"
+        if not folder.exists():
+            self.progress("downloading wheels")
+            partial = self.workspace / "wheels"
+            extras = [extra for image in ALL for extra in image.wheels_for]
+            required = self.workspace / "required.txt"
+            requirements = [sys.executable, str(ROOT / "tools/requirements.py"), *extras]
+            run_guarded(["sh", "-c", '"$@" > "$0"', required, *requirements], self.log)
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
+            pins = ["--constraint", ROOT / "constraints.txt", "--requirement", required]
+            run_guarded([*pip, *pins, "--dest", partial, "hatchling>=1.25"], self.log)
+            partial.rename(folder)
+        return folder
+
+    def _build_image(self, image: Image, wheels: Path) -> None:
+        contexts = [f"--build-context=wheels={wheels}"] if image.wheels_for else []
+        folder = ROOT
+        if image is SMOLLM2:
+            folder = self.models
+        if image is PAUSE:
+            folder = self.workspace / "pause"
+            folder.mkdir()
+            shutil.copy(self.tools.program("busybox"), folder / "busybox")
+        flags = ["--pull-never", "--format=docker", "--layers", "--timestamp=0", "--network=none", "--isolation=oci"]
+        self._buildah(
+            "bud", *self._policy, *flags, f"--runtime={self.tools.program('runc')}", *contexts,
+            "--build-arg=PIP_NO_INDEX=1", f"--file={ROOT / image.dockerfile}", f"--tag={image.name}", str(folder),
+        )  # fmt: skip
+
+    def _names(self) -> set[str]:
+        listed = self._asked("images", "--format={{.Name}}:{{.Tag}}")
+        return set(listed.split())
+
+    def _size(self, image: Image) -> int:
+        (listed,) = json.loads(self._asked("images", "--json", image.name))
+        return _bytes(listed["size"])
+
+    def _asked(self, *words: str) -> str:
+        answer = self.workspace / "answer"
+        answer.unlink(missing_ok=True)
+        self._buildah(*words, log=answer)
+        return answer.read_text()
+
+    @property
+    def _policy(self) -> list[str]:
+        return [f"--signature-policy={self.tools.signature_policy}"]
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        registries = self.workspace / "registries.conf"
+        registries.write_text("unqualified-search-registries = []\n")
+        settings = {
+            "CONTAINERS_REGISTRIES_CONF": str(registries),
+            "CONTAINERS_CONF": os.devnull,
+            "TMPDIR": str(self.workspace),
+        }
+        return {
+            **self.tools.environment,
+            **settings,
+            "HOME": str(self.workspace),
+            "XDG_RUNTIME_DIR": str(self.workspace),
+        }
+
+    def _buildah(self, *words: str, log: Path | None = None) -> None:
+        storage = ["--storage-driver=overlay", f"--root={self.storage / 'root'}", f"--runroot={self.workspace / 'run'}"]
+        self.storage.mkdir(exist_ok=True)
+        command = [self.tools.program("buildah"), *storage, *words]
+        run_guarded(_private(command), log or self.log, env=self._environment, on_wait=lambda: self.progress("  ..."))
+
+
+def _private(command: list[str | Path]) -> list[str | Path]:
+    """With processes and mounts that end with it, however it ends."""
+    return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation=private", *command]
+
+
+def _bytes(text: str) -> int:
+    number, unit = text.split()
+    return int(float(number) * 1000 ** ("B", "KB", "MB", "GB").index(unit.upper()))

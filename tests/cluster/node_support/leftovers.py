@@ -1,0 +1,34 @@
+"""What a node could leave behind on the outer machine."""
+
+import subprocess
+from pathlib import Path
+
+from node_support.machine import PREFIX, hierarchies
+from node_support.tools import NodeTools
+
+FOLDERS = ("/var/lib/kubelet", "/var/lib/cni", "/var/log/pods", "/var/log/containers", "/run/containerd", "/etc/cni")
+
+Things = dict[str, frozenset[str]]
+
+
+def leftovers(tools: NodeTools) -> Things:
+    """By kind. Two looks are equal when nothing came in between."""
+    return {
+        "cgroups": frozenset(str(folder) for each in hierarchies() for folder in each.glob(f"{PREFIX}*")),
+        "kubepods": frozenset(str(folder) for each in hierarchies() for folder in each.glob("kubepods*")),
+        "mounts": frozenset(line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()),
+        "network namespaces": frozenset(_names(Path("/run/netns"))),
+        "links": frozenset(_names(Path("/sys/class/net"))),
+        "folders": frozenset(folder for folder in FOLDERS if Path(folder).exists()),
+        "rules": frozenset(_rules(tools)),
+    }
+
+
+def _names(folder: Path) -> list[str]:
+    return [each.name for each in folder.iterdir()] if folder.is_dir() else []
+
+
+def _rules(tools: NodeTools) -> list[str]:
+    """Of the packet filter, without those that say nothing."""
+    saved = subprocess.run([tools.program("iptables-save")], env=tools.environment, capture_output=True, text=True)
+    return [line for line in saved.stdout.splitlines() if line.startswith("-")]

@@ -1,0 +1,110 @@
+"""Keeps a machine within the machine: namespaces and cgroups of its own, which end with whoever wanted them.
+
+Usage: `machine.py SCRATCH COMMAND...` as root, in a session of its own, with a pipe as standard input. COMMAND becomes
+the first process of a new PID namespace, with mounts, network, host name and cgroups of its own. When it ends, or the
+other end of the pipe is closed - which the kernel does however the starter ends, SIGKILL included - the kernel kills
+all that is in the PID namespace, whereby mounts and network vanish too; cgroups and SCRATCH are removed here. Cgroups
+that an earlier keeper had to leave, since it was killed itself, go at the next start. Standard library only.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFIX = "megatron-node-"
+PR_SET_PDEATHSIG = 1
+UNSHARED = ("--cgroup", "--ipc", "--mount", "--net", "--pid", "--uts")
+SECONDS_TO_DIE = 20.0
+
+
+def hierarchies() -> Iterator[Path]:
+    """Where the cgroups of each kind are mounted."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if after.startswith(("cgroup ", "cgroup2 ")):
+            yield Path(before.split()[4])
+
+
+def make_cgroups(name: str) -> list[Path]:
+    """One of the name in each hierarchy."""
+    made = []
+    for hierarchy in hierarchies():
+        folder = hierarchy / name
+        folder.mkdir()
+        made.append(folder)
+        # A new cpuset allows nothing until it is told what.
+        for setting in ("cpuset.cpus", "cpuset.mems"):
+            if (hierarchy / setting).exists():
+                (folder / setting).write_text((hierarchy / setting).read_text())
+    return made
+
+
+def remove_cgroup(folder: Path) -> None:
+    """With all below it; OSError while a process is in one of them."""
+    for below, _, _ in os.walk(folder, topdown=False):
+        Path(below).rmdir()
+
+
+def remove_forgotten() -> None:
+    """Those of keepers that are gone: their names end in the keepers' process ids."""
+    for hierarchy in hierarchies():
+        for folder in hierarchy.glob(f"{PREFIX}*"):
+            if not Path("/proc", folder.name.rpartition("-")[2]).exists():
+                with contextlib.suppress(OSError):
+                    remove_cgroup(folder)
+
+
+def remove_soon(folders: list[Path]) -> None:
+    """Waits for the processes in them to be gone."""
+    deadline = time.monotonic() + SECONDS_TO_DIE
+    for folder in folders:
+        while folder.exists():
+            try:
+                remove_cgroup(folder)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+
+def start(command: list[str], cgroups: list[Path]) -> subprocess.Popen[bytes]:
+    libc = ctypes.CDLL(None)  # loaded before the fork: a freshly forked child must not allocate much
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for folder in cgroups:
+            (folder / "cgroup.procs").write_text("0")
+
+    unshare = ["unshare", *UNSHARED, "--fork", "--kill-child", "--mount-proc", "--propagation=private"]
+    return subprocess.Popen([*unshare, *command], stdin=subprocess.DEVNULL, preexec_fn=prepare)
+
+
+def main(scratch: Path, command: list[str]) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    remove_forgotten()
+    cgroups = make_cgroups(f"{PREFIX}{os.getpid()}")
+    try:
+        first = start(command, cgroups)
+
+        def kill_when_abandoned() -> None:
+            while os.read(sys.stdin.fileno(), 4096):
+                pass
+            first.kill()
+
+        threading.Thread(target=kill_when_abandoned, daemon=True).start()
+        return abs(first.wait())
+    finally:
+        remove_soon(cgroups)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,82 @@
+"""The programs of a node and of building images, from Debian's packages, unpacked and not installed."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster_support import debian
+from cluster_support.cache import Kept, cache_folder, kept
+from cluster_support.processes import run_guarded
+from cluster_support.progress import Progress, Say
+
+PACKAGES = (
+    "buildah",
+    "busybox-static",
+    "conntrack",
+    "containerd",
+    "containernetworking-plugins",
+    "iproute2",
+    "iptables",
+    "mmdebstrap",
+    "runc",
+    "socat",
+)
+IPTABLES = ("iptables", "iptables-restore", "iptables-save", "ip6tables", "ip6tables-restore", "ip6tables-save")
+NEEDED = ("containerd", "containerd-shim-runc-v2", "ctr", "runc", "xtables-nft-multi", "buildah", "iptables", "ip")
+
+
+class NodeTools:
+    """``environment`` is for whatever runs them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._root = folder / "root"
+        programs = [folder / "links", *(self._root / name for name in ("usr/bin", "usr/sbin", "bin", "sbin"))]
+        self._path = os.pathsep.join(map(str, [*programs, os.environ.get("PATH", os.defpath)]))
+        self.cni = self._root / "usr/lib/cni"
+        self.signature_policy = self._root / "etc/containers/policy.json"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        libraries = [self._root / "usr/lib/x86_64-linux-gnu", self._root / "lib/x86_64-linux-gnu"]
+        return {
+            "PATH": self._path,
+            "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
+            "XTABLES_LIBDIR": str(libraries[0] / "xtables"),
+        }
+
+    def program(self, name: str) -> Path:
+        """Those that are installed count too. Raises FileNotFoundError."""
+        found = shutil.which(name, path=self._path)
+        if found is None:
+            raise FileNotFoundError(name)
+        return Path(found)
+
+    @property
+    def are_complete(self) -> bool:
+        return self.cni.is_dir() and all(shutil.which(name, path=self._path) for name in NEEDED)
+
+
+def find_or_fetch(env: Mapping[str, str], say: Say) -> NodeTools:
+    """Raises ClusterSupportError."""
+    folder = cache_folder(env) / f"node-tools-{debian.SUITE}"
+    effort = "60 MB to download"
+    return NodeTools(kept(Kept("NodeTools", folder, effort, lambda made: NodeTools(made).are_complete, _fetch), say))
+
+
+def _fetch(workspace: Path, progress: Progress) -> Path:
+    log, made = workspace / "log", workspace / "made"
+    apt = debian.Apt(workspace / "apt", log)
+    progress("reading the package lists")
+    apt.update()
+    progress(f"downloading {', '.join(PACKAGES)}")
+    (made / "root").mkdir(parents=True)
+    debian.unpack(apt.download_missing(*PACKAGES), made / "root", log)
+    (made / "links").mkdir()
+    # One program, which does as it is called; Debian's links to it are made when a package is installed.
+    several = NodeTools(made).program("xtables-nft-multi")
+    for name in IPTABLES:
+        inside = several.is_relative_to(made)
+        (made / "links" / name).symlink_to(os.path.relpath(several, made / "links") if inside else several)
+    run_guarded([made / "links/iptables", "--version"], log, env=NodeTools(made).environment)
+    return made

@@ -1,0 +1,79 @@
+"""The node of the tests: what it can do, and that nothing of it is left however its tests end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster_support import binaries
+from cluster_support.cluster import wait_until
+from node_support import images
+from node_support.fixtures import Prepared
+from node_support.leftovers import leftovers
+
+pytestmark = pytest.mark.timeout(300)
+
+POD = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "sleeper"},
+    "spec": {
+        "terminationGracePeriodSeconds": 1,
+        "containers": [{"name": "sleeper", "image": images.PAUSE.name, "imagePullPolicy": "IfNotPresent"}],
+    },
+}
+STARTER = """
+    import pathlib, signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path.append(sys.argv[1])
+    from cluster_support import binaries
+    from node_support import images, tools
+    from node_support.node import Node
+    env = {"MEGATRON_CACHE_DIR": sys.argv[2]}
+    programs = tools.find_or_fetch(env, print)
+    node = Node(binaries.find(env, print), pathlib.Path(sys.argv[3]), pathlib.Path("node").absolute(), programs)
+    with node:
+        node.import_image(pathlib.Path(sys.argv[4]))
+        namespace = node.make_namespace()
+        node.kubectl("-n", namespace, "apply", "-f", "-", input=sys.argv[5])
+        while node.get("pod", "sleeper", "-n", namespace)["status"].get("phase") != "Running":
+            time.sleep(0.2)
+        pathlib.Path("pids").write_text(" ".join(map(str, node.processes())))
+        time.sleep(600)
+"""
+
+
+def kill_starter(starter: subprocess.Popen[bytes]) -> None:
+    starter.kill()
+
+
+def interrupt_starter(starter: subprocess.Popen[bytes]) -> None:
+    starter.send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("end", [kill_starter, interrupt_starter])
+def test_nothing_of_a_node_is_left_when_its_starter_is_gone(
+    prepared_node: Prepared, tmp_path: Path, end: Callable[[subprocess.Popen[bytes]], None]
+) -> None:
+    before = leftovers(prepared_node.tools)
+    (tmp_path / "node").mkdir()
+    cache = str(prepared_node.images.parent)
+    kubectl = str(binaries.find_kubectl(os.environ))
+    pause = str(prepared_node.images / images.PAUSE.archive)
+    words = [str(Path(__file__).parent), cache, kubectl, pause, json.dumps(POD)]
+    starter = subprocess.Popen([sys.executable, "-c", textwrap.dedent(STARTER), *words], cwd=tmp_path)
+    written = tmp_path / "pids"
+    wait_until(lambda: starter.poll() is not None or (written.exists() and bool(written.read_text())), "a pod", 150)
+    pids = [int(pid) for pid in written.read_text().split()]
+    assert len(pids) > 8
+    assert leftovers(prepared_node.tools) != before
+    end(starter)
+    starter.wait(60)
+    wait_until(lambda: leftovers(prepared_node.tools) == before, f"nothing to be left but {before}", 60)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"the end of {pids}", 30)
+    wait_until(lambda: not (tmp_path / "node/scratch").exists(), "images and containers to be removed", 60)

@@ -1,0 +1,226 @@
+"""The product as a user has it: built images, Helm, kubectl, pods on a real node, and clients inside and outside.
+
+The tests share one release and one resource, and follow each other as a day with the product would.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+from chart_support.helm import NAMESPACE
+from cluster_support.cluster import wait_until
+from node_support.node import Node
+from node_support.port_forward import PortForward
+from node_support.stage import Stage
+from operator_support.resource import Resource, condition, manifest, reason
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(420)]
+
+SAMPLES = Path(__file__).parents[2] / "manifests/samples"
+QUESTION = "What is the capital of France?"
+GPU = "nvidia.com/gpu"
+WEIGHTS = 134_515_008 * 4
+"""Bytes of SmolLM2's parameters in float32."""
+ASK_AND_STREAM = """
+import json, sys, urllib.request
+question = {"messages": [{"role": "user", "content": sys.argv[2]}], "temperature": 0, "max_tokens": 16}
+def post(**more):
+    body = json.dumps({"model": "smollm2", **question, **more}).encode()
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.urlopen(urllib.request.Request(sys.argv[1] + "/chat/completions", body, headers), timeout=90)
+whole = json.load(post())["choices"][0]["message"]["content"]
+events = [line[6:] for line in post(stream=True).read().decode().splitlines() if line.startswith("data: {")]
+deltas = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events]
+print(json.dumps({"whole": whole, "streamed": "".join(deltas), "parts": sum(map(bool, deltas))}))
+"""
+
+
+def memory_of(resource: Resource) -> int:
+    """Bytes of its first pod that the kernel could not take back, as the kubelet measures them next."""
+    begun, pod = datetime.now(UTC).isoformat(), f"{resource.name}-0-0-0"
+    node = resource.cluster.get("pod", pod, "-n", resource.namespace)["spec"]["nodeName"]
+    found: list[dict[str, Any]] = []
+
+    def is_measured() -> bool:
+        summary = json.loads(resource.cluster.kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/stats/summary"))
+        pods = [each for each in summary["pods"] if each["podRef"]["name"] == pod]
+        ours = [each for each in pods if each["podRef"]["namespace"] == resource.namespace]
+        found[:] = [container["memory"] for each in ours for container in each.get("containers", [])]
+        return bool(found) and all(each["time"] > begun for each in found)
+
+    wait_until(is_measured, f"the kubelet to measure {pod}", 60, 1.0)
+    return sum(each["workingSetBytes"] for each in found)
+
+
+async def ask(client: openai.AsyncOpenAI, length: int = 16, **more: Any) -> str:
+    answer = await client.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=length, **more
+    )
+    return answer.choices[0].message.content or ""
+
+
+@pytest.fixture
+async def client(sample: Resource, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The official client, outside of the cluster."""
+    with PortForward(sample.cluster, sample.namespace, f"service/{sample.name}", 8000, tmp_path) as forwarded:
+        url = f"{forwarded.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=150) as client:
+            yield client
+
+
+def test_helm_test_passes_with_the_image_of_the_operator(real_stage: Stage) -> None:
+    assert "Phase:          Succeeded" in real_stage.test()
+
+
+def test_a_pod_asks_the_sample_by_the_name_of_its_service_and_streams(real_stage: Stage, sample: Resource) -> None:
+    status = sample.cluster.get("mi", sample.name, "-n", sample.namespace)["status"]
+    said = json.loads(real_stage.run_in_pod(sample.namespace, ASK_AND_STREAM, status["url"], QUESTION))
+    assert said["whole"] == said["streamed"] == "The capital of France is Paris."
+    assert said["parts"] > 3
+
+
+async def test_whoever_is_outside_asks_through_a_port_forward(client: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == ["smollm2"]
+    assert "Paris" in await ask(client)
+    stream = await client.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=16, stream=True
+    )
+    assert "Paris" in "".join([part.choices[0].delta.content or "" async for part in stream if part.choices])
+
+
+def test_the_private_ports_of_a_pod_are_not_open_to_a_port_forward(sample: Resource) -> None:
+    """They listen on the pod's address alone, where NetworkPolicies rule."""
+    pod = f"{sample.name}-0-0-0"
+    script = "import socket\nfor port in (9000, 5557):\n print(socket.socket().connect_ex(('127.0.0.1', port)))"
+    said = sample.cluster.kubectl("-n", sample.namespace, "exec", pod, "--", "python3", "-c", script)
+    assert "0" not in said.split()
+
+
+async def test_requests_wait_while_paused_and_suspended_and_are_answered_after_kubectl_patch(
+    sample: Resource, client: openai.AsyncOpenAI
+) -> None:
+    await sample.patch({"lifecycle": "Paused"})
+    await sample.kubectl("wait", "--for=condition=Paused", f"mi/{sample.name}", "--timeout=50s")
+    waiting = asyncio.create_task(ask(client))
+    await sample.patch({"lifecycle": "Suspended"})
+    status = await sample.until_phase("Suspended")
+    assert condition(status, "Ready")["reason"] == "Suspended"
+    assert not waiting.done()
+    await sample.patch({"lifecycle": "Running"})
+    await sample.until_phase("Running")
+    assert "Paris" in await waiting
+
+
+async def test_replicas_come_and_go_under_load_and_every_request_is_answered(
+    sample: Resource, client: openai.AsyncOpenAI
+) -> None:
+    done = asyncio.Event()
+
+    async def keep_asking() -> list[str]:
+        answers = []
+        while not done.is_set():
+            answers.append(await ask(client, extra_body={"ignore_eos": True}))
+        return answers
+
+    async def scale(replicas: int) -> None:
+        await sample.kubectl("scale", f"mi/{sample.name}", f"--replicas={replicas}")
+        wanted = f"{replicas}/{replicas}"
+        await sample.until(lambda status: status.get("ready") == wanted, f"{wanted} ready", within=150)
+
+    async with asyncio.TaskGroup() as tasks:
+        loads = [tasks.create_task(keep_asking()) for _ in range(4)]
+        for replicas in (1, 3, 1):
+            await scale(replicas)
+        done.set()
+    answers = [answer for load in loads for answer in load.result()]
+    assert len(answers) > 8
+    assert len(set(answers)) == 1
+
+
+async def test_an_upgrade_replaces_the_operator_and_leaves_the_models_alone(
+    real_stage: Stage, sample: Resource, client: openai.AsyncOpenAI
+) -> None:
+    leader, operator = f"{sample.name}-0-0-0", real_stage.operator_pods()
+    uid = (await sample.get("pod", leader))["metadata"]["uid"]
+    await asyncio.to_thread(real_stage.upgrade, "--set", "logging.verbose=true")
+    wait_until(lambda: set(real_stage.operator_pods()).isdisjoint(operator), "the older operator to go", 60)
+    await sample.patch({"lifecycle": "Paused"})
+    await sample.until_phase("Paused")
+    await sample.patch({"lifecycle": "Running"})
+    await sample.until_phase("Running")
+    assert (await sample.get("pod", leader))["metadata"]["uid"] == uid
+    assert "Paris" in await ask(client)
+
+
+async def test_a_stopped_resource_has_no_pods(sample: Resource) -> None:
+    await sample.patch({"lifecycle": "Stopped"})
+    await sample.until_phase("Stopped", within=90)
+    await sample.until_pods()
+
+
+async def test_a_suspended_pod_gives_the_memory_of_its_weights_back_and_takes_it_again(
+    real_stage: Stage, stage_namespace: str
+) -> None:
+    thrifty = Resource(real_stage.cluster, stage_namespace, "thrifty")
+    resource = yaml.safe_load((SAMPLES / "smollm2.yaml").read_text())
+    resource["metadata"]["name"] = thrifty.name
+    resource["spec"] |= {"replicas": 1, "engine": {**resource["spec"]["engine"], "offloadWeights": True}}
+    await thrifty.kubectl("apply", "--validate=false", "-f", "-", input=json.dumps(resource))
+    await thrifty.until_phase("Running", within=180)
+    serving = await asyncio.to_thread(memory_of, thrifty)
+    await thrifty.patch({"lifecycle": "Suspended"})
+    await thrifty.until_phase("Suspended")
+    suspended = await asyncio.to_thread(memory_of, thrifty)
+    assert suspended < serving - WEIGHTS // 2
+    await thrifty.patch({"lifecycle": "Running"})
+    await thrifty.until_phase("Running")
+    assert await asyncio.to_thread(memory_of, thrifty) > suspended + WEIGHTS // 2
+    await thrifty.kubectl("delete", "mi", thrifty.name, "--timeout=90s")
+
+
+async def test_a_copy_over_two_pods_answers(real_stage: Stage, stage_namespace: str) -> None:
+    spread = Resource(real_stage.cluster, stage_namespace, "smollm2-over-pods")
+    await spread.kubectl("apply", "--validate=false", "-f", str(SAMPLES / "smollm2-over-pods.yaml"))
+    status = await spread.until(lambda status: status.get("ready") == "1/1", "both pods of the group", within=180)
+    assert (status["groups"][0]["readyPods"], status["groups"][0]["totalPods"]) == (2, 2)
+    said = await asyncio.to_thread(real_stage.run_in_pod, stage_namespace, ASK_AND_STREAM, status["url"], QUESTION)
+    assert json.loads(said)["whole"] == "The capital of France is Paris."
+    await spread.kubectl("delete", "mi", spread.name, "--timeout=90s")
+    await spread.until_gone("pods", "services", "secrets", within=90)
+
+
+async def test_gpus_are_asked_for_and_counted_and_too_many_are_explained_with_the_numbers(
+    own_node: Node, real_stage: Stage, stage_namespace: str
+) -> None:
+    patch = json.dumps([{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "2"}])
+    own_node.kubectl("patch", "node", own_node.name, "--subresource=status", "--type=json", "-p", patch)
+    wait_until(lambda: own_node.get("node", own_node.name)["status"]["allocatable"].get(GPU) == "2", "two GPUs")
+    fits, too_many = (Resource(real_stage.cluster, stage_namespace, name) for name in ("fits", "too-many"))
+    path = "/models/SmolLM2-135M-Instruct.Q4_1.gguf"
+    for resource, ranks in ((fits, 1), (too_many, 3)):
+        spec = {"model": {"source": {"path": path}}, "pods": {"device": "cuda", "ranksPerPod": ranks}}
+        await resource.apply({**manifest(resource.name), "spec": {**spec, "parallelism": {"tensor": ranks}}})
+    asked = await fits.until_found("pod", "fits-0-0-0", lambda pod: pod["spec"].get("nodeName") == own_node.name)
+    assert asked["spec"]["containers"][0]["resources"]["limits"] == {GPU: "1"}
+    status = await too_many.until(lambda status: reason(status) == "Unschedulable", "a reason")
+    message = condition(status, "Ready")["message"]
+    assert f"0/1 nodes are available: 1 Insufficient {GPU}" in message, message
+    for resource in (fits, too_many):
+        await resource.kubectl("delete", "mi", resource.name, "--timeout=90s")
+
+
+async def test_an_uninstalled_release_leaves_nothing_but_the_definition(real_stage: Stage, sample: Resource) -> None:
+    await sample.kubectl("delete", "mi", sample.name, "--timeout=100s")
+    await sample.until_gone("pods", "services", "secrets", "networkpolicies", within=90)
+    real_stage.uninstall()
+    wait_until(lambda: not real_stage.operator_pods(), "the operator's pod to go", 60)
+    selector = "app.kubernetes.io/instance=megatron"
+    kinds = "deployments,services,serviceaccounts,networkpolicies,clusterroles,clusterrolebindings,roles,rolebindings"
+    words = ("get", kinds, "-n", NAMESPACE, "-l", selector, "-o", "name", "--ignore-not-found")
+    assert real_stage.cluster.kubectl(*words) == ""
