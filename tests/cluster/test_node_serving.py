@@ -20,7 +20,7 @@ from node_support.port_forward import PortForward
 from node_support.stage import Stage
 from operator_support.resource import Resource, condition, manifest, reason
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(480)]
 
 SAMPLES = Path(__file__).parents[2] / "manifests/samples"
 QUESTION = "What is the capital of France?"
@@ -172,7 +172,7 @@ async def test_a_suspended_pod_gives_the_memory_of_its_weights_back_and_takes_it
     resource["metadata"]["name"] = thrifty.name
     resource["spec"] |= {"replicas": 1, "engine": {**resource["spec"]["engine"], "offloadWeights": True}}
     await thrifty.kubectl("apply", "--validate=false", "-f", "-", input=json.dumps(resource))
-    await thrifty.until_phase("Running", within=180)
+    await thrifty.until_phase("Running", within=300)
     serving = await asyncio.to_thread(memory_of, thrifty)
     await thrifty.patch({"lifecycle": "Suspended"})
     await thrifty.until_phase("Suspended")
@@ -187,7 +187,7 @@ async def test_a_suspended_pod_gives_the_memory_of_its_weights_back_and_takes_it
 async def test_a_copy_over_two_pods_answers(real_stage: Stage, stage_namespace: str) -> None:
     spread = Resource(real_stage.cluster, stage_namespace, "smollm2-over-pods")
     await spread.kubectl("apply", "--validate=false", "-f", str(SAMPLES / "smollm2-over-pods.yaml"))
-    status = await spread.until(lambda status: status.get("ready") == "1/1", "both pods of the group", within=180)
+    status = await spread.until(lambda status: status.get("ready") == "1/1", "both pods of the group", within=300)
     assert (status["groups"][0]["readyPods"], status["groups"][0]["totalPods"]) == (2, 2)
     said = await asyncio.to_thread(real_stage.run_in_pod, stage_namespace, ASK_AND_STREAM, status["url"], QUESTION)
     assert json.loads(said)["whole"] == "The capital of France is Paris."
