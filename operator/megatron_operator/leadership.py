@@ -16,7 +16,10 @@ from megatron_operator.groups import SERVING, Group, Standing, is_lost, pod_is_r
 from megatron_operator.world import Action, ObservedPod, PodPhase, SetRole, TellRole, World
 
 PATIENCE = 6.0
-"""Seconds that a leader may be unready before another pod takes over: a coordinator is restarted in place sooner."""
+"""Seconds that a leader may be unready and silent before another pod takes over.
+
+One that answers and says that it leads keeps its coordinator alive by itself, whatever its ranks are at.
+"""
 LOADED = ("Registering", SERVING)
 """Phases of ranks that have their model; without a coordinator they get no further than to the first."""
 
@@ -101,7 +104,7 @@ class Leadership:
     def patience_ends_at(self) -> float | None:
         """When an unready leader loses the role; None for one that is ready, or that nobody could follow."""
         leader = self.leader
-        if leader is None or leader.ready or self._successor() is None:
+        if leader is None or leader.ready or leader.leads or self._successor() is None:
             return None
         return _unready_since(leader) + PATIENCE
 
@@ -134,7 +137,7 @@ class Leadership:
         group = self.groups[leader.group]
         if leader.attempt != group.attempt or self.standings[leader.group] in (Standing.FAILED, Standing.LEAVING):
             return True
-        return not leader.ready and self.world.now >= _unready_since(leader) + PATIENCE
+        return not leader.ready and not leader.leads and self.world.now >= _unready_since(leader) + PATIENCE
 
     def _is_to_be_removed(self, leader: ObservedPod) -> bool:
         is_surplus = leader.group >= len(self.groups)

@@ -102,6 +102,7 @@ async def test_an_endpoint_that_nobody_serves_is_told_in_words(chat: Resource, t
     """The node's pods are at loopback addresses, of which the cluster makes no endpoint."""
     await chat.create()
     await chat.until_phase("Running")
+    await chat.until_found("endpoints", "chat", lambda _: True)
     done = await typed.run("chat", "chat", "hi")
     assert done.code == 1
     assert done.complaint.startswith("error: chat does not answer: no endpoints available")

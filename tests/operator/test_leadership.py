@@ -96,14 +96,22 @@ def test_a_leader_that_is_deleted_hands_over_while_it_finishes_its_requests() ->
     assert leading(planning) == ["chat-1-0-0"]
 
 
-def test_an_unready_leader_loses_the_role_when_no_restart_in_place_explains_it_any_more() -> None:
+def test_a_leader_that_falls_silent_loses_the_role_after_a_while() -> None:
     planning = Planning(replicas=2).settled()
-    planning.cluster.unready("chat-0-0-0")
+    planning.cluster.unready("chat-0-0-0", leads=None)
     assert roles(moved(planning)) == []
     assert planning.look().requeue_after == PATIENCE
     planning.cluster.now += PATIENCE
     moved(planning)
     assert leading(planning) == ["chat-1-0-0"]
+
+
+def test_an_unready_leader_that_answers_keeps_the_role() -> None:
+    planning = Planning(replicas=2).settled()
+    planning.cluster.unready("chat-0-0-0")
+    planning.cluster.now += PATIENCE
+    assert roles(moved(planning)) == []
+    assert leading(planning) == ["chat-0-0-0"]
 
 
 def test_a_leader_that_cannot_start_does_not_keep_the_others_from_serving() -> None:

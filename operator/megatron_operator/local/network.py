@@ -99,6 +99,10 @@ class LoopbackNetwork:
         """``text`` with the cluster's names (``service.namespace.svc``, ``pod.service.namespace.svc``) as addresses."""
         return CLUSTER_NAME.sub(self._address_of, text)
 
+    def unknown_services(self, text: str) -> set[tuple[str, str]]:
+        """Namespace and name of the Services that ``text`` names and that were not applied."""
+        return {(space, name) for _, name, space in CLUSTER_NAME.findall(text)} - self._services.keys()
+
     def _address_of(self, match: re.Match[str]) -> str:
         host, name, namespace = match.groups()
         service = self._services.get((namespace, name))

@@ -1,6 +1,8 @@
 """A node that runs its pods as processes of this machine, with the real runtime in them."""
 
+import asyncio
 import base64
+import json
 import os
 import sysconfig
 from collections.abc import Mapping
@@ -36,6 +38,10 @@ class ProcessNode(PlayedNode):
 
     async def start(self, pod: Json) -> None:
         await self._learn()
+        # Names are put into a process as addresses at its start, whereas a real pod looks them up again.
+        while self.processes.network.unknown_services(json.dumps(pod["spec"])):
+            await asyncio.sleep(0.1)
+            await self._learn()
         self._pods[pod["metadata"]["uid"]] = pod
         self.processes.start(pod)
 
