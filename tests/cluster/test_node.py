@@ -58,16 +58,19 @@ def interrupt_starter(starter: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize("end", [kill_starter, interrupt_starter])
 def test_nothing_of_a_node_is_left_when_its_starter_is_gone(
-    prepared_node: Prepared, tmp_path: Path, end: Callable[[subprocess.Popen[bytes]], None]
+    prepared_node: Prepared,
+    tmp_path_factory: pytest.TempPathFactory,
+    end: Callable[[subprocess.Popen[bytes]], None],
 ) -> None:
+    folder = tmp_path_factory.mktemp("node")  # named after this test it would be too long for sockets
     before = leftovers(prepared_node.tools)
-    (tmp_path / "node").mkdir()
+    (folder / "node").mkdir()
     cache = str(prepared_node.images.parent)
     kubectl = str(binaries.find_kubectl(os.environ))
     pause = str(prepared_node.images / images.PAUSE.archive)
     words = [str(Path(__file__).parent), cache, kubectl, pause, json.dumps(POD)]
-    starter = subprocess.Popen([sys.executable, "-c", textwrap.dedent(STARTER), *words], cwd=tmp_path)
-    written = tmp_path / "pids"
+    starter = subprocess.Popen([sys.executable, "-c", textwrap.dedent(STARTER), *words], cwd=folder)
+    written = folder / "pids"
     wait_until(lambda: starter.poll() is not None or (written.exists() and bool(written.read_text())), "a pod", 150)
     pids = [int(pid) for pid in written.read_text().split()]
     assert len(pids) > 8
@@ -76,4 +79,4 @@ def test_nothing_of_a_node_is_left_when_its_starter_is_gone(
     starter.wait(60)
     wait_until(lambda: leftovers(prepared_node.tools) == before, f"nothing to be left but {before}", 60)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"the end of {pids}", 30)
-    wait_until(lambda: not (tmp_path / "node/scratch").exists(), "images and containers to be removed", 60)
+    wait_until(lambda: not (folder / "node/scratch").exists(), "images and containers to be removed", 60)

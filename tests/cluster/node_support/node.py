@@ -21,6 +21,8 @@ PYTHON = [sys.executable, "-I", "-S"]
 ENTER = 'for each in /sys/fs/cgroup/*/cgroup.procs; do echo 0 > "$each"; done; exec "$@"'
 """So that a program counts among the machine's own, and not among those of whoever started it."""
 SECONDS_TO_BE_READY = 90.0
+LONGEST_FOLDER = 66
+"""Characters: below it are the kubelet's sockets, whose paths may have 107."""
 
 
 class Node(ControlPlane):
@@ -37,6 +39,8 @@ class Node(ControlPlane):
         super().__init__(binaries, kubectl, folder, with_scheduler=True)
 
     def start(self) -> None:
+        if len(str(self.folder)) > LONGEST_FOLDER:
+            raise NotReadyError(f"{self.folder}: too long for the paths of sockets; set TMPDIR to a shorter folder")
         self._start_machine()
         super().start()
         self.start_containerd()
