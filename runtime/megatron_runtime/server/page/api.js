@@ -15,8 +15,8 @@ export class Problem extends Error {
   }
 }
 
-export async function readStatus() {
-  const response = await send("status", { cache: "no-store", signal: AbortSignal.timeout(STATUS_MS) });
+export async function readStatus(signal = AbortSignal.timeout(STATUS_MS)) {
+  const response = await send("status", { cache: "no-store", signal });
   return response.json();
 }
 

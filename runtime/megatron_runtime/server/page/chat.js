@@ -1,6 +1,6 @@
 // The conversation: asks, follows the answer, and keeps what was said.
 
-import { Problem, streamAnswer } from "./api.js";
+import { Problem, readStatus, streamAnswer } from "./api.js";
 import { kept } from "./kept.js";
 import { speed, Turn } from "./turns.js";
 
@@ -101,7 +101,9 @@ export class Chat {
   async #follow(answer, turns) {
     const { system, temperature, most } = this.#settings();
     const messages = system ? [{ role: "system", content: system }, ...turns] : turns;
-    const body = { model: this.#model ?? "", messages, temperature, max_tokens: most };
+    // Whoever asks at once is faster than the first look at the service.
+    const model = this.#model ?? (await readStatus(answer.stopper.signal)).model;
+    const body = { model, messages, temperature, max_tokens: most };
     let ending = null;
     for await (const piece of streamAnswer(body, answer.stopper.signal)) {
       answer.text += piece.text ?? "";

@@ -198,6 +198,17 @@ def test_a_hidden_page_asks_for_nothing(pod: Any, open_page: Any) -> None:
         page.evaluate(hide, "visible")
 
 
+def test_whoever_asks_before_the_service_was_seen_is_answered(pod: Any, open_page: Any) -> None:
+    page = open_page(pod)
+    unanswered: list[Route] = []
+    page.route("**/status", lambda route: route.fallback() if unanswered else unanswered.append(route))
+    page.reload()
+    make_model_say(page, "At once.")
+    ask(page, "Quick!")
+    expect(answered(page)).to_contain_text("At once.")
+    assert len(unanswered) == 1
+
+
 def test_a_phone_shows_the_service_when_asked(pod: Any, open_page: Any) -> None:
     page = open_page(pod, viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
     button = page.get_by_role("button", name="Service")
