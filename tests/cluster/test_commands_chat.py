@@ -97,13 +97,22 @@ async def test_a_resource_that_is_not_up_says_what_it_waits_for(chat: Resource, 
     assert done.complaint.startswith("error: chat does not answer, Pending: ")
 
 
-@pytest.mark.usefixtures("node")
-async def test_an_endpoint_that_nobody_serves_is_told_in_words(chat: Resource, typed: CommandLine) -> None:
+@pytest.mark.usefixtures("controllers")
+async def test_an_endpoint_that_nobody_serves_is_told_in_words(
+    chat: Resource, stage: ScriptedNode, typed: CommandLine
+) -> None:
     """The node's pods are at loopback addresses, of which the cluster makes no endpoint."""
     await chat.create()
+    # Of a Service whose pods have addresses from the start, the cluster would not even make the empty list.
+    await chat.until_found("endpoints", "chat", lambda found: not found.get("subsets"))
+    for pod in (await chat.pods()).values():
+        await stage.run(pod)
+        await stage.make_ready(pod)
     await chat.until_phase("Running")
-    await chat.until_found("endpoints", "chat", lambda _: True)
     done = await typed.run("chat", "chat", "hi")
     assert done.code == 1
     assert done.complaint.startswith("error: chat does not answer: no endpoints available")
     assert "`megatron-operator describe chat` tells why" in done.complaint
+    await chat.kubectl("delete", "endpoints", "chat")
+    done = await typed.run("chat", "chat", "hi")
+    assert done.complaint.startswith('error: chat does not answer: services "chat" not found (404); ')

@@ -90,7 +90,7 @@ class Chat:
         except EndpointError as error:
             raise CommandFailed(self._complaint(error)) from error
         except ServerError as error:
-            if error.status == 503:
+            if error.status in (404, 503):
                 words = f"{self.name} does not answer: {str(error).partition(': ')[2]}"
                 raise CommandFailed(f"{words}; `{program()} describe {self.name}` tells why") from error
             raise
