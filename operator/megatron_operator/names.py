@@ -39,7 +39,6 @@ APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
 LEADER = "leader"
 WORKER = "worker"
 
-
 ROUTE_KINDS = ("HTTPRoute", "Ingress")
 """Children that lead clients from outside to the HTTP Service: few resources have them, and pods never need them."""
 
