@@ -59,8 +59,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """The header's own hook is not called for a conftest this far below the root."""
-    source = config.stash.get(SOURCE, None)
-    return [f"cluster tests: {source}"] if source else []
+    source, prepared = config.stash.get(SOURCE, None), config.stash.get(PREPARED, None)
+    return [f"cluster tests: {each}" for each in (source, prepared if isinstance(prepared, str) else None) if each]
 
 
 def _say(config: pytest.Config) -> Say:
