@@ -18,12 +18,12 @@ from cluster_support.cluster import wait_until
 from node_support.node import Node
 from node_support.port_forward import PortForward
 from node_support.stage import Stage
+from operator_support.questions import QUESTION, ask, check_requests_wait
 from operator_support.resource import Resource, condition, manifest, reason
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(480)]
 
 SAMPLES = Path(__file__).parents[2] / "manifests/samples"
-QUESTION = "What is the capital of France?"
 GPU = "nvidia.com/gpu"
 WEIGHTS = 134_515_008 * 4
 """Bytes of SmolLM2's parameters in float32."""
@@ -56,13 +56,6 @@ def memory_of(resource: Resource) -> int:
 
     wait_until(is_measured, f"the kubelet to measure {pod}", 60, 1.0)
     return sum(each["workingSetBytes"] for each in found)
-
-
-async def ask(client: openai.AsyncOpenAI, length: int = 16, **more: Any) -> str:
-    answer = await client.chat.completions.create(
-        model="smollm2", messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=length, **more
-    )
-    return answer.choices[0].message.content or ""
 
 
 @pytest.fixture
@@ -105,16 +98,7 @@ def test_the_private_ports_of_a_pod_are_not_open_to_a_port_forward(sample: Resou
 async def test_requests_wait_while_paused_and_suspended_and_are_answered_after_kubectl_patch(
     sample: Resource, client: openai.AsyncOpenAI
 ) -> None:
-    await sample.patch({"lifecycle": "Paused"})
-    await sample.kubectl("wait", "--for=condition=Paused", f"mi/{sample.name}", "--timeout=50s")
-    waiting = asyncio.create_task(ask(client))
-    await sample.patch({"lifecycle": "Suspended"})
-    status = await sample.until_phase("Suspended")
-    assert condition(status, "Ready")["reason"] == "Suspended"
-    assert not waiting.done()
-    await sample.patch({"lifecycle": "Running"})
-    await sample.until_phase("Running")
-    assert "Paris" in await waiting
+    await check_requests_wait(sample, client)
 
 
 async def test_replicas_come_and_go_under_load_and_every_request_is_answered(
@@ -125,7 +109,7 @@ async def test_replicas_come_and_go_under_load_and_every_request_is_answered(
     async def keep_asking() -> list[str]:
         answers = []
         while not done.is_set():
-            answers.append(await ask(client, extra_body={"ignore_eos": True}))
+            answers.append(await ask(client, 16, extra_body={"ignore_eos": True}))
         return answers
 
     async def scale(replicas: int) -> None:

@@ -14,13 +14,13 @@ from cluster_support.control_plane import ControlPlane
 from operator_support.api import Api
 from operator_support.fixtures import MANIFESTS
 from operator_support.process_node import ProcessNode
+from operator_support.questions import ask, check_requests_wait
 from operator_support.resource import Resource, condition
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 SAMPLE = MANIFESTS / "samples" / "smollm2.yaml"
 OVER_PODS = MANIFESTS / "samples" / "smollm2-over-pods.yaml"
-QUESTION = "What is the capital of France?"
 
 
 @pytest.fixture
@@ -59,13 +59,6 @@ def is_running(pid: int | None) -> bool:
     return pid is not None and Path(f"/proc/{pid}").exists()
 
 
-async def ask(client: openai.AsyncOpenAI) -> str:
-    answer = await client.chat.completions.create(
-        model="smollm2", messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=24
-    )
-    return answer.choices[0].message.content or ""
-
-
 async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
     smollm2: Resource, machine: ProcessNode
 ) -> None:
@@ -75,18 +68,7 @@ async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
     assert status["modelName"] == "smollm2"
     async with client_of(machine) as client:
         assert "Paris" in await ask(client)
-
-        await smollm2.patch({"lifecycle": "Paused"})
-        await smollm2.kubectl("wait", "--for=condition=Paused", "mi/smollm2", "--timeout=60s")
-        waiting = asyncio.create_task(ask(client))
-        await smollm2.patch({"lifecycle": "Suspended"})
-        status = await smollm2.until_phase("Suspended")
-        assert condition(status, "Ready")["reason"] == "Suspended"
-        assert not waiting.done()
-
-        await smollm2.patch({"lifecycle": "Running"})
-        await smollm2.until_phase("Running")
-        assert "Paris" in await waiting
+        await check_requests_wait(smollm2, client)
         assert "Paris" in await ask(client)
     processes = [status.pid for status in machine.processes.statuses()]
     await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
