@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 0.1
 """Least time between two reports of progress."""
+LOOK_SECONDS = 0.5
+"""Between two looks whether the coordinator is still there."""
 CUDA_SHARE = 0.9
 """Part of the device's free memory that a KV cache of unasked size takes; the rest is for activations."""
 
@@ -233,8 +235,15 @@ def _use_device_of(engine: DynamicInferenceEngine) -> None:
 
 
 async def _report_registration(link: ParentLink, loop: CoordinatedLoop) -> None:
-    await loop.wait_registered()
+    """The first time it makes a rank that serves; a coordinator that is lost later is only missed for a while."""
+    await loop.registered.wait()
     _report_phase(link, RankPhase.SERVING)
+    registered = False
+    while True:
+        if loop.registered.is_set() != registered:
+            registered = not registered
+            link.report(registered=registered)
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def _report_phase(link: ParentLink, phase: RankPhase) -> None:

@@ -83,7 +83,9 @@ async def test_a_worker_is_ready_when_its_ranks_serve() -> None:
     assert not state.facts.ready
     state.update_rank(3, phase=RankPhase.SERVING)
     assert state.facts.ready
-    assert state.body()["ranks"] == [{"rank": 3, "phase": "Serving", "loadedBytes": 1, "totalBytes": 2, "message": ""}]
+    state.update_rank(3, registered=True)
+    served = {"rank": 3, "phase": "Serving", "loadedBytes": 1, "totalBytes": 2, "message": "", "registered": True}
+    assert state.body()["ranks"] == [served]
 
 
 async def test_a_pod_that_comes_to_lead_stays_ready_for_a_while_until_replicas_have_registered() -> None:

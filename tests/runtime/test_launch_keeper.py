@@ -20,7 +20,7 @@ from megatron_runtime.launch.keeper import Keeper, RestartBudget
 from megatron_runtime.launch.replica_keeper import ReplicaKeeper
 
 PROGRAM = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 from megatron_runtime.launch.parent_link import ParentLink
 link = ParentLink.from_arguments()
 print("hello from", link.options["name"])
@@ -36,20 +36,25 @@ if act == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link.report(phase="Deaf")
     time.sleep(60)
+if act == "listen":
+    while link.parents_silence() < 2:
+        time.sleep(0.05)
+    pathlib.Path(link.options["file"]).touch()
 if act == "refuse":
     link.report(error={"reason": "CheckpointError", "message": "the file is broken"})
 sys.exit(link.options.get("code", 0))
 """
 
 PARENT = """
-import asyncio
+import asyncio, sys
 from megatron_runtime.launch.child import Child, ChildTask
 
 def show(report):
     print(report["pid"], flush=True)
 
 async def main():
-    child = Child(ChildTask("dummy", "dummy_child", {"name": "orphan", "act": "wait"}), show)
+    options = {"name": "orphan", "act": sys.argv[1], "file": sys.argv[2]}
+    child = Child(ChildTask("dummy", "dummy_child", options, gets_beats=True), show)
     await child.start()
     await child.wait()
 
@@ -153,7 +158,8 @@ async def test_a_cancelled_keeper_leaves_no_child(program: str) -> None:
 def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     parent = tmp_path / "parent.py"
     parent.write_text(PARENT)
-    with subprocess.Popen([sys.executable, parent], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    command = [sys.executable, parent, "wait", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         orphan = int(process.stdout.readline())
         process.kill()
@@ -161,6 +167,28 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
     while is_alive(orphan):
         assert time.monotonic() < deadline, "the child outlives its parent"
         time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("program")
+def test_a_child_learns_that_its_parent_stands_still_and_does_not_take_its_own_sleep_for_that(tmp_path: Path) -> None:
+    parent, noticed = tmp_path / "parent.py", tmp_path / "noticed"
+    parent.write_text(PARENT)
+    command = [sys.executable, parent, "listen", str(noticed)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        time.sleep(1.5)  # so that the first sign has come
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in (process.pid, child):
+                os.kill(pid, number)
+            time.sleep(3)
+        assert not noticed.exists()
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 30
+        while not noticed.exists():
+            assert time.monotonic() < deadline, "the child goes on without its parent"
+            time.sleep(0.05)
+        process.kill()
 
 
 async def test_a_child_that_falls_silent_is_killed_and_started_again(program: str) -> None:

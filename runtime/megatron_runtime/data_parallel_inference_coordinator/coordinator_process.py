@@ -9,12 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.keeper import error_report
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.wire.security import KEY_VARIABLE
+
+PARENTS_SILENCE = 8.0
+"""Seconds without a sign of life of a launcher that gives them, after which the coordinator ends."""
 
 
 def main() -> None:
@@ -34,11 +38,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: coordinator.stop())
     if link.options.get("schedule_output_path") is not None:
         link.take_death_of_parent_as(signal.SIGTERM)  # the schedule is written at the end
-    coordinator.on_tick = link.beat
+    coordinator.on_tick = partial(_tick, link, coordinator)
     coordinator.on_weights = lambda weights: link.report(weights=weights)
     link.report(phase="Serving", address=coordinator.address)
     coordinator.start()
     sys.exit(EXIT_DRAINED)
+
+
+def _tick(link: ParentLink, coordinator: DataParallelInferenceCoordinator) -> None:
+    """Engines stay with a coordinator that answers them, so one that nobody controls any more must not go on."""
+    link.beat()
+    if link.parents_silence() >= PARENTS_SILENCE:
+        print(f"the launcher gave no sign of life for {PARENTS_SILENCE:g} s: ending", file=sys.stderr)
+        coordinator.stop()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ class KeptCoordinator:
         budget: How often it may be started again; None for no end of that.
         restart_success: Start it again also when it ended well, as it does when a client sends SHUTDOWN.
         hang_timeout: Seconds of silence after which a process counts as hung, and is replaced.
+        ends_alone: Whether a process ends when this one stands still, so that another one elsewhere can take its place.
         log_level: Of what its processes write.
         on_end: Called with how it ended, once it is not started again.
         on_change: Called whenever a process came or went.
@@ -43,6 +44,7 @@ class KeptCoordinator:
         budget: RestartBudget | None = None,
         restart_success: bool = True,
         hang_timeout: float = HANG_SECONDS,
+        ends_alone: bool = False,
         log_level: str = "INFO",
         on_end: Callable[[ChildEnd], None] = lambda _: None,
         on_change: Callable[[], None] = lambda: None,
@@ -50,6 +52,7 @@ class KeptCoordinator:
         self._options = {**options, "may_move": may_move}
         self._key = key
         self._current_state = current_state
+        self._ends_alone = ends_alone
         self._log_level = log_level
         self._on_end = on_end
         self._keeper = Keeper(
@@ -122,6 +125,7 @@ class KeptCoordinator:
             options={**self._options, "initial_state": self._current_state()},
             environment=key_environment(self._key),
             log_level=self._log_level,
+            gets_beats=self._ends_alone,
         )
 
     def _take(self, report: Report) -> None:

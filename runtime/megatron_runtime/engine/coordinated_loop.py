@@ -159,9 +159,10 @@ class CoordinatedLoop:
             await self._changed.wait()
         return drained
 
-    async def wait_registered(self) -> None:
-        """Wait until the coordinator knows this engine."""
-        await self._link.registered.wait()
+    @property
+    def registered(self) -> asyncio.Event:
+        """Set while the coordinator knows this engine."""
+        return self._link.registered
 
     async def wait_until(self, *states: EngineState) -> EngineState:
         """Wait for one of these states.

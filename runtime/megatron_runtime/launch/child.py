@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from megatron_runtime.launch.parent_link import BEAT_SECONDS
+
 logger = logging.getLogger(__name__)
 
 TAIL_LINES = 40
@@ -39,6 +41,8 @@ class ChildTask:
     environment: Mapping[str, str] = field(default_factory=dict)
     inherited: Sequence[int] = ()
     log_level: str = "INFO"
+    gets_beats: bool = False
+    """Whether it is given signs of life of this process, see ``ParentLink.parents_silence``."""
 
 
 class Child:
@@ -55,6 +59,7 @@ class Child:
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
+        self._beating: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts the process; raises OSError when that fails."""
@@ -64,7 +69,7 @@ class Child:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-u", "-m", self.task.module, json.dumps(options)),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if self.task.gets_beats else asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=_environment(self.task),
@@ -82,6 +87,8 @@ class Child:
             asyncio.create_task(self._read_output(self._process.stdout)),
             asyncio.create_task(self._read_reports(read_end)),
         ]
+        if self._process.stdin is not None:
+            self._beating = asyncio.create_task(_keep_beating(self._process.stdin))
 
     @property
     def pid(self) -> int | None:
@@ -97,6 +104,8 @@ class Child:
         """The exit code, once the process has ended and all that it wrote has been read. Negative: the signal."""
         assert self._process is not None, "wait() needs start()"
         code = await self._process.wait()
+        if self._beating is not None:
+            self._beating.cancel()
         # A grandchild may hold the pipes open; the child's own words are in them already.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
@@ -161,6 +170,12 @@ def _environment(task: ChildTask) -> dict[str, str]:
     """This process's environment and the task's own; the launcher keeps to itself what no child needs."""
     inherited = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
     return inherited | dict(task.environment)
+
+
+async def _keep_beating(pipe: asyncio.StreamWriter) -> None:
+    while not pipe.is_closing():
+        pipe.write(b".")
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -16,6 +16,9 @@ from megatron_runtime.launch.ports import bind_coordinator
 from megatron_runtime.launch.tasks import coordinator_options
 
 COORDINATOR_GRACE = 2.0
+COORDINATOR_HANG = 8.0
+"""Seconds of silence after which a coordinator is replaced at the latest: nothing that it does takes long, others can
+tell it again what it holds, and everybody waits for it."""
 
 
 class Leader:
@@ -53,7 +56,8 @@ class Leader:
             coordinator_options(options, port),
             key=key,
             current_state=lambda: self.link.wish.name,
-            hang_timeout=options.hang_timeout,
+            hang_timeout=min(options.hang_timeout, COORDINATOR_HANG),
+            ends_alone=not options.identity.is_standalone,
             on_end=self._coordinator_ended,
             on_change=self._note_coordinator,
         )

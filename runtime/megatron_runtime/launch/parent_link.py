@@ -18,6 +18,7 @@ PR_SET_PDEATHSIG = 1
 
 BEAT_SECONDS = 1.0
 """Between two signs of life."""
+LONGEST_READ = 4096
 
 EXIT_DRAINED = 0
 EXIT_FAILURE = 1
@@ -33,6 +34,8 @@ class ParentLink:
         self._report_fd = int(options.pop("report_fd"))
         os.set_inheritable(self._report_fd, False)
         self._last_beat = 0.0
+        self._parents_silence: float | None = None
+        self._last_listened = 0.0
         self.options = options
         """What the child was asked to do, as the ``ChildTask`` gave it."""
 
@@ -68,6 +71,20 @@ class ParentLink:
         # A parent that was stopped reads nothing: that must not stop this child too.
         if select.select([], [self._report_fd], [], 0)[1]:
             self.report(beat=True)
+
+    def parents_silence(self) -> float:
+        """For how many seconds a parent that gave signs of life has given none. Ask about as often as it gives them.
+
+        No question adds more than the time between two signs: a process that stood still itself must not blame its
+        parent.
+        """
+        now = time.monotonic()
+        if select.select([sys.stdin], [], [], 0)[0] and os.read(sys.stdin.fileno(), LONGEST_READ):
+            self._parents_silence = 0.0
+        elif self._parents_silence is not None:
+            self._parents_silence += min(now - self._last_listened, BEAT_SECONDS)
+        self._last_listened = now
+        return self._parents_silence or 0.0
 
     async def keep_beating(self) -> None:
         """Beats from the running event loop until cancelled."""

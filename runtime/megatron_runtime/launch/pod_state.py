@@ -32,6 +32,8 @@ class RankState:
     loaded_bytes: int = 0
     total_bytes: int = 0
     message: str = ""
+    registered: bool = False
+    """Whether the coordinator knows its engine over the connection that there is now; of a group's first rank alone."""
 
     def body(self) -> dict[str, Any]:
         """As the control API writes it."""
@@ -41,6 +43,7 @@ class RankState:
             "loadedBytes": self.loaded_bytes,
             "totalBytes": self.total_bytes,
             "message": self.message,
+            "registered": self.registered,
         }
 
 

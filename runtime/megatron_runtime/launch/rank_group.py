@@ -91,6 +91,8 @@ class RankGroup:
         self._on_end(ranks[keeper.culprit], end)
 
     def _report(self, ranks: range, place: int, report: Report) -> None:
+        if "registered" in report:
+            self._state.update_rank(ranks[place], registered=bool(report["registered"]))
         if "phase" not in report:
             return
         changes: dict[str, Any] = {"phase": RankPhase(report["phase"]), "message": str(report.get("message", ""))}
@@ -101,5 +103,6 @@ class RankGroup:
     def _note(self, ranks: range) -> None:
         for place, rank in enumerate(ranks):
             alive = self._keepers[ranks].is_alive(place)
-            self._state.update_rank(rank, phase=RankPhase.STARTING if alive else RankPhase.EXITED, loaded_bytes=0)
+            phase = RankPhase.STARTING if alive else RankPhase.EXITED
+            self._state.update_rank(rank, phase=phase, loaded_bytes=0, registered=False)
         self._on_change()

@@ -119,4 +119,4 @@ def configure_dealer(socket: zmq.Socket[Any], identity: bytes) -> None:
     # The name may lead to another pod at the next try: a vanished address, or a process that stands still, must not
     # hold this one up for the minutes that the kernel would take.
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 6000)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)

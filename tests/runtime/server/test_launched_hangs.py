@@ -55,6 +55,16 @@ def test_what_a_killed_frontend_asked_for_leaves_the_engine_and_its_blocks(
     assert ask(pod)
 
 
+def test_a_stopped_coordinator_is_replaced_before_others_would_be(
+    start_pod: Callable[..., Any], checkpoint: Path
+) -> None:
+    pod = start_pod("--model", str(checkpoint), "--kv-cache-memory", "32Mi").wait_ready()
+    whole = ask(pod)
+    os.kill(pod.child("coordinator_process"), signal.SIGSTOP)
+    assert ask(pod) == whole
+    assert "coordinator gave no sign of life for 8 s and was killed" in pod.log.read_text()
+
+
 @pytest.mark.parametrize("victim", ["server.frontend", "coordinator_process", "megatron_runtime.rank"])
 def test_a_stopped_process_is_replaced(start_pod: Callable[..., Any], checkpoint: Path, victim: str) -> None:
     flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--hang-timeout", "3"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from runtime_support.moving_address import MovingAddress
+from runtime_support.processes import is_alive
 
 pytestmark = pytest.mark.model
 
@@ -145,6 +146,23 @@ def test_a_leader_that_stood_still_gives_up_when_it_is_told_and_obeys_no_older_d
     assert pair.second.control.post("/v1/follow", json={"epoch": 1}).status_code == 409
     pair.second.wait_for(leads(2))
     assert not any("coordinator_process" in command for command in pair.first.children().values())
+    assert {ask(pair.first), ask(pair.second)} == {"The capital of France is Paris."}
+
+
+def test_engines_leave_a_leader_whose_launcher_alone_stands_still(pair: Pair) -> None:
+    pair.second.wait_for(lambda state: all(rank["registered"] for rank in state["ranks"]))
+    coordinator = pair.first.child("coordinator_process")
+    pair.first.process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        assert "Paris" in ask(pair.second)
+        pair.second.wait_for(lambda state: not any(rank["registered"] for rank in state["ranks"]))
+        waiting = pool.submit(ask, pair.second)
+        pair.give_lead(pair.second, 2)
+        pair.second.wait_for(leads(2))
+        assert "Paris" in waiting.result(60)
+    pair.first.process.send_signal(signal.SIGCONT)
+    assert pair.first.control.post("/v1/follow", json={"epoch": 2}).status_code == 200
+    assert not is_alive(coordinator)
     assert {ask(pair.first), ask(pair.second)} == {"The capital of France is Paris."}
 
 
