@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -25,6 +27,10 @@ RANK_PHASES = ("Exited", "Starting", "Rendezvous", "Loading", "Registering", "Se
 
 CONNECT_TIMEOUT = 2.0
 ANSWER_TIMEOUT = 5.0
+CUT_OFF_AFTER = 6
+"""Seconds without a sign of life after which a connection counts as broken."""
+LOST_SIGNS = 3
+"""How many are asked for in vain by then, a second apart."""
 
 
 class EngineUnreachable(WorldError):
@@ -39,6 +45,8 @@ class RankReport:
     phase: str
     loaded_bytes: int = 0
     total_bytes: int = 0
+    registered: bool = False
+    """Whether a coordinator knows its engine over a connection that lasts; only first ranks of a group have one."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,11 @@ class PodReport:
         return min((rank.phase for rank in self.ranks), key=_progress, default=None)
 
     @property
+    def registered(self) -> bool:
+        """Whether a rank of the pod hears a coordinator that knows it."""
+        return any(rank.registered for rank in self.ranks)
+
+    @property
     def loading(self) -> Loading | None:
         """Bytes of weights read by all ranks; None before the sizes are known."""
         total = sum(rank.total_bytes for rank in self.ranks)
@@ -103,17 +116,27 @@ class PodReport:
 
 
 def connections_to_pods() -> httpx.AsyncClient:
-    """For any number of pods, also of many resources, with a long poll open to each.
+    """For any number of pods, also of many resources, with a long poll open to each. The kernel asks idle connections
+    for a sign of life, so that a poll of a pod that is cut off ends soon, and costs nobody anything until then.
 
     Pods are reached directly, since a proxy of the operator's own environment has no way to them, and by plain HTTP:
     certificates, which take long to load, are of no use.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-    return httpx.AsyncClient(trust_env=False, limits=limits, verify=False)
+    transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits, verify=False, socket_options=_signs_of_life())
+    return httpx.AsyncClient(trust_env=False, transport=transport)
 
 
-Answer = PodReport | EngineUnreachable | None
-"""What came of asking a pod; None when there was nobody to ask yet."""
+def _signs_of_life() -> list[tuple[int, int, int]]:
+    """Socket options by which a connection whose other end is out of reach breaks within ``CUT_OFF_AFTER`` seconds."""
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    if sys.platform == "linux":
+        options += [
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, CUT_OFF_AFTER - LOST_SIGNS),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SIGNS),
+        ]
+    return options
 
 
 class EngineClient:
@@ -153,7 +176,7 @@ class EngineClient:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineUnreachable(f"control API at {address} sent a state that makes no sense: {error}") from error
 
-    async def answer(self, address: str) -> Answer:
+    async def answer(self, address: str) -> PodReport | EngineUnreachable:
         """The pod's report, or why there is none."""
         try:
             return await self.state(address)
@@ -220,6 +243,7 @@ def _rank(body: Mapping[str, Any]) -> RankReport:
         phase=str(body["phase"]),
         loaded_bytes=int(body.get("loadedBytes") or 0),
         total_bytes=int(body.get("totalBytes") or 0),
+        registered=bool(body.get("registered", False)),
     )
 
 

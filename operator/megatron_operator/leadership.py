@@ -15,11 +15,15 @@ from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
 from megatron_operator.groups import SERVING, Group, Standing, is_lost, pod_is_ready
 from megatron_operator.world import Action, ObservedPod, PodPhase, SetRole, TellRole, World
 
-PATIENCE = 6.0
-"""Seconds that a leader may be unready and silent before another pod takes over.
+PATIENCE = 4.0
+"""Seconds that a leader may be silent before another pod takes over.
 
-One that answers and says that it leads keeps its coordinator alive by itself, whatever its ranks are at.
+One that answers keeps its coordinator alive by itself, or learns that it leads, whatever its ranks are at. One whose
+coordinator is heard by other pods' engines goes on, since they would not leave it: then the operator alone does not
+hear it.
 """
+WHILE_HEARD = 1.0
+"""Seconds until it is asked again whether they still do."""
 LOADED = ("Registering", SERVING)
 """Phases of ranks that have their model; without a coordinator they get no further than to the first."""
 
@@ -87,7 +91,7 @@ class Leadership:
             return
         if leader is None:
             yield from self._promote(self._successor())
-        elif is_lost(leader, self.world.now) or (self._has_to_go(leader) and self._successor() is not None):
+        elif is_lost(leader, self.world.now) or (self._successor() is not None and self._has_to_go(leader)):
             yield SetRole(leader.name, leader.uid, leader=False)
         else:
             yield from self._tell(leader)
@@ -102,11 +106,12 @@ class Leadership:
         return is_elsewhere or self._successor() is not None
 
     def patience_ends_at(self) -> float | None:
-        """When an unready leader loses the role; None for one that is ready, or that nobody could follow."""
+        """When a silent leader may lose the role; None for one that answers, or that nobody could follow."""
         leader = self.leader
-        if leader is None or leader.ready or leader.leads or self._successor() is None:
+        if leader is None or leader.silent_since is None or self._successor() is None:
             return None
-        return _unready_since(leader) + PATIENCE
+        at = leader.silent_since + PATIENCE
+        return at if at > self.world.now else self.world.now + WHILE_HEARD
 
     def _strays(self) -> list[ObservedPod]:
         """Pods with the label that must not keep it."""
@@ -137,7 +142,14 @@ class Leadership:
         group = self.groups[leader.group]
         if leader.attempt != group.attempt or self.standings[leader.group] in (Standing.FAILED, Standing.LEAVING):
             return True
-        return not leader.ready and not leader.leads and self.world.now >= _unready_since(leader) + PATIENCE
+        return self._is_missed(leader)
+
+    def _is_missed(self, leader: ObservedPod) -> bool:
+        """Whether nobody hears a leader any more. While another pod leads as well, engines may be hearing that one."""
+        if leader.silent_since is None or self.world.now < leader.silent_since + PATIENCE:
+            return False
+        others = [pod for pod in self.world.pods if pod != leader]
+        return not any(pod.registered for pod in others) or any(pod.leads for pod in others)
 
     def _is_to_be_removed(self, leader: ObservedPod) -> bool:
         is_surplus = leader.group >= len(self.groups)
@@ -146,7 +158,7 @@ class Leadership:
     def _successor(self) -> ObservedPod | None:
         """The pod that leads next. A leader that is well gives way only to one that serves."""
         leader = self.leader
-        in_ease = leader is not None and _is_well(leader) and leader.ready
+        in_ease = leader is not None and _is_well(leader) and leader.ready and leader.silent_since is None
         able = [
             (group, pod)
             for group, standing in zip(self.groups, self.standings, strict=True)
@@ -166,7 +178,3 @@ class Leadership:
 
 def _is_well(pod: ObservedPod) -> bool:
     return pod.phase is PodPhase.RUNNING and not pod.deleting and pod.address is not None
-
-
-def _unready_since(pod: ObservedPod) -> float:
-    return pod.created_at if pod.ready_changed_at is None else pod.ready_changed_at

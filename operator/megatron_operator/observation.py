@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from megatron_operator.engine import Answer, EngineUnreachable, PodReport
+from megatron_operator.engine import PodReport
+from megatron_operator.hearing import Answer, Silence
 from megatron_operator.leadership import current_leader
 from megatron_operator.world import ObservedEngine, ObservedPod, World
 
@@ -31,9 +32,9 @@ def observed_world(
 
 
 def with_report(pod: ObservedPod, answer: Answer) -> ObservedPod:
-    """The pod with what its launcher says about it; one that does not answer stays as it was found."""
+    """The pod with what its launcher says about it, or since when it says nothing."""
     if not isinstance(answer, PodReport):
-        return pod
+        return replace(pod, silent_since=pod.created_at if answer is None else answer.since)
     return replace(
         pod,
         rank_phase=answer.rank_phase,
@@ -41,6 +42,7 @@ def with_report(pod: ObservedPod, answer: Answer) -> ObservedPod:
         launcher_restarts=answer.restarts,
         leads=answer.leads,
         told_epoch=answer.epoch,
+        registered=answer.registered,
     )
 
 
@@ -53,7 +55,7 @@ def _leaders_word(answers: Iterable[tuple[ObservedPod, Answer]]) -> ObservedEngi
     match said[leader.uid][1]:
         case PodReport() as report:
             return report.engine
-        case EngineUnreachable() as error:
-            return ObservedEngine(reachable=False, message=str(error))
+        case Silence() as silence:
+            return ObservedEngine(reachable=False, message=silence.why)
         case None:
             return ObservedEngine(reachable=False, message="the leader pod has not started yet")

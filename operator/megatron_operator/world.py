@@ -122,6 +122,10 @@ class ObservedPod:
     """Whether its launcher takes itself for the leader; None while it does not say."""
     told_epoch: int = 0
     """Number of the last decision about who leads that its launcher has heard of."""
+    registered: bool = False
+    """Whether its engine hears a coordinator that knows it, as its launcher says."""
+    silent_since: float | None = None
+    """Since when its launcher has not answered: its creation for one that could not be asked yet; None when it does."""
 
     @property
     def deleting(self) -> bool:

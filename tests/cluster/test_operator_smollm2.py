@@ -1,6 +1,7 @@
 """The whole thing: a real API server, the operator, and the real runtime with real weights in the pods."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -16,6 +17,8 @@ from operator_support.fixtures import MANIFESTS
 from operator_support.process_node import ProcessNode
 from operator_support.questions import ask, check_requests_wait
 from operator_support.resource import Resource, condition
+
+from megatron_operator.local.processes import descendants
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -57,6 +60,13 @@ def patient_client_of(machine: ProcessNode) -> openai.AsyncOpenAI:
 
 def is_running(pid: int | None) -> bool:
     return pid is not None and Path(f"/proc/{pid}").exists()
+
+
+def command_line(pid: int) -> bytes:
+    """Nothing for a process that has ended meanwhile."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
@@ -107,6 +117,37 @@ async def test_when_the_leaders_pod_dies_the_official_client_sees_only_a_delay(
     events = [event for event in (await smollm2.get("events"))["items"] if event["reason"] == "LeaderMoved"]
     assert len(events) == 1
     await smollm2.until(lambda status: status.get("ready") == "2/2", "the group that was lost", within=120)
+    await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
+
+
+@pytest.mark.parametrize("stopped", ["the launcher", "everything"])
+async def test_when_the_leaders_pod_stands_still_another_one_leads_and_it_follows_when_it_goes_on(
+    smollm2: Resource, machine: ProcessNode, stopped: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await smollm2.apply(yaml.safe_load(SAMPLE.read_text()))
+    await smollm2.until(lambda status: status.get("ready") == "2/2", "both replica groups", within=120)
+    pod = machine.processes.status("smollm2-0-0-0", smollm2.namespace)
+    assert pod is not None
+    assert pod.pid is not None
+    processes = [pod.pid]
+    if stopped == "everything":
+        processes += [each.pid for each in descendants(pod.pid)]
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    began = time.monotonic()
+    await smollm2.until(lambda status: status["leader"]["pod"] == "smollm2-1-0-0", "the next leader", within=60)
+    moved = time.monotonic() - began
+    async with patient_client_of(machine) as client:
+        assert "Paris" in await ask(client)
+    answered = time.monotonic() - began
+    with capsys.disabled():
+        print(f"\n{stopped} stopped: moved after {moved:.1f} s, answered after {answered:.1f} s")
+    for process in processes:
+        os.kill(process, signal.SIGCONT)
+    await smollm2.until(lambda status: status.get("ready") == "2/2", "the former leader as a follower", within=60)
+    assert [each for each in descendants(pod.pid) if b"coordinator_process" in command_line(each.pid)] == []
+    async with client_of(machine) as client:
+        assert {await ask(client) for _ in range(4)} == {"The capital of France is Paris."}
     await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
 
 

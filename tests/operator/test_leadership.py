@@ -5,7 +5,7 @@ from __future__ import annotations
 from planning_support.planning import Planning, created, deleted
 
 from megatron_operator.events import events_between
-from megatron_operator.leadership import PATIENCE
+from megatron_operator.leadership import PATIENCE, WHILE_HEARD
 from megatron_operator.world import Action, CreatePod, EngineState, PodPhase, SetRole, TellRole
 
 
@@ -27,6 +27,11 @@ def moved(planning: Planning, rounds: int = 6) -> list[Action]:
 def leading(planning: Planning) -> list[str]:
     """Pods that run a coordinator."""
     return [pod.name for pod in planning.cluster.coordinators()]
+
+
+def selected(planning: Planning) -> list[str]:
+    """Pods that the Service of the coordinator leads to."""
+    return [pod.name for pod in planning.cluster.selected()]
 
 
 def test_the_first_group_leads_from_its_start_on_by_the_first_decision() -> None:
@@ -98,12 +103,56 @@ def test_a_leader_that_is_deleted_hands_over_while_it_finishes_its_requests() ->
 
 def test_a_leader_that_falls_silent_loses_the_role_after_a_while() -> None:
     planning = Planning(replicas=2).settled()
-    planning.cluster.unready("chat-0-0-0", leads=None)
+    planning.cluster.stand_still("chat-0-0-0")
     assert roles(moved(planning)) == []
     assert planning.look().requeue_after == PATIENCE
     planning.cluster.now += PATIENCE
     moved(planning)
-    assert leading(planning) == ["chat-1-0-0"]
+    assert selected(planning) == ["chat-1-0-0"]
+
+
+def test_a_silent_leader_that_engines_still_hear_keeps_the_role_until_they_do_not() -> None:
+    planning = Planning(replicas=3).settled()
+    planning.cluster.reachable = False
+    planning.cluster.now += 10 * PATIENCE
+    assert roles(moved(planning)) == []
+    assert planning.look().requeue_after == WHILE_HEARD
+    planning.cluster.reachable = True
+    planning.cluster.stand_still("chat-0-0-0")
+    planning.cluster.now += PATIENCE
+    moved(planning)
+    assert selected(planning) == ["chat-1-0-0"]
+
+
+def test_a_silent_leader_keeps_the_role_while_nobody_else_answers_either() -> None:
+    planning = Planning(replicas=2).settled()
+    for pod in ("chat-0-0-0", "chat-1-0-0"):
+        planning.cluster.stand_still(pod)
+    planning.cluster.now += 10 * PATIENCE
+    assert roles(moved(planning)) == []
+    planning.cluster.go_on("chat-1-0-0")
+    moved(planning)
+    assert selected(planning) == ["chat-1-0-0"]
+
+
+def test_a_leader_that_falls_silent_before_its_predecessor_gave_up_is_followed_although_engines_hear_that_one() -> None:
+    planning = Planning(replicas=3).settled()
+    planning.cluster.change("chat-0-0-0", leader=False)
+    planning.cluster.change("chat-1-0-0", leader=True, epoch=2)
+    planning.cluster.stand_still("chat-1-0-0")
+    planning.cluster.now += PATIENCE
+    moved(planning)
+    assert selected(planning) == leading(planning) == ["chat-0-0-0"]
+
+
+def test_of_several_that_wait_for_a_coordinator_the_first_gets_the_role_once() -> None:
+    planning = Planning(replicas=3)
+    planning.round()
+    for _ in range(3):
+        for pod in ("chat-1-0-0", "chat-2-0-0"):
+            planning.cluster.start(pod)
+    planning.cluster.now += 10 * PATIENCE
+    assert roles(moved(planning)) == [("chat-0-0-0", False, None), ("chat-1-0-0", True, 2)]
 
 
 def test_an_unready_leader_that_answers_keeps_the_role() -> None:
@@ -133,13 +182,13 @@ def test_a_leader_that_cannot_start_does_not_keep_the_others_from_serving() -> N
 
 def test_a_former_leader_that_was_cut_off_is_told_when_it_answers_again() -> None:
     planning = Planning(replicas=2).settled()
-    planning.cluster.reachable = False
-    planning.cluster.unready("chat-0-0-0")
+    planning.cluster.stand_still("chat-0-0-0")
     planning.cluster.now += PATIENCE
     actions = [planning.round(), planning.round()]
     assert [roles(each) for each in actions] == [[("chat-0-0-0", False, None)], [("chat-1-0-0", True, 2)]]
-    planning.cluster.reachable = True
-    assert leading(planning) == ["chat-0-0-0"]
+    moved(planning)
+    assert leading(planning) == ["chat-0-0-0", "chat-1-0-0"]
+    planning.cluster.go_on("chat-0-0-0")
     moved(planning)
     assert leading(planning) == ["chat-1-0-0"]
 

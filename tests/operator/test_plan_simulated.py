@@ -144,6 +144,14 @@ class RandomHistory(RuleBasedStateMachine):
     def the_leader_is_cut_off_or_back(self, reachable: bool) -> None:
         self.cluster.reachable = reachable
 
+    @rule(choice=st.integers(0, 99))
+    def a_pod_stands_still_or_goes_on(self, choice: int) -> None:
+        if name := self._pick(choice):
+            if name in self.cluster.still:
+                self.cluster.go_on(name)
+            else:
+                self.cluster.stand_still(name)
+
     @rule(seconds=st.sampled_from([1, 12, 45, 400]))
     def time_passes(self, seconds: int) -> None:
         self.cluster.now += seconds
@@ -191,6 +199,7 @@ class RandomHistory(RuleBasedStateMachine):
     def teardown(self) -> None:
         """From here on nothing goes wrong any more."""
         self.cluster.reachable = True
+        self.cluster.still.clear()
         for _ in range(ROUNDS_TO_SETTLE):
             self._round(self.cluster.world(), lost=frozenset(), repeated=frozenset(), order=0)
             if not plan(self._resource(), self.cluster.world()).actions and self._has_arrived():

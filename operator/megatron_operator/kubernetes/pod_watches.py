@@ -11,7 +11,8 @@ from megatron_operator.kubernetes.port import KubernetesPort
 from megatron_operator.world import ObservedPod, PodPhase, World
 
 LONGEST_POLL = 30.0
-"""Seconds; a launcher that hangs is noticed at most this much and the client's patience later."""
+"""Seconds. Its readiness probe, which costs us nothing, shows sooner that a launcher hangs, and the connection itself
+that it is cut off."""
 BREATH = 0.3
 """Seconds between polls of one pod: the most that a state that changes all the time can ask for."""
 RETRY = 1.0
@@ -59,6 +60,9 @@ class PodWatches:
 
 
 def _matters(pod: ObservedPod) -> bool:
-    """Who leads, or thinks so, speaks for the engine; another pod has something to tell until it serves."""
+    """Who leads, or thinks so, speaks for the engine; another pod has something to tell until it serves.
+
+    One that is silent may think that it leads.
+    """
     reachable = pod.phase is PodPhase.RUNNING and pod.address is not None and not pod.deleting
-    return reachable and (pod.leader or bool(pod.leads) or not pod_is_ready(pod))
+    return reachable and (pod.leader or pod.leads is not False or not pod_is_ready(pod))

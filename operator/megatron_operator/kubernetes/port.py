@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 
 from megatron_operator import names
-from megatron_operator.engine import Answer, EngineClient, PodReport
+from megatron_operator.engine import EngineClient, PodReport
+from megatron_operator.hearing import Answer, Hearing
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError, ServerRefusal
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Wake
@@ -41,7 +42,7 @@ class KubernetesPort:
     """Children are told from a namesake's by ``uid``, the resource's own: those of others are never touched."""
 
     def __init__(self, api: ApiServer, uid: str, client: httpx.AsyncClient, kinds: MissingKinds, wake: Wake) -> None:
-        """``client`` leads to pods; ``wake`` is called when a kind is there that was missed."""
+        """``client`` leads to pods; ``wake`` is called when a kind is there that was missed, or a pod answers late."""
         self._api = api
         self._kinds = kinds
         self._wake = wake
@@ -49,6 +50,7 @@ class KubernetesPort:
         self._client = client
         self._token: str | None = None
         self._image_volumes = ImageVolumes(api)
+        self._hearing = Hearing(wake)
         self.launchers = EngineClient(None, http=client)
         """Client of the pods' control APIs; another one once the token is known."""
         self._applied: dict[str, Any] = {}
@@ -79,6 +81,7 @@ class KubernetesPort:
         if secret is not None and self._owns(secret):
             self._use_token(secret)
         ours = [pod for pod in pods if self._owns(pod)]
+        await self._hearing.forget_others({pod["metadata"]["uid"] for pod in ours})
         answers = await asyncio.gather(*(self._ask(pod) for pod in ours))
         self.revisions = {
             pod["metadata"]["uid"]: answer.revision
@@ -92,6 +95,10 @@ class KubernetesPort:
         return observed_world(
             zip(map(observed_pod, ours), answers, strict=True), hashes, taken=frozenset(named) - hashes.keys()
         )
+
+    async def close(self) -> None:
+        """End questions to pods that are still open."""
+        await self._hearing.close()
 
     async def _find_routes(self, name: str, namespace: str) -> list[Object]:
         """Most resources have none, and are not asked for them at each look."""
@@ -149,7 +156,7 @@ class KubernetesPort:
         address = status.get("podIP")
         if status.get("phase") != PodPhase.RUNNING or not address:
             return None
-        return await self.launchers.answer(address)
+        return await self._hearing.ask(self.launchers, pod["metadata"]["uid"], address)
 
     async def _apply_child(self, manifest: Manifest) -> None:
         kind = manifest["kind"]

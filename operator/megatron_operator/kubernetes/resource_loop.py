@@ -80,9 +80,11 @@ class ResourceLoop:
             await self._rest(delay or 0.0)
 
     async def close(self) -> None:
-        """End the watches."""
+        """End the watches, and whatever else asks pods."""
         self._shared.kinds.forget(self._wake_up)
         await self._watches.close()
+        if self._port is not None:
+            await self._port.close()
 
     async def _rest(self, delay: float) -> None:
         """Until ``delay`` has passed or something happens; after a failure, events too have to wait a little."""

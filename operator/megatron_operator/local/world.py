@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_operator import names
-from megatron_operator.engine import Answer, EngineClient
+from megatron_operator.engine import EngineClient
 from megatron_operator.failures import read_failure
+from megatron_operator.hearing import Answer, Hearing
 from megatron_operator.local.addresses import NoAddressError
 from megatron_operator.local.pod_manifest import PathMap, PodError
 from megatron_operator.local.pod_status import PodStatus
@@ -70,11 +71,13 @@ class LocalWorld:
         """Why the last child could not be made on this machine: ActionRefused when the resource is to blame."""
         self._children: dict[str, str] = {}
         self._clients: dict[str, EngineClient] = {}
+        self._hearing = Hearing(on_change)
         self._deletions: set[asyncio.Task[None]] = set()
 
     async def observe(self, name: str, namespace: str) -> World:
         """Asks every pod that runs for its state; one that does not answer is observed without."""
         statuses = self._statuses(name, namespace)
+        await self._hearing.forget_others({status.uid for status in statuses})
         return self._seen(
             name, namespace, statuses, await asyncio.gather(*(self._report(name, each) for each in statuses))
         )
@@ -114,6 +117,7 @@ class LocalWorld:
         """End all pods, each within the grace of its manifest, then everything else."""
         await self.pods.close()
         await asyncio.gather(*self._deletions)
+        await self._hearing.close()
         for client in self._clients.values():
             await client.close()
 
@@ -140,7 +144,7 @@ class LocalWorld:
     async def _report(self, name: str, status: PodStatus) -> Answer:
         if status.phase is not PodPhase.RUNNING:
             return None
-        return await self._client(name).answer(status.address)
+        return await self._hearing.ask(self._client(name), status.uid, status.address)
 
     async def _apply_child(self, manifest: Manifest) -> None:
         if manifest["kind"] == "Service":

@@ -164,7 +164,9 @@ def _mounts(resource: MegatronInference) -> list[dict[str, Any]]:
 
 def _probes() -> dict[str, Any]:
     alive = {"httpGet": {"path": "/healthz", "port": "control"}, "timeoutSeconds": 5}
-    ready = {"httpGet": {"path": "/readyz", "port": "control"}, "timeoutSeconds": 5}
+    # A pod that stands still is asked nothing more after 6 seconds. To be unready for a moment costs little, so this
+    # is much less patient than the probe that ends a pod.
+    ready = {"httpGet": {"path": "/readyz", "port": "control"}, "timeoutSeconds": 2}
     return {
         # Generous, since importing the libraries from a cold disk comes before the control API answers.
         "startupProbe": {**alive, "periodSeconds": 2, "failureThreshold": 150},

@@ -59,7 +59,9 @@ class SimulatedCluster:
         self.now = 1_700_000_000.0
         self.pods: dict[str, ObservedPod] = {}
         self.children: dict[str, str] = {}
-        self.reachable = True
+        self.still: dict[str, float] = {}
+        """Pods whose processes stand still, and since when."""
+        self._cut_off_since: float | None = None
         self.engine_state: EngineState | None = None
         self.auto_suspended = False
         self.refused: list[Signal] = []
@@ -108,6 +110,16 @@ class SimulatedCluster:
             case TellRole(address, leads, epoch, lifecycle):
                 self._tell(address, leads, epoch, lifecycle)
 
+    @property
+    def reachable(self) -> bool:
+        """Whether the operator reaches the leader; engines and frontends do in any case."""
+        return self._cut_off_since is None
+
+    @reachable.setter
+    def reachable(self, reachable: bool) -> None:
+        if reachable != self.reachable:
+            self._cut_off_since = None if reachable else self.now
+
     # --- what kubelets, schedulers and people do
 
     def start(self, name: str) -> None:
@@ -118,6 +130,8 @@ class SimulatedCluster:
         pod = self.pods[name]
         if pod.deleting:
             self.remove(name)
+        elif name in self.still:
+            return
         elif pod.phase is PodPhase.PENDING:
             leads = self._born_leaders.pop(name, None)
             told = 0 if leads is None else leads
@@ -130,7 +144,7 @@ class SimulatedCluster:
                 told_epoch=told,
             )
         elif pod.phase is PodPhase.RUNNING and not pod.ready:
-            if self.coordinators():
+            if self._is_coordinated():
                 self.change(name, ready=True, rank_phase="Serving", ready_changed_at=self.now)
                 if pod.leads and self.engine_state is None:
                     self.engine_state = SETTLED_STATE[self._wishes[name]]
@@ -172,6 +186,7 @@ class SimulatedCluster:
     def remove(self, name: str) -> None:
         """The pod is gone."""
         self.pods.pop(name)
+        self.still.pop(name, None)
         self._notice_loss()
 
     def fall_asleep(self) -> None:
@@ -192,6 +207,14 @@ class SimulatedCluster:
     def unready(self, name: str, **changes: object) -> None:
         """The readiness probe fails."""
         self.change(name, ready=False, ready_changed_at=self.now, **changes)
+
+    def stand_still(self, name: str) -> None:
+        """All processes of the pod are stopped; the kubelet has not noticed yet."""
+        self.still[name] = self.now
+
+    def go_on(self, name: str) -> None:
+        """They run again."""
+        self.still.pop(name, None)
 
     def change(self, name: str, **changes: object) -> None:
         """Anything about a pod."""
@@ -240,15 +263,25 @@ class SimulatedCluster:
 
     def _as_seen(self, pod: ObservedPod) -> ObservedPod:
         """What is cut off does not say how it stands."""
-        is_silent = pod.leader and not self.reachable
-        return replace(pod, leads=None, told_epoch=0, rank_phase=None) if is_silent else pod
+        since = self._silent_since(pod)
+        if since is not None:
+            return replace(pod, leads=None, told_epoch=0, rank_phase=None, silent_since=since)
+        return replace(pod, registered=pod.rank_phase == "Serving" and pod.index == 0 and self._is_coordinated())
+
+    def _silent_since(self, pod: ObservedPod) -> float | None:
+        if pod.phase is not PodPhase.RUNNING:
+            return pod.created_at
+        return self.still.get(pod.name, self._cut_off_since if pod.leader else None)
+
+    def _is_coordinated(self) -> bool:
+        return any(pod.name not in self.still for pod in self.coordinators())
 
     def _tell(self, address: str, leads: bool, epoch: int, lifecycle: Lifecycle) -> None:
         """A pod obeys no decision that is older than the last that it heard of."""
         pod = next(
             (pod for pod in self.pods.values() if pod.address == address and pod.phase is PodPhase.RUNNING), None
         )
-        if pod is None or epoch < pod.told_epoch or (leads and pod.deleting):
+        if pod is None or pod.name in self.still or epoch < pod.told_epoch or (leads and pod.deleting):
             return
         if leads and not pod.leads:
             if epoch == pod.told_epoch:
@@ -268,7 +301,7 @@ class SimulatedCluster:
         leader = current_leader(pod for pod in self.pods.values() if not pod.deleting)
         if leader is None or leader.phase is not PodPhase.RUNNING:
             return None
-        if not self.reachable or not leader.ready:
+        if not self.reachable or leader.name in self.still or not leader.ready:
             # An adapter may well remember what it last heard.
             return ObservedEngine(reachable=False, state=self.engine_state, message="connection refused")
         if not leader.leads:
