@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_operator.engine import EngineClient, EngineUnreachable
+from megatron_operator.engine import CUT_OFF_AFTER, EngineClient, EngineUnreachable
 from megatron_operator.world import EngineState, Loading, ObservedReplica, Signal, SignalRefused
 
 HOST = "127.0.0.1"
+KEEPALIVE = "02"
+"""A timer's kind in /proc."""
 STATE = {
     "revision": 17,
     "role": "leader",
     "engineState": "RUNNING",
     "replicas": [{"group": 0, "state": "RUNNING", "runningRequests": 1, "waitingRequests": 0}],
     "ranks": [
-        {"rank": 0, "phase": "Serving", "loadedBytes": 5, "totalBytes": 5, "message": ""},
+        {"rank": 0, "phase": "Serving", "loadedBytes": 5, "totalBytes": 5, "message": "", "registered": True},
         {"rank": 1, "phase": "Loading", "loadedBytes": 1, "totalBytes": 5, "message": ""},
     ],
     "requests": {"running": 1, "waiting": 2},
@@ -40,6 +45,8 @@ class Launcher(ThreadingHTTPServer):
         super().__init__((HOST, 0), _Handler)
         self.status, self.body = 200, json.dumps(STATE)
         self.asked: list[tuple[str, str, str | None]] = []
+        self.was_asked, self.has_news = threading.Event(), threading.Event()
+        self.has_news.set()
 
     def answer(self, status: int, body: Any) -> None:
         """What it says from now on."""
@@ -51,6 +58,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append((self.command, self.path, self.headers.get("Authorization")))
+        self.server.was_asked.set()
+        self.server.has_news.wait(30)
         self.send_response(self.server.status)
         self.end_headers()
         self.wfile.write(self.server.body.encode())
@@ -59,6 +68,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Quiet."""
+
+
+def timer_of_connection_to(port: int) -> tuple[str, int]:
+    """The kernel's kind of timer, and the hundredths of a second until it fires."""
+    connections = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    kind, left = next(fields[5] for fields in connections if fields[2].endswith(f":{port:04X}")).split(":")
+    return kind, int(left, 16)
 
 
 @pytest.fixture
@@ -143,6 +159,28 @@ async def test_a_signal_that_finds_no_engine_is_unreachable(launcher: Launcher, 
     launcher.answer(503, {"error": {"code": "EngineUnreachable", "message": "no coordinator"}})
     with pytest.raises(EngineUnreachable, match="no coordinator"):
         await client.signal(HOST, Signal.PAUSE)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's timers are read from /proc")
+async def test_the_kernel_watches_over_a_poll_that_waits(launcher: Launcher, client: EngineClient) -> None:
+    launcher.has_news.clear()
+    polling = asyncio.create_task(client.state(HOST, after=17, wait=20))
+    assert await asyncio.to_thread(launcher.was_asked.wait, 20)
+    kind, hundredths = timer_of_connection_to(launcher.server_address[1])
+    launcher.has_news.set()
+    await polling
+    assert kind == KEEPALIVE
+    assert hundredths <= 100 * CUT_OFF_AFTER
+
+
+@pytest.mark.parametrize(("registered", "heard"), [(True, True), (False, False), (None, False)])
+async def test_a_pod_hears_a_coordinator_when_its_first_rank_does(
+    launcher: Launcher, client: EngineClient, registered: bool | None, heard: bool
+) -> None:
+    follower: dict[str, Any] = {"rank": 1, "phase": "Serving"}
+    first = follower | {"rank": 0} | ({} if registered is None else {"registered": registered})
+    launcher.answer(200, {**STATE, "ranks": [first, follower]})
+    assert (await client.state(HOST)).registered is heard
 
 
 async def test_a_pod_that_does_not_listen_is_unreachable(launcher: Launcher) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_operator.engine import PodReport, RankReport
 from megatron_operator.events import Event, EventType
+from megatron_operator.hearing import Answer, Silence
 from megatron_operator.kubernetes.api_server import (
     LONGEST_DELAY,
     ServerError,
@@ -44,7 +45,7 @@ def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]
     }
 
 
-def seen(status: dict[str, Any], report: PodReport | None = None, **metadata: Any) -> ObservedPod:
+def seen(status: dict[str, Any], report: Answer = None, **metadata: Any) -> ObservedPod:
     observed = observed_pod(pod(status, **metadata))
     assert observed is not None
     return with_report(observed, report)
@@ -78,10 +79,16 @@ def test_a_new_pod_without_any_status_is_pending() -> None:
 
 
 def test_what_the_launcher_says_is_added() -> None:
-    ranks = (RankReport(0, "Serving"), RankReport(1, "Loading", 20, 100))
+    ranks = (RankReport(0, "Serving", registered=True), RankReport(1, "Loading", 20, 100))
     report = PodReport(revision=7, ready=False, ranks=ranks, restarts=1)
     observed = seen({"phase": "Running"}, report)
     assert (observed.rank_phase, observed.loading, observed.launcher_restarts) == ("Loading", Loading(20, 100), 1)
+    assert (observed.registered, observed.silent_since) == (True, None)
+
+
+def test_a_pod_that_cannot_be_asked_is_silent_since_its_creation_and_one_that_can_since_it_was_asked_in_vain() -> None:
+    assert seen({"phase": "Pending"}).silent_since == EPOCH
+    assert seen({"phase": "Running"}, Silence(EPOCH + 90, "timed out")).silent_since == EPOCH + 90
 
 
 @pytest.mark.parametrize(
