@@ -10,7 +10,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TE
 SAMPLE := manifests/samples/smollm2.yaml
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-.PHONY: help demo serve test check bench venv dev model control-plane clients images e2e crd clean
+.PHONY: help demo serve test check bench chaos venv dev model control-plane clients images e2e crd clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,10 +32,13 @@ check: dev ## lint, format, types, layers, generated files
 	@$(BIN)/python -m megatron_operator.api.crd --check
 	@$(BIN)/python tools/metrics_reference.py --check
 
-BENCHMARKS ?= benchmarks/*.py
+BENCHMARKS ?= $(filter-out benchmarks/reliability.py,$(wildcard benchmarks/*.py))
 
 bench: dev model ## the benchmarks, each against a named peer in the same run
 	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
+
+chaos: dev model control-plane ## what clients see while pods, ranks, node, operator and API server fail; takes root
+	@$(BIN)/python benchmarks/reliability.py $(ARGS)
 
 venv: $(VENV)/.for-demo ## the virtual environment with what a user needs
 	@:

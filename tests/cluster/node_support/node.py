@@ -112,6 +112,10 @@ class Node(ControlPlane):
             raise CommandFailedError(f"{' '.join(command)}: exit status {done.returncode}\n{done.stderr.strip()}")
         return done.stdout
 
+    def start_program(self, command: Sequence[str | Path], log: Path) -> GuardedProcess:
+        """A command inside of the machine that is not waited for; it ends with the machine, or with its `stop`."""
+        return self._start_process(command, log)
+
     def processes(self) -> list[int]:
         """Ids, as seen from outside, of all that run in the machine."""
         if self._first_process == 0:

@@ -1,0 +1,137 @@
+"""What is done to the cluster, and undone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster_support.cluster import wait_until
+from cluster_support.errors import NotReadyError
+
+from chaos.site import CONTAINER, Site
+
+RANK = "megatron_runtime.rank"
+COORDINATOR_PORT = 5557
+CUT_SECONDS = 15.0
+LOST_SECONDS = 10.0
+"""For which the API server takes the node for lost."""
+SECONDS_AHEAD = 30.0
+"""Of the 40 s of silence after which the API server takes a node for lost."""
+HOG = """
+import pathlib, time
+control, taken = pathlib.Path("/sys/fs/cgroup/memory/memory.oom_control"), []
+def kills():
+    return int(control.read_text().split("oom_kill ")[1])
+before = kills()
+while kills() == before:
+    taken.append(b"x" * (16 << 20))
+    time.sleep(0.02)
+print(kills() - before)
+"""
+"""Takes memory until the kernel has killed somebody in the container for it: the largest there, which is the rank."""
+
+
+def _nothing(_: Site) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``strike`` returns when the fault is over; ``prepare`` comes before the load."""
+
+    name: str
+    words: str
+    strike: Callable[[Site], None]
+    prepare: Callable[[Site], None] = _nothing
+
+
+def _delete(site: Site, pod: dict[str, Any]) -> None:
+    site.kubectl("delete", "pod", pod["metadata"]["name"], "--wait=false")
+
+
+def _delete_worker(site: Site) -> None:
+    _delete(site, site.worker())
+
+
+def _delete_leader(site: Site) -> None:
+    _delete(site, site.leader())
+
+
+def _kill(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # it ends with one that was killed before it
+            os.kill(process, signal.SIGKILL)
+
+
+def _kill_rank(site: Site) -> None:
+    _kill(site.processes(site.worker(), RANK))
+
+
+def _kill_leaders_processes(site: Site) -> None:
+    """As a machine that loses its power does: nobody says goodbye, and connections are not closed in order."""
+    _kill(site.processes(site.leader()))
+
+
+def _run_out_of_memory(site: Site) -> None:
+    pod = site.worker()
+    before = site.processes(pod, RANK)
+    killed = site.kubectl("exec", pod["metadata"]["name"], "-c", CONTAINER, "--", "python3", "-c", HOG)
+    if Path(f"/proc/{before[0]}").exists():
+        raise NotReadyError(f"the kernel killed {killed.strip()}, and not the rank: choose another limit of memory")
+
+
+def _go_silent(site: Site) -> None:
+    site.node.stop_kubelet()
+    time.sleep(SECONDS_AHEAD)
+
+
+def _lose_node(site: Site) -> None:
+    try:
+        wait_until(lambda: not site.node.is_node_ready(), "the API server to take the node for lost", 90, every=0.5)
+        time.sleep(LOST_SECONDS)
+    finally:
+        site.node.start_kubelet()
+
+
+def _kill_operator(site: Site) -> None:
+    _kill(site.processes(site.operator(), "megatron-operator"))
+
+
+def _restart_api_server(site: Site) -> None:
+    site.node.restart_apiserver()
+
+
+def _cut_coordinator(site: Site) -> None:
+    address = site.leader()["status"]["podIP"]
+    rules = [
+        ["FORWARD", "-p", "tcp", side, address, port, str(COORDINATOR_PORT), "-j", "DROP"]
+        for side, port in (("-d", "--dport"), ("-s", "--sport"))
+    ]
+    try:
+        for rule in rules:
+            site.node.run("iptables", "-I", *rule)
+        time.sleep(CUT_SECONDS)
+    finally:
+        for rule in rules:
+            site.node.run("iptables", "-D", *rule)
+
+
+FAULTS = (
+    Fault("worker", "`kubectl delete pod` of a worker", _delete_worker),
+    Fault("leader", "`kubectl delete pod` of the leader", _delete_leader),
+    Fault("leader-lost", "SIGKILL of all processes of the leader's pod", _kill_leaders_processes),
+    Fault("rank", "SIGKILL of a rank", _kill_rank),
+    Fault("memory", "a rank killed by the kernel at the pod's memory limit", _run_out_of_memory),
+    Fault("node", f"the node NotReady for {LOST_SECONDS:.0f} s (kubelet stopped)", _lose_node, _go_silent),
+    Fault("operator", "SIGKILL of the operator", _kill_operator),
+    Fault("api-server", "kube-apiserver restarted", _restart_api_server),
+    Fault("link", f"the coordinator cut off by iptables for {CUT_SECONDS:.0f} s", _cut_coordinator),
+)
+NAMES = tuple(fault.name for fault in FAULTS)
+UNDISTURBED = Fault("none", "nothing", _nothing)

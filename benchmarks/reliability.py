@@ -1,0 +1,106 @@
+"""What clients see while pods, ranks, the node, the operator and the API server fail.
+
+On a real node (kubelet, containerd, kube-proxy, in namespaces of their own) with the images of this tree, the chart and
+the sample SmolLM2. For each fault a steady load of the official openai client, with its usual retries, from within the
+node's network: every second request streams. Told are what programs saw, the longest wait against that of the same load
+undisturbed, and the time until resource, operator and node are Ready again. Takes root, and what `make e2e` takes.
+
+    python benchmarks/reliability.py
+    python benchmarks/reliability.py --fault leader --fault link --requests 60
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from peers.command_line import positive, print_table
+
+ROOT = Path(__file__).parent.parent
+# The tests know how to have a node, and a release on it.
+sys.path.append(str(ROOT / "tests" / "cluster"))
+
+from cluster_support import binaries  # noqa: E402
+from cluster_support.errors import ClusterSupportError  # noqa: E402
+from cluster_support.helm import find_helm  # noqa: E402
+from cluster_support.progress import say_at_once  # noqa: E402
+from node_support import images, requirements, tools  # noqa: E402
+from node_support.node import Node  # noqa: E402
+from node_support.stage import Images, Stage  # noqa: E402
+
+from chaos import faults, load, table  # noqa: E402
+from chaos.site import Site  # noqa: E402
+from chaos.trial import Load, Trial, ask_each, try_fault  # noqa: E402
+
+PARIS = "The capital of France is Paris."
+
+
+def run(site: Site, chosen: argparse.Namespace, folder: Path) -> int:
+    """Tries all faults one after the other and prints them; 1 when something was that must not be."""
+    answers = ask_each(site, len(load.QUESTIONS), folder)
+    if answers.get(0) != PARIS:
+        raise SystemExit(f"{load.QUESTIONS[0]} {answers.get(0)!r}: the model itself is wrong")
+    steady = Load(chosen.requests, chosen.every)
+    undisturbed = _tried(site, faults.UNDISTURBED, steady, folder)
+    wanted = [fault for fault in faults.FAULTS if fault.name in (chosen.fault or faults.NAMES)]
+    trials = [_tried(site, fault, steady, folder) for fault in wanted]
+    print_table(table.rows(trials, undisturbed, answers))
+    complaints = table.verdict([undisturbed, *trials], answers)
+    for complaint in complaints:
+        print(f"error: {complaint}", file=sys.stderr)
+    return 1 if complaints else 0
+
+
+def _tried(site: Site, fault: faults.Fault, steady: Load, folder: Path) -> Trial:
+    say_at_once(f"{fault.words} ...")
+    trial = try_fault(site, fault, steady, folder)
+    for lacking in trial.lacking:
+        say_at_once(f"  {lacking}")
+    for error in [*trial.errors, *trial.broken]:
+        say_at_once(f"  seen: {error}: {error.message}")
+    return trial
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fault", choices=faults.NAMES, action="append", help="repeatable; default: all")
+    parser.add_argument("--requests", type=positive, default=200, help="of each load; default: 200")
+    parser.add_argument("--every", type=float, default=0.25, help="seconds between two requests; default: 0.25")
+    parser.add_argument("--keep", type=Path, help="an empty folder for what became of each request, as lines of JSON")
+    parser.add_argument("--replicas", type=positive, default=2, help="copies of the model; default: 2")
+    chosen = parser.parse_args()
+    source = binaries.find(os.environ, say_at_once)
+    if isinstance(source, binaries.ExternalCluster):
+        parser.error(f"hurts a node of its own; {source} was given: unset it")
+    if missing := requirements.why_not(source):
+        parser.error(f"no real node here: {missing}")
+    programs = tools.find_or_fetch(os.environ, say_at_once)
+    archives = images.build(os.environ, say_at_once, programs)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        Node(source, binaries.find_kubectl(os.environ), _made(Path(name, "node")), programs) as node,
+    ):
+        for image in (images.PAUSE, images.OPERATOR, images.SMOLLM2):
+            node.import_image(archives / image.archive)
+        used = Images(images.OPERATOR.name, images.SMOLLM2.name)
+        stage = Stage(node, used, find_helm(os.environ, say_at_once), _made(Path(name, "stage")))
+        stage.install()
+        site = Site(node, node.make_namespace(), chosen.replicas)
+        site.serve()
+        return run(site, chosen, chosen.keep or _made(Path(name, "load")))
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ClusterSupportError as error:
+        sys.exit(f"error: {error}")
