@@ -70,7 +70,7 @@ def main() -> int:
     parser.add_argument("--fault", choices=faults.NAMES, action="append", help="repeatable; default: all")
     parser.add_argument("--requests", type=positive, default=200, help="of each load; default: 200")
     parser.add_argument("--every", type=float, default=0.25, help="seconds between two requests; default: 0.25")
-    parser.add_argument("--keep", type=Path, help="an empty folder for what became of each request, as lines of JSON")
+    parser.add_argument("--keep", type=Path, help="a folder for what became of each request, as lines of JSON")
     parser.add_argument("--replicas", type=positive, default=2, help="copies of the model; default: 2")
     chosen = parser.parse_args()
     source = binaries.find(os.environ, say_at_once)
@@ -91,11 +91,11 @@ def main() -> int:
         stage.install()
         site = Site(node, node.make_namespace(), chosen.replicas)
         site.serve()
-        return run(site, chosen, chosen.keep or _made(Path(name, "load")))
+        return run(site, chosen, _made(chosen.keep or Path(name, "load")))
 
 
 def _made(folder: Path) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -104,3 +104,5 @@ if __name__ == "__main__":
         sys.exit(main())
     except ClusterSupportError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -43,12 +43,16 @@ def _nothing(_: Site) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """``strike`` returns when the fault is over; ``prepare`` comes before the load."""
+    """``strike`` returns when the fault is over.
+
+    ``prepare`` comes before the load, and ``await_it`` before the time counts, for what takes long to come about.
+    """
 
     name: str
     words: str
     strike: Callable[[Site], None]
     prepare: Callable[[Site], None] = _nothing
+    await_it: Callable[[Site], None] = _nothing
 
 
 def _delete(site: Site, pod: dict[str, Any]) -> None:
@@ -91,12 +95,13 @@ def _go_silent(site: Site) -> None:
     time.sleep(SECONDS_AHEAD)
 
 
-def _lose_node(site: Site) -> None:
-    try:
-        wait_until(lambda: not site.node.is_node_ready(), "the API server to take the node for lost", 90, every=0.5)
-        time.sleep(LOST_SECONDS)
-    finally:
-        site.node.start_kubelet()
+def _until_lost(site: Site) -> None:
+    wait_until(lambda: not site.node.is_node_ready(), "the API server to take the node for lost", 90, every=0.3)
+
+
+def _stay_lost(site: Site) -> None:
+    time.sleep(LOST_SECONDS)
+    site.node.start_kubelet()
 
 
 def _kill_operator(site: Site) -> None:
@@ -128,7 +133,7 @@ FAULTS = (
     Fault("leader-lost", "SIGKILL of all processes of the leader's pod", _kill_leaders_processes),
     Fault("rank", "SIGKILL of a rank", _kill_rank),
     Fault("memory", "a rank killed by the kernel at the pod's memory limit", _run_out_of_memory),
-    Fault("node", f"the node NotReady for {LOST_SECONDS:.0f} s (kubelet stopped)", _lose_node, _go_silent),
+    Fault("node", f"the node NotReady for {LOST_SECONDS:.0f} s (kubelet ended)", _stay_lost, _go_silent, _until_lost),
     Fault("operator", "SIGKILL of the operator", _kill_operator),
     Fault("api-server", "kube-apiserver restarted", _restart_api_server),
     Fault("link", f"the coordinator cut off by iptables for {CUT_SECONDS:.0f} s", _cut_coordinator),

@@ -104,6 +104,7 @@ def try_fault(site: Site, fault: Fault, load: Load, folder: Path) -> Trial:
             return len(_outcomes(out)) >= requests
 
         wait_until(lambda: have_ended(load.requests * STRUCK_AFTER), "the first answers", LONGEST_LOAD, every=0.05)
+        fault.await_it(site)
         struck = time.time()
         fault.strike(site)
         wait_until(lambda: have_ended(load.requests), "the last answers", LONGEST_LOAD, every=0.2)
