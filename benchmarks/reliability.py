@@ -44,9 +44,11 @@ def run(site: Site, chosen: argparse.Namespace, folder: Path) -> int:
     if answers.get(0) != PARIS:
         raise SystemExit(f"{load.QUESTIONS[0]} {answers.get(0)!r}: the model itself is wrong")
     steady = Load(chosen.requests, chosen.every)
-    undisturbed = _tried(site, faults.UNDISTURBED, steady, folder)
-    wanted = [fault for fault in faults.FAULTS if fault.name in (chosen.fault or faults.NAMES)]
-    trials = [_tried(site, fault, steady, folder) for fault in wanted]
+    known = {fault.name: fault for fault in faults.FAULTS}
+    wanted = [faults.UNDISTURBED, *(known[name] for name in chosen.fault or known)]
+    undisturbed, *trials = [
+        _tried(site, fault, steady, folder / f"{number}-{fault.name}.jsonl") for number, fault in enumerate(wanted)
+    ]
     print_table(table.rows(trials, undisturbed, answers))
     complaints = table.verdict([undisturbed, *trials], answers)
     for complaint in complaints:
@@ -54,9 +56,9 @@ def run(site: Site, chosen: argparse.Namespace, folder: Path) -> int:
     return 1 if complaints else 0
 
 
-def _tried(site: Site, fault: faults.Fault, steady: Load, folder: Path) -> Trial:
+def _tried(site: Site, fault: faults.Fault, steady: Load, out: Path) -> Trial:
     say_at_once(f"{fault.words} ...")
-    trial = try_fault(site, fault, steady, folder)
+    trial = try_fault(site, fault, steady, out)
     for lacking in trial.lacking:
         say_at_once(f"  {lacking}")
     for error in [*trial.errors, *trial.broken]:
@@ -67,7 +69,7 @@ def _tried(site: Site, fault: faults.Fault, steady: Load, folder: Path) -> Trial
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fault", choices=faults.NAMES, action="append", help="repeatable; default: all")
+    parser.add_argument("--fault", choices=faults.NAMES, action="append", help="repeatable, in order; default: all")
     parser.add_argument("--requests", type=positive, default=200, help="of each load; default: 200")
     parser.add_argument("--every", type=float, default=0.25, help="seconds between two requests; default: 0.25")
     parser.add_argument("--keep", type=Path, help="a folder for what became of each request, as lines of JSON")

@@ -91,10 +91,9 @@ class Load:
     every: float
 
 
-def try_fault(site: Site, fault: Fault, load: Load, folder: Path) -> Trial:
-    """Returns when the load is over and all is well again. Raises ClusterSupportError."""
-    out = folder / f"{fault.name}.jsonl"
-    out.touch()
+def try_fault(site: Site, fault: Fault, load: Load, out: Path) -> Trial:
+    """Returns when the load is over and all is well again; ``out`` is written anew. Raises ClusterSupportError."""
+    out.write_text("")
     fault.prepare(site)
     with Watch(site) as watch, site.load(out, load.requests, load.every) as process:
 
