@@ -135,6 +135,7 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
     """Let go of everything, the Lease last; pods and resources stay as they are."""
     if "fleet" not in memo:
         return
+    await _end_watchers()
     if "campaign" in memo:
         memo.campaign.cancel()
         await asyncio.gather(memo.campaign, return_exceptions=True)
@@ -143,6 +144,14 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
         await memo.election.withdraw()
     await memo.api.close()
     await memo.metrics_server.stop()
+
+
+async def _end_watchers() -> None:
+    """When one has failed, kopf goes on to close the session of the others, which may wait for another one for ever."""
+    watchers = [task for task in asyncio.all_tasks() if task.get_name().startswith("watcher for ")]
+    for watcher in watchers:
+        watcher.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
 
 
 @kopf.on.event(GROUP, VERSION, PLURAL)

@@ -132,13 +132,17 @@ async def test_watches_that_fall_silent_are_opened_again(
 async def test_an_api_server_that_has_not_got_its_definitions_back_yet_ends_nothing(
     chat: Resource, server: FaultyServer, unlucky: OperatorProcess, node: ScriptedNode
 ) -> None:
-    missing = server.when(
-        lambda request: request.method == "GET" and request.path.endswith("/megatroninferences"),
-        answer(404, "404 page not found"),
-        times=2,
-    )
-    await again(unlucky)
+    """Several times, since it matters how far the other watches have come."""
     await chat.create()
-    await chat.until_phase("Running")
-    assert missing.done == 2
-    assert len(node.launchers) == 1
+    for replicas in (1, 2, 1, 2):
+        missing = server.when(
+            lambda request: request.method == "GET" and request.path.endswith("/megatroninferences"),
+            answer(404, "404 page not found"),
+            times=2,
+        )
+        await again(unlucky)
+        await chat.kubectl("scale", "mi", "chat", f"--replicas={replicas}")
+        await chat.until(lambda status, n=replicas: status.get("ready") == f"{n}/{n}", f"{replicas} groups")
+        assert missing.done == 2
+        server.rules.clear()
+    assert len(node.launchers) == 2

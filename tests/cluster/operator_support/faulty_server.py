@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from aiohttp import ClientResponse, ClientSession, ClientTimeout, web
+from aiohttp import ClientResponse, ClientSession, ClientTimeout, TCPConnector, web
 from cluster_support.pki import write_kubeconfig
 from multidict import CIMultiDict
 from yarl import URL
@@ -67,7 +67,11 @@ class FaultyServer:
         authority = base64.b64decode(self._cluster["certificate-authority-data"]).decode()
         context = ssl.create_default_context(cadata=authority)
         no_limit = ClientTimeout(total=None)
-        self._session = ClientSession(auto_decompress=False, timeout=no_limit, read_bufsize=LONGEST_LINE)
+        # Watches of operators that have gone stay open upstream until they have something to tell.
+        connector = TCPConnector(limit=0)
+        self._session = ClientSession(
+            connector=connector, auto_decompress=False, timeout=no_limit, read_bufsize=LONGEST_LINE
+        )
         self._tls = context
         application = web.Application(client_max_size=2**24)
         application.router.add_route("*", "/{path:.*}", self._handle)
