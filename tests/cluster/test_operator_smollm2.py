@@ -45,16 +45,16 @@ def smollm2(chat: Resource) -> Resource:
     return Resource(chat.cluster, chat.namespace, "smollm2")
 
 
-def client_of(machine: ProcessNode, name: str = "smollm2") -> openai.AsyncOpenAI:
+async def client_of(machine: ProcessNode, name: str = "smollm2") -> openai.AsyncOpenAI:
     """The official client at the address behind the HTTP Service."""
-    address = machine.service_address(name)
+    address = await machine.service_address(name)
     return openai.AsyncOpenAI(base_url=f"http://{address}:8000/v1", api_key="unused", max_retries=0, timeout=120)
 
 
-def patient_client_of(machine: ProcessNode) -> openai.AsyncOpenAI:
+async def patient_client_of(machine: ProcessNode) -> openai.AsyncOpenAI:
     """The same as it comes: with its own retries, and for each question another connection."""
     headers = {"Connection": "close"}
-    address = machine.service_address("smollm2")
+    address = await machine.service_address("smollm2")
     return openai.AsyncOpenAI(base_url=f"http://{address}:8000/v1", api_key="unused", default_headers=headers)
 
 
@@ -76,7 +76,7 @@ async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
     await smollm2.until(lambda status: status.get("ready") == "2/2", "both replica groups", within=120)
     status = await smollm2.until_phase("Running")
     assert status["modelName"] == "smollm2"
-    async with client_of(machine) as client:
+    async with await client_of(machine) as client:
         assert "Paris" in await ask(client)
         await check_requests_wait(smollm2, client)
         assert "Paris" in await ask(client)
@@ -97,7 +97,7 @@ async def test_when_the_leaders_pod_dies_the_official_client_sees_only_a_delay(
     answered: list[tuple[float, str]] = []
 
     async def ask_on(until: float) -> None:
-        async with patient_client_of(machine) as client:
+        async with await patient_client_of(machine) as client:
             while len([None for begun, _ in answered if begun > until]) < 8:
                 begun = time.monotonic()
                 answered.append((begun, await ask(client)))
@@ -137,7 +137,7 @@ async def test_when_the_leaders_pod_stands_still_another_one_leads_and_it_follow
     began = time.monotonic()
     await smollm2.until(lambda status: status["leader"]["pod"] == "smollm2-1-0-0", "the next leader", within=60)
     moved = time.monotonic() - began
-    async with patient_client_of(machine) as client:
+    async with await patient_client_of(machine) as client:
         assert "Paris" in await ask(client)
     answered = time.monotonic() - began
     with capsys.disabled():
@@ -146,7 +146,7 @@ async def test_when_the_leaders_pod_stands_still_another_one_leads_and_it_follow
         os.kill(process, signal.SIGCONT)
     await smollm2.until(lambda status: status.get("ready") == "2/2", "the former leader as a follower", within=60)
     assert [each for each in descendants(pod.pid) if b"coordinator_process" in command_line(each.pid)] == []
-    async with client_of(machine) as client:
+    async with await client_of(machine) as client:
         assert {await ask(client) for _ in range(4)} == {"The capital of France is Paris."}
     await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
 
@@ -156,7 +156,7 @@ async def test_the_pods_of_one_copy_find_each_other_and_answer_together(chat: Re
     await spread.apply(yaml.safe_load(OVER_PODS.read_text()))
     status = await spread.until(lambda status: status.get("ready") == "1/1", "both pods of the group", within=120)
     assert (status["groups"][0]["readyPods"], status["groups"][0]["totalPods"]) == (2, 2)
-    async with client_of(machine, spread.name) as client:
+    async with await client_of(machine, spread.name) as client:
         assert await ask(client) == "The capital of France is Paris."
     await spread.kubectl("delete", "mi", spread.name, "--timeout=60s")
     await spread.until_gone("pods", "services", "secrets", within=90)

@@ -62,9 +62,12 @@ class ProcessNode(PlayedNode):
     async def close(self) -> None:
         await self.processes.close(grace_seconds=10)
 
-    def service_address(self, name: str) -> str | None:
-        """Where the Service's ports are forwarded to its pods."""
-        return self.processes.network.service_address(self.namespace, name)
+    async def service_address(self, name: str) -> str:
+        """Where the Service's ports are forwarded to its pods. It may be younger than the last pod."""
+        await self._learn()
+        address = self.processes.network.service_address(self.namespace, name)
+        assert address is not None, f"there is no Service {name}"
+        return address
 
     def _read_secret(self, _namespace: str, name: str) -> Mapping[str, str]:
         return self._secrets[name]
