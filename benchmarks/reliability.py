@@ -27,9 +27,9 @@ from cluster_support import binaries  # noqa: E402
 from cluster_support.errors import ClusterSupportError  # noqa: E402
 from cluster_support.helm import find_helm  # noqa: E402
 from cluster_support.progress import say_at_once  # noqa: E402
-from node_support import images, requirements, tools  # noqa: E402
-from node_support.node import Node  # noqa: E402
-from node_support.stage import Images, Stage  # noqa: E402
+from node_support import requirements  # noqa: E402
+from node_support.prepared import BUILT, Prepared  # noqa: E402
+from node_support.stage import Stage  # noqa: E402
 
 from chaos import faults, load, table  # noqa: E402
 from chaos.site import Site  # noqa: E402
@@ -80,16 +80,12 @@ def main() -> int:
         parser.error(f"hurts a node of its own; {source} was given: unset it")
     if missing := requirements.why_not(source):
         parser.error(f"no real node here: {missing}")
-    programs = tools.find_or_fetch(os.environ, say_at_once)
-    archives = images.build(os.environ, say_at_once, programs)
+    prepared = Prepared(source, os.environ, say_at_once)
     with (
         tempfile.TemporaryDirectory() as name,
-        Node(source, binaries.find_kubectl(os.environ), _made(Path(name, "node")), programs) as node,
+        prepared.node(binaries.find_kubectl(os.environ), _made(Path(name, "node"))) as node,
     ):
-        for image in (images.PAUSE, images.OPERATOR, images.SMOLLM2):
-            node.import_image(archives / image.archive)
-        used = Images(images.OPERATOR.name, images.SMOLLM2.name)
-        stage = Stage(node, used, find_helm(os.environ, say_at_once), _made(Path(name, "stage")))
+        stage = Stage(node, BUILT, find_helm(os.environ, say_at_once), _made(Path(name, "stage")))
         stage.install()
         site = Site(node, node.make_namespace(), chosen.replicas)
         site.serve()

@@ -15,12 +15,12 @@ from cluster_support.cluster import wait_until
 from cluster_support.errors import CommandFailedError, NotReadyError
 from cluster_support.processes import GuardedProcess
 from node_support.node import Node
+from node_support.stage import OPERATOR_SELECTOR
 
 ROOT = Path(__file__).parents[2]
 SAMPLE = ROOT / "manifests/samples/smollm2.yaml"
 LOAD = Path(__file__).with_name("load.py")
 LABEL = "inference.megatron.dev"
-OPERATOR_SELECTOR = "app.kubernetes.io/name=megatron-operator"
 CONTAINER = "megatron"
 MEMORY_LIMIT = "2Gi"
 """Of each pod: more than it takes, and little enough for another program in it to reach."""

@@ -9,9 +9,10 @@ from typing import Self
 
 from chart_support.helm import NAMESPACE
 from kubernetes import client, config
+from node_support.stage import OPERATOR_SELECTOR
 from urllib3.exceptions import HTTPError
 
-from chaos.site import OPERATOR_SELECTOR, Site
+from chaos.site import Site
 
 EVERY = 0.3
 LONGEST_CALL = 2.0

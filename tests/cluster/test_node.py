@@ -13,8 +13,8 @@ import pytest
 from cluster_support import binaries
 from cluster_support.cluster import wait_until
 from node_support import images
-from node_support.fixtures import Prepared
 from node_support.leftovers import leftovers
+from node_support.prepared import Prepared
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,21 +11,13 @@ from cluster_support.cluster import Cluster, wait_until
 from cluster_support.errors import ClusterSupportError
 from cluster_support.helm import find_helm
 from cluster_support.progress import Say, say_at_once
-from node_support import images, requirements, tools
+from node_support import requirements
 from node_support.node import Node
+from node_support.prepared import BUILT, Prepared
 from node_support.stage import OPERATOR_VARIABLE, RUNTIME_VARIABLE, Images, Stage
 from operator_support.resource import Resource
 
 PREPARED = pytest.StashKey["Prepared | str"]()
-
-
-class Prepared:
-    """The programs of a node, and the folder of images; made before any test, since that may take minutes."""
-
-    def __init__(self, source: binaries.Binaries, env: Mapping[str, str], say: Say) -> None:
-        self.source = source
-        self.tools = tools.find_or_fetch(env, say)
-        self.images = images.build(env, say, self.tools)
 
 
 def prepare(source: Source | ClusterSupportError, env: Mapping[str, str], say: Say) -> "Prepared | str | None":
@@ -52,10 +44,7 @@ def prepared_node(request: pytest.FixtureRequest) -> Prepared:
 @pytest.fixture(scope="module")
 def own_node(prepared_node: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     """A cluster of one node, with the project's images."""
-    folder = tmp_path_factory.mktemp("node")
-    with Node(prepared_node.source, binaries.find_kubectl(os.environ), folder, prepared_node.tools) as node:
-        for image in (images.PAUSE, images.OPERATOR, images.SMOLLM2):
-            node.import_image(prepared_node.images / image.archive)
+    with prepared_node.node(binaries.find_kubectl(os.environ), tmp_path_factory.mktemp("node")) as node:
         yield node
 
 
@@ -64,7 +53,7 @@ def stage_cluster(request: pytest.FixtureRequest) -> tuple[Cluster, Images]:
     """That of KUBECONFIG with its images, or one of our own."""
     prepared = request.config.stash.get(PREPARED, None)
     if prepared is not None:
-        return request.getfixturevalue("own_node"), Images(images.OPERATOR.name, images.SMOLLM2.name)
+        return request.getfixturevalue("own_node"), BUILT
     cluster = request.getfixturevalue("control_plane")
     chosen = [os.environ.get(name, "") for name in (OPERATOR_VARIABLE, RUNTIME_VARIABLE)]
     if not all(chosen):

@@ -11,6 +11,9 @@ OPERATOR_VARIABLE = "MEGATRON_TEST_OPERATOR_IMAGE"
 RUNTIME_VARIABLE = "MEGATRON_TEST_RUNTIME_IMAGE"
 """Images that the nodes of a given cluster can pull, the latter made by manifests/samples/smollm2.Dockerfile."""
 
+OPERATOR_SELECTOR = "app.kubernetes.io/name=megatron-operator"
+"""Of the operator's pods."""
+
 
 @dataclass(frozen=True)
 class Images:
@@ -53,7 +56,7 @@ class Stage:
 
     def operator_pods(self) -> list[str]:
         """Their names, with those on their way out."""
-        words = ("-n", NAMESPACE, "get", "pods", "-l", "app.kubernetes.io/name=megatron-operator", "-o", "name")
+        words = ("-n", NAMESPACE, "get", "pods", "-l", OPERATOR_SELECTOR, "-o", "name")
         return self.cluster.kubectl(*words).split()
 
     def run_in_pod(self, namespace: str, script: str, *words: str, seconds: float = 100) -> str:

@@ -1,0 +1,34 @@
+"""What a node is made of, and the node itself with the project's images."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster_support import binaries
+from cluster_support.progress import Say
+from node_support import images, tools
+from node_support.node import Node
+from node_support.stage import Images
+
+BUILT = Images(images.OPERATOR.name, images.SMOLLM2.name)
+"""Those that every such node has."""
+
+
+class Prepared:
+    """The programs of a node, and the folder of images; made before anything else, since that may take minutes.
+
+    Raises ClusterSupportError.
+    """
+
+    def __init__(self, source: binaries.Binaries, env: Mapping[str, str], say: Say) -> None:
+        self.source = source
+        self.tools = tools.find_or_fetch(env, say)
+        self.images = images.build(env, say, self.tools)
+
+    @contextmanager
+    def node(self, kubectl: Path, folder: Path) -> Iterator[Node]:
+        """A cluster of one node, which has the images."""
+        with Node(self.source, kubectl, folder, self.tools) as node:
+            for image in (images.PAUSE, images.OPERATOR, images.SMOLLM2):
+                node.import_image(self.images / image.archive)
+            yield node
