@@ -45,6 +45,20 @@ def smollm2(chat: Resource) -> Resource:
     return Resource(chat.cluster, chat.namespace, "smollm2")
 
 
+async def serve(smollm2: Resource) -> None:
+    """Applies the sample; returns when both of its groups are ready."""
+    await smollm2.apply(yaml.safe_load(SAMPLE.read_text()))
+    await smollm2.until(lambda status: status.get("ready") == "2/2", "both replica groups", within=120)
+
+
+def launcher_of(machine: ProcessNode, pod: str) -> int:
+    """Its process, which leads the group of all processes of the pod."""
+    status = machine.processes.status(pod, machine.namespace)
+    assert status is not None
+    assert status.pid is not None
+    return status.pid
+
+
 async def client_of(machine: ProcessNode, name: str = "smollm2") -> openai.AsyncOpenAI:
     """The official client at the address behind the HTTP Service."""
     address = await machine.service_address(name)
@@ -72,8 +86,7 @@ def command_line(pid: int) -> bytes:
 async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
     smollm2: Resource, machine: ProcessNode
 ) -> None:
-    await smollm2.apply(yaml.safe_load(SAMPLE.read_text()))
-    await smollm2.until(lambda status: status.get("ready") == "2/2", "both replica groups", within=120)
+    await serve(smollm2)
     status = await smollm2.until_phase("Running")
     assert status["modelName"] == "smollm2"
     async with await client_of(machine) as client:
@@ -89,11 +102,8 @@ async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
 async def test_when_the_leaders_pod_dies_the_official_client_sees_only_a_delay(
     smollm2: Resource, machine: ProcessNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await smollm2.apply(yaml.safe_load(SAMPLE.read_text()))
-    await smollm2.until(lambda status: status.get("ready") == "2/2", "both replica groups", within=120)
-    leader = machine.processes.status("smollm2-0-0-0", smollm2.namespace)
-    assert leader is not None
-    assert leader.pid is not None
+    await serve(smollm2)
+    leader = launcher_of(machine, "smollm2-0-0-0")
     answered: list[tuple[float, str]] = []
 
     async def ask_on(until: float) -> None:
@@ -105,7 +115,7 @@ async def test_when_the_leaders_pod_dies_the_official_client_sees_only_a_delay(
     killed = time.monotonic() + 3
     asking = [asyncio.create_task(ask_on(killed)) for _ in range(4)]
     await asyncio.sleep(3)
-    os.killpg(leader.pid, signal.SIGKILL)
+    os.killpg(leader, signal.SIGKILL)
     await smollm2.until(lambda status: status["leader"]["pod"] == "smollm2-1-0-0", "the next leader")
     moved = time.monotonic() - killed
     await asyncio.gather(*asking)
@@ -124,14 +134,11 @@ async def test_when_the_leaders_pod_dies_the_official_client_sees_only_a_delay(
 async def test_when_the_leaders_pod_stands_still_another_one_leads_and_it_follows_when_it_goes_on(
     smollm2: Resource, machine: ProcessNode, stopped: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await smollm2.apply(yaml.safe_load(SAMPLE.read_text()))
-    await smollm2.until(lambda status: status.get("ready") == "2/2", "both replica groups", within=120)
-    pod = machine.processes.status("smollm2-0-0-0", smollm2.namespace)
-    assert pod is not None
-    assert pod.pid is not None
-    processes = [pod.pid]
+    await serve(smollm2)
+    leader = launcher_of(machine, "smollm2-0-0-0")
+    processes = [leader]
     if stopped == "everything":
-        processes += [each.pid for each in descendants(pod.pid)]
+        processes += [each.pid for each in descendants(leader)]
     for process in processes:
         os.kill(process, signal.SIGSTOP)
     began = time.monotonic()
@@ -145,7 +152,7 @@ async def test_when_the_leaders_pod_stands_still_another_one_leads_and_it_follow
     for process in processes:
         os.kill(process, signal.SIGCONT)
     await smollm2.until(lambda status: status.get("ready") == "2/2", "the former leader as a follower", within=60)
-    assert [each for each in descendants(pod.pid) if b"coordinator_process" in command_line(each.pid)] == []
+    assert [each for each in descendants(leader) if b"coordinator_process" in command_line(each.pid)] == []
     async with await client_of(machine) as client:
         assert {await ask(client) for _ in range(4)} == {"The capital of France is Paris."}
     await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
