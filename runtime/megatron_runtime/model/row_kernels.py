@@ -71,7 +71,8 @@ def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
                 for channel in range(size):
                     value = widen(inputs[row, channel])
                     total += value * value
-                inverse = np.float32(1) / np.sqrt(total / np.float32(size) + eps)
+                # Rounded once: every row is scaled by it, and in every norm.
+                inverse = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
                 for channel in range(size):
                     scaled = rounded(widen(inputs[row, channel]) * inverse, outputs)
                     outputs[row, channel] = narrowed(widen(weight[channel]) * scaled, outputs)
