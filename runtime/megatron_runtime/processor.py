@@ -5,23 +5,32 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-_NATIVE = {"avx512_bf16", "amx_bf16", "bf16"}
-"""The kernel's names, on x86 and on Arm."""
+BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Matrices of bfloat16 are multiplied by instructions of their own. The kernel's names, on x86 and on Arm."""
+TILES = frozenset({"amx_tile"})
+"""Matrices of narrow numbers are multiplied tile by tile (Intel's AMX)."""
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache
 def has_bfloat16() -> bool:
-    """Whether matrices of bfloat16 are multiplied by instructions of their own, and so faster than those of float32."""
-    return reports_bfloat16(Path("/proc/cpuinfo"))
+    """Whether products of bfloat16 are faster than those of float32."""
+    return reports_any(BFLOAT16, _CPUINFO)
 
 
-def reports_bfloat16(cpuinfo: Path) -> bool:
-    """The same of any file in the format of /proc/cpuinfo; False where there is none."""
+@cache
+def has_tiles() -> bool:
+    """Whether products of bfloat16 or float16 may be made of tiles."""
+    return reports_any(TILES, _CPUINFO)
+
+
+def reports_any(features: frozenset[str], cpuinfo: Path) -> bool:
+    """Whether a file in the format of /proc/cpuinfo names any of them; False where there is no such file."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     return any(
-        name.strip() in {"flags", "Features"} and _NATIVE & set(values.split())
+        name.strip() in {"flags", "Features"} and features & set(values.split())
         for name, _, values in (line.partition(":") for line in lines)
     )

@@ -1,4 +1,4 @@
-"""Which processors compute in bfloat16."""
+"""Which processors compute in bfloat16, and in tiles."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.processor import reports_bfloat16
+from megatron_runtime.processor import BFLOAT16, TILES, reports_any
 
 
 @pytest.mark.parametrize(
-    ("line", "native"),
+    ("line", "native", "tiled"),
     [
-        ("flags\t\t: fpu avx512f avx512_bf16 avx512_vbmi2", True),
-        ("flags\t\t: fpu amx_bf16 amx_tile", True),
-        ("Features\t: fp asimd bf16 i8mm", True),
-        ("flags\t\t: fpu avx2 fma avx512f", False),
-        ("model name\t: a processor with bf16 in its name", False),
-        ("", False),
+        ("flags\t\t: fpu avx512f avx512_bf16 avx512_vbmi2", True, False),
+        ("flags\t\t: fpu amx_bf16 amx_tile", True, True),
+        ("Features\t: fp asimd bf16 i8mm", True, False),
+        ("flags\t\t: fpu avx2 fma avx512f", False, False),
+        ("model name\t: a processor with bf16 and amx_tile in its name", False, False),
+        ("", False, False),
     ],
 )
-def test_the_kernels_flags_tell(line: str, native: bool, tmp_path: Path) -> None:
+def test_the_kernels_flags_tell(line: str, native: bool, tiled: bool, tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbogomips\t: 1\n")
-    assert reports_bfloat16(tmp_path / "cpuinfo") is native
+    assert reports_any(BFLOAT16, tmp_path / "cpuinfo") is native
+    assert reports_any(TILES, tmp_path / "cpuinfo") is tiled
 
 
 def test_where_no_file_tells_there_is_none(tmp_path: Path) -> None:
-    assert reports_bfloat16(tmp_path / "missing") is False
+    assert reports_any(BFLOAT16, tmp_path / "missing") is False

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.layers import Linear
+from megatron_runtime.processor import has_tiles
+
+_TILED_ROWS = 32
+"""So many rows, or fewer, oneDNN's kernels of tiles (AMX) add up in one order; beyond, the order depends on how many
+there are, and on the matrix. Long prompts give up a part of the tiles' speed for it."""
 
 
 class PackedLinear(nn.Module):
@@ -16,6 +21,7 @@ class PackedLinear(nn.Module):
         # No parameter: modules move and copy theirs in ways that an opaque layout doesn't know.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._most_rows = _TILED_ROWS if weight.dtype is not torch.float32 and has_tiles() else None
 
     @property
     def weight(self) -> Tensor:
@@ -25,14 +31,17 @@ class PackedLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[T, in] to [T, out]; the bits of a row do not depend on the others."""
-        if len(inputs) == 1:
-            # For a single row oneDNN has a kernel that adds in another order; its bits must not depend on company.
-            return self._multiply(inputs.expand(2, -1).contiguous())[:1]
-        return self._multiply(inputs)
+        if self._most_rows is None or len(inputs) <= self._most_rows:
+            return self._multiply(inputs)
+        return torch.cat([self._multiply(rows) for rows in torch.split(inputs, self._most_rows)])
 
     def _multiply(self, inputs: Tensor) -> Tensor:
+        count = len(inputs)
+        if count == 1:
+            # For a single row oneDNN has a kernel that adds in another order; its bits must not depend on company.
+            inputs = inputs.expand(2, -1).contiguous()
         outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
-        return outputs
+        return outputs[:count]
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -35,6 +35,22 @@ def test_products_are_those_of_the_plain_matrix(linear: Linear, rows: int) -> No
     torch.testing.assert_close(packed(inputs), linear(inputs))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("width", "height"), [(576, 3072), (2048, 768), (768, 4096), (4096, 1024)])
+def test_a_row_s_bits_depend_on_no_other_row(width: int, height: int, dtype: torch.dtype) -> None:
+    if not can_pack(dtype, CPU):
+        pytest.skip(f"this processor has no kernels for {dtype}")
+    torch.manual_seed(0)
+    packed = PackedLinear(torch.randn(height, width, dtype=dtype) * 0.1)
+    inputs = torch.randn(200, width, dtype=dtype)
+    alone = torch.cat([packed(row[None]) for row in inputs[:40]])
+    for rows in (2, 31, 32, 33, 34, 65, 128, 200):
+        together = packed(inputs[:rows])
+        assert together.shape == (rows, height)
+        assert torch.equal(together[:40], alone[:rows]), rows
+
+
 def test_the_plain_matrix_can_be_had_back_bit_for_bit(linear: Linear) -> None:
     assert torch.equal(PackedLinear(linear.weight).weight, linear.weight)
 
