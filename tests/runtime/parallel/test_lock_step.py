@@ -18,6 +18,7 @@ from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.lone_rank import LoneRank
 
 TENSOR, PIPELINE, BOTH = ParallelSizes(tensor=2), ParallelSizes(pipeline=2), ParallelSizes(tensor=2, pipeline=2)
+TENSOR_4 = ParallelSizes(tensor=4)
 EXPERT_2, EXPERT_4 = ParallelSizes(tensor=2, expert=2), ParallelSizes(tensor=4, expert=4)
 
 
@@ -40,7 +41,11 @@ def alone(path: Path) -> list[Any]:
     return lock_step_scenarios.serve(lock_step_scenarios.build(path))
 
 
-@pytest.mark.parametrize(("sizes", "mode"), [(TENSOR, "offload"), (PIPELINE, "recompute"), (BOTH, "persist")], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "mode"),
+    [(TENSOR, "offload"), (TENSOR_4, "recompute"), (PIPELINE, "recompute"), (BOTH, "persist")],
+    ids=str,
+)
 def test_ranks_answer_as_one_does_through_eviction_pause_and_suspension(
     tiny: Path, sizes: ParallelSizes, mode: str
 ) -> None:

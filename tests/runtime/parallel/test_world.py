@@ -85,9 +85,9 @@ def test_all_copies_answer_through_the_coordinator_as_one_rank_does(
     [
         (3, ParallelSizes(), 0, "persist"),
         (8, BOTH, 0, "recompute"),
-        (4, ParallelSizes(tensor=2, expert=2), 4, "offload"),
+        (8, ParallelSizes(tensor=2, pipeline=2, expert=2), 4, "offload"),
     ],
-    ids=["data 3", "tensor 2, pipeline 2, data 2", "expert 2, data 2"],
+    ids=["data 3", "tensor 2, pipeline 2, data 2", "tensor 2, pipeline 2, expert 2, data 2"],
 )
 def test_copies_answer_alike_through_eviction_pause_and_suspension(
     world_size: int, sizes: ParallelSizes, experts: int, mode: str, tmp_path: Path
