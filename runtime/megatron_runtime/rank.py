@@ -114,7 +114,18 @@ def _choose_device(link: ParentLink) -> torch.device:
 
     if link.options["engine"]["device"] == "cpu":
         return torch.device("cpu")
-    device = torch.device("cuda", link.options["local_rank"])
+    if torch.version.cuda is None:
+        raise ConfigurationError(
+            f"--device cuda: PyTorch {torch.__version__} was built without CUDA; install a build with it, or use "
+            "--device cpu"
+        )
+    index, count = link.options["local_rank"], torch.cuda.device_count()
+    if index >= count:  # on this machine, or at the moment: not bad input
+        raise EngineError(
+            f"--device cuda: each rank takes a GPU of its own, this one number {index} counted from 0, but "
+            f"PyTorch finds {count}; give the pod a GPU for each of its ranks"
+        )
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 

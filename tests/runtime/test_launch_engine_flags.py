@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_runtime import cli, rank
-from megatron_runtime.errors import CheckpointError
+from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import LaunchOptions
@@ -18,7 +18,7 @@ from megatron_runtime.launch.tasks import rank_task
 from megatron_runtime.parallel.lone_rank import LoneRank
 
 FACTS = CheckpointFacts(
-    path="/m", architecture="llama", parameters=1000, longest=512, layers=4, attention_heads=8, kv_heads=2, head_dim=16
+    path="/m", architecture="llama", parameters=1000, longest=512, layers=4, kv_heads=2, head_dim=16
 )
 
 
@@ -76,3 +76,20 @@ def test_weights_are_searched_for_what_is_no_number_when_asked_for(
     with pytest.raises(CheckpointError, match="stop here"):
         rank._build_engine(Link(rank_options(*flags)))  # type: ignore[arg-type]
     assert asked == [checks]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "kind", "words"),
+    [
+        (None, ConfigurationError, r"was built without CUDA; install a build with it, or use --device cpu$"),
+        ("13.0", EngineError, "number 0 counted from 0, but PyTorch finds 0; give the pod a GPU for .*$"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_asked_for_in_words(
+    rank_options: Any, monkeypatch: pytest.MonkeyPatch, built_for: str | None, kind: type[Exception], words: str
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", built_for)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)
+    with pytest.raises(kind, match=f"^--device cuda: .*{words}"):
+        rank._build_engine(Link(rank_options("--device", "cuda")))  # type: ignore[arg-type]

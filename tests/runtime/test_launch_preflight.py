@@ -18,7 +18,7 @@ from megatron_runtime.launch.quantity import format_bytes, parse_bytes
 from megatron_runtime.launch.tasks import compute_environment, first_rank, meeting_place, rank_task, threads_per_rank
 
 FACTS = CheckpointFacts(
-    path="/m", architecture="llama", parameters=1000, longest=512, layers=4, attention_heads=8, kv_heads=2, head_dim=16
+    path="/m", architecture="llama", parameters=1000, longest=512, layers=4, kv_heads=2, head_dim=16
 )
 PER_TOKEN = 2 * 4 * 2 * 16 * 4
 PLENTY = AvailableMemory(2**40, "free on this machine")
@@ -132,12 +132,6 @@ def test_no_room_for_the_weights_is_said_of_the_model(options: LaunchOptions) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"tensor_parallel": 3},
-            "--tensor-parallel 3: does not divide the model's 8 attention heads; use one of 1, 2, 4, 8",
-        ),
-        ({"pipeline_parallel": 5}, "--pipeline-parallel 5: the model has only 4 layers"),
-        ({"expert_parallel": 2}, "--expert-parallel 2: the model has no experts; use --expert-parallel 1"),
         ({"max_sequence_length": 513}, "--max-sequence-length 513: the model was made for 512 tokens"),
         (
             {"kv_cache_bytes": 100},
@@ -155,20 +149,6 @@ def test_what_the_checkpoint_does_not_allow_is_refused(
     with pytest.raises(ConfigurationError) as caught:
         plan_engine(with_engine(options, **changes), FACTS, PLENTY)
     assert str(caught.value).startswith(words)
-
-
-def test_experts_are_divided_over_the_ranks_of_a_layer(options: LaunchOptions) -> None:
-    mixture = replace(FACTS, has_experts=True)
-    with pytest.raises(ConfigurationError, match=r"--expert-parallel 4: .* over its 2 tensor parallel ranks"):
-        plan_engine(with_engine(options, tensor_parallel=2, expert_parallel=4), mixture, PLENTY)
-    plan_engine(with_engine(options, tensor_parallel=4, expert_parallel=2), mixture, PLENTY)
-
-
-def test_key_heads_are_divided_or_repeated_but_not_torn(options: LaunchOptions) -> None:
-    facts = replace(FACTS, attention_heads=12, kv_heads=6)
-    with pytest.raises(ConfigurationError, match="--tensor-parallel 4: neither divides the model's 6 key/value heads"):
-        plan_engine(with_engine(options, tensor_parallel=4), facts, PLENTY)
-    plan_engine(with_engine(options, tensor_parallel=12), facts, PLENTY)
 
 
 def test_a_rank_needs_room_for_its_part_alone(options: LaunchOptions) -> None:

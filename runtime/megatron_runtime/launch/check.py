@@ -22,7 +22,7 @@ async def check_everything(options: LaunchOptions) -> str:
         if identity.api_keys_file is not None:
             ApiKeys(identity.api_keys_file)
     bind_control(options).close()
-    facts = await inspect_source(options.model)
+    facts = await inspect_source(options.model, options.engine)
     available = available_memory()
     plan = plan_engine(options, facts, available)
     return (

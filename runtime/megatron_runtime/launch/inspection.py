@@ -9,7 +9,7 @@ from typing import Any
 from megatron_runtime.errors import CheckpointError, ConfigurationError, MegatronInferenceError
 from megatron_runtime.launch.child import Child, ChildTask, Report
 from megatron_runtime.launch.keeper import ChildEnd, error_report
-from megatron_runtime.launch.options import ModelSource
+from megatron_runtime.launch.options import EngineOptions, ModelSource
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
 
 
@@ -22,25 +22,25 @@ class CheckpointFacts:
     parameters: int
     longest: int
     layers: int
-    attention_heads: int
     kv_heads: int
     head_dim: int
     tied_head_parameters: int = 0
     """Of the parameters, those of a head that is the embedding; a CPU holds them twice."""
-    has_experts: bool = False
 
 
-async def inspect_source(source: ModelSource) -> CheckpointFacts:
+async def inspect_source(source: ModelSource, engine: EngineOptions) -> CheckpointFacts:
     """Fetches the checkpoint if need be and reads its metadata. Cancelled, it ends its process.
 
     Raises:
         CheckpointError: It can't be served; the message says why.
+        ConfigurationError: Nor can it be from there, or not by so many ranks; the message begins with the flag.
     """
     found: list[Report] = []
     options = {
         "path": None if source.path is None else str(source.path),
         "hf_repo": source.hf_repo,
         "hf_revision": source.hf_revision,
+        "parallel_sizes": engine.parallel_sizes,
     }
     task = ChildTask(role="inspection", module="megatron_runtime.launch.inspection", options=options)
     child = Child(task, found.append)
@@ -53,9 +53,10 @@ async def inspect_source(source: ModelSource) -> CheckpointFacts:
     error = next((report["error"] for report in found if "error" in report), None)
     facts = next((report["checkpoint"] for report in found if "checkpoint" in report), None)
     if facts is None:
-        end = ChildEnd(task.role, code, tuple(child.tail), error)
+        flags = {name: f"--{name}-parallel" for name in engine.parallel_sizes}
+        flag = flags.get((error or {}).get("field", ""), source.flag)
         kind = ConfigurationError if error is not None and error["reason"] == "ConfigurationError" else CheckpointError
-        raise kind(f"{source.flag}: {end.message}")
+        raise kind(f"{flag}: {ChildEnd(task.role, code, tuple(child.tail), error).message}")
     return CheckpointFacts(**facts)
 
 
@@ -74,22 +75,23 @@ def main() -> None:
 def _inspect(options: dict[str, Any]) -> CheckpointFacts:
     # Here and not above: the launcher imports this module and has no use for torch.
     from megatron_runtime.model.checkpoint import inspect_checkpoint
+    from megatron_runtime.model.shard import Shard
     from megatron_runtime.model.source import resolve_source
+    from megatron_runtime.parallel.layout import ParallelSizes
 
     path = resolve_source(path=options["path"], hf_repo=options["hf_repo"], revision=options["hf_revision"])
     summary = inspect_checkpoint(path)
     config = summary.config
+    Shard(config, ParallelSizes(**options["parallel_sizes"]).position(0))  # raises if the model can't be divided so
     return CheckpointFacts(
         path=str(path),
         architecture=config.architecture,
         parameters=summary.num_parameters,
         longest=config.max_position_embeddings,
         layers=config.num_layers,
-        attention_heads=config.num_attention_heads,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         tied_head_parameters=config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0,
-        has_experts=config.experts is not None,
     )
 
 

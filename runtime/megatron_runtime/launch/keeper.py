@@ -242,8 +242,9 @@ class ChildLife:
 
 
 def error_report(error: BaseException, reason: str | None = None) -> dict[str, Any]:
-    """An exception as the ``error`` field of a report."""
-    return {"reason": reason or type(error).__name__, "message": str(error)}
+    """An exception as the ``error`` field of a report; with the ``field`` that is wrong, where it names one."""
+    field = getattr(error, "field", None)
+    return {"reason": reason or type(error).__name__, "message": str(error)} | ({"field": field} if field else {})
 
 
 def _how_it_ended(code: int) -> str:

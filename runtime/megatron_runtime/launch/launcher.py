@@ -110,7 +110,7 @@ class Launcher:
 
     async def _start(self) -> None:
         """Looks at the checkpoint, then starts all processes, and says so once the pod is ready."""
-        facts = await inspect_source(self._options.model)
+        facts = await inspect_source(self._options.model, self._options.engine)
         plan = plan_engine(self._options, facts, available_memory())
         logger.info("%s (%s): %s", self._options.model_name, facts.architecture, plan.describe())
         address = self._coordinator_address()

@@ -69,12 +69,8 @@ class EngineOptions:
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
-        """The sizes that a model may be split by, under the flags that ask for them."""
-        return {
-            "--tensor-parallel": self.tensor_parallel,
-            "--pipeline-parallel": self.pipeline_parallel,
-            "--expert-parallel": self.expert_parallel,
-        }
+        """The sizes that a model may be split by, as `ParallelSizes` names them."""
+        return {"tensor": self.tensor_parallel, "pipeline": self.pipeline_parallel, "expert": self.expert_parallel}
 
     @property
     def ranks_per_group(self) -> int:
@@ -215,8 +211,8 @@ class LaunchOptions:
                 raise ConfigurationError(f"{flag} {port}: must be between 0 (any free one) and {HIGHEST_PORT}")
 
     def _check_parallelism(self) -> None:
-        for flag, size in self.engine.parallel_sizes.items():
-            _at_least(flag, size, 1)
+        for name, size in self.engine.parallel_sizes.items():
+            _at_least(f"--{name}-parallel", size, 1)
         ranks = self.engine.ranks_per_group
         if self.group_ranks < 1:
             raise ConfigurationError(

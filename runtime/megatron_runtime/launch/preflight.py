@@ -39,7 +39,6 @@ class EnginePlan:
 def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: AvailableMemory) -> EnginePlan:
     """Raises ConfigurationError naming the flag, its value and the mend."""
     engine = options.engine
-    _check_parallelism(engine, facts)
     if engine.max_sequence_length is not None and engine.max_sequence_length > facts.longest:
         raise ConfigurationError(
             f"--max-sequence-length {engine.max_sequence_length}: the model was made for {facts.longest} tokens; "
@@ -68,35 +67,6 @@ def element_bytes(engine: EngineOptions) -> int:
     if engine.dtype == "auto":
         return 2 if engine.device != "cpu" or has_bfloat16() else 4
     return 4 if engine.dtype == "float32" else 2
-
-
-def _check_parallelism(engine: EngineOptions, facts: CheckpointFacts) -> None:
-    tensor = engine.tensor_parallel
-    if facts.attention_heads % tensor:
-        fitting = [str(size) for size in range(1, facts.attention_heads + 1) if facts.attention_heads % size == 0]
-        raise ConfigurationError(
-            f"--tensor-parallel {tensor}: does not divide the model's {facts.attention_heads} attention heads; "
-            f"use one of {', '.join(fitting)}"
-        )
-    if facts.kv_heads % tensor and tensor % facts.kv_heads:
-        raise ConfigurationError(
-            f"--tensor-parallel {tensor}: neither divides the model's {facts.kv_heads} key/value heads nor is a "
-            "multiple of them"
-        )
-    if engine.pipeline_parallel > facts.layers:
-        raise ConfigurationError(
-            f"--pipeline-parallel {engine.pipeline_parallel}: the model has only {facts.layers} layers; use "
-            "fewer stages"
-        )
-    if engine.expert_parallel > 1 and not facts.has_experts:
-        raise ConfigurationError(
-            f"--expert-parallel {engine.expert_parallel}: the model has no experts; use --expert-parallel 1"
-        )
-    if tensor % engine.expert_parallel:
-        raise ConfigurationError(
-            f"--expert-parallel {engine.expert_parallel}: a layer's experts are divided over its {tensor} tensor "
-            "parallel ranks; use a size that divides --tensor-parallel"
-        )
 
 
 def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, share: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -145,9 +146,20 @@ def test_too_little_memory_is_refused(start_pod: StartPod, smollm2_path: Path) -
     assert "ask for a smaller cache" in message
 
 
-def test_tensor_parallelism_that_does_not_divide_the_heads_is_refused(start_pod: StartPod, smollm2_path: Path) -> None:
-    message = refused(start_pod("--model", str(smollm2_path), "--tensor-parallel", "2"), "InvalidSpec")
-    assert message == "--tensor-parallel 2: does not divide the model's 9 attention heads; use one of 1, 3, 9"
+@pytest.mark.parametrize(
+    ("name", "size", "words"),
+    [
+        ("tensor", 2, "the model has 9 attention heads on 3 key/value heads, .*; use one of 1, 3, 9$"),
+        ("pipeline", 31, "the model has 30 layers; use 30 or less$"),
+        ("expert", 2, "a layer's experts are divided over its 1 tensor parallel ranks; use one of 1, or .*$"),
+    ],
+)
+def test_ranks_that_a_model_cannot_be_divided_over_are_refused(
+    start_pod: StartPod, smollm2_path: Path, name: str, size: int, words: str
+) -> None:
+    flag = f"--{name}-parallel"
+    message = refused(start_pod("--model", str(smollm2_path), flag, str(size)), "InvalidSpec")
+    assert re.match(f"{flag}: {name} parallel size is {size}, but {words}", message), message
 
 
 def test_a_port_that_is_taken_is_refused(start_pod: StartPod, smollm2_path: Path) -> None:
