@@ -36,6 +36,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.ThreadingHTTPServer((os.environ["POD_IP"], 8000), Handler).serve_forever()
 """
 
+WEB = {
+    "metadata": {"name": "web"},
+    "spec": {"selector": {"app": "dummy"}, "ports": [{"port": 8000, "targetPort": "http"}]},
+}
+"""The Service of such pods."""
+
 STUBBORN_PARENT = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -281,11 +287,7 @@ async def test_children_left_by_a_process_that_ended_are_gone_too(pods: ProcessP
 
 
 async def test_a_service_leads_to_the_ready_pod_and_keeps_its_address(pods: ProcessPods, tmp_path: Path) -> None:
-    service = {
-        "metadata": {"name": "web"},
-        "spec": {"selector": {"app": "dummy"}, "ports": [{"port": 8000, "targetPort": "http"}]},
-    }
-    address = await pods.network.apply_service(service)
+    address = await pods.network.apply_service(WEB)
     async with httpx.AsyncClient(trust_env=False) as client:
         with pytest.raises(httpx.TransportError):
             await client.get(f"http://{address}:8000/")
@@ -295,7 +297,27 @@ async def test_a_service_leads_to_the_ready_pod_and_keeps_its_address(pods: Proc
             await until(lambda name=name: pods.status(name).ready, "readiness")
             assert (await client.get(f"http://{address}:8000/", headers={"Connection": "close"})).text == name
             await pods.stop(name)
-    assert await pods.network.apply_service(service) == address
+    assert await pods.network.apply_service(WEB) == address
+
+
+async def test_a_service_that_several_apply_at_once_has_one_address(pods: ProcessPods) -> None:
+    addresses = await asyncio.gather(*(pods.network.apply_service(WEB) for _ in range(3)))
+    assert set(addresses) == {pods.network.service_address("default", "web")}
+
+
+async def test_connections_that_are_open_at_the_end_end_without_a_word(
+    pods: ProcessPods, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "ready").touch()
+    pods.start(web_pod("first", tmp_path / "ready"))
+    await until(lambda: pods.status("first").ready, "readiness")
+    address = await pods.network.apply_service(WEB)
+    reader, writer = await asyncio.open_connection(address, 8000)
+    await until(lambda: pods.network._connections, "the connection to be taken")
+    await pods.network.close()
+    assert await reader.read() == b""
+    writer.close()
+    assert caplog.records == []
 
 
 async def test_names_of_services_and_pods_become_addresses(pods: ProcessPods) -> None:

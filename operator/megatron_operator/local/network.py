@@ -44,6 +44,7 @@ class LoopbackNetwork:
         self._addresses = addresses
         self._endpoints = endpoints
         self._services: dict[tuple[str, str], _Service] = {}
+        self._applying = asyncio.Lock()
         self._pod_addresses: dict[tuple[str, str, str], str] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._turns = itertools.count()
@@ -53,16 +54,17 @@ class LoopbackNetwork:
 
         ``prefer`` is taken when its ports are free. A repeated call changes the selector; ports are fixed at the first.
         """
-        namespace, name = _key(manifest)
-        known = self._services.get((namespace, name))
-        if known is not None:
-            self._services[namespace, name] = _Service(manifest, known.address, known.servers)
-            return known.address
-        ports = manifest["spec"]["ports"]
-        address = self._addresses.take([int(port["port"]) for port in ports], prefer)
-        servers = [await self._listen((namespace, name), address, port) for port in ports]
-        self._services[namespace, name] = _Service(manifest, address, tuple(servers))
-        return address
+        key = _key(manifest)
+        async with self._applying:
+            known = self._services.get(key)
+            if known is not None:
+                self._services[key] = _Service(manifest, known.address, known.servers)
+                return known.address
+            ports = manifest["spec"]["ports"]
+            address = self._addresses.take([int(port["port"]) for port in ports], prefer)
+            servers = [await self._listen(key, address, port) for port in ports]
+            self._services[key] = _Service(manifest, address, tuple(servers))
+            return address
 
     async def close(self) -> None:
         """End all Services and every connection through them."""
@@ -125,8 +127,11 @@ class LoopbackNetwork:
             assert task is not None
             self._connections.add(task)
             try:
-                await self._forward(key, target, reader, writer)
+                # By `close`. Python 3.11 would report it as an error that nobody has handled.
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._forward(key, target, reader, writer)
             finally:
+                writer.transport.abort()
                 self._connections.discard(task)
 
         return await asyncio.start_server(forward, address, int(port["port"]))
@@ -137,18 +142,15 @@ class LoopbackNetwork:
         pod = self._select(key)
         port = None if pod is None else int(target) if str(target).isdigit() else pod.named_ports.get(str(target))
         if pod is None or port is None:
-            writer.transport.abort()
             return
         try:
             there_reader, there_writer = await asyncio.open_connection(pod.address, port)
         except OSError:
-            writer.transport.abort()
             return
         try:
             await asyncio.gather(_copy(reader, there_writer), _copy(there_reader, writer), return_exceptions=True)
         finally:
-            for end in (writer, there_writer):
-                end.transport.abort()
+            there_writer.transport.abort()
 
     def _select(self, key: tuple[str, str]) -> Endpoint | None:
         service = self._services.get(key)
