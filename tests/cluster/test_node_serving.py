@@ -6,6 +6,7 @@ The tests share one release and one resource, and follow each other as a day wit
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,27 @@ def memory_of(resource: Resource) -> int:
     return sum(each["workingSetBytes"] for each in found)
 
 
-@pytest.fixture
-async def client(sample: Resource, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+@asynccontextmanager
+async def client_of(target: str, sample: Resource, folder: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     """The official client, outside of the cluster."""
-    with PortForward(sample.cluster, sample.namespace, f"service/{sample.name}", 8000, tmp_path) as forwarded:
+    with PortForward(sample.cluster, sample.namespace, target, 8000, folder) as forwarded:
         url = f"{forwarded.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=150) as client:
             yield client
+
+
+@pytest.fixture
+async def client(sample: Resource, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Of the Service; behind a port-forward that is one of its pods, whichever kubectl takes."""
+    async with client_of(f"service/{sample.name}", sample, tmp_path) as client:
+        yield client
+
+
+@pytest.fixture
+async def client_of_first_pod(sample: Resource, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    """Of a pod that stays when replicas go: a port-forward ends with its pod."""
+    async with client_of(f"pod/{sample.name}-0-0-0", sample, tmp_path) as client:
+        yield client
 
 
 def test_helm_test_passes_with_the_image_of_the_operator(real_stage: Stage) -> None:
@@ -102,14 +117,14 @@ async def test_requests_wait_while_paused_and_suspended_and_are_answered_after_k
 
 
 async def test_replicas_come_and_go_under_load_and_every_request_is_answered(
-    sample: Resource, client: openai.AsyncOpenAI
+    sample: Resource, client_of_first_pod: openai.AsyncOpenAI
 ) -> None:
     done = asyncio.Event()
 
     async def keep_asking() -> list[str]:
         answers = []
         while not done.is_set():
-            answers.append(await ask(client, 16, extra_body={"ignore_eos": True}))
+            answers.append(await ask(client_of_first_pod, 16, extra_body={"ignore_eos": True}))
         return answers
 
     async def scale(replicas: int) -> None:
