@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.host_memory import empty_matrix
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -28,7 +29,7 @@ class Embedding(nn.Module):
         self.table = vocabulary_table(shard, dtype)
         self.learned_positions: nn.Parameter | None = None
         if config.learned_positions:
-            self.learned_positions = _table(config.learned_positions, config.hidden_size, dtype)
+            self.learned_positions = empty_matrix(config.learned_positions, config.hidden_size, dtype)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """[T, hidden]."""
@@ -49,8 +50,4 @@ class Embedding(nn.Module):
 
 def vocabulary_table(shard: Shard, dtype: torch.dtype) -> nn.Parameter:
     """Room for this rank's rows of the embedding or the head, [tokens here, hidden]."""
-    return _table(len(shard.vocabulary), shard.config.hidden_size, dtype)
-
-
-def _table(rows: int, hidden_size: int, dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty((rows, hidden_size), dtype=dtype), requires_grad=False)
+    return empty_matrix(len(shard.vocabulary), shard.config.hidden_size, dtype)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.host_memory import empty_matrix
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation
@@ -34,8 +35,8 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = _parameter((out_features, in_features), dtype)
-        self.bias = _parameter((out_features,), dtype) if bias else None
+        self.weight = empty_matrix(out_features, in_features, dtype)
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
@@ -120,7 +121,3 @@ class FeedForward(nn.Module):
             widened = self.activate(widened)
         projected: Tensor = self.down(widened)
         return projected
-
-
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

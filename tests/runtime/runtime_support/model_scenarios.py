@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from runtime_support.group_scenarios import join
 from runtime_support.paged_requests import PagedRequests
+from runtime_support.resident_memory import peak_growth
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import load_model
@@ -77,14 +77,8 @@ def measure_load(rank: int, sizes: ParallelSizes, port: int, small: Path, large:
     """By how many bytes the memory of a rank grows at most while it loads its part, and how many that part has."""
     ranks = join(sizes, rank, port)
     load_model(small, dtype="float32", ranks=ranks)  # what is imported and allocated once
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    model = load_model(large, dtype="float32", ranks=ranks)
-    peak = _resident("VmHWM") - before
-    weights = sum(view.nbytes for view in model.destinations().values())
+    models = []
+    peak = peak_growth(lambda: models.append(load_model(large, dtype="float32", ranks=ranks)))
+    weights = sum(view.nbytes for view in models[0].destinations().values())
     ranks.close()
     return {"peak": peak, "weights": weights}
-
-
-def _resident(name: str) -> int:
-    return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]

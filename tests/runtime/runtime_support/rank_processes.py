@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from megatron_runtime.launch.tasks import compute_environment
+
 PATIENCE = 100.0
-_THREADS = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Threads that a rank doesn't use would spin beside those of the others."""
+_ENVIRONMENT = compute_environment() | {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""As the launcher's ranks have it. Threads that a rank doesn't use would spin beside those of the others."""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "megatron_runtime.apis", "megatron_runtime.model.checkpoint"])
 
@@ -64,7 +66,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]
 def _start_server() -> None:
     """The process that the ranks are forked from, which is where they have their environment from."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in _THREADS.items():
+        for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
         forkserver.ensure_running()
 

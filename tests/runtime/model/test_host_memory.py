@@ -1,0 +1,40 @@
+"""Memory of the host is taken so that it can be given back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from runtime_support.resident_memory import resident_bytes
+
+from megatron_runtime.model.host_memory import empty_matrix, return_freed_memory
+
+COUNT, ROWS, COLUMNS = 64, 256, 1024
+
+
+def test_every_other_matrix_that_is_let_go_leaves_no_hole() -> None:
+    gc.collect()
+    return_freed_memory()
+    before = resident_bytes()
+    matrices = [empty_matrix(ROWS, COLUMNS, torch.float32) for _ in range(COUNT)]
+    for matrix in matrices:
+        matrix.fill_(1.0)
+    size = COUNT * matrices[0].nbytes
+    assert resident_bytes() - before > 0.9 * size
+    del matrices[::2], matrix
+    assert resident_bytes() - before < 0.6 * size
+    assert all(bool((matrix == 1.0).all()) for matrix in matrices)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(0, 5), (5, 0), (1, 1), (3, 7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_has_the_shape_and_type_that_are_asked_for(rows: int, columns: int, dtype: torch.dtype) -> None:
+    matrix = empty_matrix(rows, columns, dtype)
+    assert (matrix.shape, matrix.dtype, matrix.requires_grad) == ((rows, columns), dtype, False)
+    assert matrix.is_contiguous()
+
+
+def test_the_default_device_has_the_matrix() -> None:
+    with torch.device("meta"):
+        assert empty_matrix(2**20, 2**20, torch.float32).device.type == "meta"
