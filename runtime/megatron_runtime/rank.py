@@ -156,10 +156,7 @@ def _join_replica(link: ParentLink) -> Ranks:
 def _sizes(link: ParentLink) -> ParallelSizes:
     from megatron_runtime.parallel.layout import ParallelSizes
 
-    options = link.options["engine"]
-    return ParallelSizes(
-        tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"], expert=options["expert_parallel"]
-    )
+    return ParallelSizes(**link.options["parallel_sizes"])
 
 
 def _inference_config(options: dict[str, Any], ranks: Ranks) -> Any:

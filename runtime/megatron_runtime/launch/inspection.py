@@ -9,7 +9,7 @@ from typing import Any
 from megatron_runtime.errors import CheckpointError, ConfigurationError, MegatronInferenceError
 from megatron_runtime.launch.child import Child, ChildTask, Report
 from megatron_runtime.launch.keeper import ChildEnd, error_report
-from megatron_runtime.launch.options import EngineOptions, ModelSource
+from megatron_runtime.launch.options import EngineOptions, ModelSource, parallel_flag
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
 
 
@@ -53,8 +53,8 @@ async def inspect_source(source: ModelSource, engine: EngineOptions) -> Checkpoi
     error = next((report["error"] for report in found if "error" in report), None)
     facts = next((report["checkpoint"] for report in found if "checkpoint" in report), None)
     if facts is None:
-        flags = {name: f"--{name}-parallel" for name in engine.parallel_sizes}
-        flag = flags.get((error or {}).get("field", ""), source.flag)
+        field = (error or {}).get("field")
+        flag = parallel_flag(field) if field in engine.parallel_sizes else source.flag
         kind = ConfigurationError if error is not None and error["reason"] == "ConfigurationError" else CheckpointError
         raise kind(f"{flag}: {ChildEnd(task.role, code, tuple(child.tail), error).message}")
     return CheckpointFacts(**facts)

@@ -212,7 +212,7 @@ class LaunchOptions:
 
     def _check_parallelism(self) -> None:
         for name, size in self.engine.parallel_sizes.items():
-            _at_least(f"--{name}-parallel", size, 1)
+            _at_least(parallel_flag(name), size, 1)
         ranks = self.engine.ranks_per_group
         if self.group_ranks < 1:
             raise ConfigurationError(
@@ -257,6 +257,11 @@ class LaunchOptions:
                     f"{variable} is not set, but others can reach MEGATRON_BIND_HOST={self.private_host}; "
                     "set it, or bind to a loopback address"
                 )
+
+
+def parallel_flag(name: str) -> str:
+    """What asks for one of `EngineOptions.parallel_sizes`."""
+    return f"--{name}-parallel"
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

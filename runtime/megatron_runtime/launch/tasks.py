@@ -93,6 +93,7 @@ def rank_task(
             "local_rank": rank - first_rank(options),
             "meeting_place": meeting,
             "rendezvous_timeout": options.rendezvous_timeout,
+            "parallel_sizes": options.engine.parallel_sizes,
             "engine": engine,
             "coordinator_address": address,
             "drain_timeout": options.drain_timeout,

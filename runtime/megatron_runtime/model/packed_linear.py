@@ -36,12 +36,11 @@ class PackedLinear(nn.Module):
         return torch.cat([self._multiply(rows) for rows in torch.split(inputs, self._most_rows)])
 
     def _multiply(self, inputs: Tensor) -> Tensor:
-        count = len(inputs)
-        if count == 1:
+        if len(inputs) == 1:
             # For a single row oneDNN has a kernel that adds in another order; its bits must not depend on company.
-            inputs = inputs.expand(2, -1).contiguous()
+            return self._multiply(inputs.expand(2, -1).contiguous())[:1]
         outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
-        return outputs[:count]
+        return outputs
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

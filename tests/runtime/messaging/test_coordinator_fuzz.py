@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from messaging_support.fleet import Fleet, free_port, until
 from messaging_support.malformed import SECRET, Frames, answers, everything
 from messaging_support.stranger import receive, stranger
 from runtime_support.processes import is_alive
+from runtime_support.resident_memory import resident_bytes
 
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
 from megatron_runtime.headers import Headers
@@ -38,12 +38,6 @@ FUZZ = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-
-
-def resident_bytes(pid: int) -> int:
-    """The memory that a process holds."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * 4096
 
 
 class Traffic:

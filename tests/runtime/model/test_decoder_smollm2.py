@@ -64,6 +64,13 @@ def prompt_ids(tokenizer: Tokenizer, prompts: list[str]) -> dict[str, list[int]]
     return {prompt: tokenizer.tokenize(prompt) for prompt in prompts}
 
 
+@pytest.fixture(scope="module")
+def exact_answers(exact_model: LlamaForCausalLM, prompt_ids: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """The exact logits of each prompt."""
+    with torch.inference_mode():
+        return {prompt: exact_logits(exact_model, tokens) for prompt, tokens in prompt_ids.items()}
+
+
 def test_every_weight_is_what_transformers_reads_from_the_same_file(
     decoder: Decoder, reference_model: LlamaForCausalLM
 ) -> None:
@@ -73,26 +80,23 @@ def test_every_weight_is_what_transformers_reads_from_the_same_file(
 
 
 def test_prefill_logits_are_those_of_transformers(
-    decoder: Decoder, prompt_ids: dict[str, list[int]], exact_model: LlamaForCausalLM, paged_requests: Any
+    decoder: Decoder, prompt_ids: dict[str, list[int]], exact_answers: dict[str, torch.Tensor], paged_requests: Any
 ) -> None:
     for prompt, tokens in prompt_ids.items():
         logits = paged_requests(decoder).forward({prompt: tokens})[prompt]
-        torch.testing.assert_close(logits, exact_logits(exact_model, tokens), **CLOSE_PACKED)
+        torch.testing.assert_close(logits, exact_answers[prompt], **CLOSE_PACKED)
 
 
 def test_prefill_logits_of_plain_matrices_are_as_exact_as_transformers_own_in_float32(
     plain_decoder: Decoder,
     prompt_ids: dict[str, list[int]],
-    exact_model: LlamaForCausalLM,
+    exact_answers: dict[str, torch.Tensor],
     reference_model: LlamaForCausalLM,
     paged_requests: Any,
 ) -> None:
     ours, theirs = [], []
     for prompt, tokens in prompt_ids.items():
-        logits, exact = (
-            paged_requests(plain_decoder).forward({prompt: tokens})[prompt],
-            exact_logits(exact_model, tokens),
-        )
+        logits, exact = paged_requests(plain_decoder).forward({prompt: tokens})[prompt], exact_answers[prompt]
         torch.testing.assert_close(logits, exact, **CLOSE_PLAIN)
         ours.append(float((logits - exact).abs().max()))
         theirs.append(float((logits_of(reference_model, tokens) - exact).abs().max()))
@@ -100,10 +104,10 @@ def test_prefill_logits_of_plain_matrices_are_as_exact_as_transformers_own_in_fl
 
 
 def test_prompts_prefilled_together_have_the_logits_they_have_alone(
-    decoder: Decoder, prompt_ids: dict[str, list[int]], exact_model: LlamaForCausalLM, paged_requests: Any
+    decoder: Decoder, prompt_ids: dict[str, list[int]], exact_answers: dict[str, torch.Tensor], paged_requests: Any
 ) -> None:
     for prompt, logits in paged_requests(decoder).forward(prompt_ids).items():
-        torch.testing.assert_close(logits, exact_logits(exact_model, prompt_ids[prompt]), **CLOSE_PACKED)
+        torch.testing.assert_close(logits, exact_answers[prompt], **CLOSE_PACKED)
 
 
 def test_tokens_fed_one_by_one_have_the_logits_they_have_at_once(

@@ -43,16 +43,17 @@ def test_a_rank_peaks_at_its_part_and_one_shard(
 ) -> None:
     large = LARGE | ({"num_local_experts": 4, "intermediate_size": 384} if family == "Mixtral" else {})
     models = {"small": random_model(family), "large": random_model(family, **large)}
-    shard = 0
+    shards = [0]
     for name, model in models.items():
         if form == "gguf":
             write_gguf(tmp_path / name, model)
         else:
             model.save_pretrained(tmp_path / name, max_shard_size=SHARD)
-            shard = max(path.stat().st_size for path in (tmp_path / name).glob("*.safetensors"))
+            shards = [path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")]
+    assert form == "gguf" or len(shards) > 4
     ranks = sizes.ranks_per_replica
     part = 4 * models["large"].num_parameters() / ranks
     paths = (tmp_path / "small", tmp_path / "large")
     for measured in run_ranks(model_scenarios.measure_load, ranks, sizes, free_port(), *paths):
         assert 0.9 * part < measured["weights"] < 1.1 * part
-        assert 0.9 * measured["weights"] < measured["peak"] < measured["weights"] + shard + SLACK
+        assert 0.9 * measured["weights"] < measured["peak"] < measured["weights"] + max(shards) + SLACK

@@ -77,8 +77,7 @@ def measure_load(rank: int, sizes: ParallelSizes, port: int, small: Path, large:
     """By how many bytes the memory of a rank grows at most while it loads its part, and how many that part has."""
     ranks = join(sizes, rank, port)
     load_model(small, dtype="float32", ranks=ranks)  # what is imported and allocated once
-    models = []
-    peak = peak_growth(lambda: models.append(load_model(large, dtype="float32", ranks=ranks)))
-    weights = sum(view.nbytes for view in models[0].destinations().values())
+    model, peak = peak_growth(lambda: load_model(large, dtype="float32", ranks=ranks))
+    weights = sum(view.nbytes for view in model.destinations().values())
     ranks.close()
     return {"peak": peak, "weights": weights}

@@ -6,14 +6,16 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
+_T = TypeVar("_T")
 _SELF = Path("/proc/self")
 _FILE = re.compile(r"^(\w+)-(\w+) r\S+ \w+ \S+ \d+ +/", re.MULTILINE)
 _PIECE = 2**20
 
 
-def peak_growth(do: Callable[[], None]) -> int:
-    """By how many bytes the memory of this process grows at most while it does something.
+def peak_growth(do: Callable[[], _T]) -> tuple[_T, int]:
+    """What comes of it, and by how many bytes the memory of this process grows at most while it is done.
 
     All files that it has mapped, its code above all, count from the start: how much of them is in memory is the
     kernel's choice at any time.
@@ -22,13 +24,13 @@ def peak_growth(do: Callable[[], None]) -> int:
         _bring_in(begin, end)
     before = resident_bytes()
     (_SELF / "clear_refs").write_text("5")  # the peak begins anew
-    do()
-    return _status("VmHWM") - before
+    outcome = do()
+    return outcome, _status("self", "VmHWM") - before
 
 
-def resident_bytes() -> int:
-    """The memory that this process holds now."""
-    return _status("VmRSS")
+def resident_bytes(pid: int | str = "self") -> int:
+    """The memory that a process holds now."""
+    return _status(pid, "VmRSS")
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
@@ -45,5 +47,6 @@ def _bring_in(begin: int, end: int) -> None:
                 memory.read(min(_PIECE, end - place))
 
 
-def _status(name: str) -> int:
-    return int(re.search(rf"{name}:\s+(\d+) kB", (_SELF / "status").read_text())[1]) * 1024  # type: ignore[index]
+def _status(pid: int | str, name: str) -> int:
+    words = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(rf"{name}:\s+(\d+) kB", words)[1]) * 1024  # type: ignore[index]
