@@ -37,12 +37,14 @@ def join_world(
     """
     if device_type == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if not dist.is_initialized() and all(name in os.environ for name in _TORCHRUN):
-        use_interface_towards(os.environ["MASTER_ADDR"])
-        dist.init_process_group("gloo")
     wanted = sizes or ParallelSizes()
     if dist.is_initialized():
         wanted = wanted.filling(dist.get_world_size())
+    elif all(name in os.environ for name in _TORCHRUN):
+        # Before the ranks connect: one that refuses and goes would break the connections of those still at it.
+        wanted = wanted.filling(int(os.environ["WORLD_SIZE"]))
+        use_interface_towards(os.environ["MASTER_ADDR"])
+        dist.init_process_group("gloo")
     return replica_of_world(wanted, device_type=device_type, timeout=timeout)
 
 
