@@ -232,7 +232,8 @@ def test_log_probs_have_the_right_shape_and_values_however_they_came_about(
 
 
 def test_what_can_not_be_drawn_is_not_among_the_likeliest(make_engine: MakeEngine) -> None:
-    params = SamplingParams(top_k=2, num_tokens_to_generate=5, return_log_probs=True, top_n_logprobs=4)
+    five = {"num_tokens_to_generate": 5, "ignore_eos": True}
+    params = SamplingParams(top_k=2, **five, return_log_probs=True, top_n_logprobs=4)
     processed = serve(make_engine(logprobs_mode="processed_logprobs"), params)
     assert [len(top) for top in processed.generated_top_n_logprobs or []] == [2] * 5
     assert [len(top) for top in serve(make_engine(), params).generated_top_n_logprobs or []] == [4] * 5
@@ -248,7 +249,7 @@ def test_several_samples_of_a_prompt_stand_side_by_side_and_can_be_had_alone(mak
             serve(make_engine(), SamplingParams(seed=seed, num_tokens_to_generate=8)).generated_tokens
             == (answers[index])
         )
-    unseeded = make_engine().generate([PROMPT], SamplingParams(n=3, num_tokens_to_generate=8))
+    unseeded = make_engine().generate([PROMPT], SamplingParams(n=3, num_tokens_to_generate=8, ignore_eos=True))
     assert len({tuple(record.merge().generated_tokens) for record in unseeded}) == 3
 
 

@@ -116,7 +116,7 @@ def test_direct_mode_has_no_background_loop(parts: dict[str, Any]) -> None:
 
 
 def test_each_prompt_may_have_its_own_parameters(llm: MegatronLLM) -> None:
-    lengths = [SamplingParams(num_tokens_to_generate=count) for count in (1, 2, 3)]
+    lengths = [SamplingParams(num_tokens_to_generate=count, ignore_eos=True) for count in (1, 2, 3)]
     assert [len(request.generated_tokens) for request in llm.generate(PROMPTS, lengths)] == [1, 2, 3]
     with pytest.raises(ValueError, match="2 entries for 3 prompts"):
         llm.generate(PROMPTS, lengths[:2])

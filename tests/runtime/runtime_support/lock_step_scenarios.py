@@ -120,13 +120,13 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
         said["evictions"] = first.stats().evictions_total
         future = first.add_request(9, [1], SamplingParams(num_tokens_to_generate=1000))
         said["too long"] = future.result(timeout=0).merge().status.name
-        aborted = first.add_request(10, [1, 2], SamplingParams(num_tokens_to_generate=9))
+        aborted = first.add_request(10, [1, 2], SamplingParams(num_tokens_to_generate=9, ignore_eos=True))
         first.step_modern()
         first.abort_request(10)
         said["aborted"] = aborted.result(timeout=0).merge().finish_reason
         known = first.stats().generated_tokens_total
         for request_id in (11, 12):
-            first.add_request(request_id, [request_id], SamplingParams(num_tokens_to_generate=2))
+            first.add_request(request_id, [request_id], SamplingParams(num_tokens_to_generate=2, ignore_eos=True))
         first.step_modern()
         said["tokens of a step"] = first.stats().generated_tokens_total - known
         first.assemble("pause")

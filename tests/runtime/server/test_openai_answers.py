@@ -125,7 +125,8 @@ def test_a_response_goes_on_from_the_items_of_another(shared_pod: Any) -> None:
     items = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
     items += [item.model_dump() for item in first.output]
     items += [{"role": "developer", "content": "Shout."}]
-    again = shared_pod.openai.responses.create(model="chat", input=items, max_output_tokens=3, top_logprobs=2)
+    whole = {"max_output_tokens": 3, "extra_body": {"ignore_eos": True}}
+    again = shared_pod.openai.responses.create(model="chat", input=items, **whole, top_logprobs=2)
     assert again.usage.input_tokens > first.usage.input_tokens
     assert len(again.output[0].content[0].logprobs) == 3
     assert len(again.output[0].content[0].logprobs[0].top_logprobs) == 2
