@@ -76,11 +76,12 @@ class InvalidLogitsError(EngineError):
 
 
 class LostRankError(EngineError):
-    """Ranks of the replica are gone, or did not come in time.
+    """Ranks of the replica are gone, or did not come in time, or to the world.
 
     Args:
         message: Says what was waited for, how long, and who is missing.
-        missing: Those ranks, counted within the replica; empty when all answer, and one is only late.
+        missing: Those ranks, counted within the replica, or the world if it is not complete; empty when all answer,
+            and one is only late.
     """
 
     def __init__(self, message: str, *, missing: Sequence[int] = ()) -> None:

@@ -1,10 +1,11 @@
-"""Where the ranks of a replica meet: a store that its first rank keeps."""
+"""Where ranks meet: those of a replica in a store that its first rank keeps, those of a world in torchrun's."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -43,10 +44,7 @@ class MeetingPlace:
             try:
                 self._server = _serve(host, port)
             except (RuntimeError, OSError) as error:
-                raise ConfigurationError(
-                    f"rendezvous at {host}:{port}: can't listen there ({_first_line(error)}); choose a free port",
-                    field="port",
-                ) from None
+                raise _no_port(host, port, error) from None
         self.port = port if self._server is None else self._server.port
 
     @property
@@ -60,56 +58,104 @@ class MeetingPlace:
 
     def await_all(self, timeout: float) -> Store:
         """Wait until every rank is here; LostRankError names those who aren't after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        store = self._reach(deadline, timeout)
-        missing = self._count(store, deadline) if self._position.is_first else self._hear(store, deadline)
-        if missing:
-            named = ", ".join(f"rank {rank}" for rank in missing)
-            raise LostRankError(
-                f"{self._position}: rendezvous at {self.address}: {named} did not come within {timeout:g} s",
-                missing=missing,
-            )
+        position = self._position
+        meeting = _Meeting(position.rank, position.sizes.ranks_per_replica, str(position), self.address, timeout)
+        store = meeting.reach(lambda patience: self._connect(patience, timeout))
+        meeting.await_all(store)
         return store
 
-    def _count(self, store: Store, deadline: float) -> list[int]:
+    def _connect(self, patience: float, timeout: float) -> Store:
+        client = _client(self._host, self.port, patience)
+        client.set_timeout(timedelta(seconds=timeout))
+        return PrefixStore(self._prefix, client)
+
+
+def meet_world(rank: int, size: int, host: str, port: int, *, timeout: float, is_kept: bool) -> Store:
+    """The store of a world of ``size`` ranks, once all of them have come to it.
+
+    Args:
+        rank: Who this is.
+        size: How many ranks there are.
+        host: Where the store is.
+        port: Where it listens.
+        timeout: Seconds within which all have to come.
+        is_kept: Whether the store is there without rank 0, which opens it otherwise.
+
+    Raises:
+        LostRankError: Ranks didn't come; they are named.
+        ConfigurationError: The port can't be listened at.
+    """
+    meeting = _Meeting(rank, size, f"rank {rank} of the world", f"{host}:{port}", timeout)
+    store: Store
+    if rank == 0 and not is_kept:
+        try:
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        except RuntimeError as error:
+            raise _no_port(host, port, error) from None
+    else:
+        store = meeting.reach(lambda patience: _client(host, port, patience))
+    store.set_timeout(timedelta(seconds=timeout))
+    meeting.await_all(store)
+    return store
+
+
+class _Meeting:
+    """One rank's way into a store, and its wait for the others.
+
+    Args:
+        rank: Who this is.
+        ranks: How many have to come.
+        name: What this one is called in errors.
+        address: Where they meet, for errors.
+        timeout: Seconds from now within which all have to come.
+    """
+
+    def __init__(self, rank: int, ranks: int, name: str, address: str, timeout: float) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._where = f"{name}: rendezvous at {address}"
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+
+    def reach(self, connect: Callable[[float], Store]) -> Store:
+        """What ``connect`` gives, which may take so many seconds, and is tried until the time is over."""
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                return connect(min(max(left, 0.001), _ATTEMPT))
+            except RuntimeError as error:
+                if left <= _PAUSE:
+                    raise LostRankError(
+                        f"{self._where}: rank 0 did not answer within {self._timeout:g} s ({_first_line(error)})",
+                        missing=[0],
+                    ) from None
+                time.sleep(_PAUSE)
+
+    def await_all(self, store: Store) -> None:
+        """Wait until every rank is here; LostRankError names those who aren't when the time is over."""
+        if missing := self._hear(store) if self._rank else self._count(store):
+            named = ", ".join(f"rank {rank}" for rank in missing)
+            raise LostRankError(f"{self._where}: {named} did not come within {self._timeout:g} s", missing=missing)
+
+    def _count(self, store: Store) -> list[int]:
         """The first rank waits for the others, and says who is missing; it is there a while for them to hear it."""
-        others = {rank: _here(rank) for rank in range(1, self._position.sizes.ranks_per_replica)}
+        others = {rank: _here(rank) for rank in range(1, self._ranks)}
         with contextlib.suppress(DistStoreError):
-            store.wait(list(others.values()), _until(deadline))
+            store.wait(list(others.values()), _until(self._deadline))
         missing = [rank for rank, key in others.items() if not store.check([key])]
         store.set(_MISSING, ",".join(map(str, missing)) or _NOBODY)
         if missing:
             time.sleep(_PAUSE)
         return missing
 
-    def _hear(self, store: Store, deadline: float) -> list[int]:
+    def _hear(self, store: Store) -> list[int]:
         try:
-            store.set(_here(self._position.rank), "")
-            store.wait([_MISSING], _until(deadline + _GRACE))
+            store.set(_here(self._rank), "")
+            store.wait([_MISSING], _until(self._deadline + _GRACE))
             found = store.get(_MISSING).decode()
         except RuntimeError:
             return [0]
         return [] if found == _NOBODY else [int(rank) for rank in found.split(",")]
-
-    def _reach(self, deadline: float, timeout: float) -> Store:
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                return self._connect(min(max(left, 0.001), _ATTEMPT), timeout)
-            except RuntimeError as error:
-                if left <= _PAUSE:
-                    raise LostRankError(
-                        f"{self._position}: rendezvous at {self.address}: rank 0 did not answer within {timeout:g} s "
-                        f"({_first_line(error)})",
-                        missing=[0],
-                    ) from None
-                time.sleep(_PAUSE)
-
-    def _connect(self, patience: float, timeout: float) -> Store:
-        limit = timedelta(seconds=patience)
-        client = TCPStore(self._host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
-        client.set_timeout(timedelta(seconds=timeout))
-        return PrefixStore(self._prefix, client)
 
 
 def _serve(host: str, port: int) -> TCPStore:
@@ -119,6 +165,17 @@ def _serve(host: str, port: int) -> TCPStore:
     port = listener.getsockname()[1]
     # The store closes the descriptor when it ends.
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _client(host: str, port: int, patience: float) -> TCPStore:
+    """A connection; RuntimeError when there is none after so many seconds."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
+
+
+def _no_port(host: str, port: int, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"rendezvous at {host}:{port}: can't listen there ({_first_line(error)}); choose a free port", field="port"
+    )
 
 
 def _here(rank: int) -> str:

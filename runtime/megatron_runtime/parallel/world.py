@@ -8,19 +8,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.interface import use_interface_towards
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
+from megatron_runtime.parallel.meeting_place import meet_world
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.rendezvous import replica_of_world
-from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT
+from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TIMEOUT
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join_world(
-    sizes: ParallelSizes | None = None, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT
+    sizes: ParallelSizes | None = None,
+    *,
+    device_type: str = "cpu",
+    timeout: float = COLLECTIVE_TIMEOUT,
+    rendezvous_timeout: float = RENDEZVOUS_TIMEOUT,
 ) -> Ranks:
     """This rank's replica in the world that torchrun started, or that the caller has initialised; for `load_model`.
 
@@ -29,11 +35,12 @@ def join_world(
     Args:
         sizes: How a copy is divided; None means that every rank has a whole one.
         device_type: ``cpu``, or ``cuda``, where torchrun's local rank chooses the device.
-        timeout: Seconds that another rank of the replica may be late.
+        timeout: Seconds that another rank of the replica may be late in anything later.
+        rendezvous_timeout: Seconds within which all ranks have to come to the world that torchrun started.
 
     Raises:
         ConfigurationError: The world has another size than these sizes need, or there is none.
-        LostRankError: Ranks of the replica didn't come; they are named.
+        LostRankError: Ranks of the world or of the replica didn't come; they are named.
     """
     if device_type == "cuda" and "LOCAL_RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -43,9 +50,17 @@ def join_world(
     elif all(name in os.environ for name in _TORCHRUN):
         # Before the ranks connect: one that refuses and goes would break the connections of those still at it.
         wanted = wanted.filling(int(os.environ["WORLD_SIZE"]))
-        use_interface_towards(os.environ["MASTER_ADDR"])
-        dist.init_process_group("gloo")
+        _join_torchrun(rendezvous_timeout)
     return replica_of_world(wanted, device_type=device_type, timeout=timeout)
+
+
+def _join_torchrun(timeout: float) -> None:
+    """As ``init_process_group`` does alone, which takes half an hour to say that somebody is missing, and not who."""
+    rank, size, host, port = (os.environ[name] for name in _TORCHRUN)
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = meet_world(int(rank), int(size), host, int(port), timeout=timeout, is_kept=is_kept)
+    use_interface_towards(host)
+    dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=int(rank), world_size=int(size))
 
 
 @dataclass(frozen=True)

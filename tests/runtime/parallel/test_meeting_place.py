@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from megatron_runtime.errors import ConfigurationError, LostRankError
 from megatron_runtime.parallel.layout import ParallelSizes
-from megatron_runtime.parallel.meeting_place import MeetingPlace
+from megatron_runtime.parallel.meeting_place import MeetingPlace, meet_world
 
 FIRST, SECOND = (ParallelSizes(tensor=2).position_in_replica(rank) for rank in (0, 1))
 
@@ -40,3 +41,5 @@ def test_a_port_that_is_taken_is_named() -> None:
     here = MeetingPlace(FIRST, "127.0.0.1", 0)
     with pytest.raises(ConfigurationError, match=rf"rendezvous at 127\.0\.0\.1:{here.port}: can't listen there"):
         MeetingPlace(FIRST, "127.0.0.1", here.port)
+    with socket.create_server(("", 0)) as taken, pytest.raises(ConfigurationError, match="choose a free port"):
+        meet_world(0, 2, "127.0.0.1", taken.getsockname()[1], timeout=3.0, is_kept=False)

@@ -173,6 +173,15 @@ def test_without_the_primary_rank_no_other_stays(checkpoints: tuple[Path, Path])
     assert "rank 0 (tensor 0, stage 0) is missing" in said[3]["error"]
 
 
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_never_comes_to_the_world_is_named_by_the_others(absent: int) -> None:
+    port = free_port()
+    said = run_ranks(world_scenarios.miss, 3, absent, 3, port)
+    for rank in {0, 1, 2} - {absent}:
+        assert f"rank {rank} of the world: rendezvous at 127.0.0.1:{port}: rank {absent} did not" in said[rank]
+        assert said[rank].endswith(f"; ({absent},)")
+
+
 def test_a_world_that_the_sizes_do_not_fit_is_refused_by_each_rank_before_it_meets_another() -> None:
     (said,) = run_ranks(world_scenarios.refuse, 1, 3, free_port(), TENSOR)
     words = "the world has 3 ranks, but tensor 2 x pipeline 1 take 2 for each copy of the model; start a multiple"

@@ -25,6 +25,7 @@ from megatron_runtime.errors import (
     EngineError,
     InvalidRequestError,
     InvalidStateError,
+    LostRankError,
 )
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.parallel.ranks import Ranks
@@ -37,11 +38,11 @@ STREAMED = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=
 ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True)
 
 
-def enter(rank: int, world_size: int, port: int, sizes: ParallelSizes) -> Ranks:
+def enter(rank: int, world_size: int, port: int, sizes: ParallelSizes, rendezvous_timeout: float = 60.0) -> Ranks:
     """As torchrun starts a process."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    return join_world(sizes, timeout=20.0)
+    return join_world(sizes, timeout=20.0, rendezvous_timeout=rendezvous_timeout)
 
 
 def parts(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
@@ -224,6 +225,17 @@ def _copies(llm: MegatronLLM) -> int:
     assert llm._runtime._client is not None
     state = llm.run_sync(llm._runtime._client.service_state())
     return sum(engine.ready for engine in state.engines)
+
+
+def miss(rank: int, absent: int, world_size: int, port: int) -> str | None:
+    """One of the ranks of a world never comes."""
+    if rank == absent:
+        return None
+    try:
+        enter(rank, world_size, port, ParallelSizes(), rendezvous_timeout=3.0)
+    except LostRankError as error:
+        return f"{error}; {error.missing}"
+    return "nothing"
 
 
 def refuse(rank: int, world_size: int, port: int, sizes: ParallelSizes) -> str:
