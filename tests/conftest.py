@@ -6,6 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A machine may stand still for a while, which is no fault of the code. And a test that fails should have passed before
+# the change: whoever wants other examples every time says --hypothesis-profile=explore.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("repeatable")
 
 
 def cache_folder() -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 import cel
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from planning_support.resources import resource_object
 
@@ -84,7 +84,6 @@ names = st.text(st.sampled_from("az19-.A"), min_size=1, max_size=50)
 
 
 @given(names, specs)
-@settings(deadline=None)
 def test_an_api_server_and_the_operator_refuse_the_same_resources(name: str, spec: dict[str, Any]) -> None:
     obj = resource_object(name=name, **spec)
     by_rules, by_operator = refused_by_rules(obj), refused_by_operator(obj)

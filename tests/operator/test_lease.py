@@ -143,7 +143,7 @@ class Operator:
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.1, 1.0, 4.0, 9.9, 10.1, 16.0])), max_size=200)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STEPS, st.tuples(*[st.floats(-1e6, 1e6)] * 3))
 def test_two_never_hold_it_at_once_however_late_they_are_and_however_wrong_their_clocks(
     steps: list[tuple[int, float]], offsets: tuple[float, ...]

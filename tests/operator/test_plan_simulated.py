@@ -251,7 +251,6 @@ class RandomHistory(RuleBasedStateMachine):
 RandomHistory.TestCase.settings = settings(
     max_examples=300,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

@@ -61,7 +61,7 @@ def step(engine: DynamicInferenceEngine) -> None:
         assert merged.generated_tokens == (expected if merged.succeeded() else expected[:made])
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(
     script=actions(),
     blocks=st.sampled_from([7, 9, 40]),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.engine.likeliest import highest, likeliest
@@ -76,7 +76,6 @@ def test_tokens_that_end_the_answer_are_forbidden_until_there_are_enough() -> No
     ),
     jumps=st.lists(st.integers(0, 200)),
 )
-@settings(deadline=None)
 def test_edits_that_grew_with_the_answer_are_those_made_at_once(
     tokens: list[int], params: SamplingParams, jumps: list[int]
 ) -> None:

@@ -107,7 +107,7 @@ def test_a_flat_distribution_wider_than_the_first_guess_is_cut_right() -> None:
     ),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_row_does_not_depend_on_its_neighbours(rows: list[tuple[float, int, float, float, int]], seed: int) -> None:
     logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(seed)) * 3
     temperature, top_k, top_p, min_p, seeds = zip(*rows, strict=True)

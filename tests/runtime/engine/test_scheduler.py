@@ -69,11 +69,11 @@ class RandomLives(SchedulerLives):
 
 
 TestRandomLives = RandomLives.TestCase
-TestRandomLives.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRandomLives.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=12), st.integers(0, 10))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_oldest_request_advances_in_every_pass(sizes: list[tuple[int, int]], paused_blocks: int) -> None:
     scheduler = scheduler_of(10, paused_blocks=paused_blocks)
     for request_id, (prompt, answer) in enumerate(sizes):

@@ -151,7 +151,7 @@ class RandomSharing(SchedulerLives):
 
 
 TestRandomSharing = RandomSharing.TestCase
-TestRandomSharing.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestRandomSharing.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 def test_a_second_request_begins_after_the_blocks_that_it_shares_with_the_first() -> None:

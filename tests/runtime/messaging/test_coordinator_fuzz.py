@@ -34,7 +34,6 @@ MOST_GROWTH = 48 * 2**20
 FUZZ = settings(
     max_examples=MESSAGES // AT_ONCE,
     phases=[Phase.generate],
-    deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

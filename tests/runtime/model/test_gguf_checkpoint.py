@@ -111,7 +111,7 @@ def test_a_file_cut_anywhere_is_refused_with_words(tmp_path: Path, write_gguf: W
         assert re.search("is no GGUF file|is truncated", complaint(path))
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(st.integers(4, 2500), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_damaged_header_is_refused_with_words_or_does_no_harm(
     edits: list[tuple[int, int]], tmp_path: Path, write_gguf: WriteGguf, model_of_blocks: Any

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -204,7 +204,6 @@ def test_a_sentencepiece_tokenizer_streams_spaces_and_bytes(sentencepiece: Token
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=30))
 def test_any_text_streamed_by_a_sentencepiece_tokenizer_comes_back_whole(text: str, sentencepiece: Tokenizer) -> None:
     ids = sentencepiece.tokenize(text)

@@ -126,7 +126,7 @@ def test_special_tokens_are_streamed_only_when_asked_for(tokenizer: Tokenizer) -
     assert tokenizer.incremental(skip_special_tokens=False).push(ids) == "yes<|im_end|>"
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(min_value=0, max_value=49200), max_size=40))
 def test_any_tokens_streamed_one_by_one_give_the_text_of_them_all(ids: list[int], tokenizer: Tokenizer) -> None:
     stream = tokenizer.incremental()

@@ -57,7 +57,6 @@ def test_no_request_that_fits_the_description_or_not_breaks_the_server(pod: Any)
 
         @settings(
             max_examples=share if operation.body else FEW,
-            deadline=None,
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=list(HealthCheck),
             database=None,
