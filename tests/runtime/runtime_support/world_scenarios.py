@@ -232,7 +232,7 @@ def miss(rank: int, absent: int, world_size: int, port: int) -> str | None:
     if rank == absent:
         return None
     try:
-        enter(rank, world_size, port, ParallelSizes(), rendezvous_timeout=3.0)
+        enter(rank, world_size, port, ParallelSizes(), rendezvous_timeout=6.0)
     except LostRankError as error:
         return f"{error}; {error.missing}"
     return "nothing"
