@@ -65,8 +65,8 @@ class CoordinatedRuntime:
         self._host = host
         self._port = port
         self._prepare_thread = prepare_thread
-        self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32))
         self._group = WorldGroup(world)
+        self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32))
         self._listening: Listening | None = None
         self._client: InferenceClient | None = None
         self._watch: asyncio.Task[None] | None = None

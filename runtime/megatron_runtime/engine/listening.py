@@ -82,11 +82,12 @@ async def listen(
     Raises:
         ConfigurationError: host needs a key, or is not this machine's; or no port to join at.
         CoordinatorError: The coordinator did not start.
-        LostRankError: Other ranks of the replica did not come; they are named.
+        LostRankError: Other ranks did not come; they are named.
     """
     ranks = _ranks_of(engine)
     world = World.current(ranks.position)
     await asyncio.to_thread(ranks.barrier, "listen", LOAD_TIMEOUT)
+    await asyncio.to_thread(world.meet, "listen", LOAD_TIMEOUT)
     host = hostname or (os.environ.get("MASTER_ADDR", "127.0.0.1") if world.size > 1 else "127.0.0.1")
     key = key if key is not None else os.environ.get(KEY_VARIABLE)
     coordinator: KeptCoordinator | None = None

@@ -59,7 +59,8 @@ class MeetingPlace:
     def await_all(self, timeout: float) -> Store:
         """Wait until every rank is here; LostRankError names those who aren't after ``timeout`` seconds."""
         position = self._position
-        meeting = _Meeting(position.rank, position.sizes.ranks_per_replica, str(position), self.address, timeout)
+        where = f"{position}: rendezvous at {self.address}"
+        meeting = Meeting(position.rank, position.sizes.ranks_per_replica, where, timeout)
         store = meeting.reach(lambda patience: self._connect(patience, timeout))
         meeting.await_all(store)
         return store
@@ -85,7 +86,7 @@ def meet_world(rank: int, size: int, host: str, port: int, *, timeout: float, is
         LostRankError: Ranks didn't come; they are named.
         ConfigurationError: The port can't be listened at.
     """
-    meeting = _Meeting(rank, size, f"rank {rank} of the world", f"{host}:{port}", timeout)
+    meeting = Meeting(rank, size, f"rank {rank} of the world: rendezvous at {host}:{port}", timeout)
     store: Store
     if rank == 0 and not is_kept:
         try:
@@ -99,21 +100,20 @@ def meet_world(rank: int, size: int, host: str, port: int, *, timeout: float, is
     return store
 
 
-class _Meeting:
-    """One rank's way into a store, and its wait for the others.
+class Meeting:
+    """One rank's way into a store, and its wait there for the others.
 
     Args:
         rank: Who this is.
         ranks: How many have to come.
-        name: What this one is called in errors.
-        address: Where they meet, for errors.
+        where: Who this is and where they meet: the beginning of errors.
         timeout: Seconds from now within which all have to come.
     """
 
-    def __init__(self, rank: int, ranks: int, name: str, address: str, timeout: float) -> None:
+    def __init__(self, rank: int, ranks: int, where: str, timeout: float) -> None:
         self._rank = rank
         self._ranks = ranks
-        self._where = f"{name}: rendezvous at {address}"
+        self._where = where
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.interface import use_interface_towards
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
-from megatron_runtime.parallel.meeting_place import meet_world
+from megatron_runtime.parallel.meeting_place import Meeting, meet_world
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.rendezvous import replica_of_world
 from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TIMEOUT
 
+_meetings = count()
+"""Tells a meeting from those before it: all ranks come to the same ones, in the same order."""
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -36,7 +39,7 @@ def join_world(
         sizes: How a copy is divided; None means that every rank has a whole one.
         device_type: ``cpu``, or ``cuda``, where torchrun's local rank chooses the device.
         timeout: Seconds that another rank of the replica may be late in anything later.
-        rendezvous_timeout: Seconds within which all ranks have to come to the world that torchrun started.
+        rendezvous_timeout: Seconds within which all ranks of the world have to come.
 
     Raises:
         ConfigurationError: The world has another size than these sizes need, or there is none.
@@ -47,6 +50,7 @@ def join_world(
     wanted = sizes or ParallelSizes()
     if dist.is_initialized():
         wanted = wanted.filling(dist.get_world_size())
+        World(dist.get_rank(), dist.get_world_size()).meet("join_world", rendezvous_timeout)
     elif all(name in os.environ for name in _TORCHRUN):
         # Before the ranks connect: one that refuses and goes would break the connections of those still at it.
         wanted = wanted.filling(int(os.environ["WORLD_SIZE"]))
@@ -55,7 +59,7 @@ def join_world(
 
 
 def _join_torchrun(timeout: float) -> None:
-    """As ``init_process_group`` does alone, which takes half an hour to say that somebody is missing, and not who."""
+    """As ``init_process_group`` does alone, but for naming who is missing, and when."""
     rank, size, host, port = (os.environ[name] for name in _TORCHRUN)
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = meet_world(int(rank), int(size), host, int(port), timeout=timeout, is_kept=is_kept)
@@ -106,8 +110,18 @@ class World:
         """Copies of the model."""
         return self.size // self.ranks_per_replica
 
+    def meet(self, occasion: str, timeout: float) -> None:
+        """Wait until all ranks are here; LostRankError names those who aren't after ``timeout`` seconds.
+
+        Before anything that torch waits for by itself: it takes half an hour, and says how many.
+        """
+        if self.size == 1:
+            return
+        place = PrefixStore(f"meeting/{next(_meetings)}", distributed_c10d._get_default_store())
+        Meeting(self.rank, self.size, f"rank {self.rank} of the world, at {occasion}", timeout).await_all(place)
+
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; all ranks call it."""
+        """Rank 0's value, on every rank; all ranks call it, soon after they have met."""
         if self.size == 1:
             return value
         values = [value]

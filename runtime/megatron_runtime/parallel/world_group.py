@@ -16,14 +16,14 @@ from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr
 from megatron_runtime.errors import LostRankError
 from megatron_runtime.parallel.connections import Listener, break_when_silent, connect, read
 from megatron_runtime.parallel.interface import address_towards
-from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
+from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT, RENDEZVOUS_TIMEOUT
 from megatron_runtime.parallel.world import World
 
 _END = b"."
 
 
 class WorldGroup:
-    """To be made on all ranks of the world at once; without others it does nothing.
+    """To be made on all ranks of the world; without others it does nothing. LostRankError names those who don't come.
 
     Between rank 0 and each other rank there is a connection, whose end says that a process has ended.
     """
@@ -34,6 +34,7 @@ class WorldGroup:
         self._others: list[socket.socket] = []
         self._primary: socket.socket | None = None
         if world.size > 1:
+            world.meet("the start", LOAD_TIMEOUT)
             self._meeting = dist.new_group(backend="gloo")
             self._connect()
 

@@ -182,6 +182,16 @@ def test_a_rank_that_never_comes_to_the_world_is_named_by_the_others(absent: int
         assert said[rank].endswith(f"; ({absent},)")
 
 
+@pytest.mark.parametrize(("occasion", "slow"), [("join_world", 1), ("the start", 0), ("the start", 2)])
+def test_a_rank_that_stays_behind_is_named_by_the_others(
+    occasion: str, slow: int, checkpoints: tuple[Path, Path]
+) -> None:
+    said = run_ranks(world_scenarios.stay_behind, 3, slow, free_port(), occasion, checkpoints[0])
+    for rank in {0, 1, 2} - {slow}:
+        words = f"rank {rank} of the world, at {occasion}: rank {slow} did not come within 4 s"
+        assert said[rank] == f"{words}; ({slow},)"
+
+
 def test_a_world_that_the_sizes_do_not_fit_is_refused_by_each_rank_before_it_meets_another() -> None:
     (said,) = run_ranks(world_scenarios.refuse, 1, 3, free_port(), TENSOR)
     words = "the world has 3 ranks, but tensor 2 x pipeline 1 take 2 for each copy of the model; start a multiple"

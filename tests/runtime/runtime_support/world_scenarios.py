@@ -7,14 +7,18 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from runtime_support import lock_step_scenarios
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ParallelSizes, join_world
 from megatron_runtime.config import InferenceConfig
@@ -28,6 +32,7 @@ from megatron_runtime.errors import (
     LostRankError,
 )
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.parallel import world_group
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -40,9 +45,13 @@ ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=T
 
 def enter(rank: int, world_size: int, port: int, sizes: ParallelSizes, rendezvous_timeout: float = 60.0) -> Ranks:
     """As torchrun starts a process."""
+    _take_place(rank, world_size, port)
+    return join_world(sizes, timeout=20.0, rendezvous_timeout=rendezvous_timeout)
+
+
+def _take_place(rank: int, world_size: int, port: int) -> None:
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    return join_world(sizes, timeout=20.0, rendezvous_timeout=rendezvous_timeout)
 
 
 def parts(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
@@ -235,6 +244,32 @@ def miss(rank: int, absent: int, world_size: int, port: int) -> str | None:
         enter(rank, world_size, port, ParallelSizes(), rendezvous_timeout=6.0)
     except LostRankError as error:
         return f"{error}; {error.missing}"
+    return "nothing"
+
+
+def stay_behind(rank: int, slow: int, port: int, occasion: str, path: Path) -> str | None:
+    """One of three ranks does not come to the next thing to do together as long as the others have patience."""
+    world_group.LOAD_TIMEOUT = 4.0
+    if occasion == "join_world":
+        _take_place(rank, 3, port)
+        dist.init_process_group("gloo")
+        come: Callable[[], object] = partial(join_world, rendezvous_timeout=4.0)
+    else:
+        come = partial(build, path, enter(rank, 3, port, ParallelSizes()), use_coordinator=True)
+    given_up = [f"given up/{other}" for other in range(3) if other != slow]
+    store = distributed_c10d._get_default_store()
+    if rank == slow:
+        store.wait(given_up, timedelta(seconds=60))
+        return None
+    try:
+        come()
+    except LostRankError as error:
+        return f"{error}; {error.missing}"
+    finally:
+        store.set(f"given up/{rank}", "")
+        if rank == 0:  # which has the store
+            store.wait(given_up, timedelta(seconds=60))
+            time.sleep(0.5)
     return "nothing"
 
 
