@@ -24,6 +24,7 @@ from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient, RequestStream
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.refit import READ_TIMEOUT, Weights
+from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.parallel.world import World
 from megatron_runtime.parallel.world_group import WorldGroup
 from megatron_runtime.sampling_params import SamplingParams
@@ -65,6 +66,8 @@ class CoordinatedRuntime:
         self._host = host
         self._port = port
         self._prepare_thread = prepare_thread
+        # Before the world: it is noticed at once that a rank of the same copy has died.
+        engine.controller.model.ranks.barrier("start", LOAD_TIMEOUT)
         self._group = WorldGroup(world)
         self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32))
         self._listening: Listening | None = None

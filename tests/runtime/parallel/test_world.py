@@ -192,6 +192,16 @@ def test_a_rank_that_stays_behind_is_named_by_the_others(
         assert said[rank] == f"{words}; ({slow},)"
 
 
+def test_a_rank_that_dies_before_the_start_is_missed_at_once_by_those_that_share_its_copy(
+    checkpoints: tuple[Path, Path],
+) -> None:
+    (words, seconds), died = run_ranks(world_scenarios.lose_before_start, 2, free_port(), checkpoints[0])
+    assert died is None
+    assert "barrier start" in words
+    assert "rank 1 (tensor 1, stage 0) is missing" in words
+    assert seconds < 11.0
+
+
 def test_a_world_that_the_sizes_do_not_fit_is_refused_by_each_rank_before_it_meets_another() -> None:
     (said,) = run_ranks(world_scenarios.refuse, 1, 3, free_port(), TENSOR)
     words = "the world has 3 ranks, but tensor 2 x pipeline 1 take 2 for each copy of the model; start a multiple"

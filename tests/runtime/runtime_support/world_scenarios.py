@@ -273,6 +273,19 @@ def stay_behind(rank: int, slow: int, port: int, occasion: str, path: Path) -> s
     return "nothing"
 
 
+def lose_before_start(rank: int, port: int, path: Path) -> tuple[str, float]:
+    """One of two ranks that share a copy dies when it has loaded its part."""
+    loaded = parts(path, enter(rank, 2, port, ParallelSizes(tensor=2)))
+    if rank == 1:
+        _die()
+    start = time.monotonic()
+    try:
+        MegatronLLM(**loaded, use_coordinator=True)
+    except LostRankError as error:
+        return str(error), time.monotonic() - start
+    return "nothing", 0.0
+
+
 def refuse(rank: int, world_size: int, port: int, sizes: ParallelSizes) -> str:
     """A world of another size."""
     try:
