@@ -69,7 +69,7 @@ class CoordinatedRuntime:
         # Before the world: it is noticed at once that a rank of the same copy has died.
         engine.controller.model.ranks.barrier("start", LOAD_TIMEOUT)
         self._group = WorldGroup(world)
-        self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32))
+        self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32), "sharing the key")
         self._listening: Listening | None = None
         self._client: InferenceClient | None = None
         self._watch: asyncio.Task[None] | None = None

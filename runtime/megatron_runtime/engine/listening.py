@@ -87,7 +87,6 @@ async def listen(
     ranks = _ranks_of(engine)
     world = World.current(ranks.position)
     await asyncio.to_thread(ranks.barrier, "listen", LOAD_TIMEOUT)
-    await asyncio.to_thread(world.meet, "listen", LOAD_TIMEOUT)
     host = hostname or (os.environ.get("MASTER_ADDR", "127.0.0.1") if world.size > 1 else "127.0.0.1")
     key = key if key is not None else os.environ.get(KEY_VARIABLE)
     coordinator: KeptCoordinator | None = None
@@ -98,10 +97,10 @@ async def listen(
         try:
             coordinator, address = await _launch_coordinator(options, key, lambda: _service_state(loops))
         except Exception as error:
-            await asyncio.to_thread(world.share, (address, str(error)))
+            await asyncio.to_thread(world.share, (address, str(error)), "listen")
             raise
     if launch_coordinator:
-        address, trouble = await asyncio.to_thread(world.share, (address, trouble))
+        address, trouble = await asyncio.to_thread(world.share, (address, trouble), "listen")
     if trouble:
         raise CoordinatorError(f"rank 0 of the world has no coordinator: {trouble}")
     reached = StateJournal()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.interface import use_interface_towards
@@ -17,7 +17,7 @@ from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
 from megatron_runtime.parallel.meeting_place import Meeting, meet_world
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.rendezvous import replica_of_world
-from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TIMEOUT
+from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, LOAD_TIMEOUT, RENDEZVOUS_TIMEOUT
 
 _meetings = count()
 """Tells a meeting from those before it: all ranks come to the same ones, in the same order."""
@@ -110,20 +110,23 @@ class World:
         """Copies of the model."""
         return self.size // self.ranks_per_replica
 
-    def meet(self, occasion: str, timeout: float) -> None:
+    def meet(self, occasion: str, timeout: float) -> Store:
         """Wait until all ranks are here; LostRankError names those who aren't after ``timeout`` seconds.
 
         Before anything that torch waits for by itself: it takes half an hour, and says how many.
+
+        Returns:
+            A store of this meeting's own.
         """
-        if self.size == 1:
-            return
         place = PrefixStore(f"meeting/{next(_meetings)}", distributed_c10d._get_default_store())
         Meeting(self.rank, self.size, f"rank {self.rank} of the world, at {occasion}", timeout).await_all(place)
+        return place
 
-    def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank; all ranks call it, soon after they have met."""
+    def share(self, value: Any, occasion: str) -> Any:
+        """Rank 0's value, on every rank; all ranks call it. LostRankError as by `meet`, in the time to load a model."""
         if self.size == 1:
             return value
+        self.meet(occasion, LOAD_TIMEOUT)
         values = [value]
         dist.broadcast_object_list(values, src=0)
         return values[0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import threading
 from concurrent.futures import Future
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron_runtime.errors import LostRankError
 from megatron_runtime.parallel.connections import Listener, break_when_silent, connect, read
@@ -34,9 +33,9 @@ class WorldGroup:
         self._others: list[socket.socket] = []
         self._primary: socket.socket | None = None
         if world.size > 1:
-            world.meet("the start", LOAD_TIMEOUT)
+            place = world.meet("the start", LOAD_TIMEOUT)
             self._meeting = dist.new_group(backend="gloo")
-            self._connect()
+            self._connect(place)
 
     def meet(self, occasion: str, timeout: float) -> None:
         """Wait until all ranks are here; LostRankError after ``timeout`` seconds, which on rank 0 names who is not."""
@@ -62,8 +61,7 @@ class WorldGroup:
             with contextlib.suppress(OSError), other:
                 other.sendall(_END)
 
-    def _connect(self) -> None:
-        place = PrefixStore(self._world.share(secrets.token_hex(8)), distributed_c10d._get_default_store())
+    def _connect(self, place: Store) -> None:
         if self._world.is_primary:
             towards = os.environ.get("MASTER_ADDR", "127.0.0.1")
             listener = Listener(place, "primary", address_towards(towards) or towards, RENDEZVOUS_TIMEOUT)
