@@ -26,6 +26,7 @@ from megatron_operator.kubernetes.election import Election
 from megatron_operator.kubernetes.fleet import Fleet
 from megatron_operator.kubernetes.lease import LeaseName, Terms
 from megatron_operator.kubernetes.memoryless import NoDiffs, NoProgress
+from megatron_operator.kubernetes.watched_kinds import WatchedKinds
 from megatron_operator.metrics import Meters, MetricsServer
 from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, WATCH_SILENCE_VARIABLE, Settings
 from megatron_operator.world import WorldError
@@ -98,9 +99,16 @@ def run(options: Options, *, verbose: bool) -> None:
     kopf.configure(verbose=verbose)
     namespaces = options.namespaces
     while True:
-        memo = kopf.Memo(options=options)
+        kinds = WatchedKinds()
+        memo = kopf.Memo(options=options, kinds=kinds)
         try:
-            kopf.run(clusterwide=not namespaces, namespaces=namespaces, standalone=True, memo=memo)
+            kopf.run(
+                clusterwide=not namespaces,
+                namespaces=namespaces,
+                standalone=True,
+                insights=kinds.insights,
+                memo=memo,
+            )
         except Exception as error:
             if "fleet" not in memo:
                 raise
@@ -121,7 +129,9 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     memo.metrics_server = MetricsServer(meters)
     if options.metrics_port is not None:
         await memo.metrics_server.start(options.metrics_host, options.metrics_port)
-    memo.api, memo.fleet = api, Fleet(api, Settings.from_environment(), meters)
+    # ``kopf run`` takes no list of kinds from outside: there, one that comes later is watched if kopf finds it itself.
+    kinds: WatchedKinds = memo.get("kinds") or WatchedKinds()
+    memo.api, memo.fleet = api, Fleet(api, Settings.from_environment(), meters, kinds.add)
     if options.lease is None:
         memo.fleet.lead()
         return

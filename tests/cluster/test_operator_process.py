@@ -1,31 +1,16 @@
 """The operator as a program: its rights, its restarts, its metrics, and outages around it."""
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from cluster_support.cluster import Cluster
 from cluster_support.control_plane import ControlPlane
 from cluster_support.errors import CommandFailedError
 from operator_support.fixtures import ACCOUNT, MANIFESTS, SYSTEM
-from operator_support.operator_process import OperatorProcess
+from operator_support.operator_process import OperatorProcess, in_the_place_of
 from operator_support.resource import Resource, manifest
 from operator_support.scripted_node import ScriptedNode
-
-
-@contextlib.contextmanager
-def in_the_place_of(operator: OperatorProcess, other: OperatorProcess) -> Iterator[None]:
-    """Another operator runs for a while: two at a time would serve the same resources."""
-    operator.stop()
-    try:
-        other.start()
-        yield
-    finally:
-        other.stop()
-        operator.start()
 
 
 async def test_an_operator_that_was_away_catches_up(
@@ -93,24 +78,10 @@ async def test_it_runs_under_the_kopf_command_too(
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_role_in_one_namespace_is_enough_to_serve_it(
-    chat: Resource, operator: OperatorProcess, installed: Cluster, tmp_path: Path
-) -> None:
-    await chat.kubectl("create", "serviceaccount", "confined")
-    cluster_role = next(
-        each for each in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()) if each["kind"] == "ClusterRole"
-    )
-    rules = [rule for rule in cluster_role["rules"] if rule["apiGroups"] != ["apiextensions.k8s.io"]]
-    role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "confined"}}
-    await chat.apply({**role, "rules": rules})
-    subject = f"--serviceaccount={chat.namespace}:confined"
-    await chat.kubectl("create", "rolebinding", "confined", "--role=confined", subject)
-    kubeconfig = installed.kubeconfig_for("confined", chat.namespace)
-    other = OperatorProcess(kubeconfig, tmp_path / "operator.log", namespaces=[chat.namespace])
-    with in_the_place_of(operator, other):
-        await chat.create()
-        await chat.until_phase("Running")
-    assert "forbidden" not in other.log.read_text()
+async def test_a_role_in_one_namespace_is_enough_to_serve_it(chat: Resource, confined: OperatorProcess) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    assert "forbidden" not in confined.log.read_text()
 
 
 async def test_an_outage_of_the_api_server_ends_nothing(

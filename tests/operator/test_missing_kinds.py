@@ -34,6 +34,11 @@ class Server:
         return self.known
 
 
+async def nobody_watches(kind: str) -> None:
+    """For tests that make no object of the kind."""
+    raise AssertionError(f"there is no {kind} to be watched")
+
+
 @pytest.fixture
 def server() -> Server:
     return Server()
@@ -43,7 +48,7 @@ def server() -> Server:
 async def kinds(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[MissingKinds]:
     monkeypatch.setattr(missing_kinds, "FIRST_PAUSE", LOOKS)
     monkeypatch.setattr(missing_kinds, "LONGEST_PAUSE", LOOKS)
-    kinds = MissingKinds(cast(ApiServer, server))
+    kinds = MissingKinds(cast(ApiServer, server), nobody_watches)
     yield kinds
     await kinds.close()
 
@@ -114,3 +119,15 @@ async def test_another_thing_that_was_not_found_is_no_missing_kind(kinds: Missin
 async def test_a_definition_that_is_too_old_is_refused_with_the_mend(kinds: MissingKinds) -> None:
     with pytest.raises(ActionRefused, match=r"timeouts: field not declared.*; install the Gateway API, version 1\.2"):
         await kinds.explain("HTTPRoute", UNDECLARED, lambda: None)
+
+
+async def test_a_kind_that_there_is_an_object_of_is_watched(server: Server) -> None:
+    watched: list[str] = []
+
+    async def watch(kind: str) -> None:
+        watched.append(kind)
+
+    kinds = MissingKinds(cast(ApiServer, server), watch)
+    for kind in ("HTTPRoute", "Service"):
+        await kinds.found(kind)
+    assert watched == ["HTTPRoute"]

@@ -6,7 +6,7 @@ import asyncio
 
 from megatron_operator.engine import connections_to_pods
 from megatron_operator.kubernetes.api_server import ApiServer, Json
-from megatron_operator.kubernetes.missing_kinds import MissingKinds
+from megatron_operator.kubernetes.missing_kinds import MissingKinds, Watch
 from megatron_operator.kubernetes.resource_loop import ResourceLoop, Shared
 from megatron_operator.metrics import Meters
 from megatron_operator.settings import Settings
@@ -19,9 +19,10 @@ Key = tuple[str, str]
 class Fleet:
     """One loop for each resource, from the first word of it until it is gone; none before ``lead``."""
 
-    def __init__(self, api: ApiServer, settings: Settings, meters: Meters) -> None:
+    def __init__(self, api: ApiServer, settings: Settings, meters: Meters, watch: Watch) -> None:
+        """``watch`` is told which of the kinds that a cluster may lack are to be watched."""
         slots = asyncio.Semaphore(ROUNDS_AT_A_TIME)
-        self._shared = Shared(api, connections_to_pods(), settings, meters, slots, MissingKinds(api))
+        self._shared = Shared(api, connections_to_pods(), settings, meters, slots, MissingKinds(api, watch))
         self._leading = False
         self._waiting: set[Key] = set()
         """Resources that were seen while another operator acts."""

@@ -1,10 +1,13 @@
-"""Kinds that not every cluster has: once one was missed, a single look now and then serves all who wait for it."""
+"""Kinds that not every cluster has, or not yet.
+
+Once one was missed, a single look now and then serves all who wait for it; and one that is there is watched.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import http
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from megatron_operator.kubernetes.api_server import PATHS, ApiServer, ServerError
 from megatron_operator.world import ActionRefused, KindMissing, WorldError
@@ -23,13 +26,16 @@ UNDECLARED = "field not declared in schema"
 """The API server's words, with status 500, about a field that a definition does not have yet."""
 
 Wake = Callable[[], None]
+Watch = Callable[[str], Awaitable[None]]
 
 
 class MissingKinds:
     """Of one cluster. ``close`` ends the looking."""
 
-    def __init__(self, api: ApiServer) -> None:
+    def __init__(self, api: ApiServer, watch: Watch) -> None:
+        """``watch`` is called with each kind that there is an object of; it may be watched already."""
         self._api = api
+        self._watch = watch
         self._waiting: dict[str, set[Wake]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -54,6 +60,11 @@ class MissingKinds:
             if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._look(), name="looking for missing kinds")
             self.check(kind, wake)
+
+    async def found(self, kind: str) -> None:
+        """There is an object of the kind, whose changes are of interest from now on."""
+        if kind in MENDS:
+            await self._watch(kind)
 
     def forget(self, wake: Wake) -> None:
         """Who is called by ``wake`` waits no more."""

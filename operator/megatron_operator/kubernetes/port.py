@@ -106,6 +106,7 @@ class KubernetesPort:
         found = await asyncio.gather(*(self._api.get(kind, namespace, names.route(name)) for kind in kinds))
         routes: list[Object] = [route for route in found if route is not None]
         self._routes = {route["kind"] for route in routes}
+        await asyncio.gather(*map(self._kinds.found, self._routes))
         return routes
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the port's signature
@@ -169,6 +170,7 @@ class KubernetesPort:
             await self._kinds.explain(kind, error, self._wake)
             raise
         self._applied[names.child_key(manifest)] = _our_fields(applied)
+        await self._kinds.found(kind)
 
     async def _delete_child(self, kind: str, namespace: str, name: str) -> None:
         found = await self._api.get(kind, namespace, name)

@@ -9,7 +9,7 @@ from cluster_support.cluster import Cluster
 from cluster_support.control_plane import ControlPlane
 from operator_support.api import Api
 from operator_support.command_line import CommandLine
-from operator_support.operator_process import OperatorProcess
+from operator_support.operator_process import OperatorProcess, in_the_place_of
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
 
@@ -51,6 +51,26 @@ async def api(control_plane: Cluster) -> AsyncIterator[Api]:
 def chat(installed: Cluster, operator: OperatorProcess, namespace: str) -> Resource:  # noqa: ARG001
     """The resource `chat`, not created yet, in a namespace of its own, with the operator running."""
     return Resource(installed, namespace)
+
+
+@pytest.fixture
+async def confined(
+    chat: Resource, operator: OperatorProcess, installed: Cluster, tmp_path: Path
+) -> AsyncIterator[OperatorProcess]:
+    """The operator, in the place of the one for all namespaces, with a Role in the namespace of ``chat`` alone."""
+    await chat.kubectl("create", "serviceaccount", "confined")
+    cluster_role = next(
+        each for each in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()) if each["kind"] == "ClusterRole"
+    )
+    rules = [rule for rule in cluster_role["rules"] if rule["apiGroups"] != ["apiextensions.k8s.io"]]
+    role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "confined"}}
+    await chat.apply({**role, "rules": rules})
+    subject = f"--serviceaccount={chat.namespace}:confined"
+    await chat.kubectl("create", "rolebinding", "confined", "--role=confined", subject)
+    kubeconfig = installed.kubeconfig_for("confined", chat.namespace)
+    other = OperatorProcess(kubeconfig, tmp_path / "operator.log", namespaces=[chat.namespace])
+    with in_the_place_of(operator, other):
+        yield other
 
 
 @pytest.fixture
