@@ -21,7 +21,7 @@ import kopf
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
-from megatron_operator.kubernetes.api_server import ApiServer
+from megatron_operator.kubernetes.api_server import ApiServer, group_version_plural
 from megatron_operator.kubernetes.election import Election
 from megatron_operator.kubernetes.fleet import Fleet
 from megatron_operator.kubernetes.lease import LeaseName, Terms
@@ -38,13 +38,7 @@ logger = logging.getLogger("megatron_operator")
 PAUSE = 1.0
 """Seconds until the operator begins anew when it ended by itself."""
 OURS = {names.NAME_LABEL: kopf.PRESENT}
-CHILDREN = (
-    ("", "v1", "pods"),
-    ("", "v1", "services"),
-    ("networking.k8s.io", "v1", "networkpolicies"),
-    ("networking.k8s.io", "v1", "ingresses"),
-    ("gateway.networking.k8s.io", "v1", "httproutes"),
-)
+CHILDREN = tuple(map(group_version_plural, ("Pod", "Service", "NetworkPolicy", *names.ROUTE_KINDS)))
 """What is watched beside the resources themselves; Secrets are not: that takes the right to read all."""
 
 
@@ -99,14 +93,14 @@ def run(options: Options, *, verbose: bool) -> None:
     kopf.configure(verbose=verbose)
     namespaces = options.namespaces
     while True:
-        kinds = WatchedKinds()
-        memo = kopf.Memo(options=options, kinds=kinds)
+        watched = WatchedKinds()
+        memo = kopf.Memo(options=options, watched=watched)
         try:
             kopf.run(
                 clusterwide=not namespaces,
                 namespaces=namespaces,
                 standalone=True,
-                insights=kinds.insights,
+                insights=watched.insights,
                 memo=memo,
             )
         except Exception as error:
@@ -130,8 +124,8 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     if options.metrics_port is not None:
         await memo.metrics_server.start(options.metrics_host, options.metrics_port)
     # ``kopf run`` takes no list of kinds from outside: there, one that comes later is watched if kopf finds it itself.
-    kinds: WatchedKinds = memo.get("kinds") or WatchedKinds()
-    memo.api, memo.fleet = api, Fleet(api, Settings.from_environment(), meters, kinds.add)
+    watched: WatchedKinds = memo.get("watched") or WatchedKinds()
+    memo.api, memo.fleet = api, Fleet(api, Settings.from_environment(), meters, watched.add)
     if options.lease is None:
         memo.fleet.lead()
         return

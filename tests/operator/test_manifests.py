@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from megatron_operator.api.parse import parse_resource
-from megatron_operator.kubernetes.api_server import PATHS
+from megatron_operator.kubernetes.api_server import PATHS, group_version_plural
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "megatron-inference"
@@ -50,8 +50,7 @@ def test_the_page_on_security_lists_the_rules_as_they_are() -> None:
 
 @pytest.mark.parametrize("kind", sorted(PATHS))
 def test_whatever_the_operator_talks_about_is_in_its_role(kind: str) -> None:
-    root, plural = PATHS[kind]
-    group = "" if root == "/api/v1" else root.split("/")[2]
+    group, _, plural = group_version_plural(kind)
     granted = {
         (api, resource) for rule in granted_rules() for api in rule["apiGroups"] for resource in rule["resources"]
     }

@@ -259,6 +259,13 @@ def delay_of(status: int, retry_after: str | None) -> float | None:
     return min(float(retry_after), LONGEST_DELAY)
 
 
+def group_version_plural(kind: str) -> tuple[str, str, str]:
+    """The names by which others ask for a kind; the group of the core API is empty."""
+    root, plural = PATHS[kind]
+    _, _, *group, version = root.split("/")
+    return "".join(group), version, plural
+
+
 def path_of(kind: str, namespace: str, name: str = "") -> str:
     """The URL path of an object, or of all objects of the kind in the namespace."""
     root, plural = PATHS[kind]

@@ -9,7 +9,7 @@ import asyncio
 import http
 from collections.abc import Awaitable, Callable
 
-from megatron_operator.kubernetes.api_server import PATHS, ApiServer, ServerError
+from megatron_operator.kubernetes.api_server import ApiServer, ServerError, group_version_plural
 from megatron_operator.world import ActionRefused, KindMissing, WorldError
 
 FIRST_PAUSE = 5.0
@@ -47,7 +47,8 @@ class MissingKinds:
         """Raises KindMissing for a kind that was missed already; ``wake`` is called when the cluster has got it."""
         if kind in self._waiting:
             self._waiting[kind].add(wake)
-            raise KindMissing(f"{kind}: this cluster has no such kind in {_api_version(kind)}; {MENDS[kind]}")
+            group, version, _ = group_version_plural(kind)
+            raise KindMissing(f"{kind}: this cluster has no such kind in {group}/{version}; {MENDS[kind]}")
 
     async def explain(self, kind: str, error: ServerError, wake: Wake) -> None:
         """Raises KindMissing where the error tells that there is no such kind, ActionRefused where it is too old."""
@@ -93,7 +94,3 @@ class MissingKinds:
             return await self._api.knows(kind)
         except WorldError:
             return False
-
-
-def _api_version(kind: str) -> str:
-    return PATHS[kind][0].removeprefix("/apis/")

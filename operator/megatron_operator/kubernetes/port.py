@@ -106,7 +106,9 @@ class KubernetesPort:
         found = await asyncio.gather(*(self._api.get(kind, namespace, names.route(name)) for kind in kinds))
         routes: list[Object] = [route for route in found if route is not None]
         self._routes = {route["kind"] for route in routes}
-        await asyncio.gather(*map(self._kinds.found, self._routes))
+        for kind in self._routes:
+            # Also long after it was made: a look of kopf's that was late to end can have dropped the kind again.
+            await self._kinds.found(kind)
         return routes
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the port's signature

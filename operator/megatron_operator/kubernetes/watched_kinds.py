@@ -9,7 +9,7 @@ from __future__ import annotations
 import kopf
 from kopf._cogs.structs.references import Insights
 
-from megatron_operator.kubernetes.api_server import PATHS
+from megatron_operator.kubernetes.api_server import group_version_plural
 
 
 class WatchedKinds:
@@ -20,9 +20,7 @@ class WatchedKinds:
 
     async def add(self, kind: str) -> None:
         """Watch objects of this kind, which the API server serves, if they are not watched yet."""
-        root, plural = PATHS[kind]
-        group, version = root.removeprefix("/apis/").split("/")
-        resource = kopf.Resource(group, version, plural, kind=kind, namespaced=True)
+        resource = kopf.Resource(*group_version_plural(kind), kind=kind, namespaced=True)
         if resource in self.insights.watched_resources:
             return
         async with self.insights.revised:
