@@ -1,4 +1,7 @@
-"""The definition's CEL rules, evaluated, beside the operator's own: servers before 1.25 know no CEL."""
+"""The definition's CEL rules, evaluated, beside the operator's own.
+
+tests/cluster/test_definition.py has the rules evaluated by an API server; these tests need none.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_support.resources import resource_object
+from planning_support.schema import RULES, SCHEMA, nodes
 
-from megatron_operator.api.crd import crd
 from megatron_operator.api.parse import InvalidResource, parse_resource
 
 Schema = Mapping[str, Any]
-SCHEMA: Schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 TOOLS_OR_REASONING = ["hermes", "mistral", "qwen3", "deepseek_r1"]
 
 
@@ -32,7 +34,7 @@ def defaulted(schema: Schema, value: Any) -> Any:
 
 def broken_rules(schema: Schema, value: Any) -> Iterator[str]:
     """The messages of all rules, of the object and of what it holds, that do not hold."""
-    for rule in schema.get("x-kubernetes-validations", []):
+    for rule in schema.get(RULES, []):
         if not cel.evaluate(rule["rule"], {"self": value}):
             yield rule["message"]
     if isinstance(value, dict):
@@ -81,6 +83,19 @@ specs = st.fixed_dictionaries(
     },
 )
 names = st.text(st.sampled_from("az19-.A"), min_size=1, max_size=50)
+
+
+@pytest.mark.parametrize("path", [path for path, node in nodes(SCHEMA) if "default" in node])
+def test_the_rules_of_a_node_hold_for_its_literal_default(path: str) -> None:
+    """An API server evaluates them on the default as it is written, and refuses the definition when one fails."""
+    node = dict(nodes(SCHEMA))[path]
+    assert list(broken_rules(node, node["default"])) == []
+
+
+def test_a_rule_about_a_field_that_a_default_leaves_out_would_be_found() -> None:
+    parallelism = dict(nodes(SCHEMA))[".spec.parallelism"]
+    with pytest.raises(KeyError, match="tensor"):
+        list(broken_rules(parallelism, {}))
 
 
 @given(names, specs)

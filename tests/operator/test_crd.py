@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +10,13 @@ import jsonschema
 import pytest
 import yaml
 from planning_support.resources import resource_object
+from planning_support.schema import SCHEMA, VERSION, nodes
 
 from megatron_operator.api.crd import DEFINITIONS, REFERENCE, crd, stale_files
 from megatron_operator.api.v1alpha1 import Status
 from megatron_operator.status import as_json
 
 ROOT = Path(__file__).parents[2]
-VERSION = crd()["spec"]["versions"][0]
-SCHEMA = VERSION["schema"]["openAPIV3Schema"]
-
-
-def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema within ``schema``, with its path."""
-    yield path, schema
-    for name, child in schema.get("properties", {}).items():
-        yield from nodes(child, f"{path}.{name}")
-    if "items" in schema:
-        yield from nodes(schema["items"], f"{path}[]")
 
 
 def test_the_generated_files_are_up_to_date() -> None:
@@ -70,16 +60,45 @@ def test_the_schema_takes_a_resource_and_its_status() -> None:
     assert [error.message for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(obj)] == []
 
 
+@pytest.mark.parametrize("size", ["0", "0Gi", "0.0Mi", "00", 0, -1, "-1Gi"])
+def test_the_schema_refuses_a_cache_without_memory(size: str | int) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(resource_object(engine={"kvCacheMemory": size}), SCHEMA)
+
+
+@pytest.mark.parametrize("size", ["1", "0.5Gi", "10Gi", "001", "1.0Mi", 1])
+def test_the_schema_takes_a_cache_with_memory(size: str | int) -> None:
+    jsonschema.validate(resource_object(engine={"kvCacheMemory": size}), SCHEMA)
+
+
+def test_patterns_mean_the_same_in_go_python_and_rust() -> None:
+    r"""Classes such as \w are ASCII in Go, and Unicode elsewhere; `.` and $ differ about line ends."""
+    for path, node in nodes(SCHEMA):
+        pattern = node.get("pattern", "")
+        assert not re.search(r"\\[wWdDsSbB]", pattern), path
+        assert "." not in re.sub(r"\\\.|\[[^\]]*\]", "", pattern), path
+
+
 @pytest.mark.parametrize("spec", [{"replicas": 0}, {"lifecycle": "x"}, {"engine": {"kvCacheMemory": "lots"}}])
 def test_the_schema_refuses_what_the_parser_refuses(spec: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(resource_object(**spec), SCHEMA)
 
 
-def test_an_object_that_may_be_left_out_is_filled_with_its_defaults() -> None:
+def test_an_object_that_may_be_left_out_defaults_to_all_defaults_of_its_fields() -> None:
     engine = SCHEMA["properties"]["spec"]["properties"]["engine"]
-    assert engine["default"] == {}
-    assert engine["properties"]["kvCacheMemory"]["default"] == "1Gi"
+    assert engine["default"]["kvCacheMemory"] == engine["properties"]["kvCacheMemory"]["default"] == "1Gi"
+    for path, node in nodes(SCHEMA):
+        if "properties" in node and "default" in node:
+            fields = {name: each["default"] for name, each in node["properties"].items() if "default" in each}
+            assert node["default"] == fields, path
+
+
+def test_each_default_is_what_the_schema_takes() -> None:
+    defaulted = [(path, node) for path, node in nodes(SCHEMA) if "default" in node]
+    assert len(defaulted) > 30
+    for path, node in defaulted:
+        assert [error.message for error in jsonschema.Draft7Validator(node).iter_errors(node["default"])] == [], path
 
 
 def test_the_status_is_never_filled_in() -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_operator.api.quantity import Duration, Quantity
+from megatron_operator.api.quantity import Duration, MemorySize, Quantity
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("256Mi", 256 * 2**20), ("20Gi", 20 * 2**30), ("1.5G", 1_500_000_000), ("4096", 4096), (4096, 4096), ("0", 0)],
+    [
+        ("256Mi", 256 * 2**20),
+        ("20Gi", 20 * 2**30),
+        ("1.5G", 1_500_000_000),
+        ("4096", 4096),
+        (4096, 4096),
+        ("0", 0),
+        ("0.5", 1),
+    ],
 )
 def test_a_quantity_is_a_number_of_bytes(text: str | int, size: int) -> None:
     assert Quantity(text) == size
@@ -19,7 +27,13 @@ def test_a_quantity_remembers_how_it_was_written() -> None:
     assert Quantity("1.5Gi").text == "1.5Gi"
 
 
-@pytest.mark.parametrize("text", ["lots", "-1Gi", "1 Gi", "1GiB", "1e9Gi", "", True, 1.5, None])
+@pytest.mark.parametrize("text", ["0", "0Gi", "0.0", 0])
+def test_a_size_of_memory_is_more_than_nothing(text: str | int) -> None:
+    with pytest.raises(ValueError, match="must be more than 0"):
+        MemorySize(text)
+
+
+@pytest.mark.parametrize("text", ["lots", "-1Gi", "1 Gi", "1GiB", "1e9Gi", "", True, 1.5, None, 2**63])
 def test_what_is_no_amount_of_memory_is_refused_with_an_example(text: object) -> None:
     with pytest.raises(ValueError, match="like 256Mi or 20Gi"):
         Quantity(text)  # type: ignore[arg-type]

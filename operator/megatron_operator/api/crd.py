@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 def crd() -> dict[str, Any]:
-    """The definition, fit for API servers from v1.20 on; those before v1.25 leave the CEL rules out."""
+    """The definition, for API servers from v1.25 on; older ones take it without its CEL rules alone."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -175,11 +175,15 @@ def _without_null(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
 
 
 def _with_default(node: Schema) -> Schema:
-    """An object that may be left out is filled by the defaults of its fields; empty defaults say nothing."""
+    """An object that may be left out defaults to all defaults of its fields; empty defaults are left out.
+
+    API servers evaluate the CEL rules of a node on its literal default, before they fill in the defaults of its fields.
+    """
     default = node.get("default")
-    fields = node.get("properties", {}).values()
-    if default is not None and any("default" in field for field in fields):
-        return {**node, "default": {}}
+    fields: Mapping[str, Schema] = node.get("properties", {})
+    filled = {name: field["default"] for name, field in fields.items() if "default" in field}
+    if default is not None and filled:
+        return {**node, "default": filled}
     if default in (None, "", [], {}) or fields:
         return {key: value for key, value in node.items() if key != "default"}
     return node

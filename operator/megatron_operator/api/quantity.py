@@ -1,14 +1,14 @@
 """Kubernetes quantities and durations, as they are written in a resource.
 
-``Quantity`` is a number of bytes and ``Duration`` a number of seconds; both remember the text they were made from, so
-that users read again what they wrote.
+``Quantity`` is a number of bytes, ``MemorySize`` a positive one, and ``Duration`` a number of seconds. Each keeps the
+text that it was made from, so that users read again what they wrote.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from decimal import Decimal
+from decimal import ROUND_CEILING, Decimal
 from typing import Any, Self
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
@@ -16,7 +16,11 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
+POSITIVE_QUANTITY_PATTERN = r"^(0*[1-9][0-9]*(\.[0-9]+)?|0+\.0*[1-9][0-9]*)(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$"
 DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+
+INTEGER_BITS = 63
+"""API servers read larger numbers as floating-point ones."""
 
 _BYTES = {
     "": 1,
@@ -69,6 +73,22 @@ class Quantity(int, _Written):
         }
 
 
+class MemorySize(Quantity):
+    """A ``Quantity`` of at least one byte."""
+
+    def __new__(cls, value: str | int) -> Self:
+        """Raises ValueError when ``value`` is no amount of memory, or none at all."""
+        made = super().__new__(cls, value)
+        if made < 1:
+            raise ValueError("must be more than 0; write it like 256Mi or 20Gi")
+        return made
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        whole = super().__get_pydantic_json_schema__(schema, handler)
+        return {**whole, "minimum": 1, "pattern": POSITIVE_QUANTITY_PATTERN}
+
+
 class Duration(float, _Written):
     """A time span in seconds, written like ``90s``, ``2m`` or ``1h30m``."""
 
@@ -86,11 +106,14 @@ class Duration(float, _Written):
 def _bytes(value: str | int) -> int:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ValueError("must be an amount of memory; write it like 256Mi or 20Gi")
+    if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+        raise ValueError("is too large for a number in a resource; write it like 256Mi or 20Gi")
     match = re.fullmatch(QUANTITY_PATTERN[1:-1], str(value))
     if match is None:
         raise ValueError("is no amount of memory; write it like 256Mi or 20Gi (suffixes Ki Mi Gi Ti Pi, k M G T P)")
     suffix = match.group(2) or ""
-    return int(Decimal(str(value).removesuffix(suffix)) * _BYTES[suffix])
+    exact = Decimal(str(value).removesuffix(suffix)) * _BYTES[suffix]
+    return int(exact.to_integral_value(ROUND_CEILING))  # as Kubernetes rounds a part of a byte
 
 
 def _seconds(value: str) -> float:

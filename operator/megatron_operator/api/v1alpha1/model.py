@@ -34,7 +34,7 @@ class SecretKey(Part):
 class HuggingFaceSource(Part):
     """A repository of the Hugging Face hub; it is downloaded when a pod starts."""
 
-    repo: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")]
+    repo: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?$")]
     """Repository, like HuggingFaceTB/SmolLM2-135M-Instruct."""
     revision: Text = "main"
     """Branch, tag or commit."""

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, Strict, model_validator
 
-from megatron_operator.api.quantity import Quantity
+from megatron_operator.api.quantity import MemorySize
 from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, Part, Text, misplaced
 
 Degree = Annotated[Integer, Field(ge=1, le=4096)]
@@ -106,7 +106,7 @@ class Engine(Part):
 
     block_size_tokens: Annotated[Integer, Field(ge=1, le=1024)] = 16
     """Tokens in one block of the KV cache."""
-    kv_cache_memory: Quantity = Quantity("1Gi")
+    kv_cache_memory: MemorySize = MemorySize("1Gi")
     """Memory of each rank for the KV cache, like 256Mi or 20Gi."""
     max_requests: Annotated[Integer, Field(ge=1, le=65536)] = 256
     """Most requests that are computed at the same time; more wait in a queue."""
