@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+HERE = Path(__file__).parent
+if str(HERE) not in sys.path:
+    sys.path.append(str(HERE))  # common_support lies here, and importlib mode puts nothing on the path
 
 # A machine may stand still for a while, which is no fault of the code. And a test that fails should have passed before
 # the change: whoever wants other examples every time says --hypothesis-profile=explore.

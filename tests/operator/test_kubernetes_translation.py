@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from common_support.kubernetes_schemas import check
 
 from megatron_operator.engine import PodReport, RankReport
 from megatron_operator.events import Event, EventType
@@ -242,3 +243,4 @@ def test_an_event_is_about_the_resource_and_not_too_long() -> None:
     assert LONGEST_NOTE - 3 < len(foreign["note"].encode()) <= LONGEST_NOTE
     assert event["regarding"]["uid"] == "u1"
     assert event["metadata"]["name"].startswith("chat.")
+    check(event)

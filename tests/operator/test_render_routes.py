@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import kubernetes_validate
 import pytest
+from common_support.kubernetes_schemas import check
 from planning_support.planning import Planning
 from planning_support.resources import parsed
 
@@ -59,7 +59,7 @@ def test_an_ingress_without_words_leads_every_path_of_every_host_to_the_service(
     service = path["backend"]["service"]
     assert (rule.keys(), path["path"], path["pathType"]) == ({"http"}, "/", "Prefix")
     assert {"name": service["name"], "port": service["port"]["number"]} == backend_of("chat")
-    kubernetes_validate.validate(manifest, "1.37", strict=True)
+    check(manifest)
 
 
 def test_each_field_of_the_ingress_has_its_effect() -> None:
@@ -70,7 +70,7 @@ def test_each_field_of_the_ingress_has_its_effect() -> None:
     assert spec["rules"][0]["host"] == "chat.example.com"
     assert spec["rules"][0]["http"]["paths"][0]["path"] == "/v1"
     assert manifest["metadata"]["annotations"]["nginx.ingress.kubernetes.io/proxy-read-timeout"] == "3600"
-    kubernetes_validate.validate(manifest, "1.37", strict=True)
+    check(manifest)
 
 
 def test_a_route_is_attached_to_its_gateways_and_never_ends_an_answer() -> None:
