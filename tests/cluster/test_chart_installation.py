@@ -80,7 +80,7 @@ def test_resources_and_their_definition_outlive_the_release_and_serve_its_succes
 def test_a_definition_that_was_applied_by_hand_is_taken_over_when_that_is_asked_for(
     release: Release, bare_control_plane: Cluster
 ) -> None:
-    by_hand = release.helm("template", "other", CHART, "--show-only=templates/crd.yaml", "--kube-version=1.20")
+    by_hand = release.helm("template", "other", CHART, "--show-only=templates/crd.yaml")
     bare_control_plane.kubectl("apply", "-f", "-", input=by_hand)
     with pytest.raises(CommandFailedError, match=f"{DEFINITION}.* exists and cannot be imported"):
         release.install()
@@ -117,10 +117,28 @@ def test_a_release_for_some_namespaces_serves_these_and_may_not_look_into_others
             bare_control_plane.kubectl("auth", "can-i", *request, "-n", foreign, kubeconfig=kubeconfig)
 
 
-def test_the_rules_of_the_definition_are_left_out_only_where_the_api_server_knows_none(release: Release) -> None:
-    def rules(version: str) -> int:
-        text = release.helm("template", "any", CHART, "--show-only=templates/crd.yaml", f"--kube-version={version}")
+def test_the_rules_of_the_definition_are_left_out_only_when_a_value_says_so(release: Release) -> None:
+    def rules(*flags: str) -> int:
+        text = release.helm("template", "any", CHART, "--show-only=templates/crd.yaml", *flags)
         return text.count("x-kubernetes-validations")
 
-    assert rules("1.24.17") == 0
-    assert rules("1.25.0") == (CHART / "files" / "crd.yaml").read_text().count("x-kubernetes-validations") > 0
+    assert rules("--set=crds.rules=false") == rules("--set=crds.rules=false", "--kube-version=1.36") == 0
+    in_file = (CHART / "files" / "crd.yaml").read_text().count("x-kubernetes-validations")
+    assert rules() == rules("--kube-version=1.20") == in_file > 0
+
+
+def test_a_release_brings_the_rules_that_the_api_server_enforces(
+    release: Release, bare_control_plane: Cluster, namespace: str
+) -> None:
+    release.install()
+    with pytest.raises(CommandFailedError, match=r"spec\.pods\.ranksPerPod"):
+        bare_control_plane.apply(namespace, manifest(pods={"device": "cpu", "ranksPerPod": 2}))
+
+
+def test_a_release_without_rules_leaves_their_check_to_the_operator(
+    release: Release, bare_control_plane: Cluster, namespace: str
+) -> None:
+    release.install("--set=crds.rules=false")
+    bare_control_plane.apply(namespace, manifest(pods={"device": "cpu", "ranksPerPod": 2}))
+    with release.operator():
+        wait_until(lambda: "ranksPerPod" in str(resource(bare_control_plane, namespace).get("status")), "the refusal")

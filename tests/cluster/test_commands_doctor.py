@@ -14,6 +14,7 @@ import yaml
 from cluster_support.cluster import Cluster
 from operator_support.api import Api, Json
 from operator_support.command_line import CommandLine
+from operator_support.definition import without_rules
 from operator_support.fixtures import MANIFESTS, SYSTEM
 from operator_support.node import PlayedNode, now
 from operator_support.resource import Resource, manifest
@@ -80,9 +81,8 @@ async def test_a_cluster_that_has_everything_is_told_so(deployed: Cluster, typed
     account = f"system:serviceaccount:{SYSTEM}:megatron-operator"
     assert f"{account} may do all that the operator does" in done.out
     assert f"{SYSTEM}/megatron-operator runs as megatron-inference/operator" in done.out
-    server = lines_of(done.out, "API server")[0]
-    assert server.startswith("ok" if deployed.knows_cel else "warn")
-    assert deployed.version in server
+    assert deployed.version in lines_of(done.out, "API server")[0]
+    assert lines_of(done.out, "rules")[0].startswith("ok" if deployed.knows_cel else "warn")
 
 
 async def test_an_operator_that_does_not_start_or_may_not_act_is_found(deployed: Cluster, typed: CommandLine) -> None:
@@ -134,6 +134,18 @@ async def test_what_the_models_of_the_namespace_ask_for_is_looked_for(chat: Reso
     assert "missing  GPUs            no node offers example.com/gpu, which models here ask for" in done.out
     assert "missing  claim weights   does not exist" in done.out
     assert "missing  RuntimeClass    nvidia is asked for by models here; there are: none" in done.out
+
+
+@pytest.mark.usefixtures("own_control_plane")
+async def test_rules_that_the_definition_lacks_are_found_by_a_dry_run(ruled: Cluster, typed: CommandLine) -> None:
+    definition = yaml.safe_load((MANIFESTS / "crd.yaml").read_text())
+    ruled.define(without_rules(definition))
+    try:
+        done = await typed.run("doctor")
+    finally:
+        ruled.define(definition)
+    assert lines_of(done.out, "rules")[0].startswith("warn ")
+    assert lines_of(done.out, "definition")[0].startswith("ok ")
 
 
 async def test_a_namespace_that_is_not_there_is_missing(installed: Cluster) -> None:

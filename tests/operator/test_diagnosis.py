@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from planning_support.schema import SCHEMA, nodes
 
 from megatron_operator.api.crd import crd
+from megatron_operator.api.parse import InvalidResource, parse_resource
 from megatron_operator.commands import diagnosis
 from megatron_operator.commands.diagnosis import Level
 from megatron_operator.commands.doctor import secret_keys
@@ -112,23 +114,41 @@ def test_a_secret_has_to_hold_the_keys_that_models_ask_for(found: Any, level: Le
 
 
 def test_the_definition_of_this_version_is_as_it_should_be() -> None:
-    assert diagnosis.definition(established(), knows_cel=True).level is Level.OK
-    assert diagnosis.definition(None, knows_cel=True).level is Level.MISSING
+    assert diagnosis.definition(established()).level is Level.OK
+    assert diagnosis.definition(None).level is Level.MISSING
 
 
 def test_a_definition_of_another_version_is_told_by_the_first_field_that_differs() -> None:
     other = established()
     schema = other["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     del schema["properties"]["spec"]["properties"]["routing"]["properties"]["alpha"]
-    finding = diagnosis.definition(other, knows_cel=True)
+    finding = diagnosis.definition(other)
     assert (finding.level, finding.words.rpartition(" ")[2]) == (Level.WARN, "spec.routing.alpha")
 
 
+def without_rules(node: Any) -> Any:
+    """A schema as a server stores it that does not know CEL."""
+    if isinstance(node, dict):
+        return {key: without_rules(each) for key, each in node.items() if key != diagnosis.VALIDATIONS}
+    return [without_rules(each) for each in node] if isinstance(node, list) else node
+
+
 def test_rules_that_an_old_server_dropped_are_no_difference() -> None:
-    old = established()
-    old["spec"]["versions"][0]["schema"]["openAPIV3Schema"].pop("x-kubernetes-validations")
-    assert diagnosis.definition(old, knows_cel=False).level is Level.OK
-    assert diagnosis.definition(old, knows_cel=True).level is Level.WARN
+    assert diagnosis.definition(without_rules(established())).level is Level.OK
+
+
+def test_a_single_rule_that_is_missing_is_a_difference() -> None:
+    other = established()
+    other["spec"]["versions"][0]["schema"]["openAPIV3Schema"].pop(diagnosis.VALIDATIONS)
+    assert diagnosis.definition(other).level is Level.WARN
+
+
+def test_the_resource_that_probes_the_rules_breaks_one_rule_and_nothing_else() -> None:
+    with pytest.raises(InvalidResource) as refused:
+        parse_resource(diagnosis.RULE_BREAKER)
+    assert [error.field for error in refused.value.errors] == [diagnosis.BROKEN_RULE.removesuffix(": ")]
+    rules = [rule for _, node in nodes(SCHEMA) for rule in node.get(diagnosis.VALIDATIONS, [])]
+    assert sum(rule["message"].startswith(diagnosis.BROKEN_RULE) for rule in rules) == 1
 
 
 @pytest.mark.parametrize(
@@ -177,9 +197,10 @@ def test_claims_without_a_class_need_a_default_one() -> None:
     assert diagnosis.claim("w", {"status": {"phase": "Bound"}}).level is Level.OK
 
 
-def test_versions_of_clouds_are_read_too() -> None:
-    assert diagnosis.api_server({"gitVersion": "v1.27.3-gke.100", "minor": "27+"}).level is Level.OK
-    assert diagnosis.api_server({"gitVersion": "v1.24.0", "minor": "24"}).level is Level.WARN
+def test_a_server_that_does_not_enforce_the_rules_is_a_warning_whatever_its_version() -> None:
+    assert diagnosis.api_server({"gitVersion": "v1.27.3-gke.100", "minor": "27+"}).words == "v1.27.3-gke.100"
+    assert diagnosis.rules(enforced=True).level is Level.OK
+    assert diagnosis.rules(enforced=False).level is Level.WARN
 
 
 def test_queues_and_levels_are_told_without_judging() -> None:

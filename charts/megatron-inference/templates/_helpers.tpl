@@ -73,7 +73,7 @@ capabilities:
   verbs: [create]
 {{- end -}}
 
-{{- /* Takes the CEL rules out of a schema, in place: API servers before 1.25 refuse them. The operator checks the same. */ -}}
+{{- /* Removes the CEL rules from a schema, in place, for crds.rules=false. The operator checks the same rules. */ -}}
 {{- define "megatron-inference.withoutRules" -}}
 {{- $_ := unset . "x-kubernetes-validations" -}}
 {{- range . -}}

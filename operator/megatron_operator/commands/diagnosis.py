@@ -10,16 +10,22 @@ from typing import Any
 
 from megatron_operator.api.crd import crd
 from megatron_operator.api.quantity import Quantity
-from megatron_operator.api.v1alpha1 import VERSION
+from megatron_operator.api.v1alpha1 import API_VERSION, KIND, VERSION, Device
 from megatron_operator.commands.failure import INSTALL
 from megatron_operator.kubernetes.lease import LeaseName
 from megatron_operator.settings import LEASE_VARIABLE
 
 Object = Mapping[str, Any]
 
-CEL_MINOR = 25
-"""Kubernetes 1.25 is the first that obeys the rules (CEL) of a CustomResourceDefinition."""
 VALIDATIONS = "x-kubernetes-validations"
+BROKEN_RULE = "spec.pods.ranksPerPod: "
+RULE_BREAKER: Object = {
+    "apiVersion": API_VERSION,
+    "kind": KIND,
+    "metadata": {"name": "doctor"},
+    "spec": {"model": {"source": {"path": "/"}}, "pods": {"device": Device.CPU.value, "ranksPerPod": 2}},
+}
+"""A resource that breaks no part of the schema but the rule whose message begins with BROKEN_RULE."""
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 ENFORCED = "pod-security.kubernetes.io/enforce"
 
@@ -44,21 +50,23 @@ class Finding:
 
 
 def api_server(version: Object) -> Finding:
-    """Whether it obeys the rules of the definition."""
-    name = str(version.get("gitVersion"))
-    if minor_of(version) >= CEL_MINOR:
-        return Finding(Level.OK, "API server", f"{name}, which checks the rules (CEL) at kubectl apply")
-    words = f"{name} knows no CEL: what breaks a rule is accepted, and then refused by the operator in a condition"
-    return Finding(Level.WARN, "API server", words, "Kubernetes 1.25 or newer refuses it at kubectl apply")
+    """The version of Kubernetes."""
+    return Finding(Level.OK, "API server", str(version.get("gitVersion")))
 
 
-def minor_of(version: Object) -> int:
-    """The minor version; some clouds write it as 27+."""
-    return int("".join(each for each in str(version.get("minor")) if each.isdigit()) or 0)
+def rules(*, enforced: bool) -> Finding:
+    """Whether the API server enforces the rules (CEL) of the definition."""
+    if enforced:
+        return Finding(Level.OK, "rules", "kubectl apply refuses a resource that breaks a rule (CEL) of the definition")
+    words = "kubectl apply accepts a resource that breaks a rule (CEL), and the operator refuses it in a condition"
+    return Finding(Level.WARN, "rules", words, f"Kubernetes 1.25 or newer enforces the rules; {INSTALL}")
 
 
-def definition(found: Object | None, *, knows_cel: bool) -> Finding:
-    """Whether the kind is defined, and by the schema of this version."""
+def definition(found: Object | None) -> Finding:
+    """Whether the kind is defined, and by the schema of this version.
+
+    A definition without any rule is no difference: `rules` says what follows from that.
+    """
     subject = "definition"
     if found is None:
         return Finding(Level.MISSING, subject, "MegatronInference is not defined", INSTALL)
@@ -72,8 +80,8 @@ def definition(found: Object | None, *, knows_cel: bool) -> Finding:
     if not served:
         return Finding(Level.MISSING, subject, f"version {VERSION} is not served", INSTALL)
     ours, theirs = crd()["spec"]["versions"][0]["schema"], served[0].get("schema")
-    if not knows_cel:
-        ours, theirs = _without_rules(ours), _without_rules(theirs)
+    if theirs == _without_rules(theirs):
+        ours = _without_rules(ours)
     if (place := first_difference(ours, theirs)) is not None:
         words = f"its schema is not that of this version; the first difference is at {place}"
         return Finding(Level.WARN, subject, words, "bring operator, definition and this command to one version")

@@ -40,9 +40,9 @@ class Doctor:
     async def run(self) -> int:
         """The exit code: 1 when something is missing."""
         release = await self.cluster.read("/version")
-        knows_cel = diagnosis.minor_of(release) >= diagnosis.CEL_MINOR
         checks = {
-            "definition": self._definition(knows_cel),
+            "definition": self._definition(),
+            "rules": self._rules(),
             "operator": self._operators(),
             "models": self._for_models(),
             "Secrets": self._secrets(),
@@ -64,9 +64,21 @@ class Doctor:
         say(self.console, f"{words}, as far as can be seen: {unseen} could not be looked at" if unseen else words)
         return 1 if missing else 0
 
-    async def _definition(self, knows_cel: bool) -> Sequence[Finding]:
+    async def _definition(self) -> Sequence[Finding]:
         path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd()['metadata']['name']}"
-        return [diagnosis.definition(await self._maybe(path), knows_cel=knows_cel)]
+        return [diagnosis.definition(await self._maybe(path))]
+
+    async def _rules(self) -> Sequence[Finding]:
+        """A dry run of a resource that breaks one rule: versions of Kubernetes say less than the server's answer."""
+        try:
+            await self.cluster.post(resources_path(self.namespace), diagnosis.RULE_BREAKER, {"dryRun": "All"})
+        except (ServerError, ServerRefusal) as error:
+            if error.status == http.HTTPStatus.NOT_FOUND:
+                return []  # no such kind, or no such namespace: another check says so
+            if diagnosis.BROKEN_RULE not in str(error):
+                raise
+            return [diagnosis.rules(enforced=True)]
+        return [diagnosis.rules(enforced=False)]
 
     async def _operators(self) -> Sequence[Finding]:
         selector = ",".join(f"{label}={value}" for label, value in OPERATOR.items())

@@ -86,9 +86,9 @@ class UserCluster(ApiServer):
         """GET any path."""
         return await self._request("GET", path, query, accept=accept)
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> Json:
+    async def post(self, path: str, body: Mapping[str, Any], query: Mapping[str, str] | None = None) -> Json:
         """POST to any path."""
-        return await self._request("POST", path, body=body)
+        return await self._request("POST", path, query, body=body)
 
     async def set_spec(self, namespace: str, name: str, spec: Mapping[str, Any]) -> Json:
         """Change these fields of a resource's spec and nothing else; the resource after it."""
