@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster_support import cache, kubernetes_build
+from cluster_support import apiextensions_build, cache
 from cluster_support.errors import NoKubernetesError
 from cluster_support.progress import Say
 
@@ -33,15 +33,20 @@ class ExternalCluster:
 
 @dataclass(frozen=True)
 class Binaries:
-    """The programs of a control plane, and of a node. `version` is as the API server says it, such as v1.20.2."""
+    """The programs of a control plane, and of a node. `version` is as the API server says it, such as v1.20.2.
+
+    Beside an `apiserver` of the tests' own build there is a newer server for custom resources, `apiextensions`.
+    """
 
     etcd: Path
     apiserver: Path
+    apiextensions: Path | None
     controller_manager: Path | None
     scheduler: Path | None
     kubelet: Path | None
     proxy: Path | None
     version: str
+    custom_resources_version: str
     origin: str
 
     @property
@@ -50,7 +55,8 @@ class Binaries:
 
     def __str__(self) -> str:
         without = "" if self.controller_manager else ", without kube-controller-manager"
-        return f"Kubernetes {self.version}{without}, {self.origin} {self.apiserver.parent}"
+        second = f" with custom resources of {self.custom_resources_version}" if self.apiextensions else ""
+        return f"Kubernetes {self.version}{second}{without}, {self.origin} {self.apiserver.parent}"
 
 
 Source = ExternalCluster | Binaries
@@ -62,8 +68,7 @@ def find(env: Mapping[str, str], say: Say) -> Source:
         return _external(env)
     if assets := env.get("KUBEBUILDER_ASSETS"):
         return _in_folder(Path(assets).expanduser().absolute(), "from KUBEBUILDER_ASSETS,")
-    origin = f"built from Debian's {kubernetes_build.SOURCE_VERSION} in"
-    return _in_folder(cache.built_kubernetes(env, say), origin)
+    return _in_folder(cache.built_kubernetes(env, say), "built from Debian's packages in")
 
 
 def find_kubectl(env: Mapping[str, str]) -> Path:
@@ -96,14 +101,17 @@ def _in_folder(folder: Path, origin: str) -> Binaries:
     etcd, apiserver = program("etcd"), program("kube-apiserver")
     if etcd is None or apiserver is None:
         raise NoKubernetesError(f"{folder} must hold the programs etcd and kube-apiserver: correct KUBEBUILDER_ASSETS")
+    apiextensions, version = program("apiextensions-apiserver"), _version([apiserver, "--version"])
     return Binaries(
         etcd=etcd,
         apiserver=apiserver,
+        apiextensions=apiextensions,
         controller_manager=program("kube-controller-manager"),
         scheduler=program("kube-scheduler"),
         kubelet=program("kubelet"),
         proxy=program("kube-proxy"),
-        version=_version([apiserver, "--version"]),
+        version=version,
+        custom_resources_version=apiextensions_build.version_in(folder) if apiextensions else version,
         origin=origin,
     )
 

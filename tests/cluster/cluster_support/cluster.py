@@ -1,5 +1,6 @@
 """What the tests see of any cluster, be it their own or one that was given."""
 
+import functools
 import json
 import subprocess
 import time
@@ -22,6 +23,41 @@ def wait_until(is_so: Callable[[], bool], what: str, timeout: float = 60.0, ever
         time.sleep(every)
 
 
+RULED_DEFINITION: dict[str, Any] = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "probes.tests.megatron.dev"},
+    "spec": {
+        "group": "tests.megatron.dev",
+        "scope": "Namespaced",
+        "names": {"kind": "Probe", "plural": "probes"},
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "storage": True,
+                "schema": {
+                    "openAPIV3Schema": {
+                        "type": "object",
+                        "x-kubernetes-validations": [{"rule": "self.metadata.name != 'x'"}],
+                    }
+                },
+            }
+        ],
+    },
+}
+POD_WITH_IMAGE_VOLUME: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "probe", "namespace": "default"},
+    "spec": {
+        "automountServiceAccountToken": False,
+        "containers": [{"name": "probe", "image": "probe"}],
+        "volumes": [{"name": "probe", "image": {"reference": "probe"}}],
+    },
+}
+
+
 class Cluster:
     """A running cluster and the administrator's access to it.
 
@@ -40,15 +76,23 @@ class Cluster:
         """Whether anything collects garbage and makes the default ServiceAccounts."""
         return True
 
-    @property
+    @functools.cached_property
     def knows_cel(self) -> bool:
-        """Whether the API server obeys the CEL rules of CustomResourceDefinitions."""
-        return int(self.version.split(".")[1]) >= 25
+        """Whether the API server keeps the CEL rules of CustomResourceDefinitions, found by a dry run."""
+        spec = self._dry_run(RULED_DEFINITION)["spec"]
+        return "x-kubernetes-validations" in spec["versions"][0]["schema"]["openAPIV3Schema"]
 
-    @property
+    @functools.cached_property
     def knows_image_volumes(self) -> bool:
-        """Whether pods may have volumes that are images, without a feature gate being set."""
-        return int(self.version.split(".")[1]) >= 35
+        """Whether the API server keeps volumes of type image in pods, found by a dry run."""
+        (volume,) = self._dry_run(POD_WITH_IMAGE_VOLUME)["spec"]["volumes"]
+        return "image" in volume
+
+    def _dry_run(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """What the API server would store of it. Fields that it does not know are dropped."""
+        words = ("create", "--dry-run=server", "--validate=false", "-o", "json", "-f", "-")
+        stored: dict[str, Any] = json.loads(self.kubectl(*words, input=json.dumps(manifest)))
+        return stored
 
     def kubectl(self, *args: str, input: str | None = None, kubeconfig: Path | None = None, timeout: float = 60) -> str:
         """What kubectl printed. Raises CommandFailedError with what it complained of.
@@ -67,6 +111,10 @@ class Cluster:
         found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *args))
         return found
 
+    def read(self, path: str, *flags: str) -> str:
+        """What the API server answers to a GET of a URL path."""
+        return self.kubectl(*flags, "get", "--raw", path)
+
     def apply(self, namespace: str, *manifests: dict[str, Any], manager: str = "tests") -> None:
         """Server-side apply."""
         listed = {"apiVersion": "v1", "kind": "List", "items": manifests}
@@ -76,16 +124,27 @@ class Cluster:
     def define(self, *definitions: dict[str, Any]) -> None:
         """Applies CustomResourceDefinitions, and returns when their kinds can be used."""
         listed = {"apiVersion": "v1", "kind": "List", "items": definitions}
-        # API servers before v1.25 drop CEL rules, but kubectl's own check and server-side apply refuse them there.
+        # An older core drops CEL rules, or leaves them to a newer server, but kubectl checks them against its schema.
         self.kubectl("apply", "--validate=false", "-f", "-", input=json.dumps(listed))
         for definition in definitions:
             name = definition["metadata"]["name"]
             wait_until(lambda name=name: self._is_established(name), f"{name} to be established", timeout=30)
+            wait_until(lambda each=definition: self._is_served(each), f"{name} to be in discovery", timeout=30)
 
     def _is_established(self, name: str) -> bool:
         """A definition that was applied just now has no conditions yet, which `kubectl wait` takes for a mistake."""
         conditions = self.get("crd", name).get("status", {}).get("conditions") or []
         return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)
+
+    def _is_served(self, definition: dict[str, Any]) -> bool:
+        """An aggregator serves a kind a moment after it is established."""
+        spec = definition["spec"]
+        served = [each["name"] for each in spec["versions"] if each["served"]]
+        try:
+            found = [self.read(f"/apis/{spec['group']}/{version}") for version in served]
+        except CommandFailedError:
+            return False
+        return all(f'"{spec["names"]["plural"]}"' in resources for resources in found)
 
     def exists(self, *args: str) -> bool:
         """Whether `kubectl get` finds something."""

@@ -1,4 +1,8 @@
-"""A control plane of the tests' own: etcd, the API server, the controllers, on loopback."""
+"""A control plane of the tests' own: etcd, the API server, the controllers, on loopback.
+
+The API server that the tests build is two: the core, and a newer server of custom resources, to which the core's
+aggregator proxies what is about them. Clients see one server.
+"""
 
 import http.client
 import itertools
@@ -14,7 +18,7 @@ from cluster_support import audit
 from cluster_support.binaries import Binaries
 from cluster_support.cluster import Cluster, wait_until
 from cluster_support.errors import NotReadyError
-from cluster_support.pki import Pki
+from cluster_support.pki import FRONT_PROXY, Pki
 from cluster_support.processes import GuardedProcess, tail
 
 GRACE = 2.0  # seconds; the API server would wait a minute for watchers, which never leave
@@ -45,7 +49,7 @@ class ControlPlane(Cluster):
     """Used as a context manager. `folder` must be empty; it holds logs/, pki/ and, while it runs, etcd's data."""
 
     def __init__(self, binaries: Binaries, kubectl: Path, folder: Path, *, with_scheduler: bool = False) -> None:
-        etcd_port, self._etcd_peer_port, self._port = free_ports(3)
+        etcd_port, self._etcd_peer_port, self._port, self._custom_resources_port = free_ports(4)
         self._etcd_url = f"http://127.0.0.1:{etcd_port}"
         self._binaries = binaries
         self._with_scheduler = with_scheduler
@@ -106,11 +110,18 @@ class ControlPlane(Cluster):
 
     def start_apiserver(self) -> None:
         """On the same port each time; returns when it is ready."""
-        self._launch("kube-apiserver", self._binaries.apiserver, *self._apiserver_flags())
+        if self._binaries.apiextensions is None:
+            self._launch("kube-apiserver", self._binaries.apiserver, *self._apiserver_flags())
+        else:
+            self._launch("apiextensions-apiserver", self._binaries.apiextensions, *self._apiextensions_flags())
+            second = f"CUSTOM_RESOURCES_PORT={self._custom_resources_port}"
+            words = [second, str(self._binaries.apiserver), *self._apiserver_flags(), *self._aggregator_flags()]
+            self._launch("kube-apiserver", Path("/usr/bin/env"), *words)
         self.wait_until_ready()
 
     def stop_apiserver(self) -> None:
         self._end("kube-apiserver")
+        self._end("apiextensions-apiserver")
 
     def restart_apiserver(self) -> None:
         self.stop_apiserver()
@@ -146,12 +157,20 @@ class ControlPlane(Cluster):
         wait_until(self._is_ready_or_dead, f"the API server at {self.server}, log: {self.logs}", timeout)
 
     def is_ready(self) -> bool:
-        """What the API server's own readiness check says, etcd included."""
+        """What the API server's own readiness check says, etcd included, and whether it serves definitions."""
+        return self._answers("/readyz") and self._answers("/apis/apiextensions.k8s.io/v1")
+
+    def custom_resources(self, path: str) -> str:
+        """What the server of custom resources itself answers: an older core publishes no OpenAPI of version 3."""
+        own = f"https://127.0.0.1:{self._custom_resources_port}"
+        return self.read(path, *([f"--server={own}"] if self._binaries.apiextensions else []))
+
+    def _answers(self, path: str) -> bool:
         context = ssl.create_default_context(cafile=self._pki.certificate("ca"))
         context.load_cert_chain(self._pki.certificate("admin"), self._pki.key("admin"))
         connection = http.client.HTTPSConnection("127.0.0.1", self._port, context=context, timeout=5)
         try:
-            connection.request("GET", "/readyz")
+            connection.request("GET", path)
             return connection.getresponse().status == http.HTTPStatus.OK
         except (OSError, http.client.HTTPException):
             return False
@@ -209,6 +228,45 @@ class ControlPlane(Cluster):
             # Nobody would make the ServiceAccounts without which this plugin refuses every pod.
             flags.append("--disable-admission-plugins=ServiceAccount")
         return flags
+
+    def _apiextensions_flags(self) -> list[str]:
+        """It asks the core with the administrator's kubeconfig who may do what."""
+        pki = self._pki
+        kubeconfigs = ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")
+        return [
+            f"--etcd-servers={self._etcd_url}",
+            "--etcd-prefix=/registry",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={self._custom_resources_port}",
+            f"--tls-cert-file={pki.certificate('apiserver')}",
+            f"--tls-private-key-file={pki.key('apiserver')}",
+            f"--client-ca-file={pki.certificate('ca')}",
+            *self._front_proxy_flags(),
+            *(f"--{name}={pki.kubeconfig('admin')}" for name in kubeconfigs),
+            "--authentication-skip-lookup",
+            # Both watch kinds that the core lacks.
+            "--enable-priority-and-fairness=false",
+            "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
+        ]
+
+    def _aggregator_flags(self) -> list[str]:
+        pki = self._pki
+        return [
+            *self._front_proxy_flags(),
+            f"--proxy-client-cert-file={pki.certificate(FRONT_PROXY)}",
+            f"--proxy-client-key-file={pki.key(FRONT_PROXY)}",
+            "--runtime-config=apiextensions.k8s.io/v1beta1=false",
+        ]
+
+    def _front_proxy_flags(self) -> list[str]:
+        """Whose word about users is taken, and in which headers."""
+        return [
+            f"--requestheader-client-ca-file={self._pki.certificate('ca')}",
+            f"--requestheader-allowed-names={FRONT_PROXY}",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        ]
 
     def _controller_flags(self, user: str) -> list[str]:
         flags = [f"--kubeconfig={self._pki.kubeconfig(user)}", "--leader-elect=false", "--secure-port=0"]

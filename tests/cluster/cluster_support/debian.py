@@ -15,7 +15,6 @@ from pathlib import Path
 from cluster_support.errors import NoKubernetesError
 from cluster_support.processes import run_guarded
 
-SUITE = "bookworm"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 TOOLS = ("apt-get", "dpkg-deb", "tar")
 MEND = (
@@ -37,7 +36,7 @@ def archive_uri() -> str:
     if missing or not KEYRING.exists():
         wanted = ", ".join(missing or [str(KEYRING)])
         raise NoKubernetesError(f"building Kubernetes needs {wanted}: install it, or {MEND}")
-    return _main_archive({release.get("VERSION_CODENAME", SUITE), SUITE, "stable", "oldstable"})
+    return _main_archive({release.get("VERSION_CODENAME", "stable"), "stable", "oldstable", "bookworm"})
 
 
 def _main_archive(suites: set[str]) -> str:
@@ -59,12 +58,12 @@ class Apt:
     folder: Path
     log: Path
 
-    def update(self, uri: str | None = None) -> None:
-        """Reads the lists of one archive, or of those that this machine uses."""
+    def update(self, uri: str | None = None, suite: str = "stable") -> None:
+        """Reads the lists of one suite of an archive, or of those that this machine uses."""
         for name in ("lists/partial", "cache/archives/partial"):
             (self.folder / name).mkdir(parents=True)
         if uri is not None:
-            entry = f"[signed-by={KEYRING}] {uri} {SUITE} main"
+            entry = f"[signed-by={KEYRING}] {uri} {suite} main"
             self._sources.write_text(f"deb {entry}\ndeb-src {entry}\n")
         self._run("update", cwd=self.folder)
 
@@ -73,6 +72,15 @@ class Apt:
 
     def download(self, packages: Sequence[str], into: Path) -> None:
         self._run("download", *packages, cwd=into)
+
+    def dependencies(self, package: str, *, recursive: bool = False) -> list[str]:
+        """The packages that it depends on, by name, itself excluded."""
+        kinds = ("pre-depends", "recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
+        flags = [*(f"--no-{kind}" for kind in kinds), *(["--recurse"] if recursive else [])]
+        command = ["apt-cache", *self._options(), "depends", *flags, package]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        names = (line.partition("Depends: ")[2] for line in listed.splitlines())
+        return sorted({name for name in names if name and not name.startswith("<")})
 
     def download_missing(self, *packages: str) -> Path:
         """Downloads packages with all that they need and this machine lacks; returns the folder that they lie in."""
@@ -84,6 +92,9 @@ class Apt:
         return self.folder / "sources.list"
 
     def _run(self, *words: str, cwd: Path) -> None:
+        run_guarded(["apt-get", "-q", *self._options(), *words], self.log, cwd=cwd)
+
+    def _options(self) -> list[str]:
         options: dict[str, object] = {
             "Dir::State::Lists": self.folder / "lists",
             "Dir::Cache": self.folder / "cache",
@@ -94,8 +105,7 @@ class Apt:
             options |= {"Dir::Etc::SourceList": self._sources, "Dir::Etc::SourceParts": "/dev/null"}
         if os.geteuid() == 0:
             options["APT::Sandbox::User"] = "root"  # apt's own user may not enter root's home
-        flags = [f"-o{name}={value}" for name, value in options.items()]
-        run_guarded(["apt-get", "-q", *flags, *words], self.log, cwd=cwd)
+        return [f"-o{name}={value}" for name, value in options.items()]
 
 
 def unpack(packages: Path, into: Path, log: Path) -> None:

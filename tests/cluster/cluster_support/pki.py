@@ -1,6 +1,6 @@
 """The certificates and kubeconfigs of one control plane.
 
-Folder: `ca`, `apiserver`, `service-account` and one pair per user (`.crt`, `.key`); `<user>.kubeconfig`.
+Folder: `ca`, `apiserver`, `front-proxy`, `service-account` and one pair per user (`.crt`, `.key`); `<user>.kubeconfig`.
 """
 
 import json
@@ -18,6 +18,8 @@ USERS: dict[str, User] = {
     "scheduler": ("system:kube-scheduler", None),
 }
 """Names and groups, as the certificates' common names and organizations tell them to the API server."""
+FRONT_PROXY = "front-proxy"
+"""The API server's aggregator, to the servers behind it."""
 APISERVER_NAMES = (
     "127.0.0.1",
     "localhost",
@@ -44,6 +46,7 @@ class Pki:
         pki, authority = cls(folder), trustme.CA()
         authority.cert_pem.write_to_path(pki.certificate("ca"))
         pki._keep("apiserver", authority.issue_cert(*APISERVER_NAMES, *addresses, common_name="kube-apiserver"))
+        pki._keep(FRONT_PROXY, authority.issue_cert(FRONT_PROXY, common_name=FRONT_PROXY))
         pki._keep("service-account", authority.issue_cert("service-account"))
         for user, (name, group) in {**USERS, **(others or {})}.items():
             # Without any host name, Go refuses the certificate for its empty list of them.

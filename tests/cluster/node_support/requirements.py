@@ -9,6 +9,8 @@ from cluster_support import binaries
 
 PROGRAMS = ("apt-get", "dpkg-deb", "mount", "nsenter", "umount", "unshare")
 CGROUPS = ("cpu", "cpuset", "devices", "memory", "pids")
+NEWEST_MINOR = 26
+"""Later kubelets have no --container-runtime, and need a newer containerd."""
 CAP_SYS_ADMIN, CAP_NET_ADMIN = 21, 12
 
 
@@ -18,6 +20,8 @@ def why_not(source: binaries.Binaries) -> str | None:
         return missing
     if source.kubelet is None or source.proxy is None or source.scheduler is None or source.controller_manager is None:
         return f"there is no kubelet, kube-proxy, kube-scheduler or kube-controller-manager beside {source.apiserver}"
+    if source.minor > NEWEST_MINOR:
+        return f"the node of the tests is configured for kubelets up to 1.{NEWEST_MINOR}, and this is {source.version}"
     hierarchies = Path("/proc/self/cgroup").read_text()
     if not all(f":{name}:" in hierarchies or f",{name}" in hierarchies for name in CGROUPS):
         return "kubelet 1.20 needs cgroups of version 1"

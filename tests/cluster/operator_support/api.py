@@ -42,6 +42,9 @@ class Api:
     async def post(self, path: str, body: Mapping[str, Any]) -> Json:
         return await self._request("POST", path, body)
 
+    async def put(self, path: str, body: Mapping[str, Any]) -> Json:
+        return await self._request("PUT", path, body)
+
     async def merge(self, path: str, body: Mapping[str, Any]) -> Json:
         return await self._request("PATCH", path, body, MERGE)
 

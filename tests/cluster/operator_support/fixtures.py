@@ -28,6 +28,14 @@ def installed(control_plane: Cluster) -> Cluster:
     return control_plane
 
 
+@pytest.fixture
+def ruled(installed: Cluster) -> Cluster:
+    """The same, where the API server enforces the rules (CEL) of definitions."""
+    if not installed.knows_cel:
+        pytest.skip(f"{installed.description} does not enforce the rules (CEL) of definitions")
+    return installed
+
+
 @pytest.fixture(scope="session")
 def operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
     """The operator, for all namespaces, with the rights of its ServiceAccount."""

@@ -1,0 +1,204 @@
+"""The CustomResourceDefinition on an API server of today: accepted, enforced, upgraded, explained."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from cluster_support.cluster import Cluster, wait_until
+from cluster_support.control_plane import ControlPlane
+from cluster_support.pki import write_kubeconfig
+from operator_support.api import Api, ApiFailure, Json
+from operator_support.definition import RULES, without_rules
+from operator_support.fixtures import MANIFESTS
+from operator_support.resource import manifest
+
+from megatron_operator.api.crd import crd
+from megatron_operator.api.parse import parse_resource
+
+NAME = crd()["metadata"]["name"]
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+BEFORE = Path(__file__).parent / "data/previous_crd.yaml"
+SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+BROKEN: dict[str, dict[str, Any]] = {
+    "spec.model.source": {"model": {"source": {}}},
+    "spec.parallelism.expert": {"parallelism": {"tensor": 6, "expert": 4}},
+    "spec.pods.ranksPerPod": {"pods": {"device": "cpu", "ranksPerPod": 2}},
+    "spec.routing.policy": {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},
+    "spec.frontend.parsers": {"frontend": {"parsers": ["qwen3", "deepseek_r1"]}},
+}
+"""For each rule of the spec a resource that breaks this rule alone."""
+
+
+pytestmark = pytest.mark.usefixtures("ruled")
+
+
+def read_yaml(file: Path) -> Any:
+    return yaml.safe_load(file.read_text())
+
+
+def resources(namespace: str) -> str:
+    return f"/apis/inference.megatron.dev/v1alpha1/namespaces/{namespace}/megatroninferences"
+
+
+def schema_nodes(schema: Json) -> Iterator[Json]:
+    yield schema
+    for child in (*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else [])):
+        yield from schema_nodes(child)
+
+
+def count_rules(definition: Json) -> int:
+    schema = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return sum(len(node.get(RULES, [])) for node in schema_nodes(schema))
+
+
+def test_the_control_plane_of_the_tests_is_one_that_enforces_rules(own_control_plane: ControlPlane) -> None:
+    assert own_control_plane.knows_cel
+
+
+def test_the_definition_is_stored_with_all_of_its_rules(ruled: Cluster) -> None:
+    assert count_rules(ruled.get("crd", NAME)) == count_rules(crd()) == len(BROKEN) + 1
+
+
+async def test_the_definition_has_no_field_that_the_server_does_not_know(ruled: Cluster, api: Api) -> None:
+    version = ruled.get("crd", NAME)["metadata"]["resourceVersion"]
+    definition = crd() | {"metadata": {"name": NAME, "resourceVersion": version}}
+    stored = await api.put(f"{DEFINITIONS}/{NAME}?dryRun=All&fieldValidation=Strict", definition)
+    assert stored["spec"]["versions"][0]["schema"]["openAPIV3Schema"].keys() == SCHEMA.keys()
+    definition["spec"]["versions"][0]["unknown"] = True
+    with pytest.raises(ApiFailure, match="unknown field"):
+        await api.put(f"{DEFINITIONS}/{NAME}?dryRun=All&fieldValidation=Strict", definition)
+
+
+def test_kubectl_applies_the_manifests_as_the_readme_says(ruled: Cluster) -> None:
+    applied = ruled.kubectl("apply", "--dry-run=server", "-k", str(MANIFESTS))
+    assert f"customresourcedefinition.apiextensions.k8s.io/{NAME} " in applied
+
+
+async def test_an_object_that_is_left_out_has_the_defaults_of_all_its_fields(api: Api, namespace: str) -> None:
+    stored = await api.post(f"{resources(namespace)}?dryRun=All", manifest())
+    assert stored["spec"]["engine"] == SCHEMA["properties"]["spec"]["properties"]["engine"]["default"]
+    assert stored["spec"]["parallelism"] == {"tensor": 1, "pipeline": 1, "expert": 1}
+    partly = await api.post(f"{resources(namespace)}?dryRun=All", manifest(parallelism={"tensor": 4}))
+    assert partly["spec"]["parallelism"] == {"tensor": 4, "pipeline": 1, "expert": 1}
+
+
+@pytest.mark.parametrize("field", BROKEN)
+async def test_a_resource_that_breaks_a_rule_is_refused_with_the_field_and_the_remedy(
+    api: Api, namespace: str, field: str
+) -> None:
+    with pytest.raises(ApiFailure) as refused:
+        await api.post(f"{resources(namespace)}?dryRun=All", manifest(**BROKEN[field]))
+    assert refused.value.status == 422
+    assert f"{field}: " in str(refused.value)
+
+
+async def test_a_resource_with_a_name_that_services_cannot_have_is_refused(api: Api, namespace: str) -> None:
+    with pytest.raises(ApiFailure, match=r"metadata\.name: must start with a letter"):
+        await api.post(f"{resources(namespace)}?dryRun=All", manifest("1st"))
+
+
+@pytest.mark.parametrize("sample", [path.stem for path in sorted((MANIFESTS / "samples").glob("*.yaml"))])
+async def test_a_sample_is_accepted_with_strict_field_validation(api: Api, namespace: str, sample: str) -> None:
+    path = f"{resources(namespace)}?dryRun=All&fieldValidation=Strict"
+    stored = await api.post(path, read_yaml(MANIFESTS / "samples" / f"{sample}.yaml"))
+    assert parse_resource(stored).name == sample
+
+
+async def test_a_misspelt_field_is_refused_by_strict_field_validation(api: Api, namespace: str) -> None:
+    with pytest.raises(ApiFailure, match=r"unknown field \"spec.lifecycel\""):
+        await api.post(f"{resources(namespace)}?fieldValidation=Strict", manifest(lifecycel="Paused"))
+
+
+@pytest.fixture
+async def published(own_control_plane: ControlPlane, tmp_path: Path) -> AsyncIterator[Path]:
+    """A kubeconfig by which kubectl finds the OpenAPI of version 3 beside everything else that can be read."""
+
+    def is_published() -> bool:
+        document = own_control_plane.custom_resources("/openapi/v3/apis/inference.megatron.dev/v1alpha1")
+        return "/megatroninferences/" in document
+
+    await asyncio.to_thread(wait_until, is_published, "the OpenAPI of the definition")
+
+    async def read(request: web.Request) -> web.Response:
+        path = request.raw_path
+        ask = own_control_plane.custom_resources if path.startswith("/openapi/v3") else own_control_plane.read
+        return web.Response(text=await asyncio.to_thread(ask, path), content_type="application/json")
+
+    application = web.Application()
+    application.router.add_get("/{path:.*}", read)
+    async with TestServer(application) as server:
+        write_kubeconfig(tmp_path / "kubeconfig", "reader", {"server": str(server.make_url(""))}, {})
+        yield tmp_path / "kubeconfig"
+
+
+async def test_kubectl_explain_knows_every_field(own_control_plane: ControlPlane, published: Path) -> None:
+    async def explain(*words: str) -> str:
+        return await asyncio.to_thread(own_control_plane.kubectl, "explain", *words, kubeconfig=published)
+
+    fields = (await explain("mi.spec", "--recursive")).partition("FIELDS:\n")[2].splitlines()
+    assert [line.split("\t")[0] for line in fields if "\t" in line] == outline(SCHEMA["properties"]["spec"])
+    assert "Memory of each rank for the KV cache" in await explain("mi.spec.engine.kvCacheMemory")
+
+
+def outline(node: Json, indent: int = 2) -> list[str]:
+    """The names of all fields, those of parts below them and indented, as ``kubectl explain`` lists them."""
+    fields = sorted(node.get("properties", {}).items())
+    below = (outline(each.get("items", each), indent + 2) for _, each in fields)
+    return [line for (name, _), lines in zip(fields, below, strict=True) for line in (f"{' ' * indent}{name}", *lines)]
+
+
+@pytest.fixture
+def upgraded(ruled: Cluster, api: Api, namespace: str) -> Iterator[None]:  # noqa: ARG001
+    """The definition is that of this version again after a test that applied another."""
+    yield
+    ruled.define(crd())
+
+
+@pytest.mark.usefixtures("upgraded", "own_control_plane")
+async def test_an_upgrade_from_the_definition_before_keeps_what_it_accepted_usable(
+    ruled: Cluster, api: Api, namespace: str
+) -> None:
+    """Sizes of 0 were accepted. Kubernetes 1.30 and newer compare an update with what was stored (ratcheting)."""
+    ruled.define(without_rules(read_yaml(BEFORE)))
+    for each in (manifest("good"), manifest("empty", engine={"kvCacheMemory": "0"})):
+        await api.post(resources(namespace), each)
+    ruled.define(crd())
+    path = f"{resources(namespace)}/empty"
+    assert (await api.get(path))["spec"]["engine"]["kvCacheMemory"] == "0"
+    assert (await api.merge(path, {"metadata": {"labels": {"team": "a"}}}))["metadata"]["labels"] == {"team": "a"}
+    assert (await api.merge(f"{path}/status", {"status": {"phase": "Failed"}}))["status"]["phase"] == "Failed"
+    assert (await api.merge(path, {"spec": {"lifecycle": "Stopped"}}))["spec"]["lifecycle"] == "Stopped"
+    with pytest.raises(ApiFailure, match="kvCacheMemory"):
+        await api.merge(path, {"spec": {"engine": {"kvCacheMemory": "0Gi"}}})
+    good = await api.merge(f"{resources(namespace)}/good", {"spec": {"replicas": 2}})
+    assert (good["spec"]["replicas"], good["spec"]["engine"]["kvCacheMemory"]) == (2, "1Gi")
+
+
+@pytest.mark.usefixtures("upgraded", "own_control_plane")
+async def test_a_resource_that_breaks_a_rule_can_be_read_reported_on_and_corrected_after_an_upgrade(
+    ruled: Cluster, api: Api, namespace: str
+) -> None:
+    """Servers that dropped the rules stored it; the operator refused it in a condition."""
+    ruled.define(without_rules(crd()))
+    await api.post(resources(namespace), manifest("broken", pods={"device": "cpu", "ranksPerPod": 2}))
+    ruled.define(crd())
+    path = f"{resources(namespace)}/broken"
+    assert (await api.merge(f"{path}/status", {"status": {"phase": "Failed"}}))["status"]["phase"] == "Failed"
+    with pytest.raises(ApiFailure, match=r"spec\.pods\.ranksPerPod"):
+        await api.merge(path, {"spec": {"pods": {"ranksPerPod": 3}}})
+    assert (await api.merge(path, {"spec": {"pods": {"ranksPerPod": 1}}}))["spec"]["pods"]["ranksPerPod"] == 1
+    await api.delete(path)
+
+
+async def test_the_definition_before_is_the_one_that_no_current_server_accepts(api: Api) -> None:
+    """The reproduction of the defect: rules are evaluated on defaults as they are written."""
+    before = read_yaml(BEFORE)
+    renamed = json.loads(json.dumps(before).replace("inference.megatron.dev", "before.megatron.dev"))
+    with pytest.raises(ApiFailure, match="no such key: tensor"):
+        await api.post(f"{DEFINITIONS}?dryRun=All", renamed)
