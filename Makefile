@@ -49,7 +49,13 @@ dev: $(VENV)/.for-tests ## the same with the tools of the tests
 model: $(VENV)/.made ## SmolLM2-135M-Instruct in the cache folder, checksum verified
 	@$(BIN)/python tools/fetch_model.py
 
-control-plane: dev ## the Kubernetes that the cluster tests run on, found or built
+# With KUBERNETES=1.36 the tests run on that release, built from its Go modules.
+ifdef KUBERNETES
+export KUBEBUILDER_ASSETS := $(CACHE)/kubernetes-$(KUBERNETES)
+endif
+
+control-plane: dev ## the Kubernetes that the cluster tests run on, found or built; KUBERNETES=1.36: that release
+	@$(if $(KUBERNETES),tools/build_kubernetes.sh $(KUBERNETES) $(KUBEBUILDER_ASSETS))
 	@$(BIN)/python tests/cluster/prepare.py
 
 clients: dev ## what the tests with other people's clients run: a browser, packages of npm and PyPI
