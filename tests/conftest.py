@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
-    sys.path.append(str(HERE))  # common_support lies here, and importlib mode puts nothing on the path
+    sys.path.append(str(HERE))  # suite_support lies here, and importlib mode puts nothing on the path
 
 # A machine may stand still for a while, which is no fault of the code. And a test that fails should have passed before
 # the change: whoever wants other examples every time says --hypothesis-profile=explore.

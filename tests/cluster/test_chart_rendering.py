@@ -13,7 +13,7 @@ from chart_support.helm import CHART, NAMESPACE, ROOT, Helm, Object, of_kind, on
 from chart_support.values import VARIANTS
 from cluster_support import binaries
 from cluster_support.errors import CommandFailedError
-from common_support import kubernetes_schemas
+from suite_support import kubernetes_schemas
 
 LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from cluster_support.cluster import Cluster, wait_until
-from common_support.kubernetes_schemas import check
 from operator_support.fixtures import ACCOUNT, SYSTEM
 from operator_support.operator_process import OperatorProcess, in_the_place_of
 from operator_support.resource import Json, Resource
+from suite_support.kubernetes_schemas import check
 
 KINDS = {
     "pods": "Pod",

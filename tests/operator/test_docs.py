@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from common_support.kubernetes_schemas import check
+from suite_support.kubernetes_schemas import check
 
 from megatron_operator import conditions, groups, restarts, status
 from megatron_operator.api.crd import crd

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from common_support.kubernetes_schemas import check
+from suite_support.kubernetes_schemas import check
 
 from megatron_operator.engine import PodReport, RankReport
 from megatron_operator.events import Event, EventType

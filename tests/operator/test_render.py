@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from common_support.kubernetes_schemas import VERSIONS, check
 from planning_support.resources import parsed
+from suite_support.kubernetes_schemas import VERSIONS, check
 
 from megatron_operator import names
 from megatron_operator.api.parse import InvalidResource

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 import pytest
-from common_support.kubernetes_schemas import check
 from planning_support.planning import Planning
 from planning_support.resources import parsed
+from suite_support.kubernetes_schemas import check
 
 from megatron_operator import names
 from megatron_operator.api.quantity import Duration
