@@ -31,10 +31,10 @@ version=$(latest k8s.io/kubernetes "v$minor.")
 [ -n "$version" ] || fail "the Go module proxy has no release of it: $(tail -n 1 "$work/error")"
 echo "make: building Kubernetes $version into $folder (once; some ten minutes on 2 cores)"
 
-# k8s.io/kubernetes requires its staging modules at v0.0.0 and replaces them by folders that its module does not hold.
+# k8s.io/kubernetes requires its staging modules at v0.0.0: folders of its repository, which its module does not hold.
 go mod edit -require "k8s.io/kubernetes@$version"
 go mod download -json "k8s.io/kubernetes@$version" | sed -n 's/.*"GoMod": "\(.*\)".*/\1/p' |
-    xargs sed -n 's/^\t*\(k8s.io\/[a-z0-9.-]*\) => .*/\1/p' |
+    xargs sed -n 's/^\t*\(k8s.io\/[a-z0-9.-]*\) v0\.0\.0.*/\1/p' |
     while read -r module; do go mod edit -replace "$module=$module@v0${version#v1}"; done
 {
     # Programs cannot be imported but behind a build tag, which `go mod tidy` looks behind.

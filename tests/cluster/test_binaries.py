@@ -1,6 +1,7 @@
 """Which Kubernetes is taken, and that a build which did not finish is never taken for one that did."""
 
 import platform
+import subprocess
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ from cluster_support import binaries, cache, debian, kubernetes_build
 from cluster_support.errors import NoKubernetesError
 from cluster_support.helm import find_helm
 from cluster_support.progress import Progress
+
+BUILD = Path(__file__).parents[2] / "tools/build_kubernetes.sh"
 
 
 def quiet(_: str) -> None:
@@ -83,6 +86,26 @@ def test_kubebuilder_assets_without_an_api_server_are_an_error(tmp_path: Path) -
     make_programs(tmp_path, "etcd")
     with pytest.raises(NoKubernetesError, match="correct KUBEBUILDER_ASSETS"):
         binaries.find({"KUBEBUILDER_ASSETS": str(tmp_path)}, quiet)
+
+
+def test_a_server_of_custom_resources_beside_the_core_is_used_and_named(tmp_path: Path) -> None:
+    make_programs(tmp_path, "etcd", "kube-apiserver", "apiextensions-apiserver")
+    (tmp_path / "apiextensions-apiserver.version").write_text("v1.36.4\n")
+    found = binaries.find({"KUBEBUILDER_ASSETS": str(tmp_path)}, quiet)
+    assert isinstance(found, binaries.Binaries)
+    assert found.apiextensions == tmp_path / "apiextensions-apiserver"
+    assert "Kubernetes v1.31.4 with custom resources of v1.36.4" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("release", "words"), [("1.36", "no Kubernetes 1.36 here: Go is not on PATH"), ("v1", "write it like 1.36")]
+)
+def test_a_release_that_cannot_be_built_here_is_an_error_of_one_line(tmp_path: Path, release: str, words: str) -> None:
+    command = ["/bin/sh", str(BUILD), release, str(tmp_path / "made")]
+    done = subprocess.run(command, env={"PATH": "/nowhere"}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert words in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finished_build_is_used_again(tmp_path: Path) -> None:
