@@ -127,8 +127,11 @@ async def published(own_control_plane: ControlPlane, tmp_path: Path) -> AsyncIte
 
     async def read(request: web.Request) -> web.Response:
         path = request.raw_path
-        ask = own_control_plane.custom_resources if path.startswith("/openapi/v3") else own_control_plane.read
-        return web.Response(text=await asyncio.to_thread(ask, path), content_type="application/json")
+        if path.startswith("/openapi/v3"):
+            text = await asyncio.to_thread(own_control_plane.custom_resources, path)
+            return web.Response(text=text, content_type="application/json")
+        found = await asyncio.to_thread(own_control_plane.read, path)
+        return web.json_response(found, status=404 if found is None else 200)
 
     application = web.Application()
     application.router.add_get("/{path:.*}", read)

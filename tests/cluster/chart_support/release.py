@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
 from chart_support.helm import CHART, NAMESPACE, RELEASE, Helm, Object
 from cluster_support.cluster import Cluster, wait_until
 from operator_support.operator_process import OperatorProcess
@@ -83,15 +84,9 @@ def older_chart(helm: Helm, folder: Path, version: str, field: str) -> Path:
     copy = folder / "chart"
     subprocess.run(["cp", "-r", CHART, copy], check=True)
     definition = copy / "files" / "crd.yaml"
-    lines = definition.read_text().splitlines(keepends=True)
-    definition.write_text("".join(without_property(lines, field)))
+    older = yaml.safe_load(definition.read_text())
+    spec = older["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del spec["properties"]["routing"]["properties"][field], spec["properties"]["routing"]["default"][field]
+    definition.write_text(yaml.safe_dump(older))
     helm("package", copy, "--version", version, "--app-version", version, "--destination", folder)
     return folder / f"{CHART.name}-{version}.tgz"
-
-
-def without_property(lines: list[str], field: str) -> list[str]:
-    """The YAML without the one property of that name, and what is below it."""
-    (start,) = (number for number, line in enumerate(lines) if line.strip() == f"{field}:")
-    indent = len(lines[start]) - len(lines[start].lstrip())
-    end = next(n for n in range(start + 1, len(lines)) if len(lines[n]) - len(lines[n].lstrip()) <= indent)
-    return lines[:start] + lines[end:]

@@ -163,7 +163,7 @@ class ControlPlane(Cluster):
     def custom_resources(self, path: str) -> str:
         """What the server of custom resources itself answers: an older core publishes no OpenAPI of version 3."""
         own = f"https://127.0.0.1:{self._custom_resources_port}"
-        return self.read(path, *([f"--server={own}"] if self._binaries.apiextensions else []))
+        return self.kubectl(*([f"--server={own}"] if self._binaries.apiextensions else []), "get", "--raw", path)
 
     def _answers(self, path: str) -> bool:
         context = ssl.create_default_context(cafile=self._pki.certificate("ca"))

@@ -4,6 +4,7 @@ ClusterSupportError
 ├── NoKubernetesError     nothing to run the tests on, and no way to make it
 ├── NoClientError         no browser, or no packages of npm
 ├── CommandFailedError    a step of the build, or kubectl, ended with an error
+├── RequestRefusedError   the API server answered with an error
 └── NotReadyError         a process of the control plane ended early, or was not ready in time
 """
 
@@ -22,6 +23,14 @@ class NoClientError(ClusterSupportError):
 
 class CommandFailedError(ClusterSupportError):
     """A command ended with an error; the message carries the last lines that it printed."""
+
+
+class RequestRefusedError(ClusterSupportError):
+    """The API server answered with the HTTP status ``status``; the message is its own."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class NotReadyError(ClusterSupportError):

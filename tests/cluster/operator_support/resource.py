@@ -11,6 +11,20 @@ from cluster_support.errors import NotReadyError
 
 Json = dict[str, Any]
 T = TypeVar("T")
+PATHS = {
+    "endpoints": ("/api/v1", "endpoints"),
+    "httproutes.gateway.networking.k8s.io": ("/apis/gateway.networking.k8s.io/v1", "httproutes"),
+    "ingress": ("/apis/networking.k8s.io/v1", "ingresses"),
+    "ingresses": ("/apis/networking.k8s.io/v1", "ingresses"),
+    "mi": ("/apis/inference.megatron.dev/v1alpha1", "megatroninferences"),
+    "networkpolicies": ("/apis/networking.k8s.io/v1", "networkpolicies"),
+    "pod": ("/api/v1", "pods"),
+    "pods": ("/api/v1", "pods"),
+    "secrets": ("/api/v1", "secrets"),
+    "service": ("/api/v1", "services"),
+    "services": ("/api/v1", "services"),
+}
+"""Where the API server keeps what tests wait for, by kubectl's words."""
 
 
 def manifest(name: str = "chat", **spec: Any) -> Json:
@@ -49,13 +63,21 @@ class Resource:
         found: Json = json.loads(await self.kubectl("get", "-o", "json", *args))
         return found
 
+    async def look(self, kind: str, name: str = "") -> Json | None:
+        """An object, or the list of those that carry the resource's label; None when there is no such thing."""
+        prefix, plural = PATHS[kind]
+        path = f"{prefix}/namespaces/{self.namespace}/{plural}"
+        query = f"/{name}" if name else f"?labelSelector=inference.megatron.dev%2Fname%3D{self.name}"
+        return await asyncio.to_thread(self.cluster.read, f"{path}{query}")
+
     async def status(self) -> Json:
-        status: Json = (await self.get("mi", self.name)).get("status") or {}
-        return status
+        found = await self.look("mi", self.name)
+        assert found is not None, f"{self.name} is not in {self.namespace}"
+        return dict(found.get("status") or {})
 
     async def pods(self) -> dict[str, Json]:
         """By name, those on their way out included."""
-        found = await self.get("pods", "-l", f"inference.megatron.dev/name={self.name}")
+        found = await self.look("pods") or {}
         return {pod["metadata"]["name"]: pod for pod in found["items"]}
 
     async def until(self, is_so: Callable[[Json], bool], what: str, within: float = 60) -> Json:
@@ -78,8 +100,7 @@ class Resource:
         """The object as soon as it exists and is so."""
 
         async def look() -> Json:
-            flags = ("-o", "json", "--ignore-not-found", "--show-managed-fields")
-            return dict(json.loads(await self.kubectl("get", kind, name, *flags) or "{}"))
+            return await self.look(kind, name) or {}
 
         return await _poll(
             look,
@@ -92,8 +113,8 @@ class Resource:
         """Nothing of these kinds carries the resource's label any more."""
 
         async def look() -> list[str]:
-            selector = f"inference.megatron.dev/name={self.name}"
-            return (await self.kubectl("get", ",".join(kinds), "-l", selector, "-o", "name")).split()
+            found = [(kind, await self.look(kind) or {}) for kind in kinds]
+            return [f"{kind}/{each['metadata']['name']}" for kind, listed in found for each in listed.get("items", [])]
 
         await _poll(look, lambda left: not left, lambda left: f"these to go: {left}", within)
 
