@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.false_coordinator import FalseCoordinator
-from messaging_support.fleet import Fleet, free_port, until
+from messaging_support.fleet import Fleet, until
+from suite_support.worker import free_port
 from messaging_support.malformed import SECRET, Frames, answers, everything
 from messaging_support.stranger import receive, stranger
 from runtime_support.processes import is_alive
