@@ -8,9 +8,11 @@ BIN   := $(VENV)/bin
 CACHE := $(or $(MEGATRON_CACHE_DIR),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megatron-inference)
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet) --constraint constraints.txt
 SAMPLE := manifests/samples/smollm2.yaml
+WORKERS ?= $(shell nproc)
+PYTEST := $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-.PHONY: help demo serve test check bench chaos venv dev model control-plane clients images e2e crd clean
+.PHONY: help demo serve test test-quick test-long check bench chaos venv dev model control-plane clients images e2e crd clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,8 +23,14 @@ demo: venv model ## a resource becomes processes, answers, pauses, suspends, res
 serve: venv model ## the same resource, until Ctrl-C; edit a copy with SAMPLE=my.yaml
 	@$(LOCAL) -f $(SAMPLE)
 
-test: dev model control-plane clients ## all tests; ARGS are pytest's
-	@$(BIN)/python -m pytest $(ARGS)
+test: dev model control-plane clients ## all tests; ARGS are pytest's, WORKERS is how many run side by side
+	@$(PYTEST) $(ARGS)
+
+test-quick: dev ## what needs neither root nor a control plane nor weights nor minutes, for the time between two changes
+	@$(PYTEST) -m 'not cluster and not model and not slow' $(or $(ARGS),$(QUICK))
+
+test-long: dev model control-plane clients ## the tests that repeat something, as often as it is worth it; other seeds
+	@MEGATRON_TEST_LONG=1 $(PYTEST) -m repetition $(ARGS)
 
 check: dev ## lint, format, types, layers, generated files
 	$(BIN)/ruff check .

@@ -13,8 +13,8 @@ import torch
 from runtime_support import model_scenarios
 from runtime_support.model_scenarios import Answers
 from runtime_support.rank_processes import run_ranks
-from suite_support.worker import free_port
 from safetensors.torch import load_file, save_file
+from suite_support.worker import free_port
 
 from megatron_runtime.parallel.layout import ParallelSizes
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from runtime_support import lock_step_scenarios, world_scenarios
 from runtime_support.rank_processes import run_ranks
-from suite_support.worker import free_port
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+from suite_support.worker import free_port
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.layout import ParallelSizes

@@ -116,7 +116,9 @@ def test_a_frontend_that_dies_while_the_file_of_keys_is_gone_comes_back_with_it(
 
 
 def test_a_file_of_keys_that_is_not_there_is_refused(start_pod: StartPod, tiny_checkpoint: Path) -> None:
-    pod = start_pod("--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi", MEGATRON_API_KEYS_FILE="/nowhere/keys")
+    pod = start_pod(
+        "--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi", MEGATRON_API_KEYS_FILE="/nowhere/keys"
+    )
     assert (
         refused(pod, "InvalidSpec") == "MEGATRON_API_KEYS_FILE=/nowhere/keys: can't be read: No such file or directory"
     )
