@@ -178,7 +178,7 @@ def pod(start_pod: Callable[..., Any], tiny_checkpoint: Path) -> Any:
 
 def test_sigterm_lets_a_running_stream_end_and_turns_new_requests_away(pod: Any) -> None:
     stream = pod.openai.chat.completions.create(
-        model="chat", messages=STORY, temperature=0, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        model="chat", messages=STORY, temperature=0, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
     )
     chunks = [next(stream), next(stream)]
     pod.process.send_signal(signal.SIGTERM)
