@@ -57,7 +57,7 @@ dev: $(VENV)/.for-tests ## the same with the tools of the tests
 model: $(VENV)/.made ## SmolLM2-135M-Instruct in the cache folder, checksum verified
 	@$(BIN)/python tools/fetch_model.py
 
-control-plane: dev ## the Kubernetes that the cluster tests run on, found or built
+control-plane: dev model ## the Kubernetes, the node and the images that the cluster tests run on, found or built
 	@$(BIN)/python tests/cluster/prepare.py
 
 clients: dev ## what the tests with other people's clients run: a browser, packages of npm and PyPI

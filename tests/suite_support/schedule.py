@@ -11,8 +11,22 @@ from collections.abc import Iterable, Sequence
 import pytest
 from xdist.scheduler import LoadGroupScheduling
 
-LONG: tuple[str, ...] = ()
-"""Files and folders that take longest, the longest first: begun last, one of them would keep a single worker busy."""
+LONG = (
+    "tests/cluster/test_node",
+    "tests/runtime/server/test_launched_hosts",
+    "tests/runtime/server/test_chaos",
+    "tests/runtime/server/test_served_answers",
+    "tests/e2e/test_local_leader",
+    "tests/cluster/test_operator",
+    "tests/cluster",
+    "tests/e2e",
+    "tests/runtime/server",
+    "tests/runtime/messaging",
+    "tests/runtime/parallel",
+    "tests/runtime/engine",
+    "tests/benchmarks",
+)
+"""Where the tests are that take long, the longest first: begun last, one of these would keep a single worker busy."""
 
 
 class FileScheduling(LoadGroupScheduling):
