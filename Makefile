@@ -12,7 +12,7 @@ WORKERS ?= $(shell nproc)
 PYTEST := $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-.PHONY: help demo serve test test-quick test-long check bench chaos venv dev model control-plane clients images e2e crd clean
+.PHONY: help demo serve test announce test-quick test-long check bench chaos venv dev model control-plane clients images e2e crd clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,13 +23,18 @@ demo: venv model ## a resource becomes processes, answers, pauses, suspends, res
 serve: venv model ## the same resource, until Ctrl-C; edit a copy with SAMPLE=my.yaml
 	@$(LOCAL) -f $(SAMPLE)
 
-test: dev model control-plane clients ## all tests; ARGS are pytest's, WORKERS is how many run side by side
+test: announce dev model control-plane clients ## all tests; ARGS are pytest's, WORKERS is how many run side by side
 	@$(PYTEST) $(ARGS)
 
-test-quick: dev ## what needs neither root nor a control plane nor weights nor minutes, for the time between two changes
-	@$(PYTEST) -m 'not cluster and not model and not slow' $(or $(ARGS),$(QUICK))
+announce:
+	@echo "make: the first run also fetches and builds what the tests need, 20 to 40 minutes; make test-quick needs none of it"
 
-test-long: dev model control-plane clients ## the tests that repeat something, as often as it is worth it; other seeds
+QUICK := tests/test_layout.py tests/operator tests/e2e/test_contract.py tests/runtime/engine $(wildcard tests/runtime/test_*.py)
+
+test-quick: dev ## those that need neither root nor control plane nor weights, in 3 minutes: plans, rendering, engine
+	@$(PYTEST) -m 'not model' $(QUICK) $(ARGS)
+
+test-long: dev model control-plane clients ## the tests that repeat something, with full counts and new seeds
 	@MEGATRON_TEST_LONG=1 $(PYTEST) -m repetition $(ARGS)
 
 check: dev ## lint, format, types, layers, generated files
