@@ -18,7 +18,6 @@ import httpx
 import pytest
 from openai import OpenAI
 from runtime_support.processes import children_of, is_alive
-from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from suite_support.worker import free_host
 
 PORTS = (8000, 9000, 5557, 29500)
@@ -26,8 +25,6 @@ TOKEN = "control-token-of-the-tests"
 KEY = "coordinator-key-of-the-tests-0123456789"
 MODEL = "chat"
 READY_SECONDS = 90.0
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{{ tools }}"
-"""For models of bytes, whose words mean nothing."""
 TINY_FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi")
 
 Answer = TypeVar("Answer")
@@ -193,12 +190,6 @@ def shared_pod(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield pod.wait_ready()
     finally:
         pod.end()
-
-
-@pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights and a tokenizer of bytes, for whatever does not depend on words."""
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), longest=8192, chat_template=CHAT_TEMPLATE)
 
 
 @pytest.fixture(scope="module")
