@@ -30,8 +30,8 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def parts(smollm2_path: Path) -> dict[str, Any]:
-    """What MegatronLLM is made of: real weights of the module's own, since tests put others in their place."""
+def smollm2_parts(smollm2_path: Path) -> dict[str, Any]:
+    """What MegatronLLM is made of: SmolLM2's weights, the module's own, since tests put others in their place."""
     return _parts(smollm2_path)
 
 

@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -274,9 +273,11 @@ async def test_the_async_class_returns_one_request_for_one_prompt_and_a_list_for
         await llm.generate(PROMPTS)
 
 
-async def test_serve_returns_when_the_port_answers_and_shutdown_ends_a_blocking_serve(parts: dict[str, Any]) -> None:
-    (said,) = MegatronLLM(**parts).generate(PROMPTS[0], replace(GREEDY, num_tokens_to_generate=5))
-    llm = MegatronAsyncLLM(**parts, use_coordinator=True)
+@pytest.mark.model
+async def test_serve_returns_when_the_port_answers_and_shutdown_ends_a_blocking_serve(
+    smollm2_parts: dict[str, Any],
+) -> None:
+    llm = MegatronAsyncLLM(**smollm2_parts, use_coordinator=True)
     config = ServeConfig(host="127.0.0.1", port=0, frontend_replicas=1, served_name="chat")
     await llm.serve(config, blocking=False)
     assert llm.frontend_address is not None
@@ -284,11 +285,11 @@ async def test_serve_returns_when_the_port_answers_and_shutdown_ends_a_blocking_
         assert (await http.get("/models")).json()["data"][0]["id"] == "chat"
         body = {"model": "chat", "prompt": PROMPTS[0], "temperature": 0, "max_tokens": 5}
         answer = (await http.post("/completions", json=body, timeout=60)).json()
-        assert answer["choices"][0]["text"] == said.generated_text
+        assert "Paris" in answer["choices"][0]["text"]
     await llm.shutdown()
     assert llm.frontend_address is None
 
-    llm = MegatronAsyncLLM(**parts, use_coordinator=True)
+    llm = MegatronAsyncLLM(**smollm2_parts, use_coordinator=True)
     serving = asyncio.create_task(llm.serve(config))
     while llm.frontend_address is None:
         assert not serving.done()
