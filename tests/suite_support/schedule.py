@@ -6,6 +6,7 @@ an expensive fixture run on one worker too: they have the mark ``xdist_group``, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 import pytest
@@ -33,6 +34,8 @@ class FileScheduling(LoadGroupScheduling):
     """A unit of work is a group, or a file without one; units are handed out in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/cluster/") and os.environ.get("MEGATRON_TEST_USE_KUBECONFIG", "0") not in ("", "0"):
+            return "cluster"  # that was given: it has room for one operator
         scope: str = super()._split_scope(nodeid)
         return nodeid.partition("::")[0] if scope == nodeid else scope
 
