@@ -27,7 +27,7 @@ test: announce dev model control-plane clients ## all tests; ARGS are pytest's, 
 	@$(PYTEST) $(ARGS)
 
 announce:
-	@echo "make: the first run also fetches and builds what the tests need, 20 to 40 minutes; make test-quick needs none of it"
+	@echo "make: the first run also fetches and builds what the tests need, a Kubernetes of 5 to 10 minutes among it; make test-quick needs none of that"
 
 QUICK := tests/test_layout.py tests/operator tests/e2e/test_contract.py tests/runtime/engine $(wildcard tests/runtime/test_*.py)
 
