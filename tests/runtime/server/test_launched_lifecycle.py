@@ -16,7 +16,7 @@ import openai
 import pytest
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
-FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi")
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi", "--frontend-replicas", "1")
 STORY: list[Any] = [{"role": "user", "content": "Tell me a long story about a lighthouse."}]
 
 
