@@ -17,7 +17,7 @@ from runtime_support.processes import is_alive
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 STORY: list[Any] = [{"role": "user", "content": "Tell a story."}]
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi", "--frontend-replicas", "1", "--drain-timeout", "20")
-LONG = 2000
+LONG = 800
 """Tokens of an answer that is not complete before a test has done its part."""
 
 
