@@ -8,9 +8,11 @@ BIN   := $(VENV)/bin
 CACHE := $(or $(MEGATRON_CACHE_DIR),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megatron-inference)
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet) --constraint constraints.txt
 SAMPLE := manifests/samples/smollm2.yaml
+WORKERS ?= $(shell nproc)
+PYTEST := $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-.PHONY: help demo serve test check bench chaos venv dev model control-plane clients images e2e crd clean
+.PHONY: help demo serve test announce test-quick test-long check bench chaos venv dev model control-plane clients images e2e crd clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,8 +23,19 @@ demo: venv model ## a resource becomes processes, answers, pauses, suspends, res
 serve: venv model ## the same resource, until Ctrl-C; edit a copy with SAMPLE=my.yaml
 	@$(LOCAL) -f $(SAMPLE)
 
-test: dev model control-plane clients ## all tests; ARGS are pytest's
-	@$(BIN)/python -m pytest $(ARGS)
+test: announce dev model control-plane clients ## all tests; ARGS are pytest's, WORKERS is how many run side by side
+	@$(PYTEST) $(ARGS)
+
+announce:
+	@echo "make: the first run also fetches and builds what the tests need, a Kubernetes of 5 to 10 minutes among it; make test-quick needs none of that"
+
+QUICK := tests/test_layout.py tests/operator tests/e2e/test_contract.py tests/runtime/engine $(wildcard tests/runtime/test_*.py)
+
+test-quick: dev ## those that need neither root nor control plane nor weights, in 3 minutes: plans, rendering, engine
+	@$(PYTEST) -m 'not model' $(QUICK) $(ARGS)
+
+test-long: dev model control-plane clients ## the tests that repeat something, with full counts and new seeds
+	@MEGATRON_TEST_LONG=1 $(PYTEST) -m repetition $(ARGS)
 
 check: dev ## lint, format, types, layers, generated files
 	$(BIN)/ruff check .
@@ -54,7 +67,7 @@ ifdef KUBERNETES
 export KUBEBUILDER_ASSETS := $(CACHE)/kubernetes-$(KUBERNETES)
 endif
 
-control-plane: dev ## the Kubernetes that the cluster tests run on, found or built; KUBERNETES=1.36: that release
+control-plane: dev model ## the Kubernetes, the node and the images of the cluster tests; KUBERNETES=1.36: that release
 	@$(if $(KUBERNETES),tools/build_kubernetes.sh $(KUBERNETES) $(KUBEBUILDER_ASSETS))
 	@$(BIN)/python tests/cluster/prepare.py
 

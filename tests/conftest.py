@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,11 +14,34 @@ HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
     sys.path.append(str(HERE))  # suite_support lies here, and importlib mode puts nothing on the path
 
+# Workers share the cores: before anything imports torch, which looks once.
+if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+
 # A machine may stand still for a while, which is no fault of the code. And a test that fails should have passed before
 # the change: whoever wants other examples every time says --hypothesis-profile=explore.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On workers alone: one after the other, tests run in the order in which they were named."""
+    if hasattr(config, "workerinput"):
+        from suite_support.schedule import longest_first
+
+        items[:] = longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A hook of pytest-xdist."""
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from suite_support.schedule import FileScheduling
+
+    return FileScheduling(config, log)
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Finds or builds the Kubernetes that the cluster tests run on, and Helm, and says which they are.
+"""Finds or builds the Kubernetes that the cluster tests run on, Helm, and what a real node is made of; says which.
 
 `python tests/cluster/prepare.py`: the same as the tests do by themselves, ahead of them and with visible progress.
 """
@@ -10,6 +10,7 @@ from cluster_support import binaries
 from cluster_support.errors import ClusterSupportError
 from cluster_support.helm import find_helm
 from cluster_support.progress import say_at_once
+from node_support.fixtures import prepare
 
 
 def main() -> int:
@@ -20,7 +21,10 @@ def main() -> int:
     except ClusterSupportError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"cluster tests: {source}; kubectl: {kubectl}; helm: {helm}")
+    print(f"cluster tests: {source}; kubectl: {kubectl}; helm: {helm}", flush=True)
+    # The workers of pytest would do it too, but their output is not shown.
+    if isinstance(prepared := prepare(source, os.environ, say_at_once), str):
+        print(f"cluster tests: {prepared}")
     return 0
 
 

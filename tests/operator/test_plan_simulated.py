@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from planning_support.resources import resource_object
 from planning_support.simulation import SimulatedCluster
+from suite_support.repetition import repeated
 
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference, Phase
@@ -249,12 +250,13 @@ class RandomHistory(RuleBasedStateMachine):
 
 
 RandomHistory.TestCase.settings = settings(
-    max_examples=300,
+    max_examples=repeated(100, 300),
     stateful_step_count=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
 
+@pytest.mark.repetition
 class TestThePlanSettlesWhateverHappens(RandomHistory.TestCase):  # type: ignore[misc]
     """hypothesis looks for a history that ends elsewhere."""
 

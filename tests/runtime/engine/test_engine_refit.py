@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_runtime.config import KVCacheManagementMode
@@ -156,12 +158,21 @@ MEASURE = """
     assert future.result(timeout=0).merge().generated_tokens == expected[0].merge().generated_tokens
 """
 POOL = 128 * 2**20
-WEIGHTS = 4 * 134_515_008
-"""SmolLM2-135M as float32, without the packed copy of its head, which goes too."""
+WEIGHTS = 4 * 2 * 11_943_936
+"""Of the 2 layers of ``large_checkpoint`` as float32; its embedding and head come on top."""
 SLACK = 16 * 2**20
 
 
-@pytest.mark.model
+@pytest.fixture(scope="module")
+def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Large enough that its weights are told from what a process gains and loses beside them."""
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("large"), hidden=1152, layers=2)
+    weights = load_file(folder / "model.safetensors")
+    # Other than in memory, so that they are read into it and not mapped.
+    save_file({name: weight.bfloat16() for name, weight in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("mode", "offload_weights"),
     [
@@ -172,9 +183,9 @@ SLACK = 16 * 2**20
     ],
 )
 def test_a_suspended_process_is_smaller_by_what_was_given_back(
-    smollm2_path: Path, mode: KVCacheManagementMode, offload_weights: bool
+    large_checkpoint: Path, mode: KVCacheManagementMode, offload_weights: bool
 ) -> None:
-    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(smollm2_path), mode.value, str(offload_weights)]
+    command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(large_checkpoint), mode.value, str(offload_weights)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     outcome = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=True)
     given_back = int(outcome.stdout)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from suite_support.repetition import repeated
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
@@ -48,7 +49,8 @@ def tokens_of(records: list[DynamicInferenceRequestRecord]) -> list[list[int]]:
     return [record.merge().generated_tokens for record in records]
 
 
-@pytest.mark.parametrize("index", range(20))
+@pytest.mark.repetition
+@pytest.mark.parametrize("index", repeated(range(0, 20, 5), range(20)))
 def test_a_prompt_alone_gives_transformers_tokens(
     smollm2: Decoder, tokenizer: Tokenizer, prompts: list[str], reference_greedy: ReferenceGreedy, index: int
 ) -> None:

@@ -30,11 +30,21 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 
 @pytest.fixture(scope="module")
-def parts(smollm2_path: Path) -> dict[str, Any]:
-    """What MegatronLLM is made of: real weights of the module's own, since tests put others in their place."""
+def smollm2_parts(smollm2_path: Path) -> dict[str, Any]:
+    """What MegatronLLM is made of: SmolLM2's weights, the module's own, since tests put others in their place."""
+    return _parts(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def tiny_parts(tiny_checkpoint: Path) -> dict[str, Any]:
+    """The same of random weights, for what does not depend on words."""
+    return _parts(tiny_checkpoint)
+
+
+def _parts(checkpoint: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
-        "model": load_model(smollm2_path, dtype="float32"),
-        "tokenizer": load_tokenizer(smollm2_path),
+        "model": load_model(checkpoint, dtype="float32"),
+        "tokenizer": load_tokenizer(checkpoint),
         "inference_config": InferenceConfig(kv_cache_memory_bytes=64 * 2**20),
     }

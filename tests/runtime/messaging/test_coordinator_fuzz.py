@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.false_coordinator import FalseCoordinator
-from messaging_support.fleet import Fleet, free_port, until
+from messaging_support.fleet import Fleet, until
 from messaging_support.malformed import SECRET, Frames, answers, everything
 from messaging_support.stranger import receive, stranger
 from runtime_support.processes import is_alive
 from runtime_support.resident_memory import resident_bytes
+from suite_support.repetition import repeated
+from suite_support.worker import free_port
 
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
 from megatron_runtime.headers import Headers
@@ -27,7 +29,7 @@ from megatron_runtime.wire.complaints import QUIET_SECONDS
 from megatron_runtime.wire.items import Assignment, EngineLoad, Finished, Submission, items
 
 KEY = "k" * 40
-MESSAGES = 20_000
+MESSAGES = repeated(5_000, 20_000)
 AT_ONCE = 25
 MOST_GROWTH = 48 * 2**20
 """Bytes that the coordinator's process may have gained."""
@@ -95,8 +97,9 @@ def bombard(address: str, pid: int) -> int:
     return sent
 
 
+@pytest.mark.repetition
 @pytest.mark.timeout(240)
-async def test_20000_malformed_messages_disturb_nobody_and_each_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_malformed_messages_disturb_nobody_and_each_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
     async with Fleet(engine_timeout=5.0) as fleet:
         fleet.key = KEY
         coordinator = await fleet.spawn_coordinator()

@@ -1,4 +1,4 @@
-"""The promises of the coordinator with real weights: what was disturbed equals what was not."""
+"""The promises of the coordinator with a real engine: what was disturbed equals what was not."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.model
-
 PROMPTS = ["The capital of France is", "Once upon a time", "One, two, three,", "The sun is"]
 PARAMS = [
-    SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=True),
-    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=11, num_tokens_to_generate=32, ignore_eos=True),
-    SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=True, return_log_probs=True),
-    SamplingParams(temperature=1.0, seed=12, num_tokens_to_generate=32, ignore_eos=True),
+    SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=40, top_p=0.9, seed=11, num_tokens_to_generate=400, ignore_eos=True),
+    SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True, return_log_probs=True),
+    SamplingParams(temperature=1.0, seed=12, num_tokens_to_generate=400, ignore_eos=True),
 ]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(parts: dict[str, Any]) -> list[list[int]]:
-    return [request.generated_tokens for request in MegatronLLM(**parts).generate(PROMPTS, PARAMS)]
+def undisturbed(tiny_parts: dict[str, Any]) -> list[list[int]]:
+    return [request.generated_tokens for request in MegatronLLM(**tiny_parts).generate(PROMPTS, PARAMS)]
 
 
 async def serve_all(client: InferenceClient, seen: list[int]) -> list[list[int]]:
@@ -49,9 +47,9 @@ async def serve_all(client: InferenceClient, seen: list[int]) -> list[list[int]]
 
 
 async def test_a_killed_engine_s_requests_end_with_the_tokens_of_an_undisturbed_run(
-    fleet: Fleet, smollm2_path: Path, undisturbed: list[list[int]]
+    fleet: Fleet, tiny_checkpoint: Path, undisturbed: list[list[int]]
 ) -> None:
-    processes = [fleet.spawn_engine(group=group, checkpoint=smollm2_path) for group in range(2)]
+    processes = [fleet.spawn_engine(group=group, checkpoint=tiny_checkpoint) for group in range(2)]
     client = await fleet.connect()
     await fleet.ready(client, 2)
     seen = [0]
@@ -61,10 +59,10 @@ async def test_a_killed_engine_s_requests_end_with_the_tokens_of_an_undisturbed_
     assert await answers == undisturbed
 
 
-async def test_a_killed_coordinator_changes_no_answer(smollm2_path: Path, undisturbed: list[list[int]]) -> None:
+async def test_a_killed_coordinator_changes_no_answer(tiny_checkpoint: Path, undisturbed: list[list[int]]) -> None:
     async with Fleet() as fleet:
         coordinator = await fleet.spawn_coordinator()
-        fleet.spawn_engine(group=0, checkpoint=smollm2_path)
+        fleet.spawn_engine(group=0, checkpoint=tiny_checkpoint)
         client = await fleet.connect()
         await fleet.ready(client, 1)
         seen = [0]

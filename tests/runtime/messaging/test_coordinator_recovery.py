@@ -9,7 +9,8 @@ import signal
 import pytest
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.false_coordinator import FalseCoordinator
-from messaging_support.fleet import Fleet, free_port, until
+from messaging_support.fleet import Fleet, until
+from suite_support.worker import free_port
 
 from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
 from megatron_runtime.headers import Headers

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from messaging_support.fake_engine import FakeEngine
-from messaging_support.fleet import free_port, until
+from messaging_support.fleet import until
 from runtime_support.processes import is_alive
+from suite_support.worker import free_port
 
 from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop

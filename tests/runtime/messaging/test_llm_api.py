@@ -1,4 +1,4 @@
-"""MegatronLLM and MegatronAsyncLLM with real weights: both modes, every prompt shape, the lifecycle, the end."""
+"""MegatronLLM and MegatronAsyncLLM with a real, tiny model: both modes, every prompt shape, the lifecycle, the end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from megatron_runtime.errors import EngineError, InvalidRequestError, InvalidSta
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.model
-
 PROMPTS = ["The capital of France is", "One, two, three,", "def add(a, b):"]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12)
+LONG = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True)
+"""For answers that are not complete before a test has done its part."""
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_parts: dict[str, Any]) -> dict[str, Any]:
+    return tiny_parts
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +129,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: MegatronLLM) -> None:
 
 def test_several_samples_with_penalties_are_the_same_in_both_modes(parts: dict[str, Any], llm: MegatronLLM) -> None:
     params = SamplingParams(
-        n=3, seed=7, num_tokens_to_generate=8, frequency_penalty=0.5, logit_bias={19556: 1.0}, min_tokens=8
+        n=3, seed=7, num_tokens_to_generate=8, frequency_penalty=0.5, logit_bias={65: 1.0}, min_tokens=8
     )
     direct, served = (
         [request.generated_tokens for request in one.generate(PROMPTS[:2], params)]
@@ -192,20 +197,21 @@ def test_what_was_cached_is_told_through_a_coordinator_too(parts: dict[str, Any]
         prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
     )
     with MegatronLLM(**{**parts, "inference_config": config}, use_coordinator=True) as llm:
-        prompt = list(range(1000, 1040))
+        prompt = list(range(100, 140))
         counts = [llm.generate([prompt], GREEDY)[0].num_cached_tokens for _ in range(2)]
     assert counts == [0, 32]
 
 
 def test_a_coordinator_that_is_killed_is_started_again_and_no_request_is_lost(
-    llm: MegatronLLM, expected: list[list[int]]
+    parts: dict[str, Any], llm: MegatronLLM
 ) -> None:
+    expected = [request.generated_tokens for request in MegatronLLM(**parts).generate(PROMPTS, LONG)]
     assert llm._runtime is not None
     assert llm._runtime._listening is not None
     coordinator = llm._runtime._listening.coordinator
     assert coordinator is not None
     with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(llm.generate, PROMPTS, GREEDY)
+        future = pool.submit(llm.generate, PROMPTS, LONG)
         assert coordinator.pid is not None
         os.kill(coordinator.pid, signal.SIGKILL)
         assert [request.generated_tokens for request in future.result(60)] == expected
@@ -267,8 +273,11 @@ async def test_the_async_class_returns_one_request_for_one_prompt_and_a_list_for
         await llm.generate(PROMPTS)
 
 
-async def test_serve_returns_when_the_port_answers_and_shutdown_ends_a_blocking_serve(parts: dict[str, Any]) -> None:
-    llm = MegatronAsyncLLM(**parts, use_coordinator=True)
+@pytest.mark.model
+async def test_serve_returns_when_the_port_answers_and_shutdown_ends_a_blocking_serve(
+    smollm2_parts: dict[str, Any],
+) -> None:
+    llm = MegatronAsyncLLM(**smollm2_parts, use_coordinator=True)
     config = ServeConfig(host="127.0.0.1", port=0, frontend_replicas=1, served_name="chat")
     await llm.serve(config, blocking=False)
     assert llm.frontend_address is not None
@@ -280,7 +289,7 @@ async def test_serve_returns_when_the_port_answers_and_shutdown_ends_a_blocking_
     await llm.shutdown()
     assert llm.frontend_address is None
 
-    llm = MegatronAsyncLLM(**parts, use_coordinator=True)
+    llm = MegatronAsyncLLM(**smollm2_parts, use_coordinator=True)
     serving = asyncio.create_task(llm.serve(config))
     while llm.frontend_address is None:
         assert not serving.done()

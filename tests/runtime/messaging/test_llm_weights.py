@@ -23,10 +23,10 @@ GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12)
 
 
 @pytest.fixture(scope="module")
-def parts(parts: dict[str, Any]) -> dict[str, Any]:
+def parts(smollm2_parts: dict[str, Any]) -> dict[str, Any]:
     """With a cache that gives its memory back."""
-    config = replace(parts["inference_config"], kv_cache_management_mode="recompute")
-    return parts | {"inference_config": config}
+    config = replace(smollm2_parts["inference_config"], kv_cache_management_mode="recompute")
+    return smollm2_parts | {"inference_config": config}
 
 
 @pytest.fixture

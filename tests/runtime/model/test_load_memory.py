@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from runtime_support import model_scenarios
-from runtime_support.rank_processes import free_port, run_ranks
+from runtime_support.rank_processes import run_ranks
+from suite_support.worker import free_port
 
 from megatron_runtime.parallel.layout import ParallelSizes
 

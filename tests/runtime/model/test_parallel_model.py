@@ -12,8 +12,9 @@ import pytest
 import torch
 from runtime_support import model_scenarios
 from runtime_support.model_scenarios import Answers
-from runtime_support.rank_processes import free_port, run_ranks
+from runtime_support.rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
+from suite_support.worker import free_port
 
 from megatron_runtime.parallel.layout import ParallelSizes
 

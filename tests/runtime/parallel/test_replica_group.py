@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from runtime_support import group_scenarios
-from runtime_support.rank_processes import free_port, run_ranks
+from runtime_support.rank_processes import run_ranks
+from suite_support.worker import free_port
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.layout import ParallelSizes

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from runtime_support import lock_step_scenarios, world_scenarios
-from runtime_support.rank_processes import free_port, run_ranks
+from runtime_support.rank_processes import run_ranks
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+from suite_support.worker import free_port
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.layout import ParallelSizes

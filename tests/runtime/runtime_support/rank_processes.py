@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -69,13 +68,6 @@ def _start_server() -> None:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
         forkserver.ensure_running()
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _run(end: Connection, function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:

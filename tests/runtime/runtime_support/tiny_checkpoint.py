@@ -20,16 +20,19 @@ def write_tiny_checkpoint(
     experts: int = 0,
     marks: Sequence[str] = (),
     chat_template: str | None = None,
+    hidden: int = 32,
+    layers: int = 2,
 ) -> Path:
     """Weights so wide apart that the likeliest token is never in doubt, in Hugging Face's form.
 
-    A Llama, or with experts a Mixtral. ``marks`` are special tokens beside the one that ends an answer.
+    A Llama, or with experts a Mixtral. ``marks`` are special tokens beside the one that ends an answer. ``hidden`` and
+    ``layers`` are for tests that need a model of some size.
     """
     settings: dict[str, Any] = {
         "vocab_size": END + 1 + len(marks),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": longest,
@@ -44,7 +47,7 @@ def write_tiny_checkpoint(
         model = LlamaForCausalLM(LlamaConfig(**settings))
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.4)
+            torch.nn.init.normal_(parameter, std=0.4 * (32 / hidden) ** 0.5)
     model.save_pretrained(folder)
     byte_backend(marks).save(str(folder / "tokenizer.json"))
     template = {} if chat_template is None else {"chat_template": chat_template}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,37 +18,23 @@ import httpx
 import pytest
 from openai import OpenAI
 from runtime_support.processes import children_of, is_alive
+from suite_support.worker import free_host
 
 PORTS = (8000, 9000, 5557, 29500)
 TOKEN = "control-token-of-the-tests"
 KEY = "coordinator-key-of-the-tests-0123456789"
 MODEL = "chat"
 READY_SECONDS = 90.0
+TINY_FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi")
 
 Answer = TypeVar("Answer")
-
-_LAST_BYTES = iter(range(2, 250))
-
-
-def free_host() -> str:
-    """A loopback address on which all ports of a pod are free; another one every time."""
-    for last in _LAST_BYTES:
-        host = f"127.77.{os.getpid() % 250 + 1}.{last}"
-        with contextlib.ExitStack() as stack:
-            try:
-                for port in PORTS:
-                    stack.enter_context(socket.socket()).bind((host, port))
-            except OSError:
-                continue
-            return host
-    raise AssertionError("no loopback address has its ports free")
 
 
 class Pod:
     """One launcher process and the ways to talk to it."""
 
     def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
-        self.host = environment.get("MEGATRON_BIND_HOST") or free_host()
+        self.host = environment.get("MEGATRON_BIND_HOST") or free_host(PORTS)
         self.key = KEY
         self.termination_log = folder / "termination.json"
         self.log = folder / "log.txt"
@@ -182,7 +168,7 @@ def start_pod(tmp_path: Path) -> Iterator[StartPod]:
 @pytest.fixture
 def new_host() -> Callable[[], str]:
     """Gives the address of a pod that others have to know before it is started."""
-    return free_host
+    return partial(free_host, PORTS)
 
 
 @pytest.fixture(scope="session")
@@ -191,12 +177,25 @@ def pod_type() -> type[Pod]:
     return Pod
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shared_pod(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
-    """One serving pod for the tests of a module; they leave it running."""
+    """One pod with SmolLM2 for all tests that are about words; they leave it as they found it.
+
+    Their modules have the mark ``xdist_group("smollm2_pod")``: so there is one in a run, not one in each worker.
+    """
     # In bfloat16 the words that SmolLM2 finds likeliest are equally likely now and then.
     flags = ("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "512Mi")
     pod = Pod(tmp_path_factory.mktemp("pod"), *flags)
+    try:
+        yield pod.wait_ready()
+    finally:
+        pod.end()
+
+
+@pytest.fixture(scope="module")
+def tiny_pod(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
+    """One pod with such a model for the tests of a module; they leave it running."""
+    pod = Pod(tmp_path_factory.mktemp("pod"), "--model", str(tiny_checkpoint), *TINY_FLAGS)
     try:
         yield pod.wait_ready()
     finally:

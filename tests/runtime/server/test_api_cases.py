@@ -13,9 +13,11 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from schemathesis import GenerationMode
+from suite_support.repetition import is_long, repeated
 
-CASES = int(os.environ.get("MEGATRON_API_CASES", "300"))
-"""How many in all, of requests with a body; others when another number is asked for."""
+CHOSEN = os.environ.get("MEGATRON_API_CASES")
+CASES = int(CHOSEN) if CHOSEN else repeated(120, 300)
+"""How many in all, of requests with a body; others in the long run, and when a number is asked for."""
 FEW = 5
 """How many of each kind without a body."""
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
@@ -44,6 +46,7 @@ def described(pod: Any) -> dict[str, Any]:
     return schema
 
 
+@pytest.mark.repetition
 @pytest.mark.timeout(3600)
 def test_no_request_that_fits_the_description_or_not_breaks_the_server(pod: Any) -> None:
     schema = schemathesis.openapi.from_dict(described(pod))
@@ -60,7 +63,7 @@ def test_no_request_that_fits_the_description_or_not_breaks_the_server(pod: Any)
             phases=[Phase.explicit, Phase.generate],
             suppress_health_check=list(HealthCheck),
             database=None,
-            derandomize="MEGATRON_API_CASES" not in os.environ,
+            derandomize=not is_long() and not CHOSEN,
         )
         @given(case=operation.as_strategy(generation_mode=mode))
         def check(case: Any) -> None:

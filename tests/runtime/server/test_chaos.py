@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import random
-import secrets
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch
 from openai import APIConnectionError, AsyncOpenAI
 from runtime_support.margin import least_margin
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+from suite_support.repetition import repeated, seed_of_run
 from transformers import AutoModelForCausalLM
 
 from megatron_runtime.apis import MegatronLLM
@@ -30,23 +30,23 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
-REQUESTS = 500
-CANDIDATES = 600
+REQUESTS = repeated(150, 500)
+CANDIDATES = repeated(180, 600)
 LEAST_MARGIN = 1e-4
 """Of logits. Rounding differs with who shares a batch: over 100,000 tokens some finish within 2e-6 of another."""
-DISTURBANCES = 20
 IN_FLIGHT = 40
 REPLICAS = 3
 FRONTENDS = 2
 SEED_VARIABLE = "MEGATRON_CHAOS_SEED"
 RANK = "megatron_runtime.rank"
 VICTIMS = {
-    (RANK, signal.SIGKILL): 5,
-    (RANK, signal.SIGSTOP): 3,
-    ("coordinator_process", signal.SIGKILL): 6,
-    ("server.frontend", signal.SIGKILL): 6,
+    (RANK, signal.SIGKILL): repeated(2, 5),
+    (RANK, signal.SIGSTOP): repeated(1, 3),
+    ("coordinator_process", signal.SIGKILL): repeated(2, 6),
+    ("server.frontend", signal.SIGKILL): repeated(2, 6),
 }
 """How often each kind of process gets a signal, by a word of its command line."""
+DISTURBANCES = sum(VICTIMS.values())
 STALL_SECONDS = CoordinatorSettings.engine_timeout + 2
 """How long a process stays stopped: its requests are moved, and the launcher does not take it for hung yet."""
 DEADLINE = 240.0
@@ -232,11 +232,12 @@ class Reaper:
                 os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.repetition
 @pytest.mark.timeout(330)
-async def test_500_requests_are_answered_once_each_and_rightly_while_processes_are_killed_or_stopped_20_times(
+async def test_requests_are_answered_once_each_and_rightly_while_processes_are_killed_or_stopped(
     start_pod: Callable[..., Any], tmp_path: Path
 ) -> None:
-    seed = int(os.environ.get(SEED_VARIABLE) or secrets.randbits(32))
+    seed = seed_of_run(SEED_VARIABLE)
     print(f"{SEED_VARIABLE}={seed}")
     rng = random.Random(seed)
     checkpoint = write_tiny_checkpoint(tmp_path / "tiny")

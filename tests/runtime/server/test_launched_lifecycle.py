@@ -14,17 +14,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = pytest.mark.model
-
-FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi", "--frontend-replicas", "1")
 STORY: list[Any] = [{"role": "user", "content": "Tell me a long story about a lighthouse."}]
 
 
 def ask(pod: Any) -> str:
-    """One short answer."""
-    answer = pod.openai.chat.completions.create(model="chat", messages=FRANCE, temperature=0, max_tokens=20)
+    """One short answer, always the same."""
+    answer = pod.openai.chat.completions.create(
+        model="chat", messages=QUESTION, temperature=0, max_tokens=20, extra_body={"ignore_eos": True}
+    )
     return str(answer.choices[0].message.content)
 
 
@@ -34,31 +34,34 @@ def waits(pod: Any, answer: Future[str]) -> bool:
     return not answer.done() and state["requests"]["running"] == 0
 
 
-def test_a_request_to_paused_engines_waits_for_unpause(shared_pod: Any) -> None:
-    assert shared_pod.signal("pause").json() == {"accepted": True, "engineState": "PAUSED"}
+def test_a_request_to_paused_engines_waits_for_unpause(tiny_pod: Any) -> None:
+    before = ask(tiny_pod)
+    assert tiny_pod.signal("pause").json() == {"accepted": True, "engineState": "PAUSED"}
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, shared_pod)
-        assert waits(shared_pod, answer)
-        assert shared_pod.state()["ready"]
-        assert shared_pod.signal("unpause").json()["engineState"] == "RUNNING"
-        assert "Paris" in answer.result(30)
-
-
-def test_suspended_engines_answer_again_after_resume_and_unpause(shared_pod: Any) -> None:
-    before = ask(shared_pod)
-    for name, state in (("pause", "PAUSED"), ("suspend", "SUSPENDED")):
-        assert shared_pod.signal(name).json()["engineState"] == state
-    with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, shared_pod)
-        assert waits(shared_pod, answer)
-        for name, state in (("resume", "PAUSED"), ("unpause", "RUNNING")):
-            assert shared_pod.signal(name).json()["engineState"] == state
+        answer = pool.submit(ask, tiny_pod)
+        assert waits(tiny_pod, answer)
+        assert tiny_pod.state()["ready"]
+        assert tiny_pod.signal("unpause").json()["engineState"] == "RUNNING"
         assert answer.result(30) == before
 
 
-def test_requests_that_waited_are_served_by_their_priority(start_pod: Callable[..., Any], tmp_path: Path) -> None:
+def test_suspended_engines_answer_again_after_resume_and_unpause(tiny_pod: Any) -> None:
+    before = ask(tiny_pod)
+    for name, state in (("pause", "PAUSED"), ("suspend", "SUSPENDED")):
+        assert tiny_pod.signal(name).json()["engineState"] == state
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(ask, tiny_pod)
+        assert waits(tiny_pod, answer)
+        for name, state in (("resume", "PAUSED"), ("unpause", "RUNNING")):
+            assert tiny_pod.signal(name).json()["engineState"] == state
+        assert answer.result(30) == before
+
+
+def test_requests_that_waited_are_served_by_their_priority(
+    start_pod: Callable[..., Any], tiny_checkpoint: Path
+) -> None:
     flags = ("--max-requests", "1", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
-    pod = start_pod("--model", str(write_tiny_checkpoint(tmp_path / "tiny")), *flags).wait_ready()
+    pod = start_pod("--model", str(tiny_checkpoint), *flags).wait_ready()
     served: list[int] = []
 
     def ask_with(priority: int) -> None:
@@ -76,10 +79,10 @@ def test_requests_that_waited_are_served_by_their_priority(start_pod: Callable[.
 
 
 def test_an_idle_engine_sleeps_until_a_request_wakes_it_and_no_longer_once_it_was_told_to(
-    start_pod: Callable[..., Any], tmp_path: Path
+    start_pod: Callable[..., Any], tiny_checkpoint: Path
 ) -> None:
     flags = ("--auto-suspend-after", "1", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
-    pod = start_pod("--model", str(write_tiny_checkpoint(tmp_path / "tiny")), *flags).wait_ready()
+    pod = start_pod("--model", str(tiny_checkpoint), *flags).wait_ready()
 
     def answer() -> str:
         asked = {"prompt": [1, 2, 3], "max_tokens": 20, "temperature": 0}
@@ -105,75 +108,77 @@ def test_an_idle_engine_sleeps_until_a_request_wakes_it_and_no_longer_once_it_wa
     pod.wait_for(sleeps)
 
 
-def test_a_signal_in_the_wrong_state_is_refused_with_what_is_allowed(shared_pod: Any) -> None:
-    answer = shared_pod.control.post("/v1/suspend")
+def test_a_signal_in_the_wrong_state_is_refused_with_what_is_allowed(tiny_pod: Any) -> None:
+    answer = tiny_pod.control.post("/v1/suspend")
     assert answer.status_code == 409
     error = answer.json()["error"]
     assert (error["code"], error["engineState"], error["allowed"]) == ("InvalidState", "RUNNING", ["pause"])
 
 
 def test_new_weights_come_between_pause_and_unpause_and_answers_tell_of_them(
-    shared_pod: Any, smollm2_path: Path
+    tiny_pod: Any, tiny_checkpoint: Path
 ) -> None:
+    before = ask(tiny_pod)
+
     def load(path: Path | str) -> httpx.Response:
         asked = {"wait": "true", "timeout": 60}
-        answer: httpx.Response = shared_pod.control.post("/v1/weights", params=asked, json={"path": str(path)})
+        answer: httpx.Response = tiny_pod.control.post("/v1/weights", params=asked, json={"path": str(path)})
         return answer
 
     def fingerprints(**fields: Any) -> list[str | None]:
-        asked = {"model": "chat", "messages": FRANCE, "temperature": 0, "max_tokens": 5, **fields}
-        answer = shared_pod.openai.chat.completions.create(**asked)
+        asked = {"model": "chat", "messages": QUESTION, "temperature": 0, "max_tokens": 5, **fields}
+        answer = tiny_pod.openai.chat.completions.create(**asked)
         return [chunk.system_fingerprint for chunk in answer] if fields else [answer.system_fingerprint]
 
     assert fingerprints() == ["weights-0"]
-    assert load(smollm2_path).status_code == 409
-    shared_pod.signal("pause")
-    assert load(smollm2_path).json() == {"accepted": True, "engineState": "PAUSED"}
+    assert load(tiny_checkpoint).status_code == 409
+    tiny_pod.signal("pause")
+    assert load(tiny_checkpoint).json() == {"accepted": True, "engineState": "PAUSED"}
     refused = load("/nowhere.gguf")
     assert (refused.status_code, refused.json()["error"]["code"]) == (422, "InvalidWeights")
     assert "engine group 0 (attempt 0): /nowhere.gguf" in refused.json()["error"]["message"]
-    shared_pod.signal("unpause")
-    assert "Paris" in ask(shared_pod)
+    tiny_pod.signal("unpause")
+    assert ask(tiny_pod) == before
     assert fingerprints(stream=True)[-1] == "weights-1"
-    shared_pod.wait_for(lambda state: [replica["weightVersion"] for replica in state["replicas"]] == [1])
+    tiny_pod.wait_for(lambda state: [replica["weightVersion"] for replica in state["replicas"]] == [1])
 
 
-def test_a_signal_that_is_not_waited_for_is_accepted(shared_pod: Any) -> None:
-    assert shared_pod.control.post("/v1/pause").status_code == 202
-    shared_pod.wait_for(lambda state: state["engineState"] == "PAUSED")
-    assert shared_pod.control.post("/v1/unpause").status_code == 202
-    shared_pod.wait_for(lambda state: state["engineState"] == "RUNNING")
+def test_a_signal_that_is_not_waited_for_is_accepted(tiny_pod: Any) -> None:
+    assert tiny_pod.control.post("/v1/pause").status_code == 202
+    tiny_pod.wait_for(lambda state: state["engineState"] == "PAUSED")
+    assert tiny_pod.control.post("/v1/unpause").status_code == 202
+    tiny_pod.wait_for(lambda state: state["engineState"] == "RUNNING")
 
 
-def test_a_long_poll_answers_with_the_next_change(shared_pod: Any) -> None:
-    revision = shared_pod.state()["revision"]
+def test_a_long_poll_answers_with_the_next_change(tiny_pod: Any) -> None:
+    revision = tiny_pod.state()["revision"]
     with ThreadPoolExecutor() as pool:
-        poll = pool.submit(shared_pod.control.get, "/v1/state", params={"after": revision, "timeout": 60})
-        shared_pod.signal("pause")
+        poll = pool.submit(tiny_pod.control.get, "/v1/state", params={"after": revision, "timeout": 60})
+        tiny_pod.signal("pause")
         assert poll.result(30).json()["revision"] > revision
-    shared_pod.signal("unpause")
+    tiny_pod.signal("unpause")
 
 
-def test_the_control_api_asks_for_its_token(shared_pod: Any) -> None:
-    url = f"http://{shared_pod.host}:9000"
+def test_the_control_api_asks_for_its_token(tiny_pod: Any) -> None:
+    url = f"http://{tiny_pod.host}:9000"
     with httpx.Client(base_url=url, trust_env=False) as stranger:
         assert stranger.get("/v1/state").status_code == 401
         assert stranger.post("/v1/pause", headers={"Authorization": "Bearer guess"}).status_code == 401
         assert stranger.get("/healthz").status_code == 200
         assert stranger.get("/readyz").status_code == 200
-    assert shared_pod.control.get("/v1/state", params={"timeout": "long"}).status_code == 400
-    assert shared_pod.control.post("/v1/explode").status_code == 404
+    assert tiny_pod.control.get("/v1/state", params={"timeout": "long"}).status_code == 400
+    assert tiny_pod.control.post("/v1/explode").status_code == 404
 
 
 @pytest.fixture
-def pod(start_pod: Callable[..., Any], smollm2_path: Path) -> Any:
+def pod(start_pod: Callable[..., Any], tiny_checkpoint: Path) -> Any:
     """A pod that the test may end."""
-    return start_pod("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "256Mi").wait_ready()
+    return start_pod("--model", str(tiny_checkpoint), *FLAGS).wait_ready()
 
 
 def test_sigterm_lets_a_running_stream_end_and_turns_new_requests_away(pod: Any) -> None:
     stream = pod.openai.chat.completions.create(
-        model="chat", messages=STORY, temperature=0, max_tokens=80, stream=True, extra_body={"ignore_eos": True}
+        model="chat", messages=STORY, temperature=0, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
     )
     chunks = [next(stream), next(stream)]
     pod.process.send_signal(signal.SIGTERM)
@@ -203,7 +208,7 @@ def test_sigterm_while_paused_answers_those_who_wait_instead_of_letting_the_time
 
 def test_a_second_signal_ends_at_once(pod: Any) -> None:
     stream = pod.openai.chat.completions.create(
-        model="chat", messages=STORY, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+        model="chat", messages=STORY, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
     )
     next(stream)
     pod.process.send_signal(signal.SIGINT)
@@ -225,15 +230,13 @@ def test_stop_ends_the_launcher_with_success(pod: Any) -> None:
 
 
 def test_the_wish_at_start_is_fulfilled_before_the_pod_is_ready(
-    start_pod: Callable[..., Any], smollm2_path: Path
+    start_pod: Callable[..., Any], tiny_checkpoint: Path, tiny_pod: Any
 ) -> None:
-    pod = start_pod(
-        "--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "256Mi", MEGATRON_LIFECYCLE="Suspended"
-    )
+    pod = start_pod("--model", str(tiny_checkpoint), *FLAGS, MEGATRON_LIFECYCLE="Suspended")
     pod.wait_for(lambda state: state["ready"] and state["engineState"] == "SUSPENDED")
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, pod)
         assert waits(pod, answer)
         pod.signal("resume")
         pod.signal("unpause")
-        assert "Paris" in answer.result(30)
+        assert answer.result(30) == ask(tiny_pod)

@@ -12,11 +12,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.model
 
@@ -24,55 +24,57 @@ StartPod = Callable[..., Any]
 
 
 def count(pod: Any) -> str:
-    """A greedy answer of some length."""
-    answer = pod.openai.completions.create(model="chat", prompt="One, two, three,", temperature=0, max_tokens=60)
+    """A greedy answer of some length, so that it is not complete before a test has killed a process."""
+    answer = pod.openai.completions.create(
+        model="chat", prompt="One, two, three,", temperature=0, max_tokens=1000, extra_body={"ignore_eos": True}
+    )
     return str(answer.choices[0].text)
 
 
 @pytest.mark.parametrize("victim", ["coordinator_process", "megatron_runtime.rank"])
-def test_a_request_outlives_the_process_that_is_killed(shared_pod: Any, victim: str) -> None:
-    whole = count(shared_pod)
-    restarts = shared_pod.state()["restarts"]
+def test_a_request_outlives_the_process_that_is_killed(tiny_pod: Any, victim: str) -> None:
+    whole = count(tiny_pod)
+    restarts = tiny_pod.state()["restarts"]
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(count, shared_pod)
-        shared_pod.wait_for(lambda state: state["requests"]["running"] == 1)
-        os.kill(shared_pod.child(victim), signal.SIGKILL)
+        (answer,) = tiny_pod.begin(pool, partial(count, tiny_pod), 1)
+        os.kill(tiny_pod.child(victim), signal.SIGKILL)
         assert answer.result(60) == whole
-    shared_pod.wait_for(lambda state: state["ready"] and state["restarts"] == restarts + 1)
+    tiny_pod.wait_for(lambda state: state["ready"] and state["restarts"] == restarts + 1)
 
 
-def test_a_killed_frontend_is_replaced(shared_pod: Any) -> None:
-    victim = shared_pod.child("server.frontend")
-    restarts = shared_pod.state()["restarts"]
+def test_a_killed_frontend_is_replaced(tiny_pod: Any) -> None:
+    victim = tiny_pod.child("server.frontend")
+    restarts = tiny_pod.state()["restarts"]
     os.kill(victim, signal.SIGKILL)
-    shared_pod.wait_for(lambda state: state["restarts"] == restarts + 1)
-    frontends = [pid for pid, command in shared_pod.children().items() if "server.frontend" in command]
+    tiny_pod.wait_for(lambda state: state["restarts"] == restarts + 1)
+    frontends = [pid for pid, command in tiny_pod.children().items() if "server.frontend" in command]
     assert victim not in frontends
-    assert count(shared_pod)
+    assert count(tiny_pod)
 
 
-def test_a_paused_service_is_still_paused_after_its_coordinator_was_replaced(shared_pod: Any) -> None:
-    shared_pod.signal("pause")
-    restarts = shared_pod.state()["restarts"]
-    os.kill(shared_pod.child("coordinator_process"), signal.SIGKILL)
-    shared_pod.wait_for(
+def test_a_paused_service_is_still_paused_after_its_coordinator_was_replaced(tiny_pod: Any) -> None:
+    tiny_pod.signal("pause")
+    restarts = tiny_pod.state()["restarts"]
+    os.kill(tiny_pod.child("coordinator_process"), signal.SIGKILL)
+    tiny_pod.wait_for(
         lambda state: state["restarts"] > restarts and state["ready"] and state["engineState"] == "PAUSED"
     )
-    assert shared_pod.signal("unpause").json()["engineState"] == "RUNNING"
-    assert count(shared_pod)
+    assert tiny_pod.signal("unpause").json()["engineState"] == "RUNNING"
+    assert count(tiny_pod)
 
 
-def test_a_pod_without_its_coordinator_is_not_ready(shared_pod: Any) -> None:
-    before = after = shared_pod.wait_for(lambda state: state["ready"])
-    os.kill(shared_pod.child("coordinator_process"), signal.SIGKILL)
+def test_a_pod_without_its_coordinator_is_not_ready(tiny_pod: Any) -> None:
+    before = after = tiny_pod.wait_for(lambda state: state["ready"])
+    os.kill(tiny_pod.child("coordinator_process"), signal.SIGKILL)
     while after["restarts"] == before["restarts"]:
-        after = shared_pod.control.get("/v1/state", params={"after": after["revision"]}).json()
+        after = tiny_pod.control.get("/v1/state", params={"after": after["revision"]}).json()
     assert (after["ready"], after["engineState"]) == (False, None)
-    shared_pod.wait_for(lambda state: state["ready"])
+    tiny_pod.wait_for(lambda state: state["ready"])
 
 
-def test_a_rank_that_keeps_dying_ends_the_launcher(start_pod: StartPod, smollm2_path: Path) -> None:
-    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi", "--max-restarts", "0").wait_ready()
+def test_a_rank_that_keeps_dying_ends_the_launcher(start_pod: StartPod, tiny_checkpoint: Path) -> None:
+    flags = ("--kv-cache-memory", "32Mi", "--frontend-replicas", "1", "--max-restarts", "0")
+    pod = start_pod("--model", str(tiny_checkpoint), *flags).wait_ready()
     os.kill(pod.child("megatron_runtime.rank"), signal.SIGKILL)
     assert pod.process.wait(30) == 1
     reason = json.loads(pod.termination_log.read_text())
@@ -80,8 +82,8 @@ def test_a_rank_that_keeps_dying_ends_the_launcher(start_pod: StartPod, smollm2_
     assert "SIGKILL" in reason["message"]
 
 
-def test_no_process_outlives_a_killed_launcher(start_pod: StartPod, smollm2_path: Path) -> None:
-    pod = start_pod("--model", str(smollm2_path), "--kv-cache-memory", "256Mi").wait_ready()
+def test_no_process_outlives_a_killed_launcher(start_pod: StartPod, tiny_checkpoint: Path) -> None:
+    pod = start_pod("--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi").wait_ready()
     assert len(pod.children()) == 4
     pod.end()  # by SIGKILL, and looks for what is left
 
@@ -96,12 +98,11 @@ def refused(pod: Any, reason: str) -> str:
 
 
 def test_a_frontend_that_dies_while_the_file_of_keys_is_gone_comes_back_with_it(
-    start_pod: StartPod, tmp_path: Path
+    start_pod: StartPod, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     keys, away = tmp_path / "keys", tmp_path / "away"
     keys.write_text("the-key\n")
-    model = str(write_tiny_checkpoint(tmp_path / "tiny"))
-    flags = ["--model", model, "--kv-cache-memory", "32Mi", "--frontend-replicas", "1"]
+    flags = ["--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi", "--frontend-replicas", "1"]
     pod = start_pod(*flags, MEGATRON_API_KEYS_FILE=str(keys)).wait_ready()
     headers = {"Authorization": "Bearer the-key"}
     keys.rename(away)
@@ -114,9 +115,10 @@ def test_a_frontend_that_dies_while_the_file_of_keys_is_gone_comes_back_with_it(
     assert pod.http.get("/v1/models", headers=headers).status_code == 200
 
 
-def test_a_file_of_keys_that_is_not_there_is_refused(start_pod: StartPod, tmp_path: Path) -> None:
-    model = str(write_tiny_checkpoint(tmp_path / "tiny"))
-    pod = start_pod("--model", model, "--kv-cache-memory", "32Mi", MEGATRON_API_KEYS_FILE="/nowhere/keys")
+def test_a_file_of_keys_that_is_not_there_is_refused(start_pod: StartPod, tiny_checkpoint: Path) -> None:
+    pod = start_pod(
+        "--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi", MEGATRON_API_KEYS_FILE="/nowhere/keys"
+    )
     assert (
         refused(pod, "InvalidSpec") == "MEGATRON_API_KEYS_FILE=/nowhere/keys: can't be read: No such file or directory"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from messaging_support.fake_engine import FakeEngine
+from suite_support.worker import free_port
 
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
@@ -25,14 +25,6 @@ from megatron_runtime.launch.keeper import RestartBudget
 from megatron_runtime.wire.service_state import ServiceState
 
 HERE = Path(__file__).parent
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> None:

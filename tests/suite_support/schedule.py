@@ -1,0 +1,49 @@
+"""How pytest-xdist spreads the tests over its workers: file by file, the long ones first.
+
+The tests of a file run on one worker, in their order, since they share the fixtures of their module. Files that share
+an expensive fixture run on one worker too: they have the mark ``xdist_group``, and need ``--dist loadgroup``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import pytest
+from xdist.scheduler import LoadGroupScheduling
+
+LONG = (
+    "tests/cluster/test_node",
+    "tests/runtime/server/test_launched_hosts",
+    "tests/runtime/server/test_chaos",
+    "tests/runtime/server/test_served_answers",
+    "tests/e2e/test_local_leader",
+    "tests/cluster/test_operator",
+    "tests/cluster",
+    "tests/e2e",
+    "tests/runtime/server",
+    "tests/runtime/messaging",
+    "tests/runtime/parallel",
+    "tests/runtime/engine",
+    "tests/benchmarks",
+)
+"""Where the tests are that take long, the longest first: begun last, one of these would keep a single worker busy."""
+
+
+class FileScheduling(LoadGroupScheduling):
+    """A unit of work is a group, or a file without one; units are handed out in the order of the collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith("tests/cluster/") and os.environ.get("MEGATRON_TEST_USE_KUBECONFIG", "0") not in ("", "0"):
+            return "cluster"  # that was given: it has room for one operator
+        scope: str = super()._split_scope(nodeid)
+        return nodeid.partition("::")[0] if scope == nodeid else scope
+
+
+def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """The same items; those of a file stay together and in their order."""
+    return sorted(items, key=lambda item: _rank(item.nodeid))
+
+
+def _rank(nodeid: str, long: Sequence[str] = LONG) -> int:
+    return next((rank for rank, prefix in enumerate(long) if nodeid.startswith(prefix)), len(long))
