@@ -6,6 +6,7 @@ aggregator proxies what is about them. Clients see one server.
 
 import http.client
 import itertools
+import os
 import random
 import shutil
 import socket
@@ -23,6 +24,7 @@ from cluster_support.processes import GuardedProcess, tail
 
 GRACE = 2.0  # seconds; the API server would wait a minute for watchers, which never leave
 SERVICE_ADDRESSES = "10.96.0.0/16"
+FIRST_PORT, PORTS_PER_WORKER, MOST_WORKERS = 20000, 600, 16
 UNUSED_ADDRESS = "192.0.2.1"  # of a block reserved for documentation
 
 
@@ -30,9 +32,12 @@ def free_ports(count: int) -> list[int]:
     """Different ports on which nothing listens on loopback.
 
     They lie below the range that the kernel gives to outgoing connections: there, a client that keeps calling a stopped
-    server could take the server's own port, or even connect to itself.
+    server could take the server's own port, or even connect to itself. Each worker of pytest-xdist has a range of its
+    own, since a server takes its port a moment after it was found free.
     """
-    candidates = random.sample(range(20000, 30000), 1000)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MOST_WORKERS
+    first = FIRST_PORT + worker * PORTS_PER_WORKER
+    candidates = random.sample(range(first, first + PORTS_PER_WORKER), PORTS_PER_WORKER)
     return list(itertools.islice(filter(_is_free, candidates), count))
 
 
