@@ -16,7 +16,6 @@ from cluster_support.progress import Progress
 VERSION = "1.20.2"
 SOURCE_VERSION = "1.20.5+really1.20.2-1.1+deb12u1"
 COMPILED = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
-SUITE = "bookworm"
 PACKAGES = ("golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev")
 CUSTOM_RESOURCES_PATCH = Path(__file__).with_name("custom-resources.patch")
 TOOLS = ("patch", "xz-utils")
@@ -57,7 +56,7 @@ class _Build:
 
     def _fetch(self) -> None:
         apt = debian.Apt(self._folder("apt"), self.log)
-        apt.update(debian.archive_uri(), SUITE)
+        apt.update(debian.archive_uri())
         self.progress(f"downloading the source of Kubernetes {VERSION} and Go (about 100 MB)")
         apt.download_source("kubernetes", SOURCE_VERSION, self.debs)
         apt.download((*PACKAGES, *TOOLS), self.debs)

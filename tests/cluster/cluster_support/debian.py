@@ -15,6 +15,8 @@ from pathlib import Path
 from cluster_support.errors import NoKubernetesError
 from cluster_support.processes import run_guarded
 
+SUITE = "bookworm"
+"""The suite of the core's source, of the node's tools and of the base image."""
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 TOOLS = ("apt-get", "dpkg-deb", "tar")
 MEND = (
@@ -36,7 +38,7 @@ def archive_uri() -> str:
     if missing or not KEYRING.exists():
         wanted = ", ".join(missing or [str(KEYRING)])
         raise NoKubernetesError(f"building Kubernetes needs {wanted}: install it, or {MEND}")
-    return _main_archive({release.get("VERSION_CODENAME", "stable"), "stable", "oldstable", "bookworm"})
+    return _main_archive({release.get("VERSION_CODENAME", SUITE), SUITE, "stable", "oldstable"})
 
 
 def _main_archive(suites: set[str]) -> str:
@@ -58,7 +60,7 @@ class Apt:
     folder: Path
     log: Path
 
-    def update(self, uri: str | None = None, suite: str = "stable") -> None:
+    def update(self, uri: str | None = None, suite: str = SUITE) -> None:
         """Reads the lists of one suite of an archive, or of those that this machine uses."""
         for name in ("lists/partial", "cache/archives/partial"):
             (self.folder / name).mkdir(parents=True)
