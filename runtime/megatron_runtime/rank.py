@@ -6,6 +6,8 @@ Of a replica of several ranks the first one talks to the coordinator, and the ot
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import logging
 import os
 import signal
@@ -81,14 +83,16 @@ def _tell(link: ParentLink, error: Exception) -> None:
 
 def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     _report_phase(link, RankPhase.STARTING)
-    # Not above: it takes seconds, in which the launcher should know that this process lives.
+    _import_engine()
     import torch
 
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.checkpoint import load_model
     from megatron_runtime.model.tokenizer_files import load_tokenizer
 
-    options = link.options["engine"]
+    # By now the launcher has inspected the checkpoint, or will have soon.
+    link.receive_options()
+    options = link.options["engine"] | {name: link.options[name] for name in ("max_sequence_length", "kv_cache_bytes")}
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = _choose_device(link)
     ranks = _join_replica(link)
@@ -106,6 +110,21 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     )
     tokenizer = load_tokenizer(link.options["checkpoint"])
     return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options, ranks))
+
+
+def _import_engine() -> None:
+    """Imports all that a rank runs on, which takes more than a second, before it is known what is to be loaded.
+
+    Of a million objects that are made here next to all stay: the garbage collector would look through them in vain,
+    now and whenever it looks through all that there is.
+    """
+    gc.disable()
+    try:
+        for module in ("engine.coordinated_loop", "engine.dynamic_engine", "model.checkpoint"):
+            importlib.import_module(f"megatron_runtime.{module}")
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _choose_device(link: ParentLink) -> torch.device:
