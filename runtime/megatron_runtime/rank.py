@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -99,17 +100,18 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
     ranks.watch(partial(_end_at_once, link))
     # Pods that were left the choice may have chosen differently.
     options["max_sequence_length"] = ranks.least(options["max_sequence_length"])
-    model = load_model(
-        link.options["checkpoint"],
-        dtype=options["dtype"],
-        device=device,
-        max_sequence_length=options["max_sequence_length"],
-        on_progress=_Progress(link),
-        check_finite=options["check_finite"],
-        ranks=ranks,
-    )
-    tokenizer = load_tokenizer(link.options["checkpoint"])
-    return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options, ranks))
+    with ThreadPoolExecutor(1, "tokenizer") as aside:
+        tokenizer = aside.submit(load_tokenizer, link.options["checkpoint"])
+        model = load_model(
+            link.options["checkpoint"],
+            dtype=options["dtype"],
+            device=device,
+            max_sequence_length=options["max_sequence_length"],
+            on_progress=_Progress(link),
+            check_finite=options["check_finite"],
+            ranks=ranks,
+        )
+    return DynamicInferenceEngine.build(model, tokenizer.result(), _inference_config(options, ranks))
 
 
 def _import_engine() -> None:

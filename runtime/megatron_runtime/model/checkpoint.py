@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,7 +78,10 @@ def load_model(
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
     decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device, ranks=ranks)
-    fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
+    with ThreadPoolExecutor(1, "kernels") as aside:
+        kernels = aside.submit(decoder.prepare_kernels)
+        fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
+        kernels.result()
     decoder.origin = origin
     decoder.prepare()
     return decoder.eval()
