@@ -17,7 +17,7 @@ from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.launch.inspection import CheckpointFacts, inspect_source
 from megatron_runtime.launch.keeper import ChildEnd
 from megatron_runtime.launch.leadership import Leadership
-from megatron_runtime.launch.memory import AvailableMemory, available_memory
+from megatron_runtime.launch.memory import AvailableMemory, available_memory, usable_cores
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.parent_link import EXIT_DRAINED, EXIT_FAILURE
 from megatron_runtime.launch.pod_state import PodFacts, PodState
@@ -96,8 +96,10 @@ class Launcher:
         # Before the ranks take any of it: the plan counts what they take.
         available = available_memory()
         inspection = asyncio.create_task(inspect_source(self._options.model, self._options.engine))
+        planned: RankPlan = asyncio.get_running_loop().create_future()
         try:
-            planned = self._start_ranks()
+            if self._options.local_ranks <= usable_cores():  # more would only take the cores from the inspection
+                self._start_ranks(planned)
             await asyncio.to_thread(_import_services)
             await self._bind()
             async with self._control_api():
@@ -111,12 +113,10 @@ class Launcher:
             await asyncio.gather(inspection, return_exceptions=True)
             await self._kill()
 
-    def _start_ranks(self) -> RankPlan:
-        """Starts the ranks, which take longest to begin with; they load nothing before the plan that is returned is."""
-        planned: RankPlan = asyncio.get_running_loop().create_future()
+    def _start_ranks(self, planned: RankPlan) -> None:
+        """Starts the ranks, which take longest until they can begin; they load nothing before there is the plan."""
         self._ranks = RankGroup(self._options, self._state, on_end=self._rank_ended, on_change=self._note_restarts)
         self._ranks.start(planned, key=self._key)
-        return planned
 
     async def _bind(self) -> None:
         """Takes the ports of the frontends and of the coordinator, which is started."""
@@ -139,6 +139,8 @@ class Launcher:
         logger.info("%s (%s): %s", self._options.model_name, facts.architecture, plan.describe())
         address = self._coordinator_address()
         planned.set_result(rank_plan(facts, plan, address=address))
+        if self._ranks is None:
+            self._start_ranks(planned)
         if self._frontends is not None:
             self._frontends.start(facts.path, plan.max_sequence_length, address=address, key=self._key)
         while not self._state.facts.ready:
