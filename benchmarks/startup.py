@@ -55,13 +55,13 @@ def first_answer(threads: int, folder: Path, server: Server, round_number: int) 
 def stages(threads: int, folder: Path, server: Server, rounds: int) -> list[list[str]]:
     """A table of the stages of ours, apart from the turns: to watch them takes some of the time itself."""
     found = []
-    for _ in range(rounds):
+    for _ in range(rounds + 1):
         with _environment(server, folder) as prepared, Start(prepared, threads, folder / "log") as start:
             found.append(watch_stages(start))
     rows = [
         [stage, f"{statistics.median(times):.2f}", f"{min(times):.2f}", meaning]
         for stage, meaning in STAGES.items()
-        if (times := [each[stage] for each in found])
+        if (times := [each[stage] for each in found[1:]])
     ]
     return [["stage of ours", "median, s", "least, s", "what it means"], *rows]
 
