@@ -47,6 +47,8 @@ CUDA_SHARE = 0.9
 def main() -> None:
     """Ends with 0 after a drain or a stop, with 2 when the input can't be served."""
     link = ParentLink.from_arguments()
+    _report_phase(link, RankPhase.STARTING)
+    _import_engine()
     try:
         engine = _build_engine(link)
         ranks = engine.controller.model.ranks
@@ -83,8 +85,6 @@ def _tell(link: ParentLink, error: Exception) -> None:
 
 
 def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
-    _report_phase(link, RankPhase.STARTING)
-    _import_engine()
     import torch
 
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
