@@ -14,6 +14,7 @@ import typer
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.launch.identity import TERMINATION_LOG_VARIABLE, Identity
 from megatron_runtime.launch.keeper import HANG_SECONDS, RESET_SECONDS
+from megatron_runtime.launch.kernels import kernel_cache
 from megatron_runtime.launch.launcher import Launcher
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
@@ -169,7 +170,8 @@ def _run(options: LaunchOptions) -> int:
     async def run() -> int:
         return await Launcher(options, announce=lambda url: _announce(options, url)).run()
 
-    return asyncio.run(run())
+    with kernel_cache(os.environ):
+        return asyncio.run(run())
 
 
 def _check(options: LaunchOptions) -> int:

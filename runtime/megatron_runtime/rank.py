@@ -6,11 +6,14 @@ Of a replica of several ranks the first one talks to the coordinator, and the ot
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import logging
 import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +47,8 @@ CUDA_SHARE = 0.9
 def main() -> None:
     """Ends with 0 after a drain or a stop, with 2 when the input can't be served."""
     link = ParentLink.from_arguments()
+    _report_phase(link, RankPhase.STARTING)
+    _import_engine()
     try:
         engine = _build_engine(link)
         ranks = engine.controller.model.ranks
@@ -80,32 +85,48 @@ def _tell(link: ParentLink, error: Exception) -> None:
 
 
 def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
-    _report_phase(link, RankPhase.STARTING)
-    # Not above: it takes seconds, in which the launcher should know that this process lives.
     import torch
 
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.checkpoint import load_model
     from megatron_runtime.model.tokenizer_files import load_tokenizer
 
-    options = link.options["engine"]
+    # By now the launcher has inspected the checkpoint, or will have soon.
+    link.receive_options()
+    options = link.options["engine"] | {name: link.options[name] for name in ("max_sequence_length", "kv_cache_bytes")}
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     device = _choose_device(link)
     ranks = _join_replica(link)
     ranks.watch(partial(_end_at_once, link))
     # Pods that were left the choice may have chosen differently.
     options["max_sequence_length"] = ranks.least(options["max_sequence_length"])
-    model = load_model(
-        link.options["checkpoint"],
-        dtype=options["dtype"],
-        device=device,
-        max_sequence_length=options["max_sequence_length"],
-        on_progress=_Progress(link),
-        check_finite=options["check_finite"],
-        ranks=ranks,
-    )
-    tokenizer = load_tokenizer(link.options["checkpoint"])
-    return DynamicInferenceEngine.build(model, tokenizer, _inference_config(options, ranks))
+    with ThreadPoolExecutor(1, "tokenizer") as aside:
+        tokenizer = aside.submit(load_tokenizer, link.options["checkpoint"])
+        model = load_model(
+            link.options["checkpoint"],
+            dtype=options["dtype"],
+            device=device,
+            max_sequence_length=options["max_sequence_length"],
+            on_progress=_Progress(link),
+            check_finite=options["check_finite"],
+            ranks=ranks,
+        )
+    return DynamicInferenceEngine.build(model, tokenizer.result(), _inference_config(options, ranks))
+
+
+def _import_engine() -> None:
+    """Imports all that a rank runs on, which takes more than a second, before it is known what is to be loaded.
+
+    Of a million objects that are made here next to all stay: the garbage collector would look through them in vain,
+    now and whenever it looks through all that there is.
+    """
+    gc.disable()
+    try:
+        for module in ("engine.coordinated_loop", "engine.dynamic_engine", "model.checkpoint"):
+            importlib.import_module(f"megatron_runtime.{module}")
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _choose_device(link: ParentLink) -> torch.device:

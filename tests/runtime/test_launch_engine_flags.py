@@ -14,7 +14,7 @@ from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import plan_engine
-from megatron_runtime.launch.tasks import rank_task
+from megatron_runtime.launch.tasks import rank_plan, rank_task
 from megatron_runtime.parallel.lone_rank import LoneRank
 
 FACTS = CheckpointFacts(
@@ -31,6 +31,9 @@ class Link:
     def report(self, **_: object) -> None:
         """Nobody listens."""
 
+    def receive_options(self) -> None:
+        """All options are there already."""
+
 
 @pytest.fixture
 def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -42,7 +45,8 @@ def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), *flags])
         assert done.exit_code == 0, done.output
         plan = plan_engine(seen[0], FACTS, AvailableMemory(2**40, "free"))
-        return rank_task(seen[0], FACTS, plan, rank=0, address="tcp://127.0.0.1:1", key=None).options
+        task = rank_task(seen[0], rank=0, key=None)
+        return {**task.options, **rank_plan(FACTS, plan, address="tcp://127.0.0.1:1")}
 
     return options
 
@@ -52,7 +56,9 @@ def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     [((), "raw_logprobs"), (("--logprobs-mode", "processed_logprobs"), "processed_logprobs")],
 )
 def test_the_kind_of_log_probs_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], mode: str) -> None:
-    assert rank._inference_config(rank_options(*flags)["engine"], LoneRank()).logprobs_mode == mode
+    given = rank_options(*flags)
+    sizes = {name: given[name] for name in ("max_sequence_length", "kv_cache_bytes")}
+    assert rank._inference_config(given["engine"] | sizes, LoneRank()).logprobs_mode == mode
 
 
 def test_an_unknown_kind_of_log_probs_is_refused_in_words(tmp_path: Path) -> None:

@@ -243,10 +243,7 @@ def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions, monkeypatc
     assert threads_per_rank(replace(options, identity=Identity(local_ranks=10_000))) == 1
     task = rank_task(
         replace(options, threads_per_rank=3, identity=Identity(group=4)),
-        FACTS,
-        plan_engine(options, FACTS, PLENTY),
         rank=4,
-        address="tcp://c:1",
         key="secret",
     )
     assert task.environment["OMP_NUM_THREADS"] == "3"

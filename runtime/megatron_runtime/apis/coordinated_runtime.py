@@ -29,7 +29,7 @@ from megatron_runtime.parallel.world import World
 from megatron_runtime.parallel.world_group import WorldGroup
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.frontend_group import FrontendGroup
-from megatron_runtime.server.http_server import bind
+from megatron_runtime.server.listening_socket import bind
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.bodies import Prompt
 from megatron_runtime.wire.security import KEY_VARIABLE

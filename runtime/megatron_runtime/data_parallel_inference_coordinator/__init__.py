@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_runtime.data_parallel_inference_coordinator.coordinator import DataParallelInferenceCoordinator
+    from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
 
 __all__ = ["CoordinatorState", "DataParallelInferenceCoordinator"]
+
+_MODULES = {"CoordinatorState": "states", "DataParallelInferenceCoordinator": "coordinator"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is asked for: who needs the states alone, as launchers do, does without the coordinator itself."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

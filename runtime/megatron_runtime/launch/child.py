@@ -43,6 +43,11 @@ class ChildTask:
     log_level: str = "INFO"
     gets_beats: bool = False
     """Whether it is given signs of life of this process, see ``ParentLink.parents_silence``."""
+    later: asyncio.Future[Mapping[str, Any]] | None = None
+    """Options that are not known when the process starts, see ``ParentLink.receive_options``. Not with beats."""
+
+    def __post_init__(self) -> None:
+        assert self.later is None or not self.gets_beats, "standard input is for one of them"
 
 
 class Child:
@@ -59,7 +64,7 @@ class Child:
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._readers: list[asyncio.Task[None]] = []
-        self._beating: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts the process; raises OSError when that fails."""
@@ -69,7 +74,7 @@ class Child:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-u", "-m", self.task.module, json.dumps(options)),
-                stdin=asyncio.subprocess.PIPE if self.task.gets_beats else asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if self._writes else asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=_environment(self.task),
@@ -88,7 +93,13 @@ class Child:
             asyncio.create_task(self._read_reports(read_end)),
         ]
         if self._process.stdin is not None:
-            self._beating = asyncio.create_task(_keep_beating(self._process.stdin))
+            later = self.task.later
+            writing = _keep_beating(self._process.stdin) if later is None else _send(later, self._process.stdin)
+            self._writing = asyncio.create_task(writing)
+
+    @property
+    def _writes(self) -> bool:
+        return self.task.gets_beats or self.task.later is not None
 
     @property
     def pid(self) -> int | None:
@@ -104,8 +115,8 @@ class Child:
         """The exit code, once the process has ended and all that it wrote has been read. Negative: the signal."""
         assert self._process is not None, "wait() needs start()"
         code = await self._process.wait()
-        if self._beating is not None:
-            self._beating.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
         # A grandchild may hold the pipes open; the child's own words are in them already.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
@@ -176,6 +187,14 @@ async def _keep_beating(pipe: asyncio.StreamWriter) -> None:
     while not pipe.is_closing():
         pipe.write(b".")
         await asyncio.sleep(BEAT_SECONDS)
+
+
+async def _send(later: asyncio.Future[Mapping[str, Any]], pipe: asyncio.StreamWriter) -> None:
+    # Shielded: several children may wait for the same options, and one that ends must not take them from the others.
+    options = await asyncio.shield(later)
+    with contextlib.suppress(ConnectionError):  # how the child ended is told elsewhere
+        pipe.write(json.dumps(dict(options)).encode() + b"\n")
+        await pipe.drain()
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

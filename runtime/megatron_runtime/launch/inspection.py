@@ -1,4 +1,7 @@
-"""Looks at the checkpoint in a process of its own, so that the launcher needs no torch."""
+"""Inspects the checkpoint in a process of its own, which ends when it is cancelled, whatever it is reading or fetching.
+
+It reads headers alone and imports no torch, which would take longer than all else that it does.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +76,8 @@ def main() -> None:
 
 
 def _inspect(options: dict[str, Any]) -> CheckpointFacts:
-    # Here and not above: the launcher imports this module and has no use for torch.
-    from megatron_runtime.model.checkpoint import inspect_checkpoint
+    # Here and not above: the launcher imports this module and has no use for readers of checkpoints.
+    from megatron_runtime.model.checkpoint_header import inspect_checkpoint
     from megatron_runtime.model.shard import Shard
     from megatron_runtime.model.source import resolve_source
     from megatron_runtime.parallel.layout import ParallelSizes

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.launch.control_api import SignalSender, create_control_api
-from megatron_runtime.launch.frontends import PodFrontends
-from megatron_runtime.launch.inspection import inspect_source
+from megatron_runtime.launch.inspection import CheckpointFacts, inspect_source
 from megatron_runtime.launch.keeper import ChildEnd
 from megatron_runtime.launch.leadership import Leadership
-from megatron_runtime.launch.memory import available_memory
-from megatron_runtime.launch.metrics import create_exposition
+from megatron_runtime.launch.memory import AvailableMemory, available_memory, usable_cores
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.parent_link import EXIT_DRAINED, EXIT_FAILURE
 from megatron_runtime.launch.pod_state import PodFacts, PodState
 from megatron_runtime.launch.ports import bind_control
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.rank_group import RankGroup
+from megatron_runtime.launch.tasks import RankPlan, rank_plan
 from megatron_runtime.launch.termination import Outcome
-from megatron_runtime.server.http_server import HttpServer
+
+if TYPE_CHECKING:
+    from megatron_runtime.launch.control_api import SignalSender
+    from megatron_runtime.launch.frontends import PodFrontends
 
 logger = logging.getLogger(__name__)
 
@@ -91,33 +93,56 @@ class Launcher:
             signal.signal(number, handle)
 
     async def _serve(self) -> Outcome:
+        # Before the ranks take any of it: the plan counts what they take.
+        available = available_memory()
+        inspection = asyncio.create_task(inspect_source(self._options.model, self._options.engine))
+        planned: RankPlan = asyncio.get_running_loop().create_future()
         try:
-            if self._options.has_first_rank:
-                self._frontends = PodFrontends(
-                    self._options, self._state, on_failure=self._child_failed, on_change=self._note_restarts
-                )
-            identity = self._options.identity
-            if identity.is_leader:
-                await self._leadership.lead(identity.leader_epoch, identity.lifecycle)
+            if self._options.local_ranks <= usable_cores():  # more would only take the cores from the inspection
+                self._start_ranks(planned)
+            await asyncio.to_thread(_import_services)
+            await self._bind()
             async with self._control_api():
-                await self._until_ending(self._start())
+                await self._until_ending(self._start(inspection, available, planned))
                 outcome = await self._ending
                 if outcome.exit_code != EXIT_DRAINED:
                     return outcome
                 return await self._drain()
         finally:
+            inspection.cancel()
+            await asyncio.gather(inspection, return_exceptions=True)
             await self._kill()
 
-    async def _start(self) -> None:
-        """Looks at the checkpoint, then starts all processes, and says so once the pod is ready."""
-        facts = await inspect_source(self._options.model, self._options.engine)
-        plan = plan_engine(self._options, facts, available_memory())
+    def _start_ranks(self, planned: RankPlan) -> None:
+        """Starts the ranks, which take longest until they can begin; they load nothing before there is the plan."""
+        self._ranks = RankGroup(self._options, self._state, on_end=self._rank_ended, on_change=self._note_restarts)
+        self._ranks.start(planned, key=self._key)
+
+    async def _bind(self) -> None:
+        """Takes the ports of the frontends and of the coordinator, which is started."""
+        from megatron_runtime.launch.frontends import PodFrontends
+
+        if self._options.has_first_rank:
+            self._frontends = PodFrontends(
+                self._options, self._state, on_failure=self._child_failed, on_change=self._note_restarts
+            )
+        identity = self._options.identity
+        if identity.is_leader:
+            await self._leadership.lead(identity.leader_epoch, identity.lifecycle)
+
+    async def _start(
+        self, inspection: asyncio.Task[CheckpointFacts], available: AvailableMemory, planned: RankPlan
+    ) -> None:
+        """Lets ranks and frontends begin once the checkpoint is found good, and says so when the pod is ready."""
+        facts = await inspection
+        plan = plan_engine(self._options, facts, available)
         logger.info("%s (%s): %s", self._options.model_name, facts.architecture, plan.describe())
         address = self._coordinator_address()
+        planned.set_result(rank_plan(facts, plan, address=address))
+        if self._ranks is None:
+            self._start_ranks(planned)
         if self._frontends is not None:
             self._frontends.start(facts.path, plan.max_sequence_length, address=address, key=self._key)
-        self._ranks = RankGroup(self._options, self._state, on_end=self._rank_ended, on_change=self._note_restarts)
-        self._ranks.start(facts, plan, address=address, key=self._key)
         while not self._state.facts.ready:
             await self._state.wait_for_change(self._state.revision, timeout=60.0)
         logger.info("ready")
@@ -213,6 +238,10 @@ class Launcher:
 
     @contextlib.asynccontextmanager
     async def _control_api(self) -> AsyncIterator[None]:
+        from megatron_runtime.launch.control_api import create_control_api
+        from megatron_runtime.launch.metrics import create_exposition
+        from megatron_runtime.server.http_server import HttpServer
+
         sock = bind_control(self._options)
         folder = None if self._frontends is None else self._frontends.metrics_folder.path
         identity = self._options.identity
@@ -231,3 +260,9 @@ class Launcher:
         finally:
             server.should_exit = True
             await serving
+
+
+def _import_services() -> None:
+    """Imports what the launcher runs itself, which takes about as long as a rank takes to import torch."""
+    for module in ("launch.frontends", "launch.leader", "launch.control_api", "launch.metrics", "server.http_server"):
+        importlib.import_module(f"megatron_runtime.{module}")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import StaleEpochError
 from megatron_runtime.launch.identity import Lifecycle
 from megatron_runtime.launch.keeper import ChildEnd
-from megatron_runtime.launch.leader import Leader
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
+
+if TYPE_CHECKING:
+    from megatron_runtime.launch.leader import Leader
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +108,9 @@ class Leadership:
         self._state.update(is_settling=False)
 
     def _begin(self, lifecycle: Lifecycle) -> None:
+        # Not above: a launcher starts its ranks before it imports what a leader needs.
+        from megatron_runtime.launch.leader import Leader
+
         leader = Leader(
             self._options,
             self._state,

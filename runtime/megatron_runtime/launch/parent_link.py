@@ -49,6 +49,16 @@ class ParentLink:
         link.take_death_of_parent_as(signal.SIGKILL)
         return link
 
+    def receive_options(self) -> None:
+        """Waits for the options that came ``later`` (see ``ChildTask``) and adds them to the others.
+
+        Ends the process if the parent closes standard input without a word.
+        """
+        line = sys.stdin.readline()
+        if not line:
+            sys.exit(EXIT_FAILURE)
+        self.options |= json.loads(line)
+
     def take_death_of_parent_as(self, number: signal.Signals) -> None:
         """Another signal than SIGKILL is for a child that has something left to write at its end."""
         die_with_parent(self._parent_pid, number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from megatron_runtime.launch.options import LaunchOptions
-from megatron_runtime.server.http_server import bind
+from megatron_runtime.server.listening_socket import bind
 
 HTTP_PORT = 8000
 CONTROL_PORT = 9000

@@ -9,13 +9,11 @@ from functools import partial
 from typing import Any
 
 from megatron_runtime.launch.child import Report
-from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState, RankPhase
-from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.launch.replica_keeper import ReplicaKeeper
-from megatron_runtime.launch.tasks import first_rank, replica_tasks
+from megatron_runtime.launch.tasks import RankPlan, first_rank, replica_tasks
 
 DRAIN_GRACE = 3.0
 """Seconds beyond the time to drain before a rank is killed; it stops computing by itself before."""
@@ -55,13 +53,13 @@ class RankGroup:
         """Restarts of all replicas together."""
         return sum(keeper.restarts for keeper in self._keepers.values())
 
-    def start(self, facts: CheckpointFacts, plan: EnginePlan, *, address: str, key: str | None) -> None:
-        """Starts all ranks of this pod."""
+    def start(self, plan: RankPlan, *, key: str | None) -> None:
+        """Starts all ranks of this pod: they import what they need, and load once there is the ``plan``."""
         first, size = first_rank(self._options), self._options.group_ranks
         for start in range(first, first + self._options.local_ranks, size):
             ranks = range(start, start + size)
             self._keepers[ranks] = ReplicaKeeper(
-                partial(replica_tasks, self._options, facts, plan, ranks=ranks, address=address, key=key),
+                partial(replica_tasks, self._options, plan, ranks=ranks, key=key),
                 self._budget,
                 hang_timeout=self._options.hang_timeout,
                 on_report=partial(self._report, ranks),

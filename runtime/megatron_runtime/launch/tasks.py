@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -45,12 +47,24 @@ def coordinator_options(options: LaunchOptions, port: int) -> dict[str, Any]:
     }
 
 
-def replica_tasks(
-    options: LaunchOptions, facts: CheckpointFacts, plan: EnginePlan, *, ranks: range, address: str, key: str | None
-) -> list[ChildTask]:
+RankPlan = asyncio.Future[Mapping[str, Any]]
+"""What `rank_plan` gives, once the checkpoint was inspected; ranks start before."""
+
+
+def rank_plan(facts: CheckpointFacts, plan: EnginePlan, *, address: str) -> dict[str, Any]:
+    """What a rank is told once the checkpoint was inspected; ``address`` is the coordinator's."""
+    return {
+        "coordinator_address": address,
+        "checkpoint": facts.path,
+        "max_sequence_length": plan.max_sequence_length,
+        "kv_cache_bytes": plan.kv_cache_bytes,
+    }
+
+
+def replica_tasks(options: LaunchOptions, plan: RankPlan, *, ranks: range, key: str | None) -> list[ChildTask]:
     """The ranks of one replica that are in this pod, for one start."""
     place = meeting_place(options)
-    return [rank_task(options, facts, plan, rank=rank, address=address, key=key, meeting=place) for rank in ranks]
+    return [rank_task(options, plan, rank=rank, key=key, meeting=place) for rank in ranks]
 
 
 def meeting_place(options: LaunchOptions) -> tuple[str, int] | None:
@@ -68,25 +82,18 @@ def meeting_place(options: LaunchOptions) -> tuple[str, int] | None:
 
 def rank_task(
     options: LaunchOptions,
-    facts: CheckpointFacts,
-    plan: EnginePlan,
+    plan: RankPlan | None = None,
     *,
     rank: int,
-    address: str,
     key: str | None,
     meeting: tuple[str, int] | None = None,
 ) -> ChildTask:
     """One rank. Its share of the cores must be set before it imports torch, hence in the environment."""
     threads = str(threads_per_rank(options))
-    engine = asdict(options.engine) | {
-        "max_sequence_length": plan.max_sequence_length,
-        "kv_cache_bytes": plan.kv_cache_bytes,
-    }
     return ChildTask(
         role=f"rank {rank}",
         module="megatron_runtime.rank",
         options={
-            "checkpoint": facts.path,
             "rank": rank,
             "group": rank // options.engine.ranks_per_group,
             "attempt": options.identity.attempt,
@@ -94,11 +101,11 @@ def rank_task(
             "meeting_place": meeting,
             "rendezvous_timeout": options.rendezvous_timeout,
             "parallel_sizes": options.engine.parallel_sizes,
-            "engine": engine,
-            "coordinator_address": address,
+            "engine": asdict(options.engine),
             "drain_timeout": options.drain_timeout,
         },
         environment=key_environment(key) | dict.fromkeys(_THREAD_VARIABLES, threads) | compute_environment(),
+        later=plan,
     )
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from megatron_runtime.errors import CheckpointError, ConfigurationError
-from megatron_runtime.model.checkpoint_path import checkpoint_path, torch_dist_folder
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.checkpoint_header import CheckpointSummary, check_fit, inspect_checkpoint, open_checkpoint
+from megatron_runtime.model.checkpoint_path import checkpoint_path
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.gguf_checkpoint import GgufWeights
-from megatron_runtime.model.gguf_config import gguf_config
-from megatron_runtime.model.gguf_file import GgufFile
-from megatron_runtime.model.hugging_face_config import hugging_face_config
 from megatron_runtime.model.origin import Origin
-from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
 from megatron_runtime.model.source import resolve_source
 from megatron_runtime.model.tokenizer_files import load_tokenizer
-from megatron_runtime.model.weights import ProgressCallback, WeightSource, check_weights, load_weights
+from megatron_runtime.model.weights import ProgressCallback, WeightSource, load_weights
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.processor import has_bfloat16
 
@@ -41,20 +40,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class CheckpointSummary:
-    """What a checkpoint's metadata says; ``weight_bytes`` is what is stored, ``num_parameters`` what is loaded."""
-
-    path: Path
-    config: ModelConfig
-    weight_bytes: int
-    num_parameters: int
-
-    def loaded_bytes(self, dtype: torch.dtype) -> int:
-        """Memory that the weights take once loaded as ``dtype``."""
-        return self.num_parameters * dtype.itemsize
-
-
 def choose_dtype(name: str, device: torch.device | str) -> torch.dtype:
     """The type of weights, activations and cache that ``name`` stands for on ``device``.
 
@@ -65,21 +50,6 @@ def choose_dtype(name: str, device: torch.device | str) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigurationError(f"dtype is {name!r}, expected one of auto, {', '.join(DTYPES)}", field="dtype")
     return DTYPES[name]
-
-
-def inspect_checkpoint(path: Path | str) -> CheckpointSummary:
-    """Read the metadata alone and check that the tensors are those that the configuration asks for.
-
-    CheckpointError names the file, what was found, what was expected and the mend.
-    """
-    config, source, _ = open_checkpoint(checkpoint_path(path))
-    decoder = check_fit(config, source)
-    return CheckpointSummary(
-        path=Path(path),
-        config=config,
-        weight_bytes=sum(tensor.num_bytes for tensor in source.tensors.values()),
-        num_parameters=sum(parameter.numel() for parameter in decoder.parameters()),
-    )
 
 
 def load_model(
@@ -108,32 +78,19 @@ def load_model(
     if max_sequence_length is not None:
         config = _limit_length(config, max_sequence_length)
     decoder = Decoder(config, dtype=choose_dtype(dtype, device), device=device, ranks=ranks)
-    fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
+    with ThreadPoolExecutor(1, "kernels") as aside:
+        kernels = aside.submit(decoder.prepare_kernels)
+        fill(decoder, source, rotary_factors, on_progress, check_finite=check_finite)
+        kernels.result()
     decoder.origin = origin
     decoder.prepare()
     return decoder.eval()
 
 
-def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource, torch.Tensor | None]:
-    """What a checkpoint holds: its model, its tensors, and what rotary frequencies are divided by, if anything."""
-    if path.is_dir():
-        config = hugging_face_config(path / "config.json")
-        if (megatron := torch_dist_folder(path)) is None:
-            return config, SafetensorsWeights(path, config), None
-        # Imported here: torch.distributed.checkpoint takes most of a second, and few need it.
-        from megatron_runtime.model.torch_dist_checkpoint import TorchDistWeights
-
-        return config, TorchDistWeights(megatron, config), None
-    file = GgufFile(path)
-    config = gguf_config(file)
-    weights = GgufWeights(file, config)
-    return config, weights, weights.rotary_factors()
-
-
 def fill(
     decoder: Decoder,
     source: WeightSource,
-    rotary_factors: torch.Tensor | None,
+    rotary_factors: NDArray[np.float32] | None,
     on_progress: ProgressCallback | None = None,
     *,
     check_finite: bool,
@@ -141,21 +98,7 @@ def fill(
     """Pour a source's weights, checked with `check_fit`, into a decoder that isn't packed."""
     load_weights(source, decoder.placements(), on_progress, check_finite=check_finite)
     if rotary_factors is not None:
-        decoder.positions.frequencies /= rotary_factors.to(decoder.device)
-
-
-def check_fit(config: ModelConfig, source: WeightSource) -> Decoder:
-    """A decoder that has shapes but no weights, checked against ``source`` before any memory is taken for it."""
-    experts = config.experts.count if config.experts is not None else 0
-    for count, noun in ((config.num_layers, "layers"), (experts, "experts")):
-        if count > len(source.tensors):
-            raise CheckpointError(
-                f"{source.location}: {count:,} {noun} expected by the configuration, "
-                f"but only {len(source.tensors):,} tensors found. The configuration belongs to another checkpoint"
-            )
-    decoder = Decoder(config, dtype=torch.float32, device="meta")
-    check_weights(source, decoder.destinations())
-    return decoder
+        decoder.positions.frequencies /= torch.from_numpy(rotary_factors).to(decoder.device)
 
 
 def _limit_length(config: ModelConfig, max_sequence_length: int) -> ModelConfig:

@@ -87,15 +87,19 @@ class Decoder(nn.Module):
         Every matrix is held in that order alone, but for a head that is tied to the embedding: the embedding is looked
         up by rows, so that this one matrix is held twice.
         """
-        if self.device.type == "cpu":
-            cpu_attention.prepare(self.config.head_dim, self.dtype)
-            row_kernels.prepare(self.dtype)
+        self.prepare_kernels()
         if not can_pack(self.dtype, self.device):
             return
         pack_linears(self.layers)
         if self.head is not None:
             self.head.pack()
         self.is_packed = True
+
+    def prepare_kernels(self) -> None:
+        """Compile what computes on this device, or take it from the cache; needs no weights, and any thread will do."""
+        if self.device.type == "cpu":
+            cpu_attention.prepare(self.config.head_dim, self.dtype)
+            row_kernels.prepare(self.dtype)
 
     def become(self, other: Decoder) -> None:
         """Take over all that the other one is, which is not to be used any more; what was here is let go."""

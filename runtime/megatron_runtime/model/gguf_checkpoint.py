@@ -7,15 +7,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.gguf_file import GgufFile, GgufTensor
 from megatron_runtime.model.tensor_names import TensorNames, tensor_names
 from megatron_runtime.model.weights import StoredTensor, row_pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -51,6 +55,8 @@ class GgufWeights:
 
     def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
         """Dequantize a part into ``into`` piece by piece; yields the elements of each."""
+        import torch  # not above: who only looks at the header does without it
+
         rows = self._by_name[name]
         tensor = rows.tensor
         order = self._row_order(name, into.shape[0])
@@ -67,7 +73,7 @@ class GgufWeights:
             into[part if order is None else order[part]] = values.to(device=into.device, dtype=into.dtype)
             yield values.numel()
 
-    def rotary_factors(self) -> Tensor | None:
+    def rotary_factors(self) -> NDArray[np.float32] | None:
         """float32 [head_dim / 2], by which the rotary frequencies are divided (Llama 3.1); None without scaling."""
         tensor = self._file.tensors.get(_ROPE_FACTORS)
         if tensor is None:
@@ -75,7 +81,8 @@ class GgufWeights:
         expected = (self._config.head_dim // 2,)
         if tensor.shape != expected:
             raise CheckpointError(f"{self.location}: {_ROPE_FACTORS} has shape {tensor.shape}, expected {expected}")
-        return torch.from_numpy(self._file.rows(tensor, slice(0, 1))[0].copy())
+        factors: NDArray[np.float32] = self._file.rows(tensor, slice(0, 1))[0].copy()
+        return factors
 
     def _row_order(self, name: str, rows: int) -> Tensor | None:
         """int64 [rows]: where each stored row of queries or keys goes; None where the order is the same.
@@ -83,6 +90,8 @@ class GgufWeights:
         Stored per head are pairs (0, h/2), (1, h/2 + 1)... for a rotation of neighbours; ours turns half against half.
         The rows are those of whole heads, so that they keep among themselves.
         """
+        import torch
+
         if self._config.architecture not in _INTERLEAVED_ROTARY or not re.search(r"\.[qk]_proj\.", name):
             return None
         return torch.arange(rows).view(-1, 2, self._config.head_dim // 2).transpose(1, 2).reshape(rows)

@@ -7,10 +7,13 @@ IndexError, and a file that can't be served has to be refused in words. Types an
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +27,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _FETCH_AGAIN = "Fetch the file again"
+_LENGTH = struct.Struct("<Q")
+"""Of a string, before its bytes."""
 _SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -79,8 +84,8 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
-            with path.open("rb") as file:
-                self._read_header(_HeaderReader(file, path))
+            with _mapped(path) as data:
+                self._read_header(_HeaderReader(data, path))
         except OSError as error:
             raise CheckpointError(
                 f"{path}: can't be read ({error.strerror}). Check the path and its permissions"
@@ -128,20 +133,31 @@ class GgufFile:
             )
 
 
+@contextlib.contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
+    """The bytes of a file. Mapped only while its header is read: what was touched counts as memory in use."""
+    with path.open("rb") as file:
+        if path.stat().st_size == 0:  # can't be mapped
+            yield b""
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            yield data
+
+
 class _HeaderReader:
     """Reads little-endian values in turn, never past the file's end."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file = file
+    def __init__(self, data: mmap.mmap | bytes, path: Path) -> None:
+        self._data = data
         self._path = path
-        self._size = path.stat().st_size
+        self._size = len(data)
         self.position = 0
 
     def damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: damaged GGUF header at byte {self.position:,}: {what}. {_FETCH_AGAIN}")
 
     def check_preamble(self) -> None:
-        magic = self._file.read(len(_MAGIC))
+        magic = self._data[: len(_MAGIC)]
         self.position = len(magic)
         if magic != _MAGIC:
             raise CheckpointError(
@@ -162,14 +178,28 @@ class _HeaderReader:
                 f"file has {self._size:,} bytes. {_FETCH_AGAIN}"
             )
         self.position += count
-        return self._file.read(count)
+        return self._data[self.position - count : self.position]
 
     def scalar(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def string(self) -> str:
-        raw = self.take(self.scalar("Q"))
-        return raw.decode("utf-8", errors="replace")
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """Without a call for each: a vocabulary has a hundred thousand, and every process of a pod reads them."""
+        data, size, position, found = self._data, self._size, self.position, []
+        length_at, width = _LENGTH.unpack_from, _LENGTH.size
+        for _ in range(count):
+            start = position + width
+            end = start + (length_at(data, position)[0] if start <= size else 0)
+            if start > size or end > size:
+                self.position = position
+                self.take(self.scalar("Q"))  # raises
+            found.append(str(data[start:end], "utf-8", "replace"))
+            position = end
+        self.position = position
+        return found
 
     def value_type(self) -> GGUFValueType:
         number = self.scalar("I")
@@ -192,7 +222,7 @@ class _HeaderReader:
             return list(struct.unpack(code, self.take(length * struct.calcsize(f"<{_SCALARS[kind]}"))))
         if kind == GGUFValueType.ARRAY:
             raise self.damaged("an array of arrays, expected strings or numbers")
-        return [self.string() for _ in range(length)]
+        return self.strings(length)
 
     def tensor(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
         name, dimensions = self.string(), self.scalar("I")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def empty_matrix(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
@@ -18,11 +19,32 @@ def empty_matrix(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
     """
     if torch.empty(0).device.type != "cpu" or not rows * columns:
         return nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
-    pages = mmap.mmap(-1, rows * columns * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = _pages(rows * columns * dtype.itemsize)
+    return nn.Parameter(torch.frombuffer(pages, dtype=dtype).view(rows, columns), requires_grad=False)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the host, in pages that the system provides as they are first written to: nothing is touched here.
+
+    Raises:
+        MemoryError: The system can't provide so many.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    try:
+        return torch.frombuffer(_pages(size), dtype=dtype).view(shape)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size} bytes: {error}") from error
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Pages of their own, which hold zeros until something is written."""
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # Where matrices are not packed, large pages are faster to look up. Not every system has them.
     with contextlib.suppress(AttributeError, OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return nn.Parameter(torch.frombuffer(pages, dtype=dtype).view(rows, columns), requires_grad=False)
+    return pages
 
 
 def return_freed_memory() -> None:

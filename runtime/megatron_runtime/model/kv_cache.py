@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.host_memory import zeros
 
 LayerCache = tuple[Tensor, Tensor]
 """Keys and values of one layer, each [num_blocks, kv heads, block_size_tokens, head_dim]."""
@@ -88,7 +89,11 @@ class KVCache:
         """
         if self._storage is not None:
             return
-        self._storage = torch.zeros(self._shape, dtype=self.dtype, device=self.device)
+        if self.device.type == "cpu":
+            # Untouched: writing a gibibyte of zeros takes as long as loading a small model.
+            self._storage = zeros(self._shape, self.dtype)
+        else:
+            self._storage = torch.zeros(self._shape, dtype=self.dtype, device=self.device)
         if self._offloaded is not None:
             blocks, contents = self._offloaded
             for layer, copy in zip(self._storage, contents, strict=True):

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
@@ -16,9 +15,14 @@ from megatron_runtime.model.config_fields import read_json
 from megatron_runtime.model.tensor_names import name_of_tied_head, tensor_names
 from megatron_runtime.model.weights import StoredTensor, row_pieces
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_HEADER, _TENSORS = "np", "pt"
+"""What the library opens a file for: numpy has no bfloat16, but for names, types and shapes it needs no torch."""
 _COMPUTED_ELSEWHERE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Buffers that old checkpoints carry though they follow from the configuration: rotary frequencies, causal masks."""
 
@@ -32,7 +36,7 @@ class SafetensorsWeights:
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._path = path
         self._config = config
-        self._last: tuple[Path, Any] | None = None
+        self._last: tuple[tuple[Path, str], Any] | None = None
 
     @property
     def location(self) -> str:
@@ -54,7 +58,7 @@ class SafetensorsWeights:
     def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
         """Copy a part into ``into`` piece by piece; yields the elements of each."""
         in_file = name.removeprefix(self._missing_prefix)
-        view = self._open(self._files[in_file]).get_slice(in_file)
+        view = self._open(self._files[in_file], _TENSORS).get_slice(in_file)
         columns = [slice(begin, begin + size) for begin, size in zip(start[1:], into.shape[1:], strict=True)]
         for part in row_pieces(tuple(into.shape)):
             rows = slice(start[0] + part.start, start[0] + part.stop)
@@ -75,12 +79,12 @@ class SafetensorsWeights:
             files |= dict.fromkeys(_names(self._open(path)), path)
         return files
 
-    def _open(self, path: Path) -> Any:
+    def _open(self, path: Path, contents: str = _HEADER) -> Any:
         """The file, mapped rather than read. One at a time: what was read of a mapped file counts as memory in use."""
-        if self._last is None or self._last[0] != path:
+        if self._last is None or self._last[0] != (path, contents):
             self._last = None
             try:
-                self._last = (path, safe_open(path, framework="pt"))
+                self._last = ((path, contents), safe_open(path, framework=contents))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: can't be read as safetensors ({error}). Fetch the file again") from None
         return self._last[1]

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.checkpoint_path import checkpoint_path
 
@@ -43,6 +31,10 @@ def resolve_source(
     if path is not None:
         return checkpoint_path(path)
     assert hf_repo is not None
+    # Not above: checkpoints that are here already are opened without the library, which takes a while to import.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
     named = hf_repo if revision is None else f"{hf_repo} at revision {revision}"
     try:
         found = snapshot_download(
@@ -55,18 +47,23 @@ def resolve_source(
 
 def _explain(error: Exception) -> str:
     """What to do about a failed download. Order matters: the library's errors inherit from each other."""
+    from huggingface_hub import errors
+
     reason = (str(error) or type(error).__name__).splitlines()[0]
     explanations: list[tuple[type[Exception] | tuple[type[Exception], ...], str]] = [
-        (HFValidationError, "is no valid name, expected the form owner/name"),
-        (GatedRepoError, "is gated. Accept its terms on huggingface.co and give a token that may read it"),
-        (RepositoryNotFoundError, "does not exist, or is private. Check the name, or give a token that may read it"),
-        (RevisionNotFoundError, "this revision does not exist. Name a branch, a tag or a commit"),
+        (errors.HFValidationError, "is no valid name, expected the form owner/name"),
+        (errors.GatedRepoError, "is gated. Accept its terms on huggingface.co and give a token that may read it"),
         (
-            (LocalEntryNotFoundError, OfflineModeIsEnabled),
+            errors.RepositoryNotFoundError,
+            "does not exist, or is private. Check the name, or give a token that may read it",
+        ),
+        (errors.RevisionNotFoundError, "this revision does not exist. Name a branch, a tag or a commit"),
+        (
+            (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled),
             "the hub can't be reached and there is no copy in the cache. Check the network, or name a path instead",
         ),
-        (EntryNotFoundError, "lacks a file that was expected"),
-        (HfHubHTTPError, "the hub refused"),
+        (errors.EntryNotFoundError, "lacks a file that was expected"),
+        (errors.HfHubHTTPError, "the hub refused"),
     ]
     for kind, explanation in explanations:
         if isinstance(error, kind):

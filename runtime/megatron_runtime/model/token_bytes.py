@@ -24,7 +24,9 @@ class TokenBytes:
     def __init__(self, backend: Backend, location: str) -> None:
         self._backend = backend
         self._known: dict[int, bytes] = {}
-        steps = _decoder_steps(json.loads(backend.to_str())["decoder"])
+        decoder = backend.decoder
+        # Its own words: those of the whole tokenizer would spell out the vocabulary too.
+        steps = _decoder_steps(None if decoder is None else json.loads(decoder.__getstate__()))
         kinds = {step["type"] for step in steps}
         self._is_byte_level = "ByteLevel" in kinds
         if not self._is_byte_level and not kinds & {"ByteFallback", "Metaspace"}:

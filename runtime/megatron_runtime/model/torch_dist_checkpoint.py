@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
@@ -17,6 +16,9 @@ from megatron_runtime.model.tensor_names import tensor_names
 from megatron_runtime.model.torch_dist_file import TorchDistFile
 from megatron_runtime.model.torch_dist_layout import Entry, Piece, Rows, layer_layout, whole
 from megatron_runtime.model.weights import StoredTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron rounds the vocabulary up to whole tiles per rank."""
@@ -78,11 +80,11 @@ class TorchDistWeights:
         for name, part in self._parts.items():
             dtype = self._file.tensors[part.found[0].name].properties.dtype
             num_bytes = math.prod(part.shape) * dtype.itemsize
-            tensors[name] = StoredTensor(part.shape, num_bytes, str(dtype).removeprefix("torch."))
+            tensors[name] = StoredTensor(part.shape, num_bytes, dtype.name)
         used = {found.name for part in self._parts.values() for found in part.found}
         for name, stored in self._file.tensors.items():
             if name not in used and not name.startswith(_OF_TRAINING):
-                tensors[name] = StoredTensor(tuple(stored.size), 0, str(stored.properties.dtype))
+                tensors[name] = StoredTensor(tuple(stored.size), 0, stored.properties.dtype.name)
         return tensors
 
     def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:

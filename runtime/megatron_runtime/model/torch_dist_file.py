@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.torch_dist_metadata import read_metadata
+from megatron_runtime.model.torch_dist_metadata import Metadata, TensorStorageMetadata, read_metadata
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ class TorchDistFile:
 
     def read(self, name: str, index: tuple[int, ...], rows: range) -> Tensor:
         """Some rows of what is at ``index`` of a tensor's first dimensions; on the CPU and in the type of the file."""
+        import torch  # not above: who only looks at the metadata does without it
+
         stored = self.tensors[name]
         _, *width = stored.size[len(index) :]
         start = [*index, rows.start, *(0 for _ in width)]
         shape = [*(1 for _ in index), len(rows), *width]
-        whole = torch.empty(shape, dtype=stored.properties.dtype)
+        whole = torch.empty(shape, dtype=getattr(torch, stored.properties.dtype.name))
         filled = 0
         for chunk in self._chunks[name]:
             bounds = list(zip(start, shape, chunk.offsets, chunk.sizes, strict=True))
@@ -83,7 +85,7 @@ class TorchDistFile:
                 _Chunk(tuple(index.offset), sizes, info.relative_path, info.offset, info.length)
             )
 
-    def _sizes(self, name: str, offset: torch.Size) -> tuple[int, ...]:
+    def _sizes(self, name: str, offset: tuple[int, ...]) -> tuple[int, ...]:
         for chunk in self.tensors[name].chunks:
             if chunk.offsets == offset:
                 return tuple(chunk.sizes)
@@ -92,6 +94,8 @@ class TorchDistFile:
     def _load(self, name: str, chunk: _Chunk) -> Tensor:
         if self._last is not None and self._last[0] == chunk:
             return self._last[1]
+        import torch
+
         self._last = None  # given back before the next is read
         path = self.folder / chunk.file
         try:

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.placements import Placement
+
+if TYPE_CHECKING:  # the preflight, which reads headers alone, does without torch
+    from torch import Tensor
+
+    from megatron_runtime.model.placements import Placement
 
 CHUNK_ELEMENTS = 4 * 1024 * 1024
 """Tensors are read in pieces of about this many elements, so that loading needs little more than the weights."""
@@ -66,27 +67,27 @@ class WeightSource(Protocol):
         """
 
 
-def check_weights(source: WeightSource, destinations: Mapping[str, Tensor]) -> None:
+def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError when tensors are missing, left over or of another shape than the configuration says.
 
-    The destinations are those of a whole model.
+    ``expected`` are the shapes of a whole model's tensors.
     """
     stored = source.tensors
-    if missing := [name for name in destinations if name not in stored]:
+    if missing := [name for name in expected if name not in stored]:
         raise CheckpointError(
             f"{source.location}: {_some(missing)} missing, expected by the configuration. "
             "Fetch the whole checkpoint again, or mend its configuration"
         )
-    if extra := [name for name in stored if name not in destinations]:
+    if extra := [name for name in stored if name not in expected]:
         raise CheckpointError(
             f"{source.location}: {_some(extra)} found that the configuration has no place for. "
             "The configuration belongs to another checkpoint"
         )
-    for name, destination in destinations.items():
-        if stored[name].shape != tuple(destination.shape):
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
             raise CheckpointError(
                 f"{source.location}: tensor {name} has shape {list(stored[name].shape)}, but the configuration "
-                f"expects {list(destination.shape)}. The configuration belongs to another checkpoint"
+                f"expects {list(shape)}. The configuration belongs to another checkpoint"
             )
 
 
@@ -137,7 +138,7 @@ def _part_bytes(stored: StoredTensor, elements: int) -> int:
 
 def _count_not_finite(tensor: Tensor) -> int:
     """By pieces, since the answer for each element takes memory too."""
-    return sum(int((~torch.isfinite(tensor[part])).sum()) for part in row_pieces(tuple(tensor.shape)))
+    return sum(int((~tensor[part].isfinite()).sum()) for part in row_pieces(tuple(tensor.shape)))
 
 
 def _some(names: list[str]) -> str:

@@ -12,6 +12,8 @@ import torch
 from runtime_support.reference_models import CLOSE, LLAMA_3, LONG_ROPE, assert_most_likely, logits_of, new_model
 
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
+from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.expected_tensors import expected_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -187,6 +189,15 @@ def test_the_summary_counts_what_transformers_counts(tmp_path: Path) -> None:
     assert summary.weight_bytes == 2 * model.num_parameters()
     assert summary.loaded_bytes(torch.float32) == 4 * model.num_parameters()
     assert summary.config.max_position_embeddings == SIZES["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_tensors_that_a_header_is_compared_with_are_those_of_the_decoder(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, *FAMILIES[name])
+    config = inspect_checkpoint(tmp_path).config
+    decoder = Decoder(config, dtype=torch.float32, device="meta")
+    shapes = {name: tuple(view.shape) for name, view in decoder.destinations().items()}
+    assert list(expected_tensors(config).items()) == list(shapes.items())
 
 
 def test_rows_that_are_not_asked_for_cost_no_logits(tmp_path: Path, paged_requests: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from runtime_support.resident_memory import resident_bytes
 
-from megatron_runtime.model.host_memory import empty_matrix, return_freed_memory
+from megatron_runtime.model.host_memory import empty_matrix, return_freed_memory, zeros
 
 COUNT, ROWS, COLUMNS = 64, 256, 1024
 
@@ -38,3 +38,20 @@ def test_a_matrix_has_the_shape_and_type_that_are_asked_for(rows: int, columns: 
 def test_the_default_device_has_the_matrix() -> None:
     with torch.device("meta"):
         assert empty_matrix(2**20, 2**20, torch.float32).device.type == "meta"
+
+
+def test_zeros_take_memory_as_they_are_written_to() -> None:
+    before = resident_bytes()
+    storage = zeros((4, ROWS, COLUMNS), torch.bfloat16)
+    assert (storage.shape, storage.dtype) == ((4, ROWS, COLUMNS), torch.bfloat16)
+    large = zeros((COUNT, ROWS, COLUMNS), torch.float32)
+    assert resident_bytes() - before < 0.1 * large.nbytes
+    assert not storage.any()
+    large.fill_(1.0)
+    assert resident_bytes() - before > 0.9 * large.nbytes
+
+
+def test_more_zeros_than_there_is_memory_are_refused() -> None:
+    with pytest.raises(MemoryError, match="bytes"):
+        zeros((2**62,), torch.float32)
+    assert zeros((0, 3), torch.float32).shape == (0, 3)

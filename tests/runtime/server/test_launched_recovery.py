@@ -132,7 +132,9 @@ def test_a_path_that_does_not_exist_is_refused(start_pod: StartPod) -> None:
 def test_a_truncated_checkpoint_is_refused(start_pod: StartPod, smollm2_path: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(smollm2_path.read_bytes()[: 2**20])
-    assert f"--model {broken}" in refused(start_pod("--model", str(broken)), "CheckpointError")
+    pod = start_pod("--model", str(broken))
+    assert f"--model {broken}" in refused(pod, "CheckpointError")
+    assert "[rank" not in pod.log.read_text()  # it was started already, and ended without a word
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(start_pod: StartPod, tmp_path: Path) -> None:

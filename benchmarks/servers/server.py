@@ -1,0 +1,151 @@
+"""A server as a process: from its exec to its first answer."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peers.process import LAST_LINES, ContenderError
+
+HOST = "127.0.0.1"
+MODEL = "model"
+PROMPT = "The capital of France is"
+POLL_SECONDS = 0.01
+PATIENCE_SECONDS = 600.0
+GRACE_SECONDS = 30.0
+
+Command = Callable[[str, Path, int, int], list[str]]
+"""From a Python, a checkpoint, a port and a number of threads to what is executed."""
+
+
+@dataclass(frozen=True, eq=False)
+class Server:
+    """How a server is started."""
+
+    name: str
+    python: str
+    command: Command
+    checkpoint: Path
+    packages: tuple[str, ...]
+    """Those whose versions a result depends on."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def versions(self) -> dict[str, str]:
+        """Of the packages, as its own Python finds them.
+
+        Raises:
+            ContenderError: One is missing.
+        """
+        words = "import importlib.metadata as m, json, sys; print(json.dumps({p: m.version(p) for p in sys.argv[1:]}))"
+        done = subprocess.run([self.python, "-c", words, *self.packages], capture_output=True, text=True)
+        if done.returncode:
+            raise ContenderError(f"{self.name}: {done.stderr.strip().splitlines()[-1]}")
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+
+
+class Start:
+    """One start of a server. Entering it executes the program, leaving it ends the program."""
+
+    def __init__(self, server: Server, threads: int, log: Path) -> None:
+        self.server, self.port = server, free_port()
+        self._threads, self._log = threads, log
+
+    def __enter__(self) -> Start:
+        command = self.server.command(self.server.python, self.server.checkpoint, self.port, self._threads)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self._threads), **self.server.environment}
+        with self._log.open("w") as log:
+            self.began = time.monotonic()
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, process_group=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def seconds_until(self, has_happened: Callable[[], bool]) -> float:
+        """Seconds from the exec until something is so.
+
+        Raises:
+            ContenderError: The server ended, or took too long; with its last words.
+        """
+        while not has_happened():
+            seconds = time.monotonic() - self.began
+            if self._process.poll() is not None or seconds > PATIENCE_SECONDS:
+                words = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+                raise ContenderError("\n    ".join([f"{self.server.name} gave no answer; its last words:", *words]))
+            time.sleep(POLL_SECONDS)
+        return time.monotonic() - self.began
+
+    def answers(self) -> bool:
+        """Whether a completion of one token is answered."""
+        body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+        return self.status("POST", "/v1/completions", json.dumps(body)) == 200
+
+    def status(self, method: str, path: str, body: str | None = None) -> int | None:
+        """Of the answer to a request; None while nobody answers."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=PATIENCE_SECONDS)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+    def log(self) -> str:
+        """What the server has written so far."""
+        return self._log.read_text(errors="replace")
+
+
+def free_port() -> int:
+    """One of this machine that nobody listens at."""
+    with socket.create_server((HOST, 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def ours(python: str, checkpoint: Path, port: int, threads: int) -> list[str]:
+    """``megatron-serve``."""
+    options = {"model": checkpoint, "served-name": MODEL, "device": "cpu", "host": HOST, "port": port}
+    options |= {"threads-per-rank": threads, "control-port": 0, "coordinator-port": 0}
+    return [python, "-m", "megatron_runtime.cli", *_flags(options)]
+
+
+def llama_cpp(python: str, checkpoint: Path, port: int, threads: int) -> list[str]:
+    """The server of llama-cpp-python."""
+    options = {"model": checkpoint, "model_alias": MODEL, "host": HOST, "port": port}
+    return [python, "-m", "llama_cpp.server", *_flags(options | {"n_threads": threads, "n_threads_batch": threads})]
+
+
+def vllm(python: str, checkpoint: Path, port: int, _: int) -> list[str]:
+    """vLLM's server, which compiles nothing at its start."""
+    options = {"model": checkpoint, "served-model-name": MODEL, "host": HOST, "port": port}
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *_flags(options), "--enforce-eager"]
+
+
+def our_server(checkpoint: Path, environment: dict[str, str]) -> Server:
+    """Ours."""
+    return Server("ours", sys.executable, ours, checkpoint, ("torch", "numba"), environment)
+
+
+def _flags(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -1,0 +1,50 @@
+"""What a preflight reads of a checkpoint needs no torch, which would take longer to import than all else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_runtime.model.checkpoint import inspect_checkpoint
+
+WRITTEN = Path(__file__).parent.parent / "data" / "megatron"
+PROGRAM = """
+import json
+import sys
+from dataclasses import asdict
+
+from megatron_runtime.launch.inspection import _inspect
+
+sizes = {"tensor": 1, "pipeline": 1, "expert": 1}
+facts = _inspect({"path": sys.argv[1], "hf_repo": None, "hf_revision": None, "parallel_sizes": sizes})
+print(json.dumps({"facts": asdict(facts), "has_torch": "torch" in sys.modules}))
+"""
+
+
+def write(form: str, folder: Path, random_model: Any, write_gguf: Any) -> int:
+    """A checkpoint in this form in the folder; how many parameters it has."""
+    if form == "torch_dist":
+        shutil.unpack_archive(WRITTEN / "two_ranks.zip", folder)
+        return inspect_checkpoint(folder).num_parameters
+    model = random_model("Llama")
+    if form == "gguf":
+        write_gguf(folder / "model.gguf", model)
+    else:
+        model.save_pretrained(folder)
+    return int(model.num_parameters())
+
+
+@pytest.mark.parametrize("form", ["gguf", "safetensors", "torch_dist"])
+def test_a_preflight_imports_no_torch(form: str, tmp_path: Path, random_model: Any, write_gguf: Any) -> None:
+    parameters = write(form, tmp_path, random_model, write_gguf)
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["facts"]["parameters"] == parameters
+    assert not said["has_torch"]

@@ -1,0 +1,51 @@
+"""Kernels that were compiled ahead serve a pod that may not write to where they lie."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_runtime.launch.kernels import KERNELS_VARIABLE, kernel_cache
+from megatron_runtime.model.compile_kernels import CACHE_VARIABLE
+
+COMPILE = "megatron_runtime.model.compile_kernels"
+SIZES = ("--head-dim", "16", "--dtype", "float32")
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_kernels_that_were_compiled_ahead_are_taken_as_they_are(tmp_path: Path) -> None:
+    shipped = tmp_path / "shipped"
+    subprocess.run([sys.executable, "-m", COMPILE, str(shipped), *SIZES], check=True)
+    before = files_below(shipped)
+    assert any("attend" in name for name in before)
+    environment = {**os.environ, KERNELS_VARIABLE: str(shipped)}
+    environment.pop(CACHE_VARIABLE, None)
+    with kernel_cache(environment):
+        copy = Path(environment[CACHE_VARIABLE])
+        subprocess.run([sys.executable, "-m", COMPILE, str(copy), *SIZES], env=environment, check=True)
+        assert files_below(copy) == before  # what is compiled anew would be written anew
+    assert not copy.exists()
+    assert CACHE_VARIABLE not in environment
+    assert files_below(shipped) == before
+
+
+def test_a_cache_that_the_environment_names_is_left_alone(tmp_path: Path) -> None:
+    environment = {KERNELS_VARIABLE: str(tmp_path), CACHE_VARIABLE: "/own"}
+    with kernel_cache(environment):
+        assert environment[CACHE_VARIABLE] == "/own"
+    assert environment[CACHE_VARIABLE] == "/own"
+
+
+def test_a_folder_of_kernels_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {KERNELS_VARIABLE: "/nowhere"}
+    with caplog.at_level(logging.WARNING), kernel_cache(environment):
+        assert Path(environment[CACHE_VARIABLE]).is_dir()
+    assert "MEGATRON_KERNELS=/nowhere: can't be copied" in caplog.text
