@@ -12,6 +12,8 @@ from chart_support.helm import CHART, NAMESPACE, RELEASE, Helm, Object
 from cluster_support.cluster import Cluster, wait_until
 from operator_support.operator_process import OperatorProcess
 
+from megatron_operator.api.crd import crd
+
 NAME = f"{RELEASE}-megatron-inference"
 TEST_POD = f"{NAME}-test"
 SERVICE_URL = f"http://{NAME}-metrics.{NAMESPACE}.svc:8080"
@@ -26,7 +28,10 @@ class Release:
         self._folder = folder
 
     def install(self, *flags: str, chart: Path = CHART) -> str:
-        return self.helm("install", RELEASE, chart, "--namespace", NAMESPACE, *flags)
+        """Returns when the kind of the definition can be used."""
+        told = self.helm("install", RELEASE, chart, "--namespace", NAMESPACE, *flags)
+        self.cluster.until_served(crd())
+        return told
 
     def upgrade(self, *flags: str, chart: Path = CHART) -> str:
         return self.helm("upgrade", RELEASE, chart, "--namespace", NAMESPACE, *flags)

@@ -151,9 +151,13 @@ class Cluster:
         # An older core drops CEL rules, or leaves them to a newer server, but kubectl checks them against its schema.
         self.kubectl("apply", "--validate=false", "-f", "-", input=json.dumps(listed))
         for definition in definitions:
-            name = definition["metadata"]["name"]
-            wait_until(lambda name=name: self._is_established(name), f"{name} to be established", timeout=30)
-            wait_until(lambda each=definition: self._is_served(each), f"{name} to be in discovery", timeout=30)
+            self.until_served(definition)
+
+    def until_served(self, definition: dict[str, Any]) -> None:
+        """Returns when the kind of a definition that was applied can be used."""
+        name = definition["metadata"]["name"]
+        wait_until(lambda: self._is_established(name), f"{name} to be established", timeout=30)
+        wait_until(lambda: self._is_served(definition), f"{name} to be in discovery", timeout=30)
 
     def _is_established(self, name: str) -> bool:
         """A definition that was applied just now has no conditions yet, which `kubectl wait` takes for a mistake."""
