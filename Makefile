@@ -9,10 +9,11 @@ CACHE := $(or $(MEGATRON_CACHE_DIR),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megat
 PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TERMOUT),,--quiet) --constraint constraints.txt
 SAMPLE := manifests/samples/smollm2.yaml
 WORKERS ?= $(shell nproc)
-PYTEST := $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+KERNELS := $(abspath $(VENV))/kernels
+PYTEST := NUMBA_CACHE_DIR=$(KERNELS) $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
-.PHONY: help demo serve test announce test-quick test-long check bench chaos venv dev model control-plane clients images e2e crd clean
+.PHONY: help demo serve test announce test-quick test-long kernels check bench chaos venv dev model control-plane clients images e2e crd clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +24,7 @@ demo: venv model ## a resource becomes processes, answers, pauses, suspends, res
 serve: venv model ## the same resource, until Ctrl-C; edit a copy with SAMPLE=my.yaml
 	@$(LOCAL) -f $(SAMPLE)
 
-test: announce dev model control-plane clients ## all tests; ARGS are pytest's, WORKERS is how many run side by side
+test: announce dev model control-plane clients kernels ## all tests; ARGS are pytest's, WORKERS is how many run side by side
 	@$(PYTEST) $(ARGS)
 
 announce:
@@ -31,10 +32,10 @@ announce:
 
 QUICK := tests/test_layout.py tests/operator tests/e2e/test_contract.py tests/runtime/engine $(wildcard tests/runtime/test_*.py)
 
-test-quick: dev ## those that need neither root nor control plane nor weights, in 3 minutes: plans, rendering, engine
+test-quick: dev kernels ## those that need neither root nor control plane nor weights, in 3 minutes: plans, rendering, engine
 	@$(PYTEST) -m 'not model' $(QUICK) $(ARGS)
 
-test-long: dev model control-plane clients ## the tests that repeat something, with full counts and new seeds
+test-long: dev model control-plane clients kernels ## the tests that repeat something, with full counts and new seeds
 	@MEGATRON_TEST_LONG=1 $(PYTEST) -m repetition $(ARGS)
 
 check: dev ## lint, format, types, layers, generated files
@@ -73,6 +74,9 @@ control-plane: dev model ## the Kubernetes, the node and the images of the clust
 
 clients: dev ## what the tests with other people's clients run: a browser, packages of npm and PyPI
 	@$(BIN)/python tests/runtime/server/clients/prepare.py
+
+kernels: dev ## the kernels of a CPU, compiled before the tests need them: each process would compile them by itself
+	@$(BIN)/python -m megatron_runtime.model.compile_kernels $(KERNELS)
 
 images: dev model ## the images of operator and runtime, built without a registry, and their sizes
 	@$(BIN)/python tests/cluster/prepare_images.py
