@@ -130,9 +130,10 @@ class Cluster:
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
         words = self._api.param_serialize(method, path, header_params=headers, body=body, auth_settings=["BearerToken"])
         response = self._api.call_api(*words, _request_timeout=20)
-        answer: dict[str, Any] = json.loads(response.read())
+        text = response.read().decode()
         if response.status >= http.HTTPStatus.BAD_REQUEST:
-            raise RequestRefusedError(f"{method} {path}: {response.status} {answer.get('message')}", response.status)
+            raise RequestRefusedError(f"{method} {path}: {response.status} {text[:1000]}", response.status)
+        answer: dict[str, Any] = json.loads(text)
         return answer
 
     @functools.cached_property
