@@ -11,19 +11,18 @@ from cluster_support.errors import NotReadyError
 
 Json = dict[str, Any]
 T = TypeVar("T")
-PATHS = {
-    "endpoints": ("/api/v1", "endpoints"),
-    "httproutes.gateway.networking.k8s.io": ("/apis/gateway.networking.k8s.io/v1", "httproutes"),
-    "ingress": ("/apis/networking.k8s.io/v1", "ingresses"),
-    "ingresses": ("/apis/networking.k8s.io/v1", "ingresses"),
-    "mi": ("/apis/inference.megatron.dev/v1alpha1", "megatroninferences"),
-    "networkpolicies": ("/apis/networking.k8s.io/v1", "networkpolicies"),
-    "pod": ("/api/v1", "pods"),
-    "pods": ("/api/v1", "pods"),
-    "secrets": ("/api/v1", "secrets"),
-    "service": ("/api/v1", "services"),
-    "services": ("/api/v1", "services"),
-}
+CORE, NETWORKING, GATEWAY = "/api/v1", "/apis/networking.k8s.io/v1", "/apis/gateway.networking.k8s.io/v1"
+KINDS = (
+    (CORE, "endpoints", "endpoints"),
+    (CORE, "pod", "pods"),
+    (CORE, "secret", "secrets"),
+    (CORE, "service", "services"),
+    (GATEWAY, "httproutes.gateway.networking.k8s.io", "httproutes"),
+    (NETWORKING, "ingress", "ingresses"),
+    (NETWORKING, "networkpolicy", "networkpolicies"),
+    ("/apis/inference.megatron.dev/v1alpha1", "mi", "megatroninferences"),
+)
+PATHS = {word: (prefix, plural) for prefix, singular, plural in KINDS for word in (singular, plural)}
 """Where the API server keeps what tests wait for, by kubectl's words."""
 
 
