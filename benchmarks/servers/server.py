@@ -100,7 +100,7 @@ class Start:
         return self.status("POST", "/v1/completions", json.dumps(body)) == 200
 
     def status(self, method: str, path: str, body: str | None = None) -> int | None:
-        """Of the answer to a request; None while nobody answers."""
+        """The status of the answer to a request; None while the server does not answer."""
         connection = http.client.HTTPConnection(HOST, self.port, timeout=PATIENCE_SECONDS)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
@@ -118,7 +118,7 @@ class Start:
 
 
 def free_port() -> int:
-    """One of this machine that nobody listens at."""
+    """A free port of this machine."""
     with socket.create_server((HOST, 0)) as taken:
         return int(taken.getsockname()[1])
 

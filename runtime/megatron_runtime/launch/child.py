@@ -192,7 +192,7 @@ async def _keep_beating(pipe: asyncio.StreamWriter) -> None:
 async def _send(later: asyncio.Future[Mapping[str, Any]], pipe: asyncio.StreamWriter) -> None:
     # Shielded: several children may wait for the same options, and one that ends must not take them from the others.
     options = await asyncio.shield(later)
-    with contextlib.suppress(ConnectionError):  # how the child ended is told elsewhere
+    with contextlib.suppress(ConnectionError):  # the end of the child is reported elsewhere
         pipe.write(json.dumps(dict(options)).encode() + b"\n")
         await pipe.drain()
 

@@ -52,7 +52,7 @@ RankPlan = asyncio.Future[Mapping[str, Any]]
 
 
 def rank_plan(facts: CheckpointFacts, plan: EnginePlan, *, address: str) -> dict[str, Any]:
-    """What a rank is told once the checkpoint was inspected; ``address`` is the coordinator's."""
+    """The options of a rank that are known once the checkpoint was inspected; ``address`` is the coordinator's."""
     return {
         "coordinator_address": address,
         "checkpoint": facts.path,

@@ -38,7 +38,7 @@ class CheckpointSummary:
 def inspect_checkpoint(path: Path | str) -> CheckpointSummary:
     """Read the metadata alone and check that the tensors are those that the configuration asks for.
 
-    CheckpointError names the file, what was found, what was expected and the mend.
+    CheckpointError names the file, what was found, what was expected and the remedy.
     """
     config, source, _ = open_checkpoint(checkpoint_path(path))
     check_fit(config, source)

@@ -1,7 +1,7 @@
 """Compiles the kernels of a CPU ahead: ``python -m megatron_runtime.model.compile_kernels FOLDER``.
 
-They serve processors like this one, and a package that lies where this one lies. Numba's cache holds pickles: whoever
-can write to FOLDER can change what the ranks do.
+They serve processors like this one, and a package that lies where this one lies. Numba's cache holds pickles: write
+access to FOLDER is the right to change what the ranks do.
 """
 
 from __future__ import annotations

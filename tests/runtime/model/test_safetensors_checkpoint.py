@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint folder is said with the file, what was found, what was expected and the mend."""
+"""What is wrong with a checkpoint folder is said with the file, what was found, what was expected and the remedy."""
 
 from __future__ import annotations
 
