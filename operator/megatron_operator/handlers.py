@@ -20,7 +20,7 @@ from typing import Any, Self
 import kopf
 
 from megatron_operator import names
-from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
+from megatron_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 from megatron_operator.kubernetes.api_server import ApiServer, group_version_plural
 from megatron_operator.kubernetes.election import Election
 from megatron_operator.kubernetes.fleet import Fleet
@@ -126,6 +126,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     # ``kopf run`` takes no list of kinds from outside: there, one that comes later is watched if kopf finds it itself.
     watched: WatchedKinds = memo.get("watched") or WatchedKinds()
     memo.api, memo.fleet = api, Fleet(api, Settings.from_environment(), meters, watched.add)
+    memo.looking = asyncio.create_task(watched.keep(KIND, api.knows), name=f"look for {KIND}")
     if options.lease is None:
         memo.fleet.lead()
         return
@@ -140,6 +141,8 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
     if "fleet" not in memo:
         return
     await _end_watchers()
+    memo.looking.cancel()
+    await asyncio.gather(memo.looking, return_exceptions=True)
     if "campaign" in memo:
         memo.campaign.cancel()
         await asyncio.gather(memo.campaign, return_exceptions=True)

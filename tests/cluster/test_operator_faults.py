@@ -129,6 +129,24 @@ async def test_watches_that_fall_silent_are_opened_again(
     assert set(node.launchers) == {"chat-0-0-0"}
 
 
+@pytest.mark.usefixtures("node")
+async def test_a_kind_that_discovery_lacks_when_the_operator_starts_is_watched_once_it_is_there(
+    chat: Resource, server: FaultyServer, unlucky: OperatorProcess
+) -> None:
+    """So it is for a moment after an API server has started that proxies the kind to another."""
+    missing = server.when(
+        lambda request: request.path.startswith("/apis/inference.megatron.dev"), answer(404, "404 page not found")
+    )
+    await again(unlucky)
+    looks = 0
+    while missing.done == 0 or looks < missing.done:  # kopf looks once more for each definition that it finds
+        looks = missing.done
+        await asyncio.sleep(2)
+    server.rules.clear()
+    await chat.create()
+    await chat.until_phase("Running")
+
+
 async def test_an_api_server_that_has_not_got_its_definitions_back_yet_ends_nothing(
     chat: Resource, server: FaultyServer, unlucky: OperatorProcess, node: ScriptedNode
 ) -> None:

@@ -169,9 +169,10 @@ class Cluster:
         """An aggregator serves a kind a moment after it is established."""
         spec = definition["spec"]
         served = [each["name"] for each in spec["versions"] if each["served"]]
-        plural = spec["names"]["plural"]
-        found = (self.read(f"/apis/{spec['group']}/{version}") or {} for version in served)
-        return all(plural in [each["name"] for each in listed.get("resources", [])] for listed in found)
+        services = "/apis/apiregistration.k8s.io/v1/apiservices"
+        found = [self.read(f"{services}/{version}.{spec['group']}") or {} for version in served]
+        conditions = [each.get("status", {}).get("conditions") or [] for each in found]
+        return all(("Available", "True") in [(each["type"], each["status"]) for each in part] for part in conditions)
 
     def exists(self, *args: str) -> bool:
         """Whether `kubectl get` finds something."""
