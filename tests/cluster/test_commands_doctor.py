@@ -14,11 +14,11 @@ import yaml
 from cluster_support.cluster import Cluster
 from operator_support.api import Api, Json
 from operator_support.command_line import CommandLine
-from operator_support.definition import without_rules
 from operator_support.fixtures import MANIFESTS, SYSTEM
 from operator_support.node import PlayedNode, now
 from operator_support.resource import Resource, manifest
 from operator_support.scripted_node import ScriptedNode
+from suite_support.definition import without_rules
 
 
 class WillingNode(PlayedNode):

@@ -14,9 +14,9 @@ from cluster_support.cluster import Cluster, wait_until
 from cluster_support.control_plane import ControlPlane
 from cluster_support.pki import write_kubeconfig
 from operator_support.api import Api, ApiFailure, Json
-from operator_support.definition import RULES, without_rules
 from operator_support.fixtures import MANIFESTS
 from operator_support.resource import manifest
+from suite_support.definition import RULES, without_rules
 
 from megatron_operator.api.crd import crd
 from megatron_operator.api.parse import parse_resource

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from planning_support.schema import SCHEMA, nodes
+from suite_support.definition import without_rules
 
 from megatron_operator.api.crd import crd
 from megatron_operator.api.parse import InvalidResource, parse_resource
@@ -124,13 +125,6 @@ def test_a_definition_of_another_version_is_told_by_the_first_field_that_differs
     del schema["properties"]["spec"]["properties"]["routing"]["properties"]["alpha"]
     finding = diagnosis.definition(other)
     assert (finding.level, finding.words.rpartition(" ")[2]) == (Level.WARN, "spec.routing.alpha")
-
-
-def without_rules(node: Any) -> Any:
-    """A schema as a server stores it that does not know CEL."""
-    if isinstance(node, dict):
-        return {key: without_rules(each) for key, each in node.items() if key != diagnosis.VALIDATIONS}
-    return [without_rules(each) for each in node] if isinstance(node, list) else node
 
 
 def test_rules_that_an_old_server_dropped_are_no_difference() -> None:
