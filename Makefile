@@ -10,7 +10,7 @@ PIP   := $(BIN)/python -m pip --disable-pip-version-check install $(if $(MAKE_TE
 SAMPLE := manifests/samples/smollm2.yaml
 WORKERS ?= $(shell nproc)
 KERNELS := $(abspath $(VENV))/kernels
-PYTEST := NUMBA_CACHE_DIR=$(KERNELS) $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+PYTEST := NUMBA_CACHE_DIR=$(KERNELS) $(BIN)/python -u -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
 .PHONY: help demo serve test announce test-quick test-long kernels check bench chaos venv dev model control-plane clients images e2e crd clean

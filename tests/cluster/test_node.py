@@ -16,7 +16,7 @@ from node_support import images
 from node_support.leftovers import leftovers
 from node_support.prepared import Prepared
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("machine")]
+pytestmark = pytest.mark.timeout(300)
 
 POD = {
     "apiVersion": "v1",

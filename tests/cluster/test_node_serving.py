@@ -22,7 +22,7 @@ from node_support.stage import Stage
 from operator_support.questions import QUESTION, ask, check_requests_wait
 from operator_support.resource import Resource, condition, manifest, reason
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(480), pytest.mark.xdist_group("machine")]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(480)]
 
 SAMPLES = Path(__file__).parents[2] / "manifests/samples"
 GPU = "nvidia.com/gpu"

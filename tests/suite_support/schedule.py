@@ -1,7 +1,8 @@
 """How pytest-xdist spreads the tests over its workers: file by file, the long ones first.
 
-The tests of a file run on one worker, in their order, since they share the fixtures of their module. Files that share
-an expensive fixture run on one worker too: they have the mark ``xdist_group``, and need ``--dist loadgroup``.
+The tests of a file run on one worker, in their order, since they share the fixtures of their module. Files that must not
+run beside each other are one unit too. They are named here: pytest 9.2 ignores the group that pytest-xdist 3.8 appends to
+the node id of a test with the mark ``xdist_group``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,14 @@ import os
 from collections.abc import Iterable, Sequence
 
 import pytest
-from xdist.scheduler import LoadGroupScheduling
+from xdist.scheduler import LoadFileScheduling
 
+MACHINE = (
+    "tests/cluster/test_node.py",
+    "tests/cluster/test_node_serving.py",
+    "tests/runtime/server/test_launched_hosts.py",
+)
+"""See or change the network namespaces of the machine: some compare these before and after."""
 LONG = (
     "tests/cluster/test_node",
     "tests/runtime/server/test_launched_hosts",
@@ -30,14 +37,14 @@ LONG = (
 """Where the tests are that take long, the longest first: begun last, one of these would keep a single worker busy."""
 
 
-class FileScheduling(LoadGroupScheduling):
-    """A unit of work is a group, or a file without one; units are handed out in the order of the collection."""
+class FileScheduling(LoadFileScheduling):
+    """A unit of work is a file, or files together; units are handed out in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith("tests/cluster/") and os.environ.get("MEGATRON_TEST_USE_KUBECONFIG", "0") not in ("", "0"):
             return "cluster"  # that was given: it has room for one operator
-        scope: str = super()._split_scope(nodeid)
-        return nodeid.partition("::")[0] if scope == nodeid else scope
+        file = nodeid.partition("::")[0]
+        return "machine" if file in MACHINE else file
 
 
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:

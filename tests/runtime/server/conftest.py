@@ -179,10 +179,7 @@ def pod_type() -> type[Pod]:
 
 @pytest.fixture(scope="session")
 def shared_pod(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
-    """One pod with SmolLM2 for all tests that are about words; they leave it as they found it.
-
-    Their modules have the mark ``xdist_group("smollm2_pod")``: so there is one in a run, not one in each worker.
-    """
+    """One pod of a worker with SmolLM2 for all tests that are about words; they leave it as they found it."""
     # In bfloat16 the words that SmolLM2 finds likeliest are equally likely now and then.
     flags = ("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "512Mi")
     pod = Pod(tmp_path_factory.mktemp("pod"), *flags)

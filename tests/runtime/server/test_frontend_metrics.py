@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-pytestmark = [pytest.mark.model, pytest.mark.xdist_group("smollm2_pod")]
+pytestmark = pytest.mark.model
 
 GENERATED = 8
 

@@ -13,9 +13,6 @@ import pytest
 from runtime_support.hosts import CannotMakeHosts, Host, Switch
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
-# The tests of a real node compare the machine's network namespaces before and after: these must not come in between.
-pytestmark = pytest.mark.xdist_group("machine")
-
 PROMPT = [5, 6, 7, 8, 9]
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
 NOTICE_SECONDS = 50

@@ -9,7 +9,7 @@ import pytest
 from openai import pydantic_function_tool
 from pydantic import BaseModel
 
-pytestmark = [pytest.mark.model, pytest.mark.xdist_group("smollm2_pod")]
+pytestmark = pytest.mark.model
 
 ASKED = "What is the weather in Paris?"
 SAID = (

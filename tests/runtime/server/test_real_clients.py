@@ -16,7 +16,7 @@ from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field, SecretStr
 
-pytestmark = [pytest.mark.model, pytest.mark.xdist_group("smollm2_pod")]
+pytestmark = pytest.mark.model
 
 ASKED = "What is the weather in Paris?"
 

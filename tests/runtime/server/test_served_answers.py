@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-pytestmark = [pytest.mark.model, pytest.mark.xdist_group("smollm2_pod")]
+pytestmark = pytest.mark.model
 
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 STORY: list[Any] = [{"role": "user", "content": "Tell me a long story about a lighthouse."}]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from client_support import node
 
-pytestmark = [pytest.mark.model, pytest.mark.xdist_group("smollm2_pod")]
+pytestmark = pytest.mark.model
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -15,7 +15,7 @@ from client_support import node
 from playwright.sync_api import Page, Route, expect
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
-pytestmark = [pytest.mark.model, pytest.mark.xdist_group("smollm2_pod")]
+pytestmark = pytest.mark.model
 
 KEY = "key-of-the-tests"
 CAPITAL = "What is the capital of France?"

@@ -13,7 +13,7 @@ from client_support import further_python
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-pytestmark = [pytest.mark.model, pytest.mark.xdist_group("smollm2_pod")]
+pytestmark = pytest.mark.model
 
 
 def test_llamaindex_chats_streams_calls_and_gets_structured_output(shared_pod: Any) -> None:
