@@ -1,8 +1,8 @@
 """How pytest-xdist spreads the tests over its workers: file by file, the long ones first.
 
-The tests of a file run on one worker, in their order, since they share the fixtures of their module. Files that must not
-run beside each other are one unit too. They are named here: pytest 9.2 ignores the group that pytest-xdist 3.8 appends to
-the node id of a test with the mark ``xdist_group``.
+The tests of a file run on one worker, in their order, since they share the fixtures of their module. Files that must
+not run beside each other are one unit too. They are named here: pytest 9.2 ignores the group that pytest-xdist 3.8
+appends to the node id of a test with the mark ``xdist_group``.
 """
 
 from __future__ import annotations
