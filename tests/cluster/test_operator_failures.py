@@ -19,8 +19,10 @@ async def test_a_failed_pod_is_followed_by_the_next_attempt_until_the_budget_is_
     await stage.run(first)
     await stage.fail(first, 1, {"reason": "RankFailed", "message": "CUDA error", "rank": 3, "exitCode": 1})
     pods = await chat.until_pods("chat-0-1-0")
-    group = (await chat.status())["groups"][0]
-    assert (group["attempt"], group["restarts"]) == (1, 1)
+    # The pod is made before the status tells of it.
+    status = await chat.until(lambda status: status["groups"][0].get("attempt") == 1, "the next attempt")
+    (group,) = status["groups"]
+    assert group["restarts"] == 1
     failure = group["lastFailure"]
     assert (failure["reason"], failure["message"], failure["rank"]) == ("RankFailed", "CUDA error", 3)
     await stage.run(pods["chat-0-1-0"])
