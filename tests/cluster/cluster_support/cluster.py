@@ -25,6 +25,7 @@ def wait_until(is_so: Callable[[], bool], what: str, timeout: float = 60.0, ever
         time.sleep(every)
 
 
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 RULED_DEFINITION: dict[str, Any] = {
     "apiVersion": "apiextensions.k8s.io/v1",
     "kind": "CustomResourceDefinition",
@@ -81,20 +82,15 @@ class Cluster:
     @functools.cached_property
     def knows_cel(self) -> bool:
         """Whether the API server keeps the CEL rules of CustomResourceDefinitions, found by a dry run."""
-        spec = self._dry_run(RULED_DEFINITION)["spec"]
+        spec = self.request("POST", f"{DEFINITIONS}?dryRun=All", RULED_DEFINITION)["spec"]
         return "x-kubernetes-validations" in spec["versions"][0]["schema"]["openAPIV3Schema"]
 
     @functools.cached_property
     def knows_image_volumes(self) -> bool:
         """Whether the API server keeps volumes of type image in pods, found by a dry run."""
-        (volume,) = self._dry_run(POD_WITH_IMAGE_VOLUME)["spec"]["volumes"]
+        stored = self.request("POST", "/api/v1/namespaces/default/pods?dryRun=All", POD_WITH_IMAGE_VOLUME)
+        (volume,) = stored["spec"]["volumes"]
         return "image" in volume
-
-    def _dry_run(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        """What the API server would store of it. Fields that it does not know are dropped."""
-        words = ("create", "--dry-run=server", "--validate=false", "-o", "json", "-f", "-")
-        stored: dict[str, Any] = json.loads(self.kubectl(*words, input=json.dumps(manifest)))
-        return stored
 
     def kubectl(self, *args: str, input: str | None = None, kubeconfig: Path | None = None, timeout: float = 60) -> str:
         """What kubectl printed. Raises CommandFailedError with what it complained of.
