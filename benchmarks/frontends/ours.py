@@ -12,7 +12,7 @@ from coordinators.processes import start_processes
 from frontends.protocol import MODEL, TOKEN_TEXT, Stand, serve
 from frontends.tokenizer import write_tokenizer
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.launch.child import Child, ChildTask
+from megatron_runtime.processes.child import Child, ChildTask
 from megatron_runtime.server.listening_socket import bind
 from megatron_runtime.server.options import FrontendOptions
 

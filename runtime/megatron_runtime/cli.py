@@ -13,14 +13,14 @@ import typer
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.launch.identity import TERMINATION_LOG_VARIABLE, Identity
-from megatron_runtime.launch.keeper import HANG_SECONDS, RESET_SECONDS
 from megatron_runtime.launch.kernels import kernel_cache
 from megatron_runtime.launch.launcher import Launcher
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
-from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
 from megatron_runtime.launch.quantity import parse_bytes
 from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
+from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED
+from megatron_runtime.processes.supervisor import HANG_SECONDS, RESET_SECONDS
 from megatron_runtime.server.options import HttpOptions
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_runtime import tracing
 from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError, LockStepError, LostRankError
-from megatron_runtime.launch.keeper import error_report
-from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.launch.pod_state import RankPhase
 from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
+from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
+from megatron_runtime.processes.supervisor import error_report
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 if TYPE_CHECKING:

@@ -33,7 +33,6 @@ from megatron_runtime.cli import app
 from megatron_runtime.errors import InvalidStateError
 from megatron_runtime.launch.control_api import SIGNALS, create_control_api
 from megatron_runtime.launch.identity import Identity
-from megatron_runtime.launch.keeper import ChildEnd
 from megatron_runtime.launch.options import (
     DEVICES,
     DTYPES,
@@ -43,10 +42,11 @@ from megatron_runtime.launch.options import (
     LaunchOptions,
     ModelSource,
 )
-from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
 from megatron_runtime.launch.tasks import first_rank, meeting_place
 from megatron_runtime.launch.termination import Outcome
+from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT
+from megatron_runtime.processes.supervisor import ChildEnd
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "smollm2.yaml"

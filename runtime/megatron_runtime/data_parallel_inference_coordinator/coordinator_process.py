@@ -1,7 +1,7 @@
 """The coordinator's process: ``python -m megatron_runtime.data_parallel_inference_coordinator.coordinator_process``.
 
-`KeptCoordinator` starts it. Its options are arguments of DataParallelInferenceCoordinator by name, and ``may_move``:
-whether another port will do if the wanted one is taken. The key comes in the environment.
+`SupervisedCoordinator` starts it. Its options are arguments of DataParallelInferenceCoordinator by name, and
+``may_move``: whether another port will do if the wanted one is taken. The key comes in the environment.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import partial
 
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.launch.keeper import error_report
-from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
+from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
+from megatron_runtime.processes.supervisor import error_report
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 PARENTS_SILENCE = 8.0

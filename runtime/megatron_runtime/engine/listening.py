@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS, InferenceConfig
-from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
 from megatron_runtime.data_parallel_inference_coordinator.states import SETTLED, CoordinatorState
+from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.following_loop import FollowingLoop
@@ -23,12 +23,12 @@ from megatron_runtime.engine.lock_step import LockStepEngine, refuse_request_tim
 from megatron_runtime.engine.running_engine import RunningEngine
 from megatron_runtime.engine.state_journal import StateJournal
 from megatron_runtime.errors import CoordinatorError
-from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
-from megatron_runtime.launch.parent_link import EXIT_DRAINED
 from megatron_runtime.parallel.lone_rank import LoneRank
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.parallel.world import World
+from megatron_runtime.processes.parent_link import EXIT_DRAINED
+from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Listening:
     """Runs the loop."""
     reached: StateJournal
     """What the loop did."""
-    coordinator: KeptCoordinator | None
+    coordinator: SupervisedCoordinator | None
     """On the rank that started it."""
 
 
@@ -89,7 +89,7 @@ async def listen(
     await asyncio.to_thread(ranks.barrier, "listen", LOAD_TIMEOUT)
     host = hostname or (os.environ.get("MASTER_ADDR", "127.0.0.1") if world.size > 1 else "127.0.0.1")
     key = key if key is not None else os.environ.get(KEY_VARIABLE)
-    coordinator: KeptCoordinator | None = None
+    coordinator: SupervisedCoordinator | None = None
     address, trouble = f"{host}:{port}", ""
     loops: list[CoordinatedLoop | FollowingLoop] = []
     if launch_coordinator and world.is_primary:
@@ -150,10 +150,10 @@ def _service_state(loops: list[CoordinatedLoop | FollowingLoop]) -> str:
 
 async def _launch_coordinator(
     options: dict[str, Any], key: str | None, current_state: Callable[[], str]
-) -> tuple[KeptCoordinator, str]:
+) -> tuple[SupervisedCoordinator, str]:
     """The coordinator, which listens, and its address. It has to start at once; later it may be started again."""
     budget = RestartBudget(0)
-    coordinator = KeptCoordinator(
+    coordinator = SupervisedCoordinator(
         options,
         key=key,
         current_state=current_state,

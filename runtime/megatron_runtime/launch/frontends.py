@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_runtime.launch.keeper import ChildEnd
 from megatron_runtime.launch.metrics_folder import MetricsFolder
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.launch.ports import bind_http
+from megatron_runtime.processes.supervisor import ChildEnd
 from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.server.options import FrontendOptions
 

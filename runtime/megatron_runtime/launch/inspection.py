@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError, MegatronInferenceError
-from megatron_runtime.launch.child import Child, ChildTask, Report
-from megatron_runtime.launch.keeper import ChildEnd, error_report
 from megatron_runtime.launch.options import EngineOptions, ModelSource, parallel_flag
-from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
+from megatron_runtime.processes.child import Child, ChildTask, Report
+from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
+from megatron_runtime.processes.supervisor import ChildEnd, error_report
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.launch.inspection import CheckpointFacts, inspect_source
-from megatron_runtime.launch.keeper import ChildEnd
 from megatron_runtime.launch.leadership import Leadership
 from megatron_runtime.launch.memory import AvailableMemory, available_memory, usable_cores
 from megatron_runtime.launch.options import LaunchOptions
-from megatron_runtime.launch.parent_link import EXIT_DRAINED, EXIT_FAILURE
 from megatron_runtime.launch.pod_state import PodFacts, PodState
 from megatron_runtime.launch.ports import bind_control
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.rank_group import RankGroup
 from megatron_runtime.launch.tasks import RankPlan, rank_plan
 from megatron_runtime.launch.termination import Outcome
+from megatron_runtime.processes.parent_link import EXIT_DRAINED, EXIT_FAILURE
+from megatron_runtime.processes.supervisor import ChildEnd
 
 if TYPE_CHECKING:
     from megatron_runtime.launch.control_api import SignalSender

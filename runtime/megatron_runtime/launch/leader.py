@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
+from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch.engine_link import EngineLink
 from megatron_runtime.launch.identity import Lifecycle
-from megatron_runtime.launch.keeper import ChildEnd
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.launch.ports import bind_coordinator
 from megatron_runtime.launch.tasks import coordinator_options
+from megatron_runtime.processes.supervisor import ChildEnd
 
 COORDINATOR_GRACE = 2.0
 COORDINATOR_HANG = 8.0
@@ -52,7 +52,7 @@ class Leader:
         """Where this very coordinator is."""
         self._client = InferenceClient(self.address, key=key)
         self.link = EngineLink(self._client, state, lifecycle, options.auto_suspend_after or None)
-        self._coordinator = KeptCoordinator(
+        self._coordinator = SupervisedCoordinator(
             coordinator_options(options, port),
             key=key,
             current_state=lambda: self.link.wish.name,

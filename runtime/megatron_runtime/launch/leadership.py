@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import StaleEpochError
 from megatron_runtime.launch.identity import Lifecycle
-from megatron_runtime.launch.keeper import ChildEnd
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState
+from megatron_runtime.processes.supervisor import ChildEnd
 
 if TYPE_CHECKING:
     from megatron_runtime.launch.leader import Leader

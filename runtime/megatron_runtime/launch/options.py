@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_runtime.config import LOGPROBS_MODES, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
-from megatron_runtime.launch.keeper import HANG_SECONDS, RESET_SECONDS
 from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
+from megatron_runtime.processes.supervisor import HANG_SECONDS, RESET_SECONDS
 from megatron_runtime.server.options import HttpOptions
 from megatron_runtime.wire.security import KEY_VARIABLE, is_loopback
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_runtime.launch.child import Report
-from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState, RankPhase
-from megatron_runtime.launch.replica_keeper import ReplicaKeeper
 from megatron_runtime.launch.tasks import RankPlan, first_rank, replica_tasks
+from megatron_runtime.processes.child import Report
+from megatron_runtime.processes.replica_supervisor import ReplicaSupervisor
+from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
 
 DRAIN_GRACE = 3.0
 """Seconds beyond the time to drain before a rank is killed; it stops computing by itself before."""
@@ -45,20 +45,20 @@ class RankGroup:
         self._budget = RestartBudget(
             0 if options.spans_pods else options.max_restarts, reset_after=options.restart_reset_after
         )
-        self._keepers: dict[range, ReplicaKeeper] = {}
+        self._supervisors: dict[range, ReplicaSupervisor] = {}
         self._lives: list[asyncio.Task[None]] = []
 
     @property
     def restarts(self) -> int:
         """Restarts of all replicas together."""
-        return sum(keeper.restarts for keeper in self._keepers.values())
+        return sum(supervisor.restarts for supervisor in self._supervisors.values())
 
     def start(self, plan: RankPlan, *, key: str | None) -> None:
         """Starts all ranks of this pod: they import what they need, and load once there is the ``plan``."""
         first, size = first_rank(self._options), self._options.group_ranks
         for start in range(first, first + self._options.local_ranks, size):
             ranks = range(start, start + size)
-            self._keepers[ranks] = ReplicaKeeper(
+            self._supervisors[ranks] = ReplicaSupervisor(
                 partial(replica_tasks, self._options, plan, ranks=ranks, key=key),
                 self._budget,
                 hang_timeout=self._options.hang_timeout,
@@ -69,9 +69,9 @@ class RankGroup:
 
     async def drain(self, timeout: float) -> None:
         """Has the engines finish what they have; kills what is left after ``timeout`` seconds and a little."""
-        for keeper in self._keepers.values():
-            keeper.release()
-            keeper.send_signal(signal.SIGTERM)
+        for supervisor in self._supervisors.values():
+            supervisor.release()
+            supervisor.send_signal(signal.SIGTERM)
         if self._lives:
             grace = DRAIN_GRACE if self._options.has_first_rank else FOLLOWER_GRACE
             await asyncio.wait(self._lives, timeout=timeout + grace)
@@ -84,9 +84,9 @@ class RankGroup:
         await asyncio.gather(*self._lives, return_exceptions=True)
 
     async def _live(self, ranks: range) -> None:
-        keeper = self._keepers[ranks]
-        end = await keeper.run()
-        self._on_end(ranks[keeper.culprit], end)
+        supervisor = self._supervisors[ranks]
+        end = await supervisor.run()
+        self._on_end(ranks[supervisor.culprit], end)
 
     def _report(self, ranks: range, place: int, report: Report) -> None:
         if "registered" in report:
@@ -100,7 +100,7 @@ class RankGroup:
 
     def _note(self, ranks: range) -> None:
         for place, rank in enumerate(ranks):
-            alive = self._keepers[ranks].is_alive(place)
+            alive = self._supervisors[ranks].is_alive(place)
             phase = RankPhase.STARTING if alive else RankPhase.EXITED
             self._state.update_rank(rank, phase=phase, loaded_bytes=0, registered=False)
         self._on_change()

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS
-from megatron_runtime.launch.child import ChildTask
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import usable_cores
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.ports import LOOPBACK, RENDEZVOUS_PORT, free_loopback_port
 from megatron_runtime.launch.preflight import EnginePlan
+from megatron_runtime.processes.child import ChildTask
 from megatron_runtime.wire.security import key_environment
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")

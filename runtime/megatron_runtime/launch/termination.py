@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_runtime.launch.keeper import ChildEnd
-from megatron_runtime.launch.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
+from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
+from megatron_runtime.processes.supervisor import ChildEnd
 
 logger = logging.getLogger(__name__)
 

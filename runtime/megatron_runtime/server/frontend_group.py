@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_runtime.bell import Bell
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
-from megatron_runtime.launch.child import ChildTask
-from megatron_runtime.launch.keeper import HANG_SECONDS, ChildEnd, Keeper
+from megatron_runtime.processes.child import ChildTask
+from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, Supervisor
 from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.security import key_environment
@@ -53,8 +53,8 @@ class FrontendGroup:
         self._on_change = on_change
         self._listening: set[int] = set()
         self._changed = Bell()
-        self._keepers = [
-            Keeper(
+        self._supervisors = [
+            Supervisor(
                 partial(self._task, index),
                 hang_timeout=hang_timeout,
                 on_report=partial(self._report, index),
@@ -77,11 +77,11 @@ class FrontendGroup:
     @property
     def restarts(self) -> int:
         """How often a frontend was started again."""
-        return sum(keeper.restarts for keeper in self._keepers)
+        return sum(supervisor.restarts for supervisor in self._supervisors)
 
     def start(self) -> None:
         """Starts the processes; needs a running event loop."""
-        self._runs = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
+        self._runs = [asyncio.create_task(supervisor.run()) for supervisor in self._supervisors]
         for run in self._runs:
             run.add_done_callback(lambda _: self._wake())
 
@@ -115,13 +115,13 @@ class FrontendGroup:
         """
         if self.options.hands_over:
             self._socket.close()
-        for keeper in self._keepers:
-            keeper.release()
-            keeper.send_signal(signal.SIGTERM)
+        for supervisor in self._supervisors:
+            supervisor.release()
+            supervisor.send_signal(signal.SIGTERM)
         _, late = await asyncio.wait(self._runs, timeout=timeout) if self._runs else (set(), set())
         if late:
-            for keeper in self._keepers:
-                keeper.send_signal(signal.SIGTERM)
+            for supervisor in self._supervisors:
+                supervisor.send_signal(signal.SIGTERM)
             await asyncio.wait(late, timeout=ABANDON_SECONDS)
         await self.stop()
 

@@ -18,10 +18,10 @@ from messaging_support.fake_engine import FakeEngine
 from suite_support.worker import free_port
 
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
+from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.launch.keeper import RestartBudget
+from megatron_runtime.processes.supervisor import RestartBudget
 from megatron_runtime.wire.service_state import ServiceState
 
 HERE = Path(__file__).parent
@@ -48,7 +48,7 @@ class Fleet:
         self._tasks: list[asyncio.Task[None]] = []
         self._clients: list[InferenceClient] = []
         self._thread: threading.Thread | None = None
-        self._kept: list[KeptCoordinator] = []
+        self._kept: list[SupervisedCoordinator] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self.address = f"tcp://127.0.0.1:{self.port}"
 
@@ -87,9 +87,9 @@ class Fleet:
             assert not self._thread.is_alive()
             self.coordinator = None
 
-    async def spawn_coordinator(self) -> KeptCoordinator:
+    async def spawn_coordinator(self) -> SupervisedCoordinator:
         """In a process of its own, which is not started again."""
-        coordinator = KeptCoordinator(
+        coordinator = SupervisedCoordinator(
             {"inference_coordinator_port": self.port, **self.options},
             key=self.key,
             current_state=lambda: self.state,

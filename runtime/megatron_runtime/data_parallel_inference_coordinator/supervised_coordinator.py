@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
-from megatron_runtime.launch.child import ChildTask, Report
-from megatron_runtime.launch.keeper import HANG_SECONDS, ChildEnd, Keeper, RestartBudget
+from megatron_runtime.processes.child import ChildTask, Report
+from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, RestartBudget, Supervisor
 from megatron_runtime.wire.security import key_environment
 
 _MODULE = "megatron_runtime.data_parallel_inference_coordinator.coordinator_process"
 
 
-class KeptCoordinator:
+class SupervisedCoordinator:
     """Every process after the first takes over at the same port, in the state that the service is in by then, and with
     the weights that the last one had.
 
@@ -55,7 +55,7 @@ class KeptCoordinator:
         self._ends_alone = ends_alone
         self._log_level = log_level
         self._on_end = on_end
-        self._keeper = Keeper(
+        self._supervisor = Supervisor(
             self._task,
             budget,
             restart_success=restart_success,
@@ -69,17 +69,17 @@ class KeptCoordinator:
     @property
     def pid(self) -> int | None:
         """The process as it is now."""
-        return None if self._keeper.child is None else self._keeper.child.pid
+        return None if self._supervisor.child is None else self._supervisor.child.pid
 
     @property
     def is_alive(self) -> bool:
         """Whether there is a process right now."""
-        return self._keeper.child is not None and self._keeper.child.is_alive
+        return self._supervisor.child is not None and self._supervisor.child.is_alive
 
     @property
     def restarts(self) -> int:
         """How often it was started again."""
-        return self._keeper.restarts
+        return self._supervisor.restarts
 
     def start(self) -> None:
         """Start it, and keep it running."""
@@ -104,7 +104,7 @@ class KeptCoordinator:
 
     async def stop(self, grace_seconds: float) -> None:
         """End it for good; a process that takes longer than the grace is killed."""
-        await self._keeper.stop(grace_seconds)
+        await self._supervisor.stop(grace_seconds)
         await self.close()
 
     async def close(self) -> None:
@@ -114,7 +114,7 @@ class KeptCoordinator:
             await asyncio.gather(self._run, return_exceptions=True)
 
     async def _keep(self) -> ChildEnd:
-        end = await self._keeper.run()
+        end = await self._supervisor.run()
         self._on_end(end)
         return end
 

@@ -16,22 +16,22 @@ from messaging_support.fleet import until
 from runtime_support.processes import is_alive
 from suite_support.worker import free_port
 
-from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
+from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.launch.keeper import ChildEnd, RestartBudget
+from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
 from megatron_runtime.sampling_params import SamplingParams
 
 KEY = "k" * 32
 
 PARENT = """
 import asyncio, sys
-from megatron_runtime.data_parallel_inference_coordinator.kept_coordinator import KeptCoordinator
+from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 
 async def main():
     options = {"data_parallel_size": 1, "inference_coordinator_port": None, "schedule_output_path": sys.argv[1]}
-    coordinator = KeptCoordinator(options, key=None, current_state=lambda: "RUNNING", may_move=True)
+    coordinator = SupervisedCoordinator(options, key=None, current_state=lambda: "RUNNING", may_move=True)
     coordinator.start()
     print(await coordinator.wait_serving(30), coordinator.pid, flush=True)
     await asyncio.sleep(600)
@@ -40,10 +40,10 @@ asyncio.run(main())
 """
 
 
-def kept(port: int | None, state: str = "RUNNING", **options: Any) -> KeptCoordinator:
+def kept(port: int | None, state: str = "RUNNING", **options: Any) -> SupervisedCoordinator:
     """One that is not started yet."""
     arguments = {"data_parallel_size": 1, "inference_coordinator_port": port}
-    return KeptCoordinator(arguments, key=KEY, current_state=lambda: state, **options)
+    return SupervisedCoordinator(arguments, key=KEY, current_state=lambda: state, **options)
 
 
 async def test_a_killed_coordinator_is_replaced_at_the_same_port_in_the_state_of_the_service() -> None:
@@ -104,7 +104,7 @@ async def test_one_that_ends_well_is_left_alone_if_that_is_wanted() -> None:
 
 
 async def test_a_host_that_is_not_this_machine_s_is_said_at_once() -> None:
-    coordinator = KeptCoordinator(
+    coordinator = SupervisedCoordinator(
         {"data_parallel_size": 1, "inference_coordinator_port": None, "host": "203.0.113.7"},
         key=KEY,
         current_state=lambda: "RUNNING",

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TextIO
 
-from megatron_runtime.launch.child import Child, ChildTask, Report
-from megatron_runtime.launch.keeper import HANG_SECONDS, ChildEnd, ChildLife, RestartBudget, Restarter
-from megatron_runtime.launch.parent_link import EXIT_DRAINED
+from megatron_runtime.processes.child import Child, ChildTask, Report
+from megatron_runtime.processes.parent_link import EXIT_DRAINED
+from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, ChildLife, RestartBudget, Restarter
 
 FAREWELL_SECONDS = 10.0
 """How long the other ranks may take to end after one that has ended well."""
 
 
-class ReplicaKeeper(Restarter):
+class ReplicaSupervisor(Restarter):
     """A place that several ranks fill. The first that ends takes the others with it; all start again together.
 
     Ranks that were left alone would find out themselves, but later, and each with a message about another one.

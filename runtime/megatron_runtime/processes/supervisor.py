@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from megatron_runtime.launch.child import Child, ChildTask, Report
-from megatron_runtime.launch.parent_link import BEAT_SECONDS, EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
+from megatron_runtime.processes.child import Child, ChildTask, Report
+from megatron_runtime.processes.parent_link import BEAT_SECONDS, EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class ChildEnd:
 
 
 class RestartBudget:
-    """How many restarts are left; several keepers may share one.
+    """How many restarts are left; several supervisors may share one.
 
     A pod that crashes once a day must not end after some days: the budget is whole again once ``reset_after`` seconds
     have gone by since the last restart, or since the start.
@@ -143,7 +143,7 @@ class Restarter(ABC):
         return True
 
 
-class Keeper(Restarter):
+class Supervisor(Restarter):
     """A place that one child fills.
 
     ``make_task`` is asked anew for every start, so that a restarted child gets what holds by then.

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from megatron_runtime.launch.parent_link import BEAT_SECONDS
+from megatron_runtime.processes.parent_link import BEAT_SECONDS
 
 logger = logging.getLogger(__name__)
 

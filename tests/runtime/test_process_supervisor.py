@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from runtime_support.processes import is_alive
 
-from megatron_runtime.launch.child import Child, ChildTask
-from megatron_runtime.launch.keeper import Keeper, RestartBudget
-from megatron_runtime.launch.replica_keeper import ReplicaKeeper
+from megatron_runtime.processes.child import Child, ChildTask
+from megatron_runtime.processes.replica_supervisor import ReplicaSupervisor
+from megatron_runtime.processes.supervisor import RestartBudget, Supervisor
 
 PROGRAM = """
 import os, pathlib, signal, sys, time
-from megatron_runtime.launch.parent_link import ParentLink
+from megatron_runtime.processes.parent_link import ParentLink
 link = ParentLink.from_arguments()
 print("hello from", link.options["name"])
 print("x" * 200000)
@@ -47,7 +47,7 @@ sys.exit(link.options.get("code", 0))
 
 PARENT = """
 import asyncio, sys
-from megatron_runtime.launch.child import Child, ChildTask
+from megatron_runtime.processes.child import Child, ChildTask
 
 def show(report):
     print(report["pid"], flush=True)
@@ -109,29 +109,29 @@ async def test_output_is_marked_with_the_role_and_its_end_is_kept(program: str) 
 
 async def test_a_child_is_started_again_until_the_budget_is_spent(program: str) -> None:
     reports, budget = Reports(), RestartBudget(2)
-    keeper = Keeper(lambda: task(program, "end", code=7), budget, on_report=reports, log=io.StringIO())
-    end = await asyncio.wait_for(keeper.run(), 60)
+    supervisor = Supervisor(lambda: task(program, "end", code=7), budget, on_report=reports, log=io.StringIO())
+    end = await asyncio.wait_for(supervisor.run(), 60)
     assert end.exit_code == 7
-    assert (keeper.restarts, budget.used) == (2, 2)
+    assert (supervisor.restarts, budget.used) == (2, 2)
     assert len(reports.all) == 3
     assert "exit code 7" in end.message
 
 
 async def test_bad_input_is_not_tried_again(program: str) -> None:
-    keeper = Keeper(lambda: task(program, "refuse", code=2), log=io.StringIO())
-    end = await asyncio.wait_for(keeper.run(), 30)
+    supervisor = Supervisor(lambda: task(program, "refuse", code=2), log=io.StringIO())
+    end = await asyncio.wait_for(supervisor.run(), 30)
     assert end.is_bad_input
     assert end.message == "the file is broken"
-    assert keeper.restarts == 0
+    assert supervisor.restarts == 0
 
 
 async def test_a_killed_child_is_replaced(program: str) -> None:
     reports = Reports()
-    keeper = Keeper(lambda: task(program, "wait"), on_report=reports, log=io.StringIO())
-    run = asyncio.create_task(keeper.run())
+    supervisor = Supervisor(lambda: task(program, "wait"), on_report=reports, log=io.StringIO())
+    run = asyncio.create_task(supervisor.run())
     os.kill(await reports.phase("Serving"), signal.SIGKILL)
     await reports.phase("Serving", times=2)
-    await keeper.stop(10)
+    await supervisor.stop(10)
     assert (await run).exit_code == -signal.SIGTERM
 
 
@@ -145,8 +145,8 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(program: s
 
 async def test_a_cancelled_keeper_leaves_no_child(program: str) -> None:
     reports = Reports()
-    keeper = Keeper(lambda: task(program, "wait"), on_report=reports, log=io.StringIO())
-    run = asyncio.create_task(keeper.run())
+    supervisor = Supervisor(lambda: task(program, "wait"), on_report=reports, log=io.StringIO())
+    run = asyncio.create_task(supervisor.run())
     pid = await reports.phase("Serving")
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
@@ -193,23 +193,23 @@ def test_a_child_learns_that_its_parent_stands_still_and_does_not_take_its_own_s
 
 async def test_a_child_that_falls_silent_is_killed_and_started_again(program: str) -> None:
     reports = Reports()
-    keeper = Keeper(
+    supervisor = Supervisor(
         lambda: task(program, "hang"), RestartBudget(1), hang_timeout=1.0, on_report=reports, log=io.StringIO()
     )
-    end = await asyncio.wait_for(keeper.run(), 60)
-    assert (keeper.restarts, end.exit_code) == (1, -signal.SIGKILL)
+    end = await asyncio.wait_for(supervisor.run(), 60)
+    assert (supervisor.restarts, end.exit_code) == (1, -signal.SIGKILL)
     assert end.message == "dummy gave no sign of life for 1 s and was killed"
     assert [report.get("phase") for report in reports.all] == ["Serving"] * 2
 
 
 async def test_a_child_that_never_gave_a_sign_of_life_is_not_taken_for_hung(program: str) -> None:
     reports = Reports()
-    keeper = Keeper(lambda: task(program, "wait"), hang_timeout=0.0, on_report=reports, log=io.StringIO())
-    life = asyncio.create_task(keeper.run())
+    supervisor = Supervisor(lambda: task(program, "wait"), hang_timeout=0.0, on_report=reports, log=io.StringIO())
+    life = asyncio.create_task(supervisor.run())
     await reports.phase("Serving")
     done, _ = await asyncio.wait({life}, timeout=2.5)
     assert not done
-    await keeper.stop(5)
+    await supervisor.stop(5)
     assert (await life).exit_code == -signal.SIGTERM
 
 
@@ -230,18 +230,18 @@ async def test_the_ranks_of_a_replica_end_together_and_start_again_together(prog
             await serving.wait_for(lambda: all(len(seen) == count for seen in pids.values()))
 
     notices: list[asyncio.Task[None]] = []
-    keeper = ReplicaKeeper(
+    supervisor = ReplicaSupervisor(
         lambda: [task(program, "wait"), task(program, "wait")], RestartBudget(1), on_report=hear, log=io.StringIO()
     )
-    run = asyncio.create_task(keeper.run())
+    run = asyncio.create_task(supervisor.run())
     await starts(1)
     os.kill(pids[0][0], signal.SIGKILL)
     await starts(2)
     assert not is_alive(pids[1][0])
-    assert all(keeper.is_alive(place) for place in (0, 1))
+    assert all(supervisor.is_alive(place) for place in (0, 1))
     os.kill(pids[1][1], signal.SIGKILL)
     end = await asyncio.wait_for(run, 30)
-    assert (keeper.restarts, keeper.culprit, end.exit_code) == (1, 1, -signal.SIGKILL)
+    assert (supervisor.restarts, supervisor.culprit, end.exit_code) == (1, 1, -signal.SIGKILL)
     assert "hello from the child" in end.message
     assert not is_alive(pids[0][1])
 
@@ -249,9 +249,9 @@ async def test_the_ranks_of_a_replica_end_together_and_start_again_together(prog
 async def test_a_rank_that_ends_well_lets_the_others_end_by_themselves(program: str) -> None:
     tasks = [task(program, "end"), task(program, "end", code=5)]
     for order in (tasks, tasks[::-1]):
-        keeper = ReplicaKeeper(lambda order=order: order, RestartBudget(0), log=io.StringIO())  # type: ignore[misc]
-        end = await asyncio.wait_for(keeper.run(), 30)
-        assert (end.exit_code, order[keeper.culprit]) == (5, tasks[1])
+        supervisor = ReplicaSupervisor(lambda order=order: order, RestartBudget(0), log=io.StringIO())  # type: ignore[misc]
+        end = await asyncio.wait_for(supervisor.run(), 30)
+        assert (end.exit_code, order[supervisor.culprit]) == (5, tasks[1])
 
 
 def test_the_restart_budget_is_whole_again_after_a_time_without_a_restart() -> None:
