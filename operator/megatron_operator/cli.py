@@ -10,8 +10,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from megatron_operator.commands import typed
-from megatron_operator.commands.program import OPERATOR, PLUGIN
+from megatron_operator.commands import cli_options
+from megatron_operator.commands.console import OPERATOR, PLUGIN
 from megatron_operator.kubernetes.lease import LeaseName, Terms
 from megatron_operator.local.pod_manifest import PathMap
 from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, WATCH_SILENCE_VARIABLE
@@ -95,7 +95,7 @@ def crd() -> None:
     print(crd_text(), end="")
 
 
-typed.register(app)
+cli_options.register(app)
 
 plugin_app = typer.Typer(
     name=PLUGIN,
@@ -104,7 +104,7 @@ plugin_app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-typed.register(plugin_app)
+cli_options.register(plugin_app)
 
 
 def path_map(words: list[str]) -> PathMap:

@@ -13,6 +13,7 @@ import httpx
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.names import CONTROL_PORT
 from megatron_operator.world import (
+    RANK_PHASES,
     EngineState,
     Loading,
     ObservedEngine,
@@ -21,9 +22,6 @@ from megatron_operator.world import (
     SignalRefused,
     WorldError,
 )
-
-RANK_PHASES = ("Exited", "Starting", "Rendezvous", "Loading", "Registering", "Serving")
-"""From the least advanced to the most."""
 
 CONNECT_TIMEOUT = 2.0
 ANSWER_TIMEOUT = 5.0

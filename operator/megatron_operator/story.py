@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.engine import RANK_PHASES
 from megatron_operator.groups import GroupFailure, Standing, pod_is_ready
 from megatron_operator.picture import GroupView, Picture
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED, GiveUp, Retry
 from megatron_operator.timestamps import time_of_day
-from megatron_operator.world import Loading, ObservedPod, PodPhase
+from megatron_operator.world import RANK_PHASES, Loading, ObservedPod, PodPhase
 
 MEBIBYTE = 2**20
 

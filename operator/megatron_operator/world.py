@@ -53,6 +53,9 @@ class Signal(StrEnum):
     STOP = "stop"
 
 
+RANK_PHASES = ("Exited", "Starting", "Rendezvous", "Loading", "Registering", "Serving")
+"""Phases of a rank process, from the least to the most advanced."""
+
 BAD_INPUT_EXIT_CODE = 2
 """The launcher's exit code for what no retry mends: a wrong flag, a broken checkpoint, too little memory."""
 

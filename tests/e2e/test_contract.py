@@ -23,12 +23,12 @@ from megatron_operator import groups, names
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, Parser, RoutingPolicy
 from megatron_operator.api.v1alpha1.model import DType
-from megatron_operator.engine import RANK_PHASES, EngineClient, EngineUnreachable
+from megatron_operator.engine import EngineClient, EngineUnreachable
 from megatron_operator.failures import read_failure
 from megatron_operator.names import PodIdentity
 from megatron_operator.render import render_pod
 from megatron_operator.settings import Settings
-from megatron_operator.world import BAD_INPUT_EXIT_CODE, EngineState, Signal, SignalRefused
+from megatron_operator.world import BAD_INPUT_EXIT_CODE, RANK_PHASES, EngineState, Signal, SignalRefused
 from megatron_runtime.cli import app
 from megatron_runtime.errors import InvalidStateError
 from megatron_runtime.launch.control_api import SIGNALS, create_control_api

@@ -14,5 +14,5 @@ def test_help_is_there_without_any_library_of_the_cluster() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-    for command in ("get", "describe", "pause", "start", "local", "run"):
+    for command in ("describe", "logs", "pause", "start", "local", "run"):
         assert f" {command} " in done.stdout

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 
 from megatron_operator.api.v1alpha1 import Lifecycle
-from megatron_operator.commands.ages import age
 from megatron_operator.commands.failure import CommandFailed, in_words
 from megatron_operator.commands.follow import is_reached
 from megatron_operator.commands.portrait import Portrait
@@ -16,6 +15,7 @@ from megatron_operator.commands.wish import Verb, check_sense
 from megatron_operator.kubernetes.api_server import ServerError, answer_of
 from megatron_operator.kubernetes.user_cluster import UserCluster
 from megatron_operator.status import old_status
+from megatron_operator.timestamps import age
 
 CLUSTER = cast(UserCluster, SimpleNamespace(server="https://cluster:6443", context="dev"))
 BORN = "2026-01-01T00:00:00Z"
@@ -81,7 +81,7 @@ def test_trouble_comes_before_progress_and_what_is_well_is_not_told() -> None:
         ("Stopped", "Stopped", "megatron-operator start chat -n lab"),
         ("Paused", "Paused", "megatron-operator unpause chat -n lab"),
         ("Suspended", "Suspended", "megatron-operator resume chat -n lab"),
-        ("Starting", "ModelLoading", "megatron-operator get chat -n lab --watch"),
+        ("Starting", "ModelLoading", "kubectl get mi chat -n lab --watch"),
         ("Pending", "ImagePull", "correct spec.image"),
     ],
 )

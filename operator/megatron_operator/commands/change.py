@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 
 from megatron_operator.api.quantity import Duration
+from megatron_operator.commands.console import say
 from megatron_operator.commands.failure import CommandRefused, existing
 from megatron_operator.commands.follow import Follower
-from megatron_operator.commands.table import say
 from megatron_operator.commands.wish import TARGETS, Verb, check_sense, wish_of
 from megatron_operator.kubernetes.user_cluster import UserCluster
 

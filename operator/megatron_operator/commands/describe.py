@@ -7,9 +7,9 @@ import time
 from rich.console import Console
 
 from megatron_operator import names
+from megatron_operator.commands.console import say
 from megatron_operator.commands.failure import existing
 from megatron_operator.commands.portrait import Portrait
-from megatron_operator.commands.table import say
 from megatron_operator.kubernetes.api_server import Json, ServerRefusal
 from megatron_operator.kubernetes.user_cluster import UserCluster, core_path
 

@@ -16,9 +16,9 @@ from megatron_operator.api.crd import crd
 from megatron_operator.api.v1alpha1 import Device
 from megatron_operator.api.v1alpha1.serving import ApiKeysSecret
 from megatron_operator.commands import diagnosis
+from megatron_operator.commands.console import say
 from megatron_operator.commands.diagnosis import Finding, Level
 from megatron_operator.commands.operator_rights import Right, needed
-from megatron_operator.commands.table import say
 from megatron_operator.kubernetes.api_server import Json, ServerError, ServerRefusal
 from megatron_operator.kubernetes.user_cluster import UserCluster, core_path, resources_path
 from megatron_operator.render.network_policy import OPERATOR

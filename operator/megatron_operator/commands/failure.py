@@ -115,4 +115,4 @@ async def not_found(cluster: UserCluster, namespace: str, name: str) -> str:
     if names:
         more = ", ..." if len(names) > LISTED_NAMES else ""
         return f"{words}, where there are: {', '.join(names[:LISTED_NAMES])}{more}"
-    return f"{words}, which has none; `get -A` looks in all namespaces"
+    return f"{words}, which has none; `kubectl get mi -A` lists those of all namespaces"

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from megatron_operator.api.quantity import Duration
 from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, Phase, Status
+from megatron_operator.commands.console import program, say
 from megatron_operator.commands.failure import CommandFailed
-from megatron_operator.commands.program import program
-from megatron_operator.commands.table import say
 from megatron_operator.commands.wish import wish_of
 from megatron_operator.conditions import sleeps
 from megatron_operator.kubernetes.api_server import Json, ServerError

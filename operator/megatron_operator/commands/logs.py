@@ -13,9 +13,9 @@ from rich.text import Text
 
 from megatron_operator import names
 from megatron_operator.api.quantity import Duration
+from megatron_operator.commands.console import say
 from megatron_operator.commands.failure import CommandRefused, existing, in_words
 from megatron_operator.commands.log_lines import LogLine, has_started, read_lines
-from megatron_operator.commands.table import say
 from megatron_operator.kubernetes.api_server import Json
 from megatron_operator.kubernetes.user_cluster import UserCluster, core_path
 from megatron_operator.world import PodPhase, WorldError

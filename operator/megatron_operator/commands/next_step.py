@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_operator.api.v1alpha1 import ConditionType, Phase, Status
-from megatron_operator.commands.program import program
+from megatron_operator.commands.console import program
 from megatron_operator.conditions import GROUP_FAILED, sleeps
 from megatron_operator.picture import ENGINE_UNREACHABLE
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED
@@ -31,7 +31,7 @@ _BY_REASON = {
     RESTART_BUDGET_EXCEEDED: "{program} logs {name}   then mend the cause, and change spec.restart.id to try again",
 }
 _GAVE_UP = "mend the spec as told above (kubectl edit mi {name}); it is tried again when the spec changes"
-_WAIT = "{program} get {name} --watch   shows each step of it"
+_WAIT = "kubectl get mi {name} --watch   shows each step of it"
 
 
 def next_step(obj: Mapping[str, Any], status: Status, *, seen: bool) -> str:

@@ -13,14 +13,13 @@ from megatron_operator import names
 from megatron_operator.api.parse import InvalidResource, parse_resource
 from megatron_operator.api.v1alpha1 import ConditionType, Device, GroupStatus, MegatronInference, Source, Status
 from megatron_operator.colours import coloured
-from megatron_operator.commands.ages import age
 from megatron_operator.commands.next_step import next_step
 from megatron_operator.groups import Standing
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.picture import GroupView, Picture
 from megatron_operator.status import old_status
 from megatron_operator.story import why_not_ready
-from megatron_operator.timestamps import seconds
+from megatron_operator.timestamps import age, seconds
 from megatron_operator.world import ObservedPod, PodPhase, World
 
 Object = Mapping[str, Any]

@@ -201,9 +201,8 @@ class ApiServer:
         *,
         body: Mapping[str, Any] | None = None,
         content_type: str = "application/json",
-        accept: str = "application/json",
     ) -> Json:
-        headers = {"Accept": accept, "Content-Type": content_type}
+        headers = {"Accept": "application/json", "Content-Type": content_type}
         for _ in range(MOST_DELAYS):
             if method != "GET" and not path.startswith(PATHS["Lease"][0]):
                 self.check_may_act()

@@ -21,7 +21,6 @@ from megatron_operator.world import WorldError
 USER_AGENT = "kubectl-megatron"
 """Also the field manager of what people change."""
 RESOURCES = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
-TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
 NAMESPACE_OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=5.0)
 
@@ -80,11 +79,9 @@ class UserCluster(ApiServer):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def read(
-        self, path: str, query: Mapping[str, str] | None = None, *, accept: str = "application/json"
-    ) -> Json:
+    async def read(self, path: str, query: Mapping[str, str] | None = None) -> Json:
         """GET any path."""
-        return await self._request("GET", path, query, accept=accept)
+        return await self._request("GET", path, query)
 
     async def post(self, path: str, body: Mapping[str, Any], query: Mapping[str, str] | None = None) -> Json:
         """POST to any path."""
@@ -96,11 +93,9 @@ class UserCluster(ApiServer):
         query = {"fieldManager": USER_AGENT}
         return await self._request("PATCH", path, query, body={"spec": dict(spec)}, content_type=MERGE_PATCH)
 
-    async def watch(
-        self, path: str, query: Mapping[str, str], *, accept: str = "application/json"
-    ) -> AsyncIterator[Json]:
+    async def watch(self, path: str, query: Mapping[str, str]) -> AsyncIterator[Json]:
         """The events of one watch, until the API server ends it."""
-        async with self.stream("GET", path, {**query, "watch": "true"}, accept=accept) as answer:
+        async with self.stream("GET", path, {**query, "watch": "true"}) as answer:
             async for line in answer.content:
                 yield json.loads(line)
 
@@ -112,11 +107,10 @@ class UserCluster(ApiServer):
         query: Mapping[str, str] | None = None,
         *,
         body: Mapping[str, Any] | None = None,
-        accept: str = "*/*",
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer that may go on for as long as it likes. Raises EndpointError too."""
-        sent = {"Accept": accept, "Content-Type": "application/json", **(headers or {})}
+        sent = {"Accept": "*/*", "Content-Type": "application/json", **(headers or {})}
         try:
             answer = (await self._call(method, path, query, sent, body, STREAM_TIMEOUT)).response
         except TimeoutError as error:

@@ -6,7 +6,6 @@ What they do is imported when one of them runs, so that `--help` is there at onc
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from megatron_operator.commands.failure import Access
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The MegatronInference.")]
-Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="MegatronInferences; all when left out.")]
 Namespace = Annotated[
     str | None, typer.Option("--namespace", "-n", help="Namespace; that of the kubeconfig's context when left out.")
 ]
@@ -25,18 +23,6 @@ Context = Annotated[
     str | None, typer.Option("--context", help="Context of the kubeconfig; the current one by default.")
 ]
 Kubeconfig = Annotated[Path | None, typer.Option("--kubeconfig", help="Instead of KUBECONFIG or ~/.kube/config.")]
-
-
-class Output(StrEnum):
-    """What ``get`` prints."""
-
-    TABLE = "table"
-    WIDE = "wide"
-    NAME = "name"
-    JSON = "json"
-    YAML = "yaml"
-
-
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is so; fail with the reason when it fails.")]
 Timeout = Annotated[str, typer.Option("--timeout", help="How long --wait waits, like 90s or 10m.")]
 PATIENCE = "5m"
@@ -53,30 +39,12 @@ VERBS = {
 
 def register(app: typer.Typer) -> None:
     """Add the commands that ask a cluster."""
-    app.command()(get)
     app.command()(describe)
     for verb, words in VERBS.items():
         app.command(verb, help=words)(_verb(verb))
     app.command()(logs)
     app.command()(chat)
     app.command()(doctor)
-
-
-def get(
-    names: Names = None,
-    everywhere: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Of all namespaces.")] = False,
-    output: Annotated[Output, typer.Option("--output", "-o", help="What is printed.")] = Output.TABLE,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Then each change, until Ctrl-C.")] = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """List resources, with the columns that kubectl shows."""
-    from megatron_operator.commands.failure import on_cluster
-    from megatron_operator.commands.get import Get
-
-    request = Get(tuple(names or ()), everywhere, output, watch)
-    on_cluster(_access(kubeconfig, context, namespace), lambda cluster, where: request.run(cluster, where, Console()))
 
 
 def describe(name: Name, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:

@@ -1,44 +1,14 @@
-"""`get` and `describe` on a real cluster."""
+"""`describe`, and the errors of all commands, on a real cluster."""
 
 import json
 from pathlib import Path
 
-import pytest
-import yaml
 from cluster_support.cluster import Cluster
 from cluster_support.control_plane import free_ports
 from cluster_support.pki import write_kubeconfig
 from operator_support.command_line import CommandLine
-from operator_support.resource import Resource, manifest
+from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
-
-
-@pytest.mark.usefixtures("node")
-async def test_get_prints_the_columns_of_kubectl(chat: Resource, typed: CommandLine) -> None:
-    await chat.create()
-    await chat.until_phase("Running")
-    for ours, theirs in ((("get",), ("get", "mi")), (("get", "-o", "wide"), ("get", "mi", "-o", "wide"))):
-        printed = [line.split() for line in (await typed.ok(*ours)).splitlines()]
-        expected = [line.split() for line in (await chat.kubectl(*theirs)).splitlines()]
-        assert printed[0][:5] == ["NAME", "PHASE", "ENGINE", "READY", "URL"]
-        assert printed[0] == expected[0]
-        age = printed[0].index("AGE")
-        assert printed[1][:age] == expected[1][:age]
-        assert printed[1][age + 1 :] == expected[1][age + 1 :]
-    everywhere = await CommandLine(typed.kubeconfig, "").ok("get", "-A")
-    assert [chat.namespace, "chat", "Running"] in [line.split()[:3] for line in everywhere.splitlines()]
-
-
-async def test_get_prints_names_and_whole_objects(chat: Resource, typed: CommandLine) -> None:
-    await chat.create()
-    await chat.apply(manifest("code"))
-    assert (await typed.ok("get", "-o", "name")).split() == [
-        "megatroninferences.inference.megatron.dev/chat",
-        "megatroninferences.inference.megatron.dev/code",
-    ]
-    assert json.loads(await typed.ok("get", "chat", "-o", "json"))["metadata"]["name"] == "chat"
-    listed = yaml.safe_load(await typed.ok("get", "-o", "yaml"))
-    assert [item["metadata"]["name"] for item in listed["items"]] == ["chat", "code"]
 
 
 async def test_describe_tells_when_a_failed_group_is_tried_again(
@@ -53,19 +23,6 @@ async def test_describe_tells_when_a_failed_group_is_tried_again(
     assert "BackOff: group 1 failed: chat-1-0-0: OOMKilled" in groups
     assert "; restart 1 of 5 at " in groups
     assert "megatron-operator logs chat" in groups
-
-
-@pytest.mark.usefixtures("node")
-async def test_a_watch_prints_a_line_for_each_change(chat: Resource, typed: CommandLine) -> None:
-    await chat.create()
-    await chat.until_phase("Running")
-    async with typed.lines("get", "chat", "--watch") as lines:
-        assert (await anext(lines)).startswith("NAME")
-        assert (await anext(lines)).split()[1] == "Running"
-        await chat.patch({"lifecycle": "Paused"})
-        async for line in lines:
-            if line.split()[1] == "Paused":
-                break
 
 
 async def test_describe_tells_what_is_waited_for_and_what_to_do(
@@ -92,7 +49,7 @@ async def test_describe_tells_how_far_the_weights_are(chat: Resource, stage: Scr
     await chat.until(lambda status: "10 %" in json.dumps(status), "the share of the weights")
     told = await typed.ok("describe", "chat")
     assert "  ModelLoading: chat-0-0-0 loads the weights: 10 % of" in told.partition("Groups")[2]
-    assert f"megatron-operator get chat -n {chat.namespace} --watch" in told
+    assert f"kubectl get mi chat -n {chat.namespace} --watch" in told
 
 
 async def test_describe_tells_the_last_failure_and_where_it_answers(
@@ -115,26 +72,25 @@ async def test_describe_tells_the_last_failure_and_where_it_answers(
 
 async def test_a_name_that_is_not_there_is_met_with_near_ones(chat: Resource, typed: CommandLine) -> None:
     await chat.create()
-    for words in (("get", "chatt"), ("describe", "chatt"), ("get", "chatt", "-o", "json"), ("pause", "chatt")):
+    for words in (("describe", "chatt"), ("logs", "chatt"), ("chat", "chatt"), ("pause", "chatt")):
         done = await typed.run(*words)
         expected = f"error: MegatronInference chatt is not in namespace {chat.namespace}; did you mean chat?"
         assert (done.code, done.complaint) == (1, expected)
-    done = await typed.run("get", "zebra")
+    done = await typed.run("describe", "zebra")
     assert done.complaint.endswith(", where there are: chat")
 
 
 async def test_what_makes_no_sense_on_the_command_line_has_exit_code_2(typed: CommandLine) -> None:
-    done = await typed.run("get", "chat", "-A")
+    done = await typed.run("pause", "chat", "--timeout", "soon")
     assert (done.code, done.complaint[:6]) == (2, "error:")
-    assert (await typed.run("get", "--outputt", "x")).code == 2
-    assert (await typed.run("pause", "chat", "--timeout", "soon")).code == 2
+    assert (await typed.run("describe", "--outputt", "x")).code == 2
 
 
 async def test_what_is_not_allowed_is_told_in_words(installed: Cluster, chat: Resource) -> None:
     await chat.create()
     await chat.kubectl("create", "serviceaccount", "guest")
     stranger = CommandLine(installed.kubeconfig_for("guest", chat.namespace), chat.namespace)
-    for words in (("get",), ("get", "chat"), ("describe", "chat"), ("stop", "chat")):
+    for words in (("describe", "chat"), ("logs", "chat"), ("stop", "chat")):
         done = await stranger.run(*words)
         assert done.code == 1
         assert done.complaint.startswith("error: not allowed: megatroninferences.inference.megatron.dev")
@@ -160,20 +116,20 @@ async def test_a_server_that_is_down_and_credentials_that_are_old_are_told_in_wo
     down, old = tmp_path / "down", tmp_path / "old"
     write_kubeconfig(down, "me", {**cluster, "server": f"https://127.0.0.1:{free_ports(1)[0]}"}, {"token": "x"})
     write_kubeconfig(old, "me", cluster, {"token": "x"})
-    done = await CommandLine(down, "default").run("get")
+    done = await CommandLine(down, "default").run("describe", "chat")
     assert done.code == 1
     assert "of context tests does not answer: " in done.complaint
-    done = await CommandLine(old, "default").run("get")
+    done = await CommandLine(old, "default").run("describe", "chat")
     assert done.code == 1
     assert "are wrong or have expired; log in again" in done.complaint
 
 
 async def test_a_kubeconfig_or_context_that_is_not_there_is_told_in_words(installed: Cluster, tmp_path: Path) -> None:
-    done = await CommandLine(tmp_path / "none", "default").run("get")
+    done = await CommandLine(tmp_path / "none", "default").run("describe", "chat")
     assert (done.code, "does not exist; set KUBECONFIG" in done.complaint) == (1, True)
-    done = await CommandLine(installed.kubeconfig, "default").run("get", "--context", "moon")
+    done = await CommandLine(installed.kubeconfig, "default").run("describe", "chat", "--context", "moon")
     assert (done.code, "moon" in done.complaint) == (1, True)
     broken = tmp_path / "broken"
     broken.write_text("a: [")
-    done = await CommandLine(broken, "default").run("get")
+    done = await CommandLine(broken, "default").run("describe", "chat")
     assert (done.code, done.complaint.startswith(f"error: kubeconfig {broken}: ")) == (1, True)
