@@ -28,7 +28,7 @@ test: announce dev model control-plane clients kernels ## all tests; ARGS are py
 	@$(PYTEST) $(ARGS)
 
 announce:
-	@echo "make: the first run also fetches and builds what the tests need, a Kubernetes of 10 to 15 minutes among it; make test-quick needs none of that"
+	@echo "make: the first run also fetches and builds what the tests need, about 15 minutes on 2 cores; make test-quick needs none of that"
 
 QUICK := tests/test_layout.py tests/operator tests/e2e/test_contract.py tests/runtime/engine $(wildcard tests/runtime/test_*.py)
 

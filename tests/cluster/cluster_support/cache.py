@@ -48,7 +48,7 @@ def is_complete(folder: Path) -> bool:
 
 def built_kubernetes(env: Mapping[str, str], say: Say, build: Builder = kubernetes_build.build) -> Path:
     """The folder with the programs, built first if need be."""
-    effort = "10 to 15 minutes on 2 cores, 200 MB to download, 4 GB of disk during the build"
+    effort = "6 to 10 minutes on 2 cores, 200 MB to download, 4 GB of disk during the build"
     return kept(Kept("Kubernetes", kubernetes_folder(env), effort, is_complete, build), say)
 
 
