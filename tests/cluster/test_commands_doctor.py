@@ -182,6 +182,4 @@ async def test_kubectl_finds_the_plugin_by_its_name(
 
     assert "Usage: kubectl megatron [OPTIONS] COMMAND" in await kubectl("--help")
     assert "Usage: kubectl megatron pause [OPTIONS]" in await kubectl("pause", "--help")
-    listed = await kubectl("get", "-n", chat.namespace)
-    assert listed.splitlines()[1].split()[:2] == ["chat", "Running"]
     assert f"kubectl megatron chat chat -n {chat.namespace}" in await kubectl("describe", "chat", "-n", chat.namespace)
