@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megatron_operator.commands import cli_options
 from megatron_operator.commands.console import OPERATOR, PLUGIN
-from megatron_operator.kubernetes.lease import LeaseName, Terms
+from megatron_operator.kubernetes.lease import LeaseName, LeaseTimings
 from megatron_operator.local.pod_manifest import PathMap
 from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, WATCH_SILENCE_VARIABLE
 
@@ -63,7 +63,7 @@ def run(
         typer.Option(
             min=1, envvar=LEASE_SECONDS_VARIABLE, help="How long it is granted for; another takes over after that."
         ),
-    ] = Terms.seconds,
+    ] = LeaseTimings.seconds,
     watch_silence: Annotated[
         int,
         typer.Option(
@@ -82,8 +82,8 @@ def run(
     except ValueError as error:
         refuse(f"--lease {error}")
     namespaces = tuple(namespace or ())
-    terms = Terms(lease_seconds)
-    options = handlers.Options(namespaces, metrics_host, metrics_port, name, terms, watch_silence)
+    timings = LeaseTimings(lease_seconds)
+    options = handlers.Options(namespaces, metrics_host, metrics_port, name, timings, watch_silence)
     handlers.run(options, verbose=verbose)
 
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Condition, ConditionType, Status
 from megatron_operator.api.v1alpha1.status import ConditionStatus
-from megatron_operator.groups import Standing
-from megatron_operator.lifecycle import IN_BETWEEN, SETTLED_STATE, next_signal
-from megatron_operator.picture import ENGINE_UNREACHABLE, GroupView, Picture
-from megatron_operator.story import why_not_ready
+from megatron_operator.lifecycle import SETTLED_STATE, TRANSITION_REASONS, next_signal
+from megatron_operator.replica_groups import ReplicaGroupState
+from megatron_operator.status_inputs import ENGINE_UNREACHABLE, ReplicaGroupView, StatusInputs
 from megatron_operator.timestamps import timestamp
+from megatron_operator.wait_reasons import wait_reason
 from megatron_operator.world import EngineState, Signal
 
 HOLDS_REQUESTS = (EngineState.PAUSED, EngineState.SUSPENDING, EngineState.SUSPENDED, EngineState.RESUMING)
 GROUP_FAILED = "GroupFailed"
-ASLEEP = "AutoSuspended"
-UNDER_WAY = {
+AUTO_SUSPENDED = "AutoSuspended"
+IN_PROGRESS_REASONS = {
     Signal.PAUSE: "Pausing",
     Signal.UNPAUSE: "Unpausing",
     Signal.SUSPEND: "Suspending",
@@ -26,7 +26,7 @@ UNDER_WAY = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class ConditionState:
     """A condition without its times."""
 
     status: ConditionStatus
@@ -34,204 +34,224 @@ class Finding:
     message: str
 
 
-AS_EXPECTED = Finding("False", "AsExpected", "")
+AS_EXPECTED = ConditionState("False", "AsExpected", "")
 """What a condition that tells of trouble says while there is none."""
 
 
-def find_conditions(picture: Picture) -> dict[ConditionType, Finding]:
+def compute_conditions(inputs: StatusInputs) -> dict[ConditionType, ConditionState]:
     """All conditions of the resource."""
     return {
-        ConditionType.READY: ready(picture),
-        ConditionType.AVAILABLE: available(picture),
-        ConditionType.PROGRESSING: progressing(picture),
-        ConditionType.PAUSED: paused(picture),
-        ConditionType.SUSPENDED: suspended(picture),
-        ConditionType.DEGRADED: degraded(picture),
-        ConditionType.FAILED: failed(picture),
+        ConditionType.READY: ready(inputs),
+        ConditionType.AVAILABLE: available(inputs),
+        ConditionType.PROGRESSING: progressing(inputs),
+        ConditionType.PAUSED: paused(inputs),
+        ConditionType.SUSPENDED: suspended(inputs),
+        ConditionType.DEGRADED: degraded(inputs),
+        ConditionType.FAILED: failed(inputs),
     }
 
 
-def written(findings: dict[ConditionType, Finding], before: Status, generation: int, now: float) -> list[Condition]:
+def written(
+    findings: dict[ConditionType, ConditionState], before: Status, generation: int, now: float
+) -> list[Condition]:
     """The findings as conditions; the time of one whose status is as before stays."""
     return [_written(kind, finding, before.condition(kind), generation, now) for kind, finding in findings.items()]
 
 
-def sleeps(status: Status) -> bool:
+def is_auto_suspended(status: Status) -> bool:
     """Whether a status tells of an engine that is suspended until the next request."""
     condition = status.condition(ConditionType.READY)
-    return condition is not None and condition.reason == ASLEEP
+    return condition is not None and condition.reason == AUTO_SUSPENDED
 
 
-def ready(picture: Picture) -> Finding:
+def ready(inputs: StatusInputs) -> ConditionState:
     """True while requests are answered."""
-    if not picture.wants_pods:
-        return _leaving(picture)
-    if picture.leading_group.given_up is not None:
-        return _why("False", picture.leading_group, picture)
-    if picture.is_unreachable:
-        return _unreachable(picture)
-    if not picture.is_open:
-        return _not_up_yet(picture)
-    return _by_engine_state(picture)
+    if not inputs.should_have_pods:
+        return _leaving(inputs)
+    if inputs.leading_group.given_up is not None:
+        return _why("False", inputs.leading_group, inputs)
+    if inputs.is_unreachable:
+        return _unreachable(inputs)
+    if not inputs.accepts_requests:
+        return _not_up_yet(inputs)
+    return _by_engine_state(inputs)
 
 
-def available(picture: Picture) -> Finding:
+def available(inputs: StatusInputs) -> ConditionState:
     """True while requests are answered, by however few groups."""
-    found = ready(picture)
+    found = ready(inputs)
     if found.status == "True":
-        reason = found.reason if found.reason == ASLEEP else "EngineRunning"
-        return Finding("True", reason, f"requests are answered; {_ready_groups(picture)}")
+        reason = found.reason if found.reason == AUTO_SUSPENDED else "EngineRunning"
+        return ConditionState("True", reason, f"requests are answered; {_ready_groups(inputs)}")
     return found
 
 
-def progressing(picture: Picture) -> Finding:
+def progressing(inputs: StatusInputs) -> ConditionState:
     """True while something is on its way to the wished state."""
-    if not picture.wants_pods:
-        found = _leaving(picture)
-        return Finding("True" if picture.world.pods else "False", found.reason, found.message)
-    if picture.has_lost_its_keys:
-        secret = names.keys_secret(picture.resource.name)
+    if not inputs.should_have_pods:
+        found = _leaving(inputs)
+        return ConditionState("True" if inputs.world.pods else "False", found.reason, found.message)
+    if inputs.has_no_keys:
+        secret = names.keys_secret(inputs.resource.name)
         words = f"the Secret {secret} was removed: all pods finish their requests and end, then others get new keys"
-        return Finding("True", "RotatingKeys", words)
-    moving = [view for view in picture.groups if view.standing is not Standing.READY and view.given_up is None]
+        return ConditionState("True", "RotatingKeys", words)
+    moving = [view for view in inputs.groups if view.state is not ReplicaGroupState.READY and view.given_up is None]
     if moving:
-        return _why("True", moving[0], picture)
-    if picture.surplus_groups:
-        groups = _listed(picture.surplus_groups)
-        return Finding("True", "ScalingDown", f"group {groups} finishes its requests and is removed")
-    given_up = [view for view in picture.groups if view.given_up is not None]
-    if picture.outdated_groups and not given_up:
-        words = f"group {_listed(picture.outdated_groups)} still runs the former template; one is replaced at a time"
-        return Finding("True", "RollingOut", words)
-    if picture.leading_group.given_up is None:
-        found = _lifecycle_progress(picture)
+        return _why("True", moving[0], inputs)
+    if inputs.surplus_groups:
+        groups = _listed(inputs.surplus_groups)
+        return ConditionState("True", "ScalingDown", f"group {groups} finishes its requests and is removed")
+    given_up = [view for view in inputs.groups if view.given_up is not None]
+    if inputs.outdated_groups and not given_up:
+        words = f"group {_listed(inputs.outdated_groups)} still runs the former template; one is replaced at a time"
+        return ConditionState("True", "RollingOut", words)
+    if inputs.leading_group.given_up is None:
+        found = _lifecycle_progress(inputs)
         if found.status != "False" or not given_up:
             return found
-    return _why("False", given_up[0], picture)
+    return _why("False", given_up[0], inputs)
 
 
-def paused(picture: Picture) -> Finding:
+def paused(inputs: StatusInputs) -> ConditionState:
     """True while the engine holds its requests."""
-    return _engine_condition(picture, HOLDS_REQUESTS, "requests are held until the engine is unpaused")
+    return _engine_condition(inputs, HOLDS_REQUESTS, "requests are held until the engine is unpaused")
 
 
-def suspended(picture: Picture) -> Finding:
+def suspended(inputs: StatusInputs) -> ConditionState:
     """True while the memory of the KV cache is given back."""
-    return _engine_condition(picture, (EngineState.SUSPENDED,), "the memory of the KV cache is given back")
+    return _engine_condition(inputs, (EngineState.SUSPENDED,), "the memory of the KV cache is given back")
 
 
-def degraded(picture: Picture) -> Finding:
+def degraded(inputs: StatusInputs) -> ConditionState:
     """True while something does not work as it should, and the operator is on it or needs help."""
-    if not picture.wants_pods:
+    if not inputs.should_have_pods:
         return AS_EXPECTED
-    if picture.problems:
-        return Finding("True", "ApplyFailed", "; ".join(picture.problems))
-    if picture.troubled_groups:
-        causes = [why_not_ready(view, picture) for view in picture.troubled_groups]
-        given_up = [view.given_up.reason for view in picture.troubled_groups if view.given_up is not None]
-        return Finding("True", (given_up or [GROUP_FAILED])[0], "; ".join(cause.message for cause in causes))
-    overdue = picture.world.now - picture.state_since
-    if picture.engine_state in IN_BETWEEN and overdue > picture.policy.transition_timeout:
-        since = f"since {timestamp(picture.state_since)}, longer than {picture.policy.transition_timeout.text}"
-        return Finding("True", "TransitionTimeout", f"the engine is {picture.engine_state} {since}{_laggards(picture)}")
+    if inputs.problems:
+        return ConditionState("True", "ApplyFailed", "; ".join(inputs.problems))
+    if inputs.unrecovered_groups:
+        causes = [wait_reason(view, inputs) for view in inputs.unrecovered_groups]
+        given_up = [view.given_up.reason for view in inputs.unrecovered_groups if view.given_up is not None]
+        return ConditionState("True", (given_up or [GROUP_FAILED])[0], "; ".join(cause.message for cause in causes))
+    overdue = inputs.world.now - inputs.state_since
+    if inputs.engine_state in TRANSITION_REASONS and overdue > inputs.policy.transition_timeout:
+        since = f"since {timestamp(inputs.state_since)}, longer than {inputs.policy.transition_timeout.text}"
+        return ConditionState(
+            "True", "TransitionTimeout", f"the engine is {inputs.engine_state} {since}{_waiting_for_groups(inputs)}"
+        )
     return AS_EXPECTED
 
 
-def failed(picture: Picture) -> Finding:
+def failed(inputs: StatusInputs) -> ConditionState:
     """True when nothing is served and the operator has given up."""
-    if picture.wants_pods and picture.leading_group.given_up is not None:
-        return _why("True", picture.leading_group, picture)
+    if inputs.should_have_pods and inputs.leading_group.given_up is not None:
+        return _why("True", inputs.leading_group, inputs)
     return AS_EXPECTED
 
 
-def _leaving(picture: Picture) -> Finding:
-    left = ", ".join(pod.name for pod in picture.world.pods)
-    if picture.resource.deleting:
-        return Finding("False", "Terminating", f"the resource is being deleted; waiting for {left or 'nothing more'}")
+def _leaving(inputs: StatusInputs) -> ConditionState:
+    left = ", ".join(pod.name for pod in inputs.world.pods)
+    if inputs.resource.deleting:
+        return ConditionState(
+            "False", "Terminating", f"the resource is being deleted; waiting for {left or 'nothing more'}"
+        )
     if left:
-        return Finding("False", "Stopping", f"lifecycle is Stopped; waiting for {left} to finish and end")
-    return Finding("False", "Stopped", "lifecycle is Stopped: there are no pods; set it to Running to start again")
+        return ConditionState("False", "Stopping", f"lifecycle is Stopped; waiting for {left} to finish and end")
+    return ConditionState(
+        "False", "Stopped", "lifecycle is Stopped: there are no pods; set it to Running to start again"
+    )
 
 
-def _unreachable(picture: Picture) -> Finding:
-    assert picture.leader is not None
-    engine = picture.world.engine
+def _unreachable(inputs: StatusInputs) -> ConditionState:
+    assert inputs.leader is not None
+    engine = inputs.world.engine
     cause = engine.message if engine is not None else "its control API was not asked"
-    message = f"the leader {picture.leader.name} runs but does not answer ({cause}); no signal is sent meanwhile"
-    return Finding("Unknown", ENGINE_UNREACHABLE, message)
+    message = f"the leader {inputs.leader.name} runs but does not answer ({cause}); no signal is sent meanwhile"
+    return ConditionState("Unknown", ENGINE_UNREACHABLE, message)
 
 
-def _not_up_yet(picture: Picture) -> Finding:
-    if picture.problems and not picture.world.pods:
-        return Finding("False", "ApplyFailed", "; ".join(picture.problems))
-    view = picture.leading_group
-    if picture.leader is None and picture.ready_groups:
+def _not_up_yet(inputs: StatusInputs) -> ConditionState:
+    if inputs.problems and not inputs.world.pods:
+        return ConditionState("False", "ApplyFailed", "; ".join(inputs.problems))
+    view = inputs.leading_group
+    if inputs.leader is None and inputs.ready_groups:
         words = "no pod leads at the moment: the first pod of a group that serves is about to; requests wait meanwhile"
-        return Finding("False", "LeaderMoving", words)
-    if view.standing is Standing.READY and picture.leader is not None:
-        words = f"{picture.leader.name} is up; waiting for its engine to register with the coordinator"
-        return Finding("False", "Registering", words)
-    return _why("False", view, picture)
+        return ConditionState("False", "LeaderMoving", words)
+    if view.state is ReplicaGroupState.READY and inputs.leader is not None:
+        words = f"{inputs.leader.name} is up; waiting for its engine to register with the coordinator"
+        return ConditionState("False", "Registering", words)
+    return _why("False", view, inputs)
 
 
-def _by_engine_state(picture: Picture) -> Finding:
-    state = picture.engine_state
-    if picture.sleeps and not picture.troubled_groups:
-        return Finding("True", ASLEEP, "the engine is suspended for want of requests; the next one wakes it")
+def _by_engine_state(inputs: StatusInputs) -> ConditionState:
+    state = inputs.engine_state
+    if inputs.is_auto_suspended and not inputs.unrecovered_groups:
+        return ConditionState(
+            "True", AUTO_SUSPENDED, "the engine is suspended for want of requests; the next one wakes it"
+        )
     match state:
-        case EngineState.RUNNING if picture.troubled_groups:
-            groups = f"{picture.ready_groups} of {len(picture.groups)} replica groups serve"
-            return Finding("True", "Degraded", f"{groups}; see the condition Degraded")
+        case EngineState.RUNNING if inputs.unrecovered_groups:
+            groups = f"{inputs.ready_groups} of {len(inputs.groups)} replica groups serve"
+            return ConditionState("True", "Degraded", f"{groups}; see the condition Degraded")
         case EngineState.RUNNING:
-            return Finding("True", "EngineRunning", "requests are answered")
+            return ConditionState("True", "EngineRunning", "requests are answered")
         case EngineState.PAUSED:
-            return Finding("False", "Paused", "the engine is paused: requests are accepted and wait")
+            return ConditionState("False", "Paused", "the engine is paused: requests are accepted and wait")
         case EngineState.SUSPENDED:
-            return Finding("False", "Suspended", "the engine is suspended: requests are accepted and wait")
+            return ConditionState("False", "Suspended", "the engine is suspended: requests are accepted and wait")
         case EngineState.STOPPED | None:
-            return Finding("False", "EngineStopped", "the engine has stopped; its pods are about to end")
+            return ConditionState("False", "EngineStopped", "the engine has stopped; its pods are about to end")
         case _:
-            reason = IN_BETWEEN[state]
-            return Finding("False", reason, f"the engine is {state}{_laggards(picture)}; requests wait")
+            reason = TRANSITION_REASONS[state]
+            return ConditionState("False", reason, f"the engine is {state}{_waiting_for_groups(inputs)}; requests wait")
 
 
-def _lifecycle_progress(picture: Picture) -> Finding:
-    state, wish = picture.engine_state, picture.wish
-    if picture.is_unreachable:
-        return _unreachable(picture)
-    if picture.sleeps:
-        return Finding("False", "Settled", f"{_ready_groups(picture)} and the engine sleeps until the next request")
-    if state is SETTLED_STATE[wish]:
-        return Finding("False", "Settled", f"{_ready_groups(picture)} and the engine is {state}, as wished")
-    if state in IN_BETWEEN:
-        return Finding("True", IN_BETWEEN[state], f"the engine is {state} on its way to {wish}{_laggards(picture)}")
-    signal = next_signal(wish, state)
+def _lifecycle_progress(inputs: StatusInputs) -> ConditionState:
+    state, desired = inputs.engine_state, inputs.desired
+    if inputs.is_unreachable:
+        return _unreachable(inputs)
+    if inputs.is_auto_suspended:
+        return ConditionState(
+            "False", "Settled", f"{_ready_groups(inputs)} and the engine sleeps until the next request"
+        )
+    if state is SETTLED_STATE[desired]:
+        return ConditionState("False", "Settled", f"{_ready_groups(inputs)} and the engine is {state}, as wished")
+    if state in TRANSITION_REASONS:
+        return ConditionState(
+            "True",
+            TRANSITION_REASONS[state],
+            f"the engine is {state} on its way to {desired}{_waiting_for_groups(inputs)}",
+        )
+    signal = next_signal(desired, state)
     if signal is not None:
-        return Finding("True", UNDER_WAY[signal], f"the engine is {state} and is asked to {signal}; the wish is {wish}")
-    return Finding("True", "Starting", "the pods are ready; waiting for the engine to report its state")
+        return ConditionState(
+            "True",
+            IN_PROGRESS_REASONS[signal],
+            f"the engine is {state} and is asked to {signal}; the wish is {desired}",
+        )
+    return ConditionState("True", "Starting", "the pods are ready; waiting for the engine to report its state")
 
 
-def _engine_condition(picture: Picture, states: tuple[EngineState, ...], words: str) -> Finding:
-    if picture.wants_pods and picture.is_unreachable:
-        return _unreachable(picture)
-    state = picture.engine_state
+def _engine_condition(inputs: StatusInputs, states: tuple[EngineState, ...], words: str) -> ConditionState:
+    if inputs.should_have_pods and inputs.is_unreachable:
+        return _unreachable(inputs)
+    state = inputs.engine_state
     reason = "NoEngine" if state is None else f"Engine{state.capitalize()}"
-    return Finding("True", reason, words) if state in states else Finding("False", reason, "")
+    return ConditionState("True", reason, words) if state in states else ConditionState("False", reason, "")
 
 
-def _why(status: ConditionStatus, view: GroupView, picture: Picture) -> Finding:
+def _why(status: ConditionStatus, view: ReplicaGroupView, inputs: StatusInputs) -> ConditionState:
     """What an unready group waits for, as the finding of a condition."""
-    cause = why_not_ready(view, picture)
-    return Finding(status, cause.reason, cause.message)
+    cause = wait_reason(view, inputs)
+    return ConditionState(status, cause.reason, cause.message)
 
 
-def _ready_groups(picture: Picture) -> str:
-    return f"{picture.ready_groups} of {len(picture.groups)} replica groups are ready"
+def _ready_groups(inputs: StatusInputs) -> str:
+    return f"{inputs.ready_groups} of {len(inputs.groups)} replica groups are ready"
 
 
-def _laggards(picture: Picture) -> str:
+def _waiting_for_groups(inputs: StatusInputs) -> str:
     """The groups that have not got to the state that most transitions end in, for transitions that hang."""
-    engine, target = picture.world.engine, SETTLED_STATE.get(picture.wish)
+    engine, target = inputs.world.engine, SETTLED_STATE.get(inputs.desired)
     behind = [replica.group for replica in (engine.replicas if engine else ()) if replica.state is not target]
     return f", waiting for group {_listed(behind)}" if behind else ""
 
@@ -240,7 +260,9 @@ def _listed(groups: list[int] | tuple[int, ...]) -> str:
     return ", ".join(str(group) for group in groups)
 
 
-def _written(kind: ConditionType, finding: Finding, before: Condition | None, generation: int, now: float) -> Condition:
+def _written(
+    kind: ConditionType, finding: ConditionState, before: Condition | None, generation: int, now: float
+) -> Condition:
     unchanged = before is not None and before.status == finding.status
     return Condition(
         type=kind,

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_operator.api.v1alpha1 import Condition, ConditionType, GroupStatus, Phase, Status
+from megatron_operator.api.v1alpha1 import Condition, ConditionType, Phase, ReplicaGroupStatus, Status
 from megatron_operator.conditions import GROUP_FAILED
 
-TOLD_PROGRESS = ("ScalingDown", "RollingOut", "RotatingKeys")
+REPORTED_PROGRESS = ("ScalingDown", "RollingOut", "RotatingKeys")
 """Reasons of Progressing that a user did not see coming from another event."""
 
 
@@ -41,9 +41,9 @@ def events_between(before: Status, after: Status) -> tuple[Event, ...]:
 
 
 def _group_events(before: Status, after: Status) -> Iterator[Event]:
-    known = {group.index: group for group in before.groups}
-    for group in after.groups:
-        old = known.get(group.index, GroupStatus(index=group.index))
+    known = {group.index: group for group in before.replica_groups}
+    for group in after.replica_groups:
+        old = known.get(group.index, ReplicaGroupStatus(index=group.index))
         failure = group.last_failure
         if failure is not None and failure != old.last_failure:
             rank = "" if failure.rank is None else f" rank {failure.rank}"
@@ -58,7 +58,7 @@ def _group_events(before: Status, after: Status) -> Iterator[Event]:
 def _leader_events(before: Status, after: Status) -> Iterator[Event]:
     """A new attempt of the group that led is told as that."""
     was, now = before.leader, after.leader
-    if was is not None and now is not None and was.group != now.group:
+    if was is not None and now is not None and was.replica_group != now.replica_group:
         words = f"{now.pod} leads now, after {was.pod}: it runs the coordinator (epoch {now.epoch})"
         yield Event(EventType.NORMAL, "LeaderMoved", words)
 
@@ -102,7 +102,7 @@ def _progress_events(before: Status, after: Status) -> Iterator[Event]:
     progress = after.condition(ConditionType.PROGRESSING)
     if (
         progress is not None
-        and progress.reason in TOLD_PROGRESS
+        and progress.reason in REPORTED_PROGRESS
         and _is_news(before.condition(ConditionType.PROGRESSING), progress)
     ):
         yield Event(EventType.NORMAL, progress.reason, progress.message)

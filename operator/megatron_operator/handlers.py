@@ -22,10 +22,10 @@ import kopf
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 from megatron_operator.kubernetes.api_server import ApiServer, group_version_plural
-from megatron_operator.kubernetes.election import Election
-from megatron_operator.kubernetes.fleet import Fleet
-from megatron_operator.kubernetes.lease import LeaseName, Terms
-from megatron_operator.kubernetes.memoryless import NoDiffs, NoProgress
+from megatron_operator.kubernetes.leader_election import LeaderElection
+from megatron_operator.kubernetes.lease import LeaseName, LeaseTimings
+from megatron_operator.kubernetes.null_storage import NullDiffBaseStorage, NullProgressStorage
+from megatron_operator.kubernetes.resource_loops import ResourceLoops
 from megatron_operator.kubernetes.watched_kinds import WatchedKinds
 from megatron_operator.metrics import Meters, MetricsServer
 from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, WATCH_SILENCE_VARIABLE, Settings
@@ -54,7 +54,7 @@ class Options:
     metrics_host: str = "0.0.0.0"
     metrics_port: int | None = None
     lease: LeaseName | None = None
-    lease_terms: Terms = field(default_factory=Terms)
+    lease_timings: LeaseTimings = field(default_factory=LeaseTimings)
     watch_silence: int = 70
 
     @classmethod
@@ -66,7 +66,9 @@ class Options:
             metrics_port=_number(environment, METRICS_PORT_VARIABLE, "a port number like 8080"),
             lease=LeaseName.parse(lease) if lease else None,
             watch_silence=_number(environment, WATCH_SILENCE_VARIABLE, "whole seconds like 70") or cls.watch_silence,
-            lease_terms=Terms(_number(environment, LEASE_SECONDS_VARIABLE, "whole seconds like 15") or Terms.seconds),
+            lease_timings=LeaseTimings(
+                _number(environment, LEASE_SECONDS_VARIABLE, "whole seconds like 15") or LeaseTimings.seconds
+            ),
         )
 
 
@@ -77,7 +79,7 @@ def _number(environment: Mapping[str, str], variable: str, wanted: str) -> int |
     return None if text is None else int(text)
 
 
-class ForEver(Iterable[float]):
+class RetryForever(Iterable[float]):
     """Seconds between attempts to reach the API server: an outage, however long, ends no watch."""
 
     def __iter__(self) -> Iterator[float]:
@@ -104,7 +106,7 @@ def run(options: Options, *, verbose: bool) -> None:
                 memo=memo,
             )
         except Exception as error:
-            if "fleet" not in memo:
+            if "loops" not in memo:
                 raise
             logger.warning("the watches ended and begin anew: %r", error)
             time.sleep(PAUSE)
@@ -117,7 +119,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     """Connect, open the port, and tell kopf how patient to be."""
     options: Options = memo.get("options") or Options.from_environment()
     configure(settings, options)
-    quieten()
+    reduce_logging()
     meters = Meters()
     api = await _connected(options)
     memo.metrics_server = MetricsServer(meters)
@@ -125,30 +127,32 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
         await memo.metrics_server.start(options.metrics_host, options.metrics_port)
     # ``kopf run`` takes no list of kinds from outside: there, one that comes later is watched if kopf finds it itself.
     watched: WatchedKinds = memo.get("watched") or WatchedKinds()
-    memo.api, memo.fleet = api, Fleet(api, Settings.from_environment(), meters, watched.add)
-    memo.looking = asyncio.create_task(watched.keep(KIND, api.knows), name=f"look for {KIND}")
+    memo.api, memo.loops = api, ResourceLoops(api, Settings.from_environment(), meters, watched.add)
+    memo.discovery_task = asyncio.create_task(watched.keep(KIND, api.knows), name=f"look for {KIND}")
     if options.lease is None:
-        memo.fleet.lead()
+        memo.loops.start_leading()
         return
-    memo.election = Election(api, options.lease, options.lease_terms, memo.fleet.lead, memo.fleet.stand_by)
+    memo.election = LeaderElection(
+        api, options.lease, options.lease_timings, memo.loops.start_leading, memo.loops.stop_leading
+    )
     api.check_may_act = memo.election.check
-    memo.campaign = asyncio.create_task(memo.election.run(), name=f"election by Lease {options.lease}")
+    memo.election_task = asyncio.create_task(memo.election.run(), name=f"election by Lease {options.lease}")
 
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
     """Let go of everything, the Lease last; pods and resources stay as they are."""
-    if "fleet" not in memo:
+    if "loops" not in memo:
         return
     await _end_watchers()
-    memo.looking.cancel()
-    await asyncio.gather(memo.looking, return_exceptions=True)
-    if "campaign" in memo:
-        memo.campaign.cancel()
-        await asyncio.gather(memo.campaign, return_exceptions=True)
-    await memo.fleet.close()
+    memo.discovery_task.cancel()
+    await asyncio.gather(memo.discovery_task, return_exceptions=True)
+    if "election_task" in memo:
+        memo.election_task.cancel()
+        await asyncio.gather(memo.election_task, return_exceptions=True)
+    await memo.loops.close()
     if "election" in memo:
-        await memo.election.withdraw()
+        await memo.election.release_lease()
     await memo.api.close()
     await memo.metrics_server.stop()
 
@@ -164,13 +168,13 @@ async def _end_watchers() -> None:
 @kopf.on.event(GROUP, VERSION, PLURAL)
 async def resource_changed(memo: kopf.Memo, event: kopf.RawEvent, type: str | None, **_: Any) -> None:
     """The resource was seen for the first time, changed, or deleted."""
-    memo.fleet.attend(dict(event["object"]), gone=type == "DELETED")
+    memo.loops.resource_changed(dict(event["object"]), gone=type == "DELETED")
 
 
 async def child_changed(memo: kopf.Memo, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
     """A child appeared, changed or is gone."""
     assert namespace is not None
-    memo.fleet.wake(namespace, labels[names.NAME_LABEL])
+    memo.loops.wake(namespace, labels[names.NAME_LABEL])
 
 
 for child in CHILDREN:
@@ -180,12 +184,12 @@ for child in CHILDREN:
 def configure(settings: kopf.OperatorSettings, options: Options) -> None:
     """kopf's settings: finite timeouts, endless patience, and no events or peering of its own."""
     settings.posting.enabled = False
-    settings.persistence.diffbase_storage = NoDiffs()
-    settings.persistence.progress_storage = NoProgress()
+    settings.persistence.diffbase_storage = NullDiffBaseStorage()
+    settings.persistence.progress_storage = NullProgressStorage()
     settings.peering.standalone = True
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 10
-    settings.networking.error_backoffs = ForEver()
+    settings.networking.error_backoffs = RetryForever()
     # As kubectl and the other client do.
     settings.networking.trust_env = True
     settings.watching.server_timeout = 300
@@ -197,7 +201,7 @@ def configure(settings: kopf.OperatorSettings, options: Options) -> None:
     settings.scanning.disabled = bool(options.namespaces)
 
 
-def quieten() -> None:
+def reduce_logging() -> None:
     """Keep the log to what the loops say, unless everything was asked for."""
     logging.getLogger("kopf._core.reactor.observation").addFilter(_is_news)
     if logging.getLogger().level > logging.DEBUG:

@@ -21,7 +21,7 @@ _STEPS = {
     (Lifecycle.SUSPENDED, EngineState.PAUSED): Signal.SUSPEND,
 }
 
-IN_BETWEEN = {
+TRANSITION_REASONS = {
     EngineState.PAUSING: "Pausing",
     EngineState.UNPAUSING: "Unpausing",
     EngineState.SUSPENDING: "Suspending",
@@ -31,14 +31,14 @@ IN_BETWEEN = {
 """States that end by themselves, and their names as reasons."""
 
 
-def next_signal(wish: Lifecycle, state: EngineState | None, *, auto_suspended: bool = False) -> Signal | None:
+def next_signal(desired: Lifecycle, state: EngineState | None, *, auto_suspended: bool = False) -> Signal | None:
     """The one signal to send now; None when the wish is fulfilled, or the engine has to get somewhere first.
 
     An engine that sleeps for want of requests runs as far as the wish is concerned. One that shall be suspended is told
     so although it is: then no request wakes it any more.
     """
-    if auto_suspended and wish is Lifecycle.RUNNING:
+    if auto_suspended and desired is Lifecycle.RUNNING:
         return None
-    if auto_suspended and wish is Lifecycle.SUSPENDED and state is EngineState.SUSPENDED:
+    if auto_suspended and desired is Lifecycle.SUSPENDED and state is EngineState.SUSPENDED:
         return Signal.SUSPEND
-    return None if state is None else _STEPS.get((wish, state))
+    return None if state is None else _STEPS.get((desired, state))

@@ -75,7 +75,7 @@ class Meters:
             self._seconds.observe(time.perf_counter() - started)
             self._rounds.labels(measured.outcome.value).inc()
 
-    def leads(self, leading: bool) -> None:
+    def set_leading(self, leading: bool) -> None:
         """Whether this operator is the one that acts, from now on."""
         self._leading.set(leading)
 

@@ -26,7 +26,7 @@ CONTROL_TOKEN = "control-token"
 SECRET_KEYS = (COORDINATOR_KEY, CONTROL_TOKEN)
 
 NAME_LABEL = f"{GROUP}/name"
-GROUP_LABEL = f"{GROUP}/group"
+GROUP_LABEL = f"{GROUP}/replica-group"
 ATTEMPT_LABEL = f"{GROUP}/attempt"
 INDEX_LABEL = f"{GROUP}/index"
 ROLE_LABEL = f"{GROUP}/role"

@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
-from megatron_operator.groups import (
-    STARTUP_TIMEOUT,
-    Group,
-    Standing,
-    lost_at,
-    observe_groups,
-    pods_without_keys,
-)
-from megatron_operator.leadership import Leadership, leading_group, next_epoch, running_leader
+from megatron_operator.leader_selection import LeaderSelection, leading_group, next_epoch, running_leader
 from megatron_operator.lifecycle import next_signal
 from megatron_operator.names import PodIdentity
 from megatron_operator.render import grace_seconds, image_of, keys_secret, render_children, render_pod
-from megatron_operator.restarts import GiveUp, Retry, verdict
+from megatron_operator.replica_groups import (
+    STARTUP_TIMEOUT,
+    ReplicaGroup,
+    ReplicaGroupState,
+    lost_at,
+    observe_replica_groups,
+    pods_without_keys,
+)
+from megatron_operator.restarts import GiveUp, Retry, restart_decision
 from megatron_operator.settings import Settings
 from megatron_operator.world import (
     Action,
@@ -59,11 +59,13 @@ class _Planner:
         self.settings = settings
         self.policy = resource.spec.failure_policy
         self.template_hash = names.template_hash(resource, image_of(resource, settings))
-        self.groups = observe_groups(resource, world)
-        self.standings = tuple(group.standing(self.policy, world.now) for group in self.groups)
+        self.groups = observe_replica_groups(resource, world)
+        self.states = tuple(group.state(self.policy, world.now) for group in self.groups)
         self.rolling = self._next_to_roll()
-        self.leadership = Leadership(resource, world, self.groups, self.standings, self.template_hash, self.rolling)
-        self.alarms: list[float] = []
+        self.leader_selection = LeaderSelection(
+            resource, world, self.groups, self.states, self.template_hash, self.rolling
+        )
+        self.deadlines: list[float] = []
 
     def plan(self) -> Plan:
         if self.resource.deleting:
@@ -78,7 +80,7 @@ class _Planner:
         return Plan(tuple(actions), self._requeue_after())
 
     def _requeue_after(self) -> float | None:
-        return max(0.0, min(self.alarms) - self.world.now) if self.alarms else None
+        return max(0.0, min(self.deadlines) - self.world.now) if self.deadlines else None
 
     # --- children besides pods
 
@@ -86,20 +88,20 @@ class _Planner:
         secret = keys_secret(self.resource)
         if names.keys_child(self.resource.name) not in self.world.children:
             yield secret
-        wished = {names.child_key(manifest): manifest for manifest in render_children(self.resource, self.settings)}
-        for key, manifest in wished.items():
+        desired = {names.child_key(manifest): manifest for manifest in render_children(self.resource, self.settings)}
+        for key, manifest in desired.items():
             if self.world.children.get(key) != names.applied_hash(manifest["metadata"]):
                 yield ApplyChild(manifest)
-        for key in sorted(self.world.children.keys() - wished.keys() - {names.keys_child(self.resource.name)}):
+        for key in sorted(self.world.children.keys() - desired.keys() - {names.keys_child(self.resource.name)}):
             kind, name = key.split("/")
             yield DeleteChild(kind, name)
 
     # --- who leads
 
     def _roles(self) -> Iterator[Action]:
-        yield from self.leadership.steps()
-        if (at := self.leadership.patience_ends_at()) is not None:
-            self.alarms.append(at)
+        yield from self.leader_selection.steps()
+        if (at := self.leader_selection.failover_time()) is not None:
+            self.deadlines.append(at)
 
     # --- pods that have to go
 
@@ -111,35 +113,39 @@ class _Planner:
     def _follow_loss_of_keys(self, pods: Sequence[ObservedPod]) -> Iterator[Action]:
         """Pods with different keys do not hear each other, so all end before new keys are made for the next ones."""
         yield from self._delete_all(pods)
-        self.alarms += [at for pod in pods if (at := lost_at(pod)) is not None]
+        self.deadlines += [at for pod in pods if (at := lost_at(pod)) is not None]
 
     def _surplus(self) -> Iterator[Action]:
         replicas = self.resource.spec.replicas
-        surplus = [pod for pod in self.world.pods if pod.group >= replicas and not self.leadership.needs(pod.group)]
+        surplus = [
+            pod for pod in self.world.pods if pod.group >= replicas and not self.leader_selection.is_needed(pod.group)
+        ]
         old = [pod for group in self.groups for pod in group.old_pods]
         yield from self._delete_all([*surplus, *old])
 
     # --- groups that should be there
 
     def _wished(self) -> Iterator[Action]:
-        for group, standing in zip(self.groups, self.standings, strict=True):
-            match standing:
-                case Standing.ABSENT:
+        for group, state in zip(self.groups, self.states, strict=True):
+            match state:
+                case ReplicaGroupState.ABSENT:
                     yield from self._follow_absence(group)
-                case Standing.LEAVING:
+                case ReplicaGroupState.LEAVING:
                     yield from self._follow_leaving(group)
-                case Standing.FAILED:
+                case ReplicaGroupState.FAILED:
                     yield from self._follow_failure(group)
-                case Standing.STARTING:
+                case ReplicaGroupState.STARTING:
                     yield from self._follow_start(group)
-                case Standing.READY if group is self.rolling and not self.leadership.needs(group.index):
+                case ReplicaGroupState.READY if group is self.rolling and not self.leader_selection.is_needed(
+                    group.index
+                ):
                     yield from self._delete_all(group.pods)
 
-    def _follow_absence(self, group: Group) -> Iterator[Action]:
+    def _follow_absence(self, group: ReplicaGroup) -> Iterator[Action]:
         restarts = group.restarts if group.template_hash == self.template_hash else 0
         yield from self._create(group, group.next_attempt, restarts, range(group.size))
 
-    def _follow_start(self, group: Group) -> Iterator[Action]:
+    def _follow_start(self, group: ReplicaGroup) -> Iterator[Action]:
         assert group.attempt is not None
         if group.template_hash != self.template_hash:
             # It serves nobody yet, so it need not wait for its turn.
@@ -147,37 +153,37 @@ class _Planner:
             return
         yield from self._create(group, group.attempt, group.restarts, group.missing)
         if (deadline := group.startup_deadline(self.policy)) is not None:
-            self.alarms.append(deadline)
+            self.deadlines.append(deadline)
 
-    def _follow_leaving(self, group: Group) -> Iterator[Action]:
+    def _follow_leaving(self, group: ReplicaGroup) -> Iterator[Action]:
         """The rest of the attempt goes as well; the next one starts when all are gone, or lost with their node."""
         yield from self._delete_all(group.pods)
-        self.alarms += [at for pod in group.pods if (at := lost_at(pod)) is not None]
+        self.deadlines += [at for pod in group.pods if (at := lost_at(pod)) is not None]
 
-    def _follow_failure(self, group: Group) -> Iterator[Action]:
+    def _follow_failure(self, group: ReplicaGroup) -> Iterator[Action]:
         """What still runs of the attempt ends. Pods that failed stay as evidence until the next attempt is seen."""
         failed = group.failure(self.policy, self.world.now)
         assert failed is not None
-        outlook = verdict(group, failed, self.policy, self.template_hash)
-        match outlook:
+        decision = restart_decision(group, failed, self.policy, self.template_hash)
+        match decision:
             case GiveUp() if failed.failure.reason == STARTUP_TIMEOUT:
                 return  # It may still come up, and nothing would take its place.
             case Retry(at=at) if at > self.world.now:
-                self.alarms.append(at)
+                self.deadlines.append(at)
             case Retry(restarts=restarts) if not group.live_pods:
                 yield from self._create(group, group.next_attempt, restarts, range(group.size))
         yield from self._delete_all(group.live_pods)
 
-    def _create(self, group: Group, attempt: int, restarts: int, indices: Sequence[int]) -> Iterator[Action]:
+    def _create(self, group: ReplicaGroup, attempt: int, restarts: int, indices: Sequence[int]) -> Iterator[Action]:
         for index in indices:
-            leads = index == 0 and group.index == self.leadership.crowned_group
+            leads = index == 0 and group.index == self.leader_selection.initial_leader_group
             epoch = next_epoch(self.resource, self.world) if leads else 0
             identity = PodIdentity(group.index, attempt, index, leads, self.template_hash, restarts, epoch)
             yield CreatePod(render_pod(self.resource, identity, self.settings))
 
-    def _next_to_roll(self) -> Group | None:
+    def _next_to_roll(self) -> ReplicaGroup | None:
         """The one ready group that is replaced now: only while all the others are ready, and the leader's last."""
-        if any(standing is not Standing.READY for standing in self.standings):
+        if any(state is not ReplicaGroupState.READY for state in self.states):
             return None
         leads = leading_group(self.resource, self.world)
         outdated = [group for group in self.groups if group.template_hash != self.template_hash]

@@ -24,7 +24,7 @@ from megatron_operator.world import (
     CreatePod,
     CreateSecret,
     KindMissing,
-    NamespaceEnds,
+    NamespaceTerminating,
     SignalRefused,
     World,
     WorldError,
@@ -89,7 +89,7 @@ async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settin
     planned = plan(resource, world, settings)
     try:
         outcome = await _carry_out(resource, planned, port)
-    except NamespaceEnds:
+    except NamespaceTerminating:
         return await reconcile(_on_its_way_out(obj), port, settings=settings)
     status = build_status(resource, world, settings, outcome.problems)
     return replace(
@@ -134,7 +134,7 @@ async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort
             done = True
         except SignalRefused:
             done = True  # The engine has moved on since it was observed; the next look decides anew.
-        except NamespaceEnds:
+        except NamespaceTerminating:
             raise
         except KindMissing as missing:
             problems.append(str(missing))  # Whoever found out calls again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_operator.api.v1alpha1 import FailurePolicy
-from megatron_operator.groups import Group, GroupFailure
+from megatron_operator.replica_groups import ReplicaGroup, ReplicaGroupFailure
 
 RESTART_BUDGET_EXCEEDED = "RestartBudgetExceeded"
 BAD_INPUT = "InvalidSpec"
@@ -26,7 +26,9 @@ class GiveUp:
     reason: str
 
 
-def verdict(group: Group, failed: GroupFailure, policy: FailurePolicy, template_hash: str) -> Retry | GiveUp:
+def restart_decision(
+    group: ReplicaGroup, failed: ReplicaGroupFailure, policy: FailurePolicy, template_hash: str
+) -> Retry | GiveUp:
     """A changed template is a new chance; bad input is none; otherwise budget and exponential back-off decide."""
     if group.template_hash != template_hash:
         return Retry(at=failed.time, restarts=0)

@@ -32,15 +32,15 @@ class NetworkPolicies:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self | None:
         """None unless they are asked for. Raises ValueError with variable, value and mend."""
-        wish = environment.get(NETWORK_POLICIES_VARIABLE, "false")
-        if wish not in ("true", "false"):
-            raise ValueError(f"{NETWORK_POLICIES_VARIABLE}: {wish!r} is neither; set it to true or false")
-        if wish == "false":
+        desired = environment.get(NETWORK_POLICIES_VARIABLE, "false")
+        if desired not in ("true", "false"):
+            raise ValueError(f"{NETWORK_POLICIES_VARIABLE}: {desired!r} is neither; set it to true or false")
+        if desired == "false":
             return None
         namespace = environment.get(OPERATOR_NAMESPACE_VARIABLE, "")
         if not namespace:
-            mend = "set it to the namespace of the operator's pod, which would else be kept out"
-            raise ValueError(f"{OPERATOR_NAMESPACE_VARIABLE}: is missing; {mend}")
+            fix = "set it to the namespace of the operator's pod, which would else be kept out"
+            raise ValueError(f"{OPERATOR_NAMESPACE_VARIABLE}: is missing; {fix}")
         return cls(namespace, _peers(environment.get(METRICS_FROM_VARIABLE, "[]")))
 
 
@@ -50,8 +50,8 @@ def _peers(text: str) -> tuple[Mapping[str, Any], ...]:
     except ValueError:
         peers = None
     if not isinstance(peers, list) or not all(isinstance(peer, dict) and peer for peer in peers):
-        mend = "set it to a JSON list of peers as in spec.ingress.from of a NetworkPolicy"
-        raise ValueError(f"{METRICS_FROM_VARIABLE}: {text!r} is none; {mend}")
+        fix = "set it to a JSON list of peers as in spec.ingress.from of a NetworkPolicy"
+        raise ValueError(f"{METRICS_FROM_VARIABLE}: {text!r} is none; {fix}")
     return tuple(peers)
 
 

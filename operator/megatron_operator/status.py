@@ -11,19 +11,19 @@ from megatron_operator import names
 from megatron_operator.api.parse import FieldError
 from megatron_operator.api.v1alpha1 import (
     ConditionType,
-    GroupStatus,
     LastFailure,
     LeaderStatus,
     Lifecycle,
     MegatronInference,
     Phase,
+    ReplicaGroupStatus,
     Status,
 )
-from megatron_operator.conditions import Finding, find_conditions, written
-from megatron_operator.leadership import current_leader
-from megatron_operator.picture import GroupView, Picture
+from megatron_operator.conditions import ConditionState, compute_conditions, written
+from megatron_operator.leader_selection import current_leader
 from megatron_operator.render import image_of
 from megatron_operator.settings import Settings
+from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
 from megatron_operator.timestamps import timestamp
 from megatron_operator.world import EngineState, PodPhase, World
 
@@ -54,16 +54,16 @@ def build_status(
     ``resource.status`` is the status before: what has not changed keeps its times.
     """
     template_hash = names.template_hash(resource, image_of(resource, settings or Settings()))
-    picture = Picture(resource, world, template_hash, tuple(problems))
+    inputs = StatusInputs(resource, world, template_hash, tuple(problems))
     generation = resource.metadata.generation
-    groups = [_group_status(view, picture) for view in picture.groups]
-    state = picture.engine_state
-    ready = picture.ready_groups if picture.wants_pods else 0
+    groups = [_group_status(view, inputs) for view in inputs.groups]
+    state = inputs.engine_state
+    ready = inputs.ready_groups if inputs.should_have_pods else 0
     return Status(
         observed_generation=generation,
-        phase=_phase(picture),
+        phase=_phase(inputs),
         engine_state=state,
-        engine_state_time=timestamp(picture.state_since) if state else None,
+        engine_state_time=timestamp(inputs.state_since) if state else None,
         url=world.url or names.url(resource.name, resource.namespace),
         model_name=resource.served_name,
         replicas=len({pod.group for pod in world.pods}),
@@ -71,9 +71,9 @@ def build_status(
         ready=f"{ready}/{resource.spec.replicas}",
         restarts=sum(group.restarts for group in groups),
         selector=names.scale_selector(resource.name),
-        leader=_leader_status(picture),
-        groups=groups,
-        conditions=written(find_conditions(picture), resource.status, generation, world.now),
+        leader=_leader_status(inputs),
+        replica_groups=groups,
+        conditions=written(compute_conditions(inputs), resource.status, generation, world.now),
     )
 
 
@@ -86,9 +86,9 @@ def invalid_status(obj: Mapping[str, Any], errors: Sequence[FieldError], now: fl
     unsure = was_ready is not None and was_ready.status != "False"
     kept = f"{words}. Running pods are left as they are until it is mended"
     findings = {
-        ConditionType.READY: Finding("Unknown" if unsure else "False", INVALID_SPEC, kept if unsure else words),
-        ConditionType.PROGRESSING: Finding("False", INVALID_SPEC, words),
-        ConditionType.FAILED: Finding("True", INVALID_SPEC, words),
+        ConditionType.READY: ConditionState("Unknown" if unsure else "False", INVALID_SPEC, kept if unsure else words),
+        ConditionType.PROGRESSING: ConditionState("False", INVALID_SPEC, words),
+        ConditionType.FAILED: ConditionState("True", INVALID_SPEC, words),
     }
     mended = written(findings, before, generation, now)
     others = [condition for condition in before.conditions if condition.type not in {each.type for each in mended}]
@@ -124,52 +124,52 @@ def _without_empty_texts(value: Any) -> Any:
     return [_without_empty_texts(each) for each in value] if isinstance(value, list) else value
 
 
-def _phase(picture: Picture) -> Phase:
-    if not picture.wants_pods:
-        gone = not picture.world.pods and not picture.resource.deleting
+def _phase(inputs: StatusInputs) -> Phase:
+    if not inputs.should_have_pods:
+        gone = not inputs.world.pods and not inputs.resource.deleting
         return Phase.STOPPED if gone else Phase.TERMINATING
-    if picture.leading_group.given_up is not None:
+    if inputs.leading_group.given_up is not None:
         return Phase.FAILED
-    if picture.is_unreachable:
+    if inputs.is_unreachable:
         return Phase.DEGRADED
-    if picture.is_open:
-        assert picture.engine_state is not None
-        phase = _PHASES[picture.engine_state]
-        return Phase.DEGRADED if phase is Phase.RUNNING and picture.troubled_groups else phase
-    if picture.troubled_groups:
+    if inputs.accepts_requests:
+        assert inputs.engine_state is not None
+        phase = _PHASES[inputs.engine_state]
+        return Phase.DEGRADED if phase is Phase.RUNNING and inputs.unrecovered_groups else phase
+    if inputs.unrecovered_groups:
         return Phase.DEGRADED
-    pod = picture.leading_group.group.first_pod
+    pod = inputs.leading_group.group.first_pod
     return Phase.PENDING if pod is None or pod.phase is PodPhase.PENDING else Phase.STARTING
 
 
-def _leader_status(picture: Picture) -> LeaderStatus | None:
+def _leader_status(inputs: StatusInputs) -> LeaderStatus | None:
     """Remembered while nobody leads, since decisions are numbered on."""
-    pod = current_leader(picture.world.pods)
+    pod = current_leader(inputs.world.pods)
     if pod is None:
-        return picture.resource.status.leader
-    return LeaderStatus(pod=pod.name, group=pod.group, epoch=pod.epoch)
+        return inputs.resource.status.leader
+    return LeaderStatus(pod=pod.name, replica_group=pod.group, epoch=pod.epoch)
 
 
-def _group_status(view: GroupView, picture: Picture) -> GroupStatus:
+def _group_status(view: ReplicaGroupView, inputs: StatusInputs) -> ReplicaGroupStatus:
     group = view.group
     # A start after a stop is a fresh one.
-    forget = picture.wish is Lifecycle.STOPPED
-    return GroupStatus(
+    forget = inputs.desired is Lifecycle.STOPPED
+    return ReplicaGroupStatus(
         index=group.index,
         attempt=group.attempt,
         template_hash=group.template_hash,
         ready_pods=group.ready_pods,
         total_pods=group.size,
         restarts=0 if forget else group.restarts,
-        last_failure=None if forget else _last_failure(view, picture),
+        last_failure=None if forget else _last_failure(view, inputs),
     )
 
 
-def _last_failure(view: GroupView, picture: Picture) -> LastFailure | None:
+def _last_failure(view: ReplicaGroupView, inputs: StatusInputs) -> LastFailure | None:
     """The latest attempt's failure, or, while there is none, that of an earlier one."""
     failed = view.failed
     if failed is None:
-        before = {group.index: group.last_failure for group in picture.resource.status.groups}
+        before = {group.index: group.last_failure for group in inputs.resource.status.replica_groups}
         return before.get(view.group.index)
     return LastFailure(
         attempt=failed.attempt,

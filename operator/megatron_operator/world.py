@@ -88,7 +88,7 @@ class ObservedPod:
     """One pod of a group attempt. Times are seconds since the epoch.
 
     Identity, ``leader``, ``epoch``, ``template_hash`` and ``restarts`` are read from the labels and annotations that
-    ``render`` and ``SetRole`` put there (``names.pod_identity``).
+    ``render`` and ``SetRoleLabel`` put there (``names.pod_identity``).
     """
 
     name: str
@@ -121,13 +121,13 @@ class ObservedPod:
     """Ranks that the pod's launcher restarted in place."""
     epoch: int = 0
     """Number of the decision by which it leads, or led last."""
-    leads: bool | None = None
+    reports_leader: bool | None = None
     """Whether its launcher takes itself for the leader; None while it does not say."""
-    told_epoch: int = 0
+    known_epoch: int = 0
     """Number of the last decision about who leads that its launcher has heard of."""
     registered: bool = False
     """Whether its engine hears a coordinator that knows it, as its launcher says."""
-    silent_since: float | None = None
+    unreachable_since: float | None = None
     """Since when its launcher has not answered: its creation for one that could not be asked yet; None when it does."""
 
     @property
@@ -234,7 +234,7 @@ class SendSignal:
 
 
 @dataclass(frozen=True)
-class SetRole:
+class SetRoleLabel:
     """Give a pod the label of its role; one that is gone, or whose name another has taken, is success."""
 
     name: str
@@ -245,19 +245,19 @@ class SetRole:
 
 
 @dataclass(frozen=True)
-class TellRole:
+class SendRole:
     """Tell the launcher at ``address`` that it leads from now on, or that another one does.
 
     A leader brings its engines to ``lifecycle`` as they register.
     """
 
     address: str
-    leads: bool
+    leader: bool
     epoch: int
     lifecycle: Lifecycle
 
 
-Action = ApplyChild | DeleteChild | CreateSecret | CreatePod | DeletePod | SendSignal | SetRole | TellRole
+Action = ApplyChild | DeleteChild | CreateSecret | CreatePod | DeletePod | SendSignal | SetRoleLabel | SendRole
 
 
 class WorldError(Exception):
@@ -268,7 +268,7 @@ class ActionRefused(WorldError):
     """The outside understood and refused (forbidden, invalid manifest): trying again soon is of no use."""
 
 
-class NamespaceEnds(ActionRefused):
+class NamespaceTerminating(ActionRefused):
     """The namespace is being deleted: nothing can be made in it any more, and all that is in it goes."""
 
 

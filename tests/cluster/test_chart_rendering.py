@@ -117,7 +117,7 @@ def test_an_operator_of_some_namespaces_has_a_role_in_each_and_none_for_the_clus
 
 
 @pytest.mark.parametrize(
-    ("flag", "complaint"),
+    ("flag", "message"),
     [
         ("--set=metrics.port=0", "/metrics/port"),
         ("--set=namespaces={Alpha}", "/namespaces/0"),
@@ -127,8 +127,8 @@ def test_an_operator_of_some_namespaces_has_a_role_in_each_and_none_for_the_clus
         ("--set=podDisruptionBudget.minAvailable=some", "/podDisruptionBudget/minAvailable"),
     ],
 )
-def test_a_value_that_is_wrong_is_named(helm: Helm, flag: str, complaint: str) -> None:
-    with pytest.raises(CommandFailedError, match=complaint):
+def test_a_value_that_is_wrong_is_named(helm: Helm, flag: str, message: str) -> None:
+    with pytest.raises(CommandFailedError, match=message):
         helm.template(flag)
 
 

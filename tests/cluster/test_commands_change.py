@@ -44,8 +44,8 @@ async def test_what_makes_no_sense_is_refused_and_changes_nothing(chat: Resource
     for verb in ("pause", "unpause", "suspend", "resume"):
         done = await typed.run(verb, "chat")
         assert done.code == 1
-        assert done.complaint.startswith("error: chat is wished to be Stopped: there is n")
-        assert done.complaint.endswith(("`start` it", "`start` it first"))
+        assert done.error_line.startswith("error: chat is wished to be Stopped: there is n")
+        assert done.error_line.endswith(("`start` it", "`start` it first"))
     assert (await chat.get("mi", "chat"))["metadata"]["generation"] == generation
 
 
@@ -61,8 +61,8 @@ async def test_a_wait_ends_with_the_reason_when_the_resource_fails(
     await stage.fail(pod, 2, words)
     done = await waiting
     assert done.code == 1
-    assert done.complaint.startswith("error: chat failed, CheckpointError: ")
-    assert "/models/m.gguf: not found" in done.complaint
+    assert done.error_line.startswith("error: chat failed, CheckpointError: ")
+    assert "/models/m.gguf: not found" in done.error_line
 
 
 @pytest.mark.usefixtures("stage")
@@ -71,7 +71,7 @@ async def test_a_wait_that_is_over_says_what_is_waited_for(chat: Resource, typed
     await chat.until_phase("Stopped")
     done = await typed.run("start", "chat", "--wait", "--timeout", "3s")
     assert done.code == 1
-    assert done.complaint.startswith("error: chat is not Running after 3s: Pending, Pending: chat-0-0-0 is Pending")
+    assert done.error_line.startswith("error: chat is not Running after 3s: Pending, Pending: chat-0-0-0 is Pending")
 
 
 @pytest.mark.usefixtures("stage")
@@ -81,9 +81,9 @@ async def test_a_wait_ends_when_someone_else_wishes_otherwise_or_deletes(chat: R
     waiting = asyncio.create_task(typed.run("start", "chat", "--wait"))
     await chat.until_pods("chat-0-0-0")
     await chat.patch({"lifecycle": "Paused"})
-    assert (await waiting).complaint == "error: chat is wished to be Paused meanwhile, by someone else"
+    assert (await waiting).error_line == "error: chat is wished to be Paused meanwhile, by someone else"
     waiting = asyncio.create_task(typed.run("start", "chat", "--wait"))
     await chat.until_found("mi", "chat", lambda found: found["spec"]["lifecycle"] == "Running")
     await chat.kubectl("delete", "mi", "chat", "--wait=false")
     done = await waiting
-    assert (done.code, done.complaint) == (1, "error: chat was deleted meanwhile")
+    assert (done.code, done.error_line) == (1, "error: chat was deleted meanwhile")

@@ -75,14 +75,14 @@ async def test_a_name_that_is_not_there_is_met_with_near_ones(chat: Resource, ty
     for words in (("describe", "chatt"), ("logs", "chatt"), ("chat", "chatt"), ("pause", "chatt")):
         done = await typed.run(*words)
         expected = f"error: MegatronInference chatt is not in namespace {chat.namespace}; did you mean chat?"
-        assert (done.code, done.complaint) == (1, expected)
+        assert (done.code, done.error_line) == (1, expected)
     done = await typed.run("describe", "zebra")
-    assert done.complaint.endswith(", where there are: chat")
+    assert done.error_line.endswith(", where there are: chat")
 
 
 async def test_what_makes_no_sense_on_the_command_line_has_exit_code_2(typed: CommandLine) -> None:
     done = await typed.run("pause", "chat", "--timeout", "soon")
-    assert (done.code, done.complaint[:6]) == (2, "error:")
+    assert (done.code, done.error_line[:6]) == (2, "error:")
     assert (await typed.run("describe", "--outputt", "x")).code == 2
 
 
@@ -93,8 +93,8 @@ async def test_what_is_not_allowed_is_told_in_words(installed: Cluster, chat: Re
     for words in (("describe", "chat"), ("logs", "chat"), ("stop", "chat")):
         done = await stranger.run(*words)
         assert done.code == 1
-        assert done.complaint.startswith("error: not allowed: megatroninferences.inference.megatron.dev")
-        assert "ask for a Role that grants it" in done.complaint
+        assert done.error_line.startswith("error: not allowed: megatroninferences.inference.megatron.dev")
+        assert "ask for a Role that grants it" in done.error_line
 
 
 async def test_pods_that_may_not_be_read_leave_the_rest_of_the_story(installed: Cluster, chat: Resource) -> None:
@@ -118,18 +118,18 @@ async def test_a_server_that_is_down_and_credentials_that_are_old_are_told_in_wo
     write_kubeconfig(old, "me", cluster, {"token": "x"})
     done = await CommandLine(down, "default").run("describe", "chat")
     assert done.code == 1
-    assert "of context tests does not answer: " in done.complaint
+    assert "of context tests does not answer: " in done.error_line
     done = await CommandLine(old, "default").run("describe", "chat")
     assert done.code == 1
-    assert "are wrong or have expired; log in again" in done.complaint
+    assert "are wrong or have expired; log in again" in done.error_line
 
 
 async def test_a_kubeconfig_or_context_that_is_not_there_is_told_in_words(installed: Cluster, tmp_path: Path) -> None:
     done = await CommandLine(tmp_path / "none", "default").run("describe", "chat")
-    assert (done.code, "does not exist; set KUBECONFIG" in done.complaint) == (1, True)
+    assert (done.code, "does not exist; set KUBECONFIG" in done.error_line) == (1, True)
     done = await CommandLine(installed.kubeconfig, "default").run("describe", "chat", "--context", "moon")
-    assert (done.code, "moon" in done.complaint) == (1, True)
+    assert (done.code, "moon" in done.error_line) == (1, True)
     broken = tmp_path / "broken"
     broken.write_text("a: [")
     done = await CommandLine(broken, "default").run("describe", "chat")
-    assert (done.code, done.complaint.startswith(f"error: kubeconfig {broken}: ")) == (1, True)
+    assert (done.code, done.error_line.startswith(f"error: kubeconfig {broken}: ")) == (1, True)

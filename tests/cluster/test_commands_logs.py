@@ -49,7 +49,7 @@ async def test_one_group_or_rank_can_be_asked_for(typed: CommandLine) -> None:
     ]
     assert (await typed.ok("logs", "chat", "--group", "0", "--rank", "0")).split() == ["chat-0-0-0", "[rank", "0]", "a"]
     done = await typed.run("logs", "chat", "--rank", "2")
-    assert (done.code, done.complaint) == (2, "error: --rank 2: a group of chat has ranks 0 to 1")
+    assert (done.code, done.error_line) == (2, "error: --rank 2: a group of chat has ranks 0 to 1")
     done = await typed.run("logs", "chat", "--group", "7")
     assert (done.code, done.out, done.err) == (0, "", "chat has no pods in group 7\n")
 
@@ -86,7 +86,7 @@ async def test_a_kubelet_that_is_not_there_is_told_in_words(chat: Resource, type
     await chat.until_phase("Running")
     done = await typed.run("logs", "chat")
     assert done.code == 1
-    assert done.complaint.startswith("chat-0-0-0: cannot be read now: ")
+    assert done.error_line.startswith("chat-0-0-0: cannot be read now: ")
 
 
 @pytest.mark.usefixtures("stage")
@@ -94,7 +94,7 @@ async def test_a_pod_that_has_not_started_has_no_log_yet(chat: Resource, typed: 
     await chat.create()
     await chat.until_pods("chat-0-0-0")
     done = await typed.run("logs", "chat")
-    assert (done.code, done.complaint) == (0, "chat-0-0-0 has not started: it has no log yet")
+    assert (done.code, done.error_line) == (0, "chat-0-0-0 has not started: it has no log yet")
 
 
 @pytest.mark.usefixtures("node")

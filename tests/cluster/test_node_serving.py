@@ -187,7 +187,7 @@ async def test_a_copy_over_two_pods_answers(real_stage: Stage, stage_namespace: 
     spread = Resource(real_stage.cluster, stage_namespace, "smollm2-over-pods")
     await spread.kubectl("apply", "--validate=false", "-f", str(SAMPLES / "smollm2-over-pods.yaml"))
     status = await spread.until(lambda status: status.get("ready") == "1/1", "both pods of the group", within=300)
-    assert (status["groups"][0]["readyPods"], status["groups"][0]["totalPods"]) == (2, 2)
+    assert (status["replicaGroups"][0]["readyPods"], status["replicaGroups"][0]["totalPods"]) == (2, 2)
     said = await asyncio.to_thread(real_stage.run_in_pod, stage_namespace, ASK_AND_STREAM, status["url"], QUESTION)
     assert json.loads(said)["whole"] == "The capital of France is Paris."
     await spread.kubectl("delete", "mi", spread.name, "--timeout=90s")

@@ -20,8 +20,8 @@ async def test_a_failed_pod_is_followed_by_the_next_attempt_until_the_budget_is_
     await stage.fail(first, 1, {"reason": "RankFailed", "message": "CUDA error", "rank": 3, "exitCode": 1})
     pods = await chat.until_pods("chat-0-1-0")
     # The pod is made before the status tells of it.
-    status = await chat.until(lambda status: status["groups"][0].get("attempt") == 1, "the next attempt")
-    (group,) = status["groups"]
+    status = await chat.until(lambda status: status["replicaGroups"][0].get("attempt") == 1, "the next attempt")
+    (group,) = status["replicaGroups"]
     assert group["restarts"] == 1
     failure = group["lastFailure"]
     assert (failure["reason"], failure["message"], failure["rank"]) == ("RankFailed", "CUDA error", 3)
@@ -42,13 +42,13 @@ async def test_the_pods_of_a_group_are_replaced_together(chat: Resource, stage: 
         await stage.run(pod)
         await stage.make_ready(pod)
     status = await chat.until(lambda status: status.get("ready") == "1/1", "both pods")
-    assert (status["groups"][0]["readyPods"], status["groups"][0]["totalPods"]) == (2, 2)
+    assert (status["replicaGroups"][0]["readyPods"], status["replicaGroups"][0]["totalPods"]) == (2, 2)
     stage.by_itself = True
     killed = {"reason": "RankFailed", "message": "rank 5 was ended by SIGKILL", "rank": 5, "exitCode": -9}
     await stage.fail(first["chat-0-0-1"], 1, killed)
     await chat.until_pods("chat-0-1-0", "chat-0-1-1")
     status = await chat.until(lambda status: status.get("ready") == "1/1", "the next attempt")
-    (group,) = status["groups"]
+    (group,) = status["replicaGroups"]
     assert (group["attempt"], group["restarts"]) == (1, 1)
     assert (group["lastFailure"]["pod"], group["lastFailure"]["rank"]) == ("chat-0-0-1", 5)
 

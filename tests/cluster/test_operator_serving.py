@@ -61,7 +61,7 @@ async def test_each_stage_of_a_start_is_in_the_status(chat: Resource, stage: Scr
     await chat.until(lambda status: "60 %" in condition(status, "Ready")["message"], "progress without any event")
     await stage.make_ready(pod)
     status = await chat.until_phase("Running")
-    assert status["groups"][0]["readyPods"] == 1
+    assert status["replicaGroups"][0]["readyPods"] == 1
 
 
 @pytest.mark.usefixtures("node")
@@ -133,7 +133,7 @@ async def test_a_stopped_resource_keeps_its_keys_and_starts_again(chat: Resource
     assert (status["replicas"], await chat.pods(), node.launchers) == (0, {}, {})
     await chat.patch({"lifecycle": "Running"})
     status = await chat.until_phase("Running")
-    assert (status["groups"][0]["restarts"], set(node.launchers)) == (0, {"chat-0-1-0"})
+    assert (status["replicaGroups"][0]["restarts"], set(node.launchers)) == (0, {"chat-0-1-0"})
     assert (await chat.get("secret", "chat-keys"))["data"] == keys
 
 

@@ -162,7 +162,7 @@ async def test_the_pods_of_one_copy_find_each_other_and_answer_together(chat: Re
     spread = Resource(chat.cluster, chat.namespace, "smollm2-over-pods")
     await spread.apply(yaml.safe_load(OVER_PODS.read_text()))
     status = await spread.until(lambda status: status.get("ready") == "1/1", "both pods of the group", within=120)
-    assert (status["groups"][0]["readyPods"], status["groups"][0]["totalPods"]) == (2, 2)
+    assert (status["replicaGroups"][0]["readyPods"], status["replicaGroups"][0]["totalPods"]) == (2, 2)
     async with await client_of(machine, spread.name) as client:
         assert await ask(client) == "The capital of France is Paris."
     await spread.kubectl("delete", "mi", spread.name, "--timeout=60s")

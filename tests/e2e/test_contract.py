@@ -19,11 +19,11 @@ import typer.main
 import uvicorn
 import yaml
 
-from megatron_operator import groups, names
+from megatron_operator import names, replica_groups
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, Parser, RoutingPolicy
 from megatron_operator.api.v1alpha1.model import DType
-from megatron_operator.engine import EngineClient, EngineUnreachable
+from megatron_operator.control_client import ControlApiUnreachable, ControlClient
 from megatron_operator.failures import read_failure
 from megatron_operator.names import PodIdentity
 from megatron_operator.render import render_pod
@@ -172,8 +172,8 @@ def test_a_rank_that_only_missed_another_is_told_apart_by_both_halves() -> None:
     error = {"reason": "LostRankError", "message": "rank 5 is missing", "missing": [5]}
     outcome = Outcome.child_failed(ChildEnd("rank 4", 1, error=error), 4)
     failure = read_failure(outcome.exit_code, "Error", json.dumps(outcome.body()))
-    assert (failure.reason, failure.rank) == (groups.LOST_RANK, 5)
-    assert set(groups.MET) < {each.value for each in RankPhase}
+    assert (failure.reason, failure.rank) == (replica_groups.LOST_RANK, 5)
+    assert set(replica_groups.RENDEZVOUS_DONE) < {each.value for each in RankPhase}
 
 
 def test_every_word_that_the_resource_offers_is_one_that_the_runtime_takes() -> None:
@@ -305,7 +305,7 @@ def facts() -> PodFacts:
 
 
 async def test_the_operator_reads_what_the_launcher_says(bound: socket.socket) -> None:
-    async with control_api(bound, PodState(facts()), Sender()) as port, EngineClient(TOKEN, port=port) as client:
+    async with control_api(bound, PodState(facts()), Sender()) as port, ControlClient(TOKEN, port=port) as client:
         report = await client.state(HOST)
     assert report.ready
     assert report.engine_state is EngineState.RUNNING
@@ -317,7 +317,7 @@ async def test_the_operator_reads_what_the_launcher_says(bound: socket.socket) -
 
 async def test_a_change_of_state_ends_the_operators_wait(bound: socket.socket) -> None:
     state = PodState(facts())
-    async with control_api(bound, state, Sender()) as port, EngineClient(TOKEN, port=port) as client:
+    async with control_api(bound, state, Sender()) as port, ControlClient(TOKEN, port=port) as client:
         before = await client.state(HOST)
         waiting = asyncio.create_task(client.state(HOST, after=before.revision, wait=60))
         state.update(engine_state="PAUSING")
@@ -326,7 +326,7 @@ async def test_a_change_of_state_ends_the_operators_wait(bound: socket.socket) -
 
 async def test_a_signal_reaches_the_engine_and_a_forbidden_one_is_told_apart(bound: socket.socket) -> None:
     sender = Sender()
-    async with control_api(bound, PodState(facts()), sender) as port, EngineClient(TOKEN, port=port) as client:
+    async with control_api(bound, PodState(facts()), sender) as port, ControlClient(TOKEN, port=port) as client:
         await client.signal(HOST, Signal.PAUSE)
         with pytest.raises(SignalRefused) as caught:
             await client.signal(HOST, Signal.RESUME)
@@ -335,8 +335,8 @@ async def test_a_signal_reaches_the_engine_and_a_forbidden_one_is_told_apart(bou
 
 
 async def test_only_the_operators_token_opens_the_control_api(bound: socket.socket) -> None:
-    async with control_api(bound, PodState(facts()), Sender()) as port, EngineClient("wrong", port=port) as client:
-        with pytest.raises(EngineUnreachable, match="401"):
+    async with control_api(bound, PodState(facts()), Sender()) as port, ControlClient("wrong", port=port) as client:
+        with pytest.raises(ControlApiUnreachable, match="401"):
             await client.state(HOST)
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from suite_support.kubernetes_schemas import check
 
-from megatron_operator import conditions, groups, restarts, status
+from megatron_operator import conditions, replica_groups, restarts, status
 from megatron_operator.api.crd import crd
 from megatron_operator.api.v1alpha1 import API_VERSION, KIND
 from megatron_operator.kubernetes import pod_status
@@ -36,12 +36,24 @@ def test_every_reason_in_the_docs_is_one_that_the_operator_gives() -> None:
 
 
 def test_every_reason_of_a_condition_is_in_the_docs() -> None:
-    given = {conditions.ASLEEP, conditions.GROUP_FAILED, groups.UNSCHEDULABLE, groups.SCHEDULING_GATED}
-    given |= {groups.STARTUP_TIMEOUT, groups.LOST_RANK, restarts.RESTART_BUDGET_EXCEEDED, status.INVALID_SPEC}
-    given |= {pod_status.IMAGE_PULL, *conditions.UNDER_WAY.values()}
-    for name in ("conditions.py", "story.py"):
-        given |= set(re.findall(r'(?:Finding\("\w+"|Cause\(|_why\("\w+"), ?"(\w+)"', (OPERATOR / name).read_text()))
-        given |= set(re.findall(r'Cause\("(\w+)"', (OPERATOR / name).read_text()))
+    given = {
+        conditions.AUTO_SUSPENDED,
+        conditions.GROUP_FAILED,
+        replica_groups.UNSCHEDULABLE,
+        replica_groups.SCHEDULING_GATED,
+    }
+    given |= {
+        replica_groups.STARTUP_TIMEOUT,
+        replica_groups.LOST_RANK,
+        restarts.RESTART_BUDGET_EXCEEDED,
+        status.INVALID_SPEC,
+    }
+    given |= {pod_status.IMAGE_PULL, *conditions.IN_PROGRESS_REASONS.values()}
+    for name in ("conditions.py", "wait_reasons.py"):
+        given |= set(
+            re.findall(r'(?:ConditionState\("\w+"|WaitReason\(|_why\("\w+"), ?"(\w+)"', (OPERATOR / name).read_text())
+        )
+        given |= set(re.findall(r'WaitReason\("(\w+)"', (OPERATOR / name).read_text()))
     assert sorted(given - reasons_told() - {"AsExpected", "NoEngine"}) == []
 
 

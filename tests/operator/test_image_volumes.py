@@ -26,8 +26,8 @@ class Server:
         self.answer = answer
         self.tried = 0
 
-    async def create(self, manifest: Json, *, only_try: bool) -> Json:
-        assert only_try, "a check makes nothing"
+    async def create(self, manifest: Json, *, dry_run: bool) -> Json:
+        assert dry_run, "a check makes nothing"
         self.tried += 1
         return self.answer(manifest)
 

@@ -8,8 +8,8 @@ from planning_support.planning import Planning, created, deleted
 
 from megatron_operator.api.v1alpha1 import ConditionType
 from megatron_operator.events import events_between
-from megatron_operator.groups import LOST_AFTER
 from megatron_operator.plan import plan
+from megatron_operator.replica_groups import LOST_AFTER
 from megatron_operator.world import CreateSecret
 
 SECRET = "Secret/chat-keys"
@@ -47,7 +47,7 @@ def test_it_is_no_failure_that_counts() -> None:
     planning.cluster.start_all()
     planning.settled()
     assert planning.status.restarts == 0
-    assert all(group.last_failure is None for group in planning.status.groups)
+    assert all(group.last_failure is None for group in planning.status.replica_groups)
 
 
 def test_a_pod_that_failed_is_not_waited_for() -> None:

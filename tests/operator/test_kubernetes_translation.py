@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from suite_support.kubernetes_schemas import check
 
-from megatron_operator.engine import PodReport, RankReport
+from megatron_operator.control_client import PodReport, RankReport
 from megatron_operator.events import Event, EventType
-from megatron_operator.hearing import Answer, Silence
 from megatron_operator.kubernetes.api_server import (
     LONGEST_DELAY,
     ServerError,
@@ -21,8 +20,8 @@ from megatron_operator.kubernetes.api_server import (
 )
 from megatron_operator.kubernetes.kubernetes_event import LONGEST_NOTE, kubernetes_event
 from megatron_operator.kubernetes.pod_status import observed_pod
-from megatron_operator.observation import with_report
-from megatron_operator.world import Failure, Loading, NamespaceEnds, ObservedPod, PodPhase
+from megatron_operator.observation import Answer, NoAnswer, with_report
+from megatron_operator.world import Failure, Loading, NamespaceTerminating, ObservedPod, PodPhase
 
 PREFIX = "inference.megatron.dev"
 CREATED, READY_AT = "2026-11-21T10:00:00Z", "2026-11-21T10:01:00Z"
@@ -31,7 +30,7 @@ EPOCH = 1795255200.0
 
 
 def pod(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
-    labels = {"group": "1", "attempt": "2", "index": "0", "role": "worker", "template-hash": "abc"}
+    labels = {"replica-group": "1", "attempt": "2", "index": "0", "role": "worker", "template-hash": "abc"}
     return {
         "metadata": {
             "name": "chat-1-2-0",
@@ -84,12 +83,12 @@ def test_what_the_launcher_says_is_added() -> None:
     report = PodReport(revision=7, ready=False, ranks=ranks, restarts=1)
     observed = seen({"phase": "Running"}, report)
     assert (observed.rank_phase, observed.loading, observed.launcher_restarts) == ("Loading", Loading(20, 100), 1)
-    assert (observed.registered, observed.silent_since) == (True, None)
+    assert (observed.registered, observed.unreachable_since) == (True, None)
 
 
 def test_a_pod_that_cannot_be_asked_is_silent_since_its_creation_and_one_that_can_since_it_was_asked_in_vain() -> None:
-    assert seen({"phase": "Pending"}).silent_since == EPOCH
-    assert seen({"phase": "Running"}, Silence(EPOCH + 90, "timed out")).silent_since == EPOCH + 90
+    assert seen({"phase": "Pending"}).unreachable_since == EPOCH
+    assert seen({"phase": "Running"}, NoAnswer(EPOCH + 90, "timed out")).unreachable_since == EPOCH + 90
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,7 @@ def test_a_refusal_is_told_from_a_failure() -> None:
 def test_a_namespace_that_is_being_deleted_is_told_from_other_refusals() -> None:
     cause = {"reason": "NamespaceTerminating", "message": "namespace lab is being terminated", "field": ""}
     refusal = {"message": "pods is forbidden", "reason": "Forbidden", "code": 403, "details": {"causes": [cause]}}
-    with pytest.raises(NamespaceEnds, match="pods is forbidden"):
+    with pytest.raises(NamespaceTerminating, match="pods is forbidden"):
         answer_of("POST /pods", 403, json.dumps(refusal))
     for details in (None, {}, {"causes": None}, {"causes": [{"reason": "FieldValueInvalid"}]}):
         with pytest.raises(ServerRefusal):

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_operator.handlers import Options
-from megatron_operator.kubernetes.lease import Claim, LeaseName, Terms, micro_time
+from megatron_operator.kubernetes.lease import LeaseName, LeaseTimings, LeaseView, micro_time
 
-TERMS = Terms(15)
+TERMS = LeaseTimings(15)
 WALL = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
 
 
-def holder(name: str = "a", at: float = 0.0) -> tuple[Claim, dict[str, Any]]:
+def holder(name: str = "a", at: float = 0.0) -> tuple[LeaseView, dict[str, Any]]:
     """A claim that took a Lease that was nobody's, and the Lease."""
-    claim = Claim(name, TERMS)
-    claim.see({}, at)
-    spec = claim.wish(WALL)
-    claim.written(spec, at)
+    claim = LeaseView(name, TERMS)
+    claim.observe({}, at)
+    spec = claim.desired_spec(WALL)
+    claim.record_written(spec, at)
     return claim, spec
 
 
@@ -36,46 +36,46 @@ def test_the_first_one_takes_a_lease_that_is_nobodys() -> None:
 def test_a_renewal_keeps_since_when_and_how_often_it_changed_hands() -> None:
     claim, spec = holder()
     later = datetime(2026, 1, 2, 3, 4, 10, tzinfo=UTC)
-    assert claim.wish(later) == {**spec, "renewTime": micro_time(later)}
+    assert claim.desired_spec(later) == {**spec, "renewTime": micro_time(later)}
 
 
 def test_a_holder_stops_before_others_may_think_that_it_is_gone() -> None:
     claim, _ = holder(at=100.0)
     assert (claim.is_held(109.9), claim.is_held(110.0)) == (True, False)
     assert (claim.seconds_left(104.0), claim.seconds_left(200.0)) == (6.0, 0.0)
-    assert TERMS.renew_every < TERMS.deadline < TERMS.seconds
+    assert TERMS.renew_interval < TERMS.deadline < TERMS.seconds
 
 
 def test_another_waits_for_as_long_as_it_was_granted_from_when_it_saw_the_last_change() -> None:
     _, spec = holder()
-    other = Claim("b", Terms(3))
-    other.see(spec, 1000.0)
-    other.see(spec, 1010.0)
+    other = LeaseView("b", LeaseTimings(3))
+    other.observe(spec, 1000.0)
+    other.observe(spec, 1010.0)
     assert other.seconds_until_free(1010.0) == 5.0
-    other.see({**spec, "renewTime": "1970-01-01T00:00:00.000000Z"}, 1014.0)
+    other.observe({**spec, "renewTime": "1970-01-01T00:00:00.000000Z"}, 1014.0)
     assert (other.seconds_until_free(1028.0), other.seconds_until_free(1029.0)) == (1.0, 0.0)
-    taken = other.wish(WALL)
+    taken = other.desired_spec(WALL)
     assert (taken["holderIdentity"], taken["leaseDurationSeconds"], taken["leaseTransitions"]) == ("b", 3, 1)
 
 
 def test_a_lease_that_was_released_may_be_taken_at_once() -> None:
     claim, spec = holder()
     released = claim.release(spec, WALL)
-    other = Claim("b", TERMS)
-    other.see(released, 0.0)
+    other = LeaseView("b", TERMS)
+    other.observe(released, 0.0)
     assert (released["holderIdentity"], other.seconds_until_free(0.0)) == ("", 0.0)
 
 
 def test_a_holder_that_reads_another_name_holds_it_no_more() -> None:
     claim, spec = holder()
-    claim.see({**spec, "holderIdentity": "b"}, 1.0)
+    claim.observe({**spec, "holderIdentity": "b"}, 1.0)
     assert not claim.is_held(1.0)
     assert claim.seconds_until_free(1.0) == 15.0
 
 
 def test_a_lease_that_somebody_deleted_may_be_made_anew_but_is_not_held_until_then() -> None:
     claim, _ = holder()
-    claim.see({}, 1.0)
+    claim.observe({}, 1.0)
     assert (claim.is_held(1.0), claim.seconds_until_free(1.0)) == (False, 0.0)
 
 
@@ -87,7 +87,7 @@ def test_a_name_that_is_none_is_refused_with_the_mend(text: str) -> None:
 
 def test_a_lease_of_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 s"):
-        Terms(0)
+        LeaseTimings(0)
 
 
 def test_an_operator_under_the_kopf_command_is_told_by_its_environment() -> None:
@@ -97,7 +97,7 @@ def test_an_operator_under_the_kopf_command_is_told_by_its_environment() -> None
         "MEGATRON_OPERATOR_WATCH_SILENCE": "100",
     }
     options = Options.from_environment(environment)
-    assert (options.lease, options.lease_terms) == (LeaseName("system", "ours"), Terms(30))
+    assert (options.lease, options.lease_timings) == (LeaseName("system", "ours"), LeaseTimings(30))
     assert options.watch_silence == 100
     assert Options.from_environment({}) == Options()
 
@@ -119,7 +119,7 @@ class Server:
 class Operator:
     """Reads and writes in steps of their own, so that others come between and the answers are late."""
 
-    claim: Claim
+    claim: LeaseView
     offset: float
     version: int = -1
     pending: tuple[dict[str, Any], float] | None = None
@@ -131,13 +131,13 @@ class Operator:
             (spec, began), self.pending = self.pending, None
             if server.version == self.version:
                 server.spec, server.version = spec, server.version + 1
-                self.claim.written(spec, began)
+                self.claim.record_written(spec, began)
             self.version = -1
         elif self.version == server.version and self.claim.seconds_until_free(mine) == 0:
-            self.pending = (self.claim.wish(datetime.fromtimestamp(mine, UTC)), mine)
+            self.pending = (self.claim.desired_spec(datetime.fromtimestamp(mine, UTC)), mine)
         else:
             self.version = server.version
-            self.claim.see(server.spec, mine)
+            self.claim.observe(server.spec, mine)
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.1, 1.0, 4.0, 9.9, 10.1, 16.0])), max_size=200)
@@ -149,7 +149,7 @@ def test_two_never_hold_it_at_once_however_late_they_are_and_however_wrong_their
     steps: list[tuple[int, float]], offsets: tuple[float, ...]
 ) -> None:
     server, now = Server(), 0.0
-    operators = [Operator(Claim(name, TERMS), offset) for name, offset in zip("abc", offsets, strict=True)]
+    operators = [Operator(LeaseView(name, TERMS), offset) for name, offset in zip("abc", offsets, strict=True)]
     for who, pause in steps:
         now += pause
         operators[who].step(server, now)
@@ -158,7 +158,7 @@ def test_two_never_hold_it_at_once_however_late_they_are_and_however_wrong_their
 
 def test_somebody_holds_it_when_all_keep_asking() -> None:
     server = Server()
-    operators = [Operator(Claim(name, TERMS), offset) for name, offset in (("a", 0.0), ("b", 50.0))]
+    operators = [Operator(LeaseView(name, TERMS), offset) for name, offset in (("a", 0.0), ("b", 50.0))]
     for turn in range(100):
         for each in operators[turn // 50 :]:  # the first one is gone after half of the time
             each.step(server, float(turn))

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Condition, Phase, Status
-from megatron_operator.local.plain_lines import PlainLines
+from megatron_operator.local.plain_view import PlainView
 from megatron_operator.local.snapshot import Snapshot
-from megatron_operator.local.table import draw
+from megatron_operator.local.table_view import draw
 from megatron_operator.world import EngineState, Loading, ObservedEngine, ObservedPod, ObservedReplica, PodPhase, World
 
 RESOURCE = parse_resource(
@@ -87,7 +87,7 @@ def test_the_table_shows_a_refused_edit_and_the_ending(running: Snapshot) -> Non
 
 def test_plain_lines_say_each_change_once(loading: Snapshot, running: Snapshot) -> None:
     output = io.StringIO()
-    view = PlainLines(Console(file=output, width=40))
+    view = PlainView(Console(file=output, width=40))
     view.show(loading)
     assert "phase: Starting" in output.getvalue()
     assert "pod chat-0-1-0: Loading at 127.64.0.1, 25 % of the weights read" in output.getvalue()

@@ -157,23 +157,23 @@ def test_ranks_that_their_deleted_first_pod_lets_go_have_not_failed() -> None:
     actions = planning.round()
     assert created(actions) == ["chat-0-1-0", "chat-0-1-1"]
     assert restarts(actions) == ["0", "0"]
-    assert planning.status.groups[0].last_failure is None
+    assert planning.status.replica_groups[0].last_failure is None
 
 
 def test_the_last_failure_is_that_of_the_rank_which_failed_and_not_of_those_who_missed_it() -> None:
     planning = Planning(parallelism={"tensor": 3}).settled()
-    complaint = Failure("LostRank", "rank 0: adding up a layer: rank 1 is missing", rank=1, exit_code=1)
+    error_line = Failure("LostRank", "rank 0: adding up a layer: rank 1 is missing", rank=1, exit_code=1)
     cluster = planning.cluster
-    cluster.change("chat-0-0-0", phase=PodPhase.FAILED, ready=False, finished_at=cluster.now, failure=complaint)
+    cluster.change("chat-0-0-0", phase=PodPhase.FAILED, ready=False, finished_at=cluster.now, failure=error_line)
     planning.round()
-    (group,) = planning.status.groups
+    (group,) = planning.status.replica_groups
     assert group.last_failure is not None
     assert (group.last_failure.pod, group.last_failure.rank) == ("chat-0-0-0", 1)
     cluster.now += 1
     cluster.change("chat-0-0-1", deletion_deadline=None)  # It ended by itself before it was asked to.
     cluster.fail("chat-0-0-1", exit_code=137)
     planning.round()
-    (group,) = planning.status.groups
+    (group,) = planning.status.replica_groups
     assert group.last_failure is not None
     assert (group.last_failure.pod, group.last_failure.reason) == ("chat-0-0-1", "RankFailed")
     assert group.last_failure.exit_code == 137

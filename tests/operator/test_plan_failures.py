@@ -6,8 +6,8 @@ import pytest
 from planning_support.planning import Planning, created, deleted, restarts
 
 from megatron_operator.api.v1alpha1 import Status
-from megatron_operator.groups import LOST_AFTER
 from megatron_operator.plan import Plan, plan
+from megatron_operator.replica_groups import LOST_AFTER
 from megatron_operator.status import build_status
 from megatron_operator.world import Failure, PodPhase
 
@@ -148,7 +148,7 @@ def test_pods_that_wait_for_one_without_a_place_have_their_time_once_it_has_one(
     assert planning.look() == Plan((), 300)
     cluster.now += 300
     assert deleted(planning.round()) == ["chat-0-0-1", "chat-0-0-0"]
-    (group,) = planning.status.groups
+    (group,) = planning.status.replica_groups
     assert group.last_failure is not None
     assert group.last_failure.message == "chat-0-0-0, chat-0-0-1 were not ready within 5m"
 

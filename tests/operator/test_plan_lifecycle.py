@@ -12,13 +12,13 @@ from megatron_operator.world import EngineState
 
 
 @pytest.mark.parametrize(
-    ("wish", "path"),
+    ("desired", "path"),
     [("Paused", ["pause"]), ("Suspended", ["pause", "suspend"])],
 )
-def test_a_wish_is_walked_one_edge_at_a_time_and_back(wish: str, path: list[str]) -> None:
+def test_a_wish_is_walked_one_edge_at_a_time_and_back(desired: str, path: list[str]) -> None:
     planning = Planning().settled()
     back = {"pause": "unpause", "suspend": "resume"}
-    for target, expected in ((wish, path), ("Running", [back[signal] for signal in reversed(path)])):
+    for target, expected in ((desired, path), ("Running", [back[signal] for signal in reversed(path)])):
         planning.spec["lifecycle"] = target
         walked = []
         for _ in range(6):
@@ -29,10 +29,10 @@ def test_a_wish_is_walked_one_edge_at_a_time_and_back(wish: str, path: list[str]
     assert planning.cluster.refused == []
 
 
-@pytest.mark.parametrize("wish", list(Lifecycle))
+@pytest.mark.parametrize("desired", list(Lifecycle))
 @pytest.mark.parametrize("state", [*EngineState, None])
-def test_every_signal_is_one_that_the_engine_takes(wish: Lifecycle, state: EngineState | None) -> None:
-    signal = next_signal(wish, state)
+def test_every_signal_is_one_that_the_engine_takes(desired: Lifecycle, state: EngineState | None) -> None:
+    signal = next_signal(desired, state)
     assert signal is None or state in ALLOWED_FROM[signal]
 
 

@@ -15,15 +15,15 @@ from suite_support.repetition import repeated
 
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference, Phase
-from megatron_operator.groups import Standing
 from megatron_operator.lifecycle import SETTLED_STATE
 from megatron_operator.names import template_hash
-from megatron_operator.picture import Picture
 from megatron_operator.plan import plan
 from megatron_operator.reconcile import reconcile
 from megatron_operator.render import image_of
+from megatron_operator.replica_groups import ReplicaGroupState
 from megatron_operator.settings import Settings
 from megatron_operator.status import as_json, build_status
+from megatron_operator.status_inputs import StatusInputs
 from megatron_operator.world import CreatePod, PodPhase, SendSignal, World
 
 ROUNDS_TO_SETTLE = 150
@@ -188,10 +188,10 @@ class RandomHistory(RuleBasedStateMachine):
 
     @invariant()
     def no_more_pods_run_than_are_wished(self) -> None:
-        wished = self.obj["spec"].get("replicas", 1)
-        live = [len(self.cluster.live(group)) for group in range(wished)]
+        desired = self.obj["spec"].get("replicas", 1)
+        live = [len(self.cluster.live(group)) for group in range(desired)]
         assert max(live) <= self.pods_per_group * (1 + self.surge)
-        assert sum(live) <= self.pods_per_group * (wished + self.surge)
+        assert sum(live) <= self.pods_per_group * (desired + self.surge)
 
     @invariant()
     def no_two_pods_are_selected_as_leaders(self) -> None:
@@ -215,7 +215,7 @@ class RandomHistory(RuleBasedStateMachine):
         if any(pod.index == 0 and pod.ready for pod in self.cluster.live()):
             assert [pod.name for pod in selected] == [pod.name for pod in self.cluster.coordinators()]
             assert len(selected) == 1
-            assert selected[0].told_epoch == selected[0].epoch
+            assert selected[0].known_epoch == selected[0].epoch
 
     def _has_arrived(self) -> bool:
         progress = {each["type"]: each["status"] for each in self.obj["status"]["conditions"]}
@@ -230,15 +230,15 @@ class RandomHistory(RuleBasedStateMachine):
             assert resource.deleting or resource.status.phase is Phase.STOPPED
             return
         hash_now = template_hash(resource, image_of(resource, Settings()))
-        picture = Picture(resource, world, hash_now)
-        assert picture.surplus_groups == ()
-        for view in picture.groups:
-            assert view.given_up or view.standing is Standing.READY
-            assert view.group.template_hash == hash_now or any(view.given_up for view in picture.groups)
+        inputs = StatusInputs(resource, world, hash_now)
+        assert inputs.surplus_groups == ()
+        for view in inputs.groups:
+            assert view.given_up or view.state is ReplicaGroupState.READY
+            assert view.group.template_hash == hash_now or any(view.given_up for view in inputs.groups)
             assert view.group.old_pods == ()
         self._exactly_one_leads()
-        if picture.is_open and not picture.sleeps:
-            assert picture.engine_state is SETTLED_STATE[resource.spec.lifecycle]
+        if inputs.accepts_requests and not inputs.is_auto_suspended:
+            assert inputs.engine_state is SETTLED_STATE[resource.spec.lifecycle]
         assert self._has_arrived()
 
     def _resource(self) -> MegatronInference:

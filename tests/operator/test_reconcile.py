@@ -17,7 +17,7 @@ from megatron_operator.world import (
     CreatePod,
     CreateSecret,
     KindMissing,
-    NamespaceEnds,
+    NamespaceTerminating,
     World,
     WorldError,
 )
@@ -186,7 +186,7 @@ async def test_where_nothing_can_be_made_any_more_all_pods_end_without_a_word_of
     operating = Operating(replicas=2)
     await operating.settle()
     operating.reasons()
-    refusal = NamespaceEnds("because it is being terminated")
+    refusal = NamespaceTerminating("because it is being terminated")
     operating.cluster.refuses = dict.fromkeys((ApplyChild, CreatePod, CreateSecret), refusal)
     operating.cluster.children = {key: text for key, text in operating.cluster.children.items() if "Secret" in key}
     for _ in range(3):

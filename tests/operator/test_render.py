@@ -109,8 +109,8 @@ def test_ranks_wait_for_pods_of_their_group_that_wait_for_a_node() -> None:
 
 
 def test_groups_avoid_each_others_nodes_without_insisting_on_it() -> None:
-    (wish,) = pod()["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    term = wish["podAffinityTerm"]
+    (desired,) = pod()["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    term = desired["podAffinityTerm"]
     assert term["topologyKey"] == "kubernetes.io/hostname"
     assert term["labelSelector"]["matchLabels"] == {names.NAME_LABEL: "chat"}
     assert term["labelSelector"]["matchExpressions"] == [
@@ -120,8 +120,11 @@ def test_groups_avoid_each_others_nodes_without_insisting_on_it() -> None:
 
 
 def test_groups_are_spread_over_a_topology_and_each_stays_together_in_it() -> None:
-    wish: dict[str, Any] = {"scheduling": {"topologyKey": "topology.kubernetes.io/zone"}, "parallelism": {"tensor": 2}}
-    first, second = pod(**wish), pod(replace(LEADER, index=1, leader=False, attempt=3), **wish)
+    desired: dict[str, Any] = {
+        "scheduling": {"topologyKey": "topology.kubernetes.io/zone"},
+        "parallelism": {"tensor": 2},
+    }
+    first, second = pod(**desired), pod(replace(LEADER, index=1, leader=False, attempt=3), **desired)
     (spread,) = first["spec"]["topologySpreadConstraints"]
     assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("topology.kubernetes.io/zone", "ScheduleAnyway")
     chosen = spread["labelSelector"]["matchLabels"]
@@ -130,16 +133,16 @@ def test_groups_are_spread_over_a_topology_and_each_stays_together_in_it() -> No
     assert "podAffinity" not in first["spec"]["affinity"]
     (beside,) = second["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert beside["topologyKey"] == "topology.kubernetes.io/zone"
-    same_attempt = pod(replace(LEADER, attempt=3), **wish)["metadata"]["labels"]
+    same_attempt = pod(replace(LEADER, attempt=3), **desired)["metadata"]["labels"]
     assert beside["labelSelector"]["matchLabels"].items() <= same_attempt.items()
     assert not beside["labelSelector"]["matchLabels"].items() <= first["metadata"]["labels"].items()
 
 
 def test_the_pods_of_an_attempt_are_queued_together() -> None:
-    wish: dict[str, Any] = {"scheduling": {"queueName": "gpus"}, "parallelism": {"tensor": 2}}
+    desired: dict[str, Any] = {"scheduling": {"queueName": "gpus"}, "parallelism": {"tensor": 2}}
     template = {"metadata": {"labels": {"kueue.x-k8s.io/queue-name": "mine"}}}
     for index in range(2):
-        manifest = pod(replace(LEADER, index=index, leader=index == 0, attempt=3), podTemplate=template, **wish)
+        manifest = pod(replace(LEADER, index=index, leader=index == 0, attempt=3), podTemplate=template, **desired)
         metadata = manifest["metadata"]
         assert metadata["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
         assert metadata["labels"]["kueue.x-k8s.io/pod-group-name"] == "chat-0-3"

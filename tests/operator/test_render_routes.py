@@ -87,14 +87,14 @@ def test_a_route_is_attached_to_its_gateways_and_never_ends_an_answer() -> None:
 
 def test_each_field_of_the_route_has_its_effect() -> None:
     parent = {"name": "public", "namespace": "gateways", "sectionName": "https", "port": 443}
-    wish = {
+    desired = {
         "parentRefs": [parent, {"name": "inside"}],
         "hostnames": ["chat.example.com", "*.chat.example.com"],
         "path": "/v1",
         "requestTimeout": "1h30m",
         "annotations": {"team": "a"},
     }
-    manifest = only_route(httpRoute=wish)
+    manifest = only_route(httpRoute=desired)
     assert manifest["spec"]["parentRefs"] == [parent, {"name": "inside"}]
     assert manifest["spec"]["hostnames"] == ["chat.example.com", "*.chat.example.com"]
     (rule,) = manifest["spec"]["rules"]

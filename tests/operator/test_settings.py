@@ -21,7 +21,7 @@ def test_policies_let_in_the_operators_namespace_and_those_who_scrape() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "complaint"),
+    ("variable", "value", "message"),
     [
         ("MEGATRON_NETWORK_POLICIES", "yes", "'yes' is neither; set it to true or false"),
         ("MEGATRON_OPERATOR_NAMESPACE", "", "is missing; set it to the namespace"),
@@ -31,9 +31,7 @@ def test_policies_let_in_the_operators_namespace_and_those_who_scrape() -> None:
         ("MEGATRON_METRICS_FROM", "[{}]", "set it to a JSON list of peers"),
     ],
 )
-def test_a_value_that_is_wrong_is_named_with_its_variable_and_the_mend(
-    variable: str, value: str, complaint: str
-) -> None:
+def test_a_value_that_is_wrong_is_named_with_its_variable_and_the_mend(variable: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=variable) as caught:
         Settings.from_environment({**WISHED, variable: value})
-    assert complaint in str(caught.value)
+    assert message in str(caught.value)

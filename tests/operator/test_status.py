@@ -149,9 +149,9 @@ def test_each_state_of_the_engine_has_its_conditions(
     assert "Available=True" not in shown(status)
 
 
-@pytest.mark.parametrize(("wish", "state"), [("Paused", "PAUSED"), ("Suspended", "SUSPENDED")])
-def test_a_wish_that_is_fulfilled_is_no_progress(wish: str, state: str) -> None:
-    status = Watching(lifecycle=wish).settled().status
+@pytest.mark.parametrize(("desired", "state"), [("Paused", "PAUSED"), ("Suspended", "SUSPENDED")])
+def test_a_wish_that_is_fulfilled_is_no_progress(desired: str, state: str) -> None:
+    status = Watching(lifecycle=desired).settled().status
     assert status.engine_state == state
     assert "Progressing=True" not in shown(status)
 
@@ -195,7 +195,7 @@ def test_some_groups_down_while_others_serve_is_degraded_but_ready() -> None:
         "Degraded=True": "GroupFailed",
     }
     assert status.ready == "1/2"
-    failure = status.groups[1].last_failure
+    failure = status.replica_groups[1].last_failure
     assert failure is not None
     assert (failure.attempt, failure.pod, failure.rank, failure.exit_code) == (0, "chat-1-0-0", 0, 137)
     words = message(status, ConditionType.DEGRADED)
@@ -209,7 +209,7 @@ def test_a_last_failure_stays_readable_after_the_group_is_back() -> None:
     watching.cluster.now += 10
     watching.settled()
     assert watching.status.phase is Phase.RUNNING
-    group = watching.status.groups[1]
+    group = watching.status.replica_groups[1]
     assert (group.attempt, group.restarts) == (1, 1)
     assert group.last_failure is not None
     assert group.last_failure.attempt == 0
@@ -328,7 +328,7 @@ def test_an_invalid_edit_of_a_serving_resource_keeps_what_was_known() -> None:
     status = invalid_status(obj, [MISTAKE], now=watching.cluster.now)
     assert shown(status)["Ready=Unknown"] == "InvalidSpec"
     assert status.url == watching.status.url
-    assert status.groups == watching.status.groups
+    assert status.replica_groups == watching.status.replica_groups
     assert [Condition.model_validate(each).type for each in as_json(status)["conditions"]] == list(ConditionType)
 
 

@@ -100,10 +100,10 @@ def _field_error(detail: ErrorDetails) -> FieldError:
             f"must start with a letter and hold at most {LONGEST_NAME} of a-z, 0-9 and '-', since Services and pods"
             " are named after it; choose another name",
         )
-    return FieldError(field, value, _mend(detail, location))
+    return FieldError(field, value, _fix(detail, location))
 
 
-def _mend(detail: ErrorDetails, location: tuple[int | str, ...]) -> str:
+def _fix(detail: ErrorDetails, location: tuple[int | str, ...]) -> str:
     context: Mapping[str, Any] = detail.get("ctx") or {}
     match detail["type"]:
         case "extra_forbidden":

@@ -6,9 +6,9 @@ from rich.console import Console
 
 from megatron_operator.api.quantity import Duration
 from megatron_operator.commands.console import say
-from megatron_operator.commands.failure import CommandRefused, existing
-from megatron_operator.commands.follow import Follower
-from megatron_operator.commands.wish import TARGETS, Verb, check_sense, wish_of
+from megatron_operator.commands.errors import CommandRefused, existing
+from megatron_operator.commands.lifecycle_verbs import DESIRED_STATES, Verb, check_verb, desired_lifecycle
+from megatron_operator.commands.wait import StatusWaiter
 from megatron_operator.kubernetes.user_cluster import UserCluster
 
 
@@ -21,13 +21,13 @@ async def change(
     except ValueError as error:
         raise CommandRefused(f"--timeout {timeout}: {error}") from error
     obj = await existing(cluster, namespace, name)
-    check_sense(verb, obj)
-    wish = TARGETS[verb]
-    if wish_of(obj) is wish:
-        say(console, f"{name} is wished to be {wish} already")
+    check_verb(verb, obj)
+    desired = DESIRED_STATES[verb]
+    if desired_lifecycle(obj) is desired:
+        say(console, f"{name} is wished to be {desired} already")
     else:
-        obj = await cluster.set_spec(namespace, name, {"lifecycle": wish.value})
+        obj = await cluster.set_spec(namespace, name, {"lifecycle": desired.value})
         hint = "; its requests wait on: `unpause` answers them" if verb is Verb.RESUME else ""
-        say(console, f"{name} is wished to be {wish} now{hint}")
+        say(console, f"{name} is wished to be {desired} now{hint}")
     if wait:
-        await Follower(cluster, namespace, name, wish, obj["metadata"]["generation"], console).wait(patience)
+        await StatusWaiter(cluster, namespace, name, desired, obj["metadata"]["generation"], console).wait(patience)

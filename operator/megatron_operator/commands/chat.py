@@ -15,7 +15,7 @@ from typing import Any
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, Phase
 from megatron_operator.commands.console import program
-from megatron_operator.commands.failure import CommandFailed, existing
+from megatron_operator.commands.errors import CommandFailed, existing
 from megatron_operator.kubernetes.api_server import Json, ServerError
 from megatron_operator.kubernetes.user_cluster import EndpointError, UserCluster, core_path
 from megatron_operator.status import old_status

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from megatron_operator.commands.failure import Access
+    from megatron_operator.commands.errors import Access
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The MegatronInference.")]
 Namespace = Annotated[
@@ -50,7 +50,7 @@ def register(app: typer.Typer) -> None:
 def describe(name: Name, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
     """Tell how a resource is, why, what it waits for, and what to do next."""
     from megatron_operator.commands.describe import describe as told
-    from megatron_operator.commands.failure import on_cluster
+    from megatron_operator.commands.errors import on_cluster
 
     access = _access(kubeconfig, context, namespace)
     on_cluster(access, lambda cluster, where: told(cluster, where, name, Console()))
@@ -86,10 +86,10 @@ def logs(
     kubeconfig: Kubeconfig = None,
 ) -> None:
     """Print the logs of all pods and ranks, in order of time."""
-    from megatron_operator.commands.failure import on_cluster
-    from megatron_operator.commands.logs import Logs, Request
+    from megatron_operator.commands.errors import on_cluster
+    from megatron_operator.commands.logs import LogRequest, Logs
 
-    request = Request(name, follow, group, rank, since, tail)
+    request = LogRequest(name, follow, group, rank, since, tail)
     access = _access(kubeconfig, context, namespace)
     on_cluster(access, lambda cluster, where: Logs(cluster, where, request, Console()).run())
 
@@ -109,7 +109,7 @@ def chat(
 ) -> None:
     """Talk to the model, by way of the API server; needs the right to create services/proxy."""
     from megatron_operator.commands.chat import Chat
-    from megatron_operator.commands.failure import on_cluster
+    from megatron_operator.commands.errors import on_cluster
 
     given = {"max_tokens": max_tokens, "temperature": temperature}
     options = {field: value for field, value in given.items() if value is not None}
@@ -120,7 +120,7 @@ def chat(
 def doctor(namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
     """Look at the cluster for what is missing, and tell how to mend it; exit code 1 when something is."""
     from megatron_operator.commands.doctor import Doctor
-    from megatron_operator.commands.failure import on_cluster
+    from megatron_operator.commands.errors import on_cluster
 
     access = _access(kubeconfig, context, namespace)
     on_cluster(access, lambda cluster, where: Doctor(cluster, where, Console()).run())
@@ -128,8 +128,8 @@ def doctor(namespace: Namespace = None, context: Context = None, kubeconfig: Kub
 
 def _change(verb: str, name: str, wait: bool, timeout: str, access: Access) -> None:
     from megatron_operator.commands.change import change
-    from megatron_operator.commands.failure import on_cluster
-    from megatron_operator.commands.wish import Verb
+    from megatron_operator.commands.errors import on_cluster
+    from megatron_operator.commands.lifecycle_verbs import Verb
 
     chosen, console = Verb(verb), Console()
     on_cluster(
@@ -139,6 +139,6 @@ def _change(verb: str, name: str, wait: bool, timeout: str, access: Access) -> N
 
 
 def _access(kubeconfig: Path | None, context: str | None, namespace: str | None) -> Access:
-    from megatron_operator.commands.failure import Access
+    from megatron_operator.commands.errors import Access
 
     return Access(kubeconfig, context, namespace)

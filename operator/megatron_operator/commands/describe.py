@@ -8,8 +8,8 @@ from rich.console import Console
 
 from megatron_operator import names
 from megatron_operator.commands.console import say
-from megatron_operator.commands.failure import existing
-from megatron_operator.commands.portrait import Portrait
+from megatron_operator.commands.describe_view import DescribeView
+from megatron_operator.commands.errors import existing
 from megatron_operator.kubernetes.api_server import Json, ServerRefusal
 from megatron_operator.kubernetes.user_cluster import UserCluster, core_path
 
@@ -21,7 +21,7 @@ async def describe(cluster: UserCluster, namespace: str, name: str, console: Con
     fields = f"involvedObject.uid={obj['metadata']['uid']}"
     events, hidden_events = await _readable(cluster, namespace, "events", fieldSelector=fields)
     hidden = tuple(words for words in (hidden_pods, hidden_events) if words)
-    for line in Portrait(obj, pods, events, now=time.time(), hidden=hidden).lines():
+    for line in DescribeView(obj, pods, events, now=time.time(), hidden=hidden).lines():
         say(console, line)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_operator.api.crd import crd
 from megatron_operator.api.quantity import Quantity
 from megatron_operator.api.v1alpha1 import API_VERSION, KIND, VERSION, Device
-from megatron_operator.commands.failure import INSTALL
+from megatron_operator.commands.errors import INSTALL
 from megatron_operator.kubernetes.lease import LeaseName
 from megatron_operator.settings import LEASE_VARIABLE
 
@@ -46,7 +46,7 @@ class Finding:
     level: Level
     subject: str
     words: str
-    mend: str = ""
+    fix: str = ""
 
 
 def api_server(version: Object) -> Finding:
@@ -156,14 +156,14 @@ def _field(variable: Object) -> str:
 
 def _operator(deployment: Object, version: str) -> Finding:
     status, image = deployment.get("status") or {}, str(_container(deployment).get("image"))
-    wished, available = int(deployment["spec"].get("replicas", 1)), int(status.get("availableReplicas") or 0)
+    desired, available = int(deployment["spec"].get("replicas", 1)), int(status.get("availableReplicas") or 0)
     name = full_name(deployment)
     if available < 1:
         said = [each.get("message") for each in status.get("conditions") or [] if each.get("status") == "False"]
-        words = f"{name}: {available} of {wished} pods are available{': ' if said else ''}{'; '.join(map(str, said))}"
+        words = f"{name}: {available} of {desired} pods are available{': ' if said else ''}{'; '.join(map(str, said))}"
         where = deployment["metadata"]
-        mend = f"kubectl -n {where['namespace']} describe deployment {where['name']}"
-        return Finding(Level.MISSING, "operator", words, mend if wished else f"scale {name} to 1")
+        fix = f"kubectl -n {where['namespace']} describe deployment {where['name']}"
+        return Finding(Level.MISSING, "operator", words, fix if desired else f"scale {name} to 1")
     tag = image.rpartition(":")[2] if ":" in image.rpartition("/")[2] else ""
     if tag and tag != version and "@" not in image:
         return Finding(Level.WARN, "operator", f"{name} runs as {image}; this command is {version}", "use one version")

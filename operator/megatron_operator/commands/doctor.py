@@ -23,7 +23,7 @@ from megatron_operator.kubernetes.api_server import Json, ServerError, ServerRef
 from megatron_operator.kubernetes.user_cluster import UserCluster, core_path, resources_path
 from megatron_operator.render.network_policy import OPERATOR
 
-STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "bold red", Level.UNKNOWN: "dim"}
+LEVEL_STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "bold red", Level.UNKNOWN: "dim"}
 REVIEWS_AT_A_TIME = 8
 API_KEYS = str(ApiKeysSecret.model_fields["key"].default)
 """Where an old API server did not fill in the default."""
@@ -56,8 +56,8 @@ class Doctor:
         say(self.console, f"{self.cluster.server} (context {self.cluster.context}), namespace {self.namespace}")
         for finding in findings:
             say(self.console, _line(finding))
-            if finding.mend:
-                say(self.console, f"{'':8} {'':15} {finding.mend}")
+            if finding.fix:
+                say(self.console, f"{'':8} {'':15} {finding.fix}")
         missing = sum(finding.level is Level.MISSING for finding in findings)
         unseen = sum(finding.level is Level.UNKNOWN for finding in findings) - 1
         words = f"{missing} missing" if missing else "nothing that is needed is missing"
@@ -214,5 +214,5 @@ def secret_keys(specs: Iterable[Json]) -> dict[str, list[str]]:
 
 
 def _line(finding: Finding) -> Text:
-    line = Text(f"{finding.level.value:<8}", style=STYLES[finding.level])
+    line = Text(f"{finding.level.value:<8}", style=LEVEL_STYLES[finding.level])
     return line.append(f" {finding.subject:<15} {finding.words}", style="default")

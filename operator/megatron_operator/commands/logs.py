@@ -14,13 +14,13 @@ from rich.text import Text
 from megatron_operator import names
 from megatron_operator.api.quantity import Duration
 from megatron_operator.commands.console import say
-from megatron_operator.commands.failure import CommandRefused, existing, in_words
+from megatron_operator.commands.errors import CommandRefused, existing, in_words
 from megatron_operator.commands.log_lines import LogLine, has_started, read_lines
 from megatron_operator.kubernetes.api_server import Json
 from megatron_operator.kubernetes.user_cluster import UserCluster, core_path
 from megatron_operator.world import PodPhase, WorldError
 
-COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+POD_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 LOOK = 1.0
 """Seconds between looks for new pods, and before a log that broke off is read on."""
 PODS = "the list of pods"
@@ -28,7 +28,7 @@ FINISHED = (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
 
 @dataclass(frozen=True)
-class Request:
+class LogRequest:
     """Whose lines are wanted, and which; None is no limit. ``tail`` counts the lines of each pod."""
 
     name: str
@@ -57,9 +57,9 @@ class Logs:
 
     cluster: UserCluster
     namespace: str
-    request: Request
+    request: LogRequest
     console: Console
-    complaints: Console = field(default_factory=lambda: Console(stderr=True))
+    errors: Console = field(default_factory=lambda: Console(stderr=True))
     _last: dict[str, float] = field(default_factory=dict)
     _failed: set[str] = field(default_factory=set)
 
@@ -71,7 +71,7 @@ class Logs:
         pods = await self._pods()
         if not pods and not self.request.follow:
             of = "" if self.request.group is None else f" in group {self.request.group}"
-            say(self.complaints, f"{self.request.name} has no pods{of}")
+            say(self.errors, f"{self.request.name} has no pods{of}")
         found = await asyncio.gather(*(self._history(pod, query) for pod in pods))
         for line in sorted(line for lines in found for line in lines):
             self._print(line)
@@ -101,12 +101,12 @@ class Logs:
         self._last[name] = 0.0
         if not has_started(pod):
             if not self.request.follow:
-                say(self.complaints, f"{name} has not started: it has no log yet")
+                say(self.errors, f"{name} has not started: it has no log yet")
             return []
         try:
             lines = [line async for line in read_lines(self.cluster, self.namespace, name, query)]
         except WorldError as error:
-            self._complain(name, error)
+            self._report_error(name, error)
             return []
         self._last[name] = max((line.time for line in lines if math.isfinite(line.time)), default=0.0)
         wanted = [line for line in lines if self._wants(line)]
@@ -127,7 +127,7 @@ class Logs:
             pods = await self._pods()
             over = not pods and await self.cluster.get("MegatronInference", self.namespace, self.request.name) is None
         except WorldError as error:
-            self._complain(PODS, error)
+            self._report_error(PODS, error)
             return False
         self._failed.discard(PODS)
         for pod in pods:
@@ -153,17 +153,17 @@ class Logs:
                 if pod is None or (pod.get("status") or {}).get("phase") in FINISHED:
                     return
             except WorldError as error:
-                self._complain(name, error)
+                self._report_error(name, error)
             await asyncio.sleep(LOOK)
 
     def _wants(self, line: LogLine) -> bool:
         return self.request.rank is None or line.is_of(self.request.rank)
 
-    def _complain(self, name: str, error: WorldError) -> None:
+    def _report_error(self, name: str, error: WorldError) -> None:
         if name not in self._failed:
             self._failed.add(name)
-            say(self.complaints, f"{name}: cannot be read now: {in_words(error, self.cluster)}")
+            say(self.errors, f"{name}: cannot be read now: {in_words(error, self.cluster)}")
 
     def _print(self, line: LogLine) -> None:
-        prefix = Text(line.pod, style=COLOURS[zlib.crc32(line.pod.encode()) % len(COLOURS)])
+        prefix = Text(line.pod, style=POD_STYLES[zlib.crc32(line.pod.encode()) % len(POD_STYLES)])
         say(self.console, prefix.append(f" {line.text}", style="default"))

@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron_operator.api.v1alpha1 import ConditionType, Phase, Status
 from megatron_operator.commands.console import program
-from megatron_operator.conditions import GROUP_FAILED, sleeps
-from megatron_operator.picture import ENGINE_UNREACHABLE
+from megatron_operator.conditions import GROUP_FAILED, is_auto_suspended
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED
 from megatron_operator.status import INVALID_SPEC
+from megatron_operator.status_inputs import ENGINE_UNREACHABLE
 
 _BY_PHASE = {
     Phase.STOPPED: "{program} start {name}",
@@ -55,7 +55,7 @@ def _of(status: Status) -> str:
             return _BY_REASON[condition.reason]
         if kind is ConditionType.FAILED:
             return _GAVE_UP
-    if sleeps(status):
+    if is_auto_suspended(status):
         return _BY_PHASE[Phase.RUNNING]
     ready = status.condition(ConditionType.READY)
     if ready is not None and ready.status == "Unknown":

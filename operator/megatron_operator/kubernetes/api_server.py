@@ -14,10 +14,10 @@ from kubernetes.aio import client, config
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
-from megatron_operator.world import ActionRefused, NamespaceEnds, WorldError
+from megatron_operator.world import ActionRefused, NamespaceTerminating, WorldError
 
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=20.0, connect=5.0)
-MOST_DELAYS = 5
+MAX_DELAYS = 5
 """How often one request is put off by a busy API server (429) before it counts as failed."""
 LONGEST_DELAY = 60.0
 MERGE_PATCH = "application/merge-patch+json"
@@ -38,7 +38,7 @@ PATHS = {
 
 REFUSALS = (400, 403, 405, 409, 413, 415, 422)
 """Answers that the same request would get again."""
-NAMESPACE_ENDS = "NamespaceTerminating"
+NAMESPACE_TERMINATING = "NamespaceTerminating"
 """The cause by which the API server refuses to make anything in a namespace that is being deleted."""
 
 Json = dict[str, Any]
@@ -119,10 +119,10 @@ class ApiServer:
         items: list[Json] = answer.get("items") or []
         return items
 
-    async def create(self, manifest: Mapping[str, Any], *, only_try: bool = False) -> Json:
+    async def create(self, manifest: Mapping[str, Any], *, dry_run: bool = False) -> Json:
         """The object as it is kept, or would be. Raises ServerRefusal with ``conflict`` when the name is taken."""
         path = path_of(manifest["kind"], manifest["metadata"]["namespace"])
-        query = {"fieldManager": names.MANAGER, **({"dryRun": "All"} if only_try else {})}
+        query = {"fieldManager": names.MANAGER, **({"dryRun": "All"} if dry_run else {})}
         return await self._request("POST", path, query, body=manifest)
 
     async def replace(self, manifest: Mapping[str, Any]) -> Json:
@@ -203,7 +203,7 @@ class ApiServer:
         content_type: str = "application/json",
     ) -> Json:
         headers = {"Accept": "application/json", "Content-Type": content_type}
-        for _ in range(MOST_DELAYS):
+        for _ in range(MAX_DELAYS):
             if method != "GET" and not path.startswith(PATHS["Lease"][0]):
                 self.check_may_act()
             status, delay, text = await self._send(method, path, query, headers, body)
@@ -282,8 +282,8 @@ def answer_of(request: str, status: int, text: str) -> Json:
         return answer
     words = answer.get("message") if isinstance(answer, dict) else None
     message = f"{request}: {words or text[:300] or 'an empty answer'} ({status})"
-    if NAMESPACE_ENDS in _causes(answer):
-        raise NamespaceEnds(message)
+    if NAMESPACE_TERMINATING in _causes(answer):
+        raise NamespaceTerminating(message)
     if status in REFUSALS:
         raise ServerRefusal(message, status)
     raise ServerError(message, status)

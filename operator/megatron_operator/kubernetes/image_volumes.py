@@ -14,7 +14,7 @@ from typing import Any
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
 from megatron_operator.world import ActionRefused
 
-MEND = (
+FIX = (
     "Kubernetes has them from 1.35 on, and from 1.31 on where the feature gate ImageVolume is set; upgrade the cluster"
     " or set the gate, or put the model on a persistentVolumeClaim"
 )
@@ -48,7 +48,7 @@ class ImageVolumes:
 
     async def _try(self, pod: Object, images: Mapping[str, Object]) -> None:
         try:
-            tried = await self._api.create(pod, only_try=True)
+            tried = await self._api.create(pod, dry_run=True)
             self._kept = _images(tried).keys() == images.keys()
         except ServerRefusal as refusal:
             if refusal.conflict:
@@ -57,7 +57,7 @@ class ImageVolumes:
                 raise
         if not self._kept:
             words = ", ".join(str(image.get("reference")) for image in images.values())
-            self._refusal = ActionRefused(f"image {words}: this API server has no volumes of type image; {MEND}")
+            self._refusal = ActionRefused(f"image {words}: this API server has no volumes of type image; {FIX}")
 
 
 def _images(pod: Object) -> dict[str, Object]:

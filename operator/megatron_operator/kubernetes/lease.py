@@ -38,7 +38,7 @@ class LeaseName:
 
 
 @dataclass(frozen=True)
-class Terms:
+class LeaseTimings:
     """``seconds``: what a Lease is granted for. The other times follow from it. Raises ValueError below 1."""
 
     seconds: int = 15
@@ -53,22 +53,22 @@ class Terms:
         return self.seconds * 2 / 3
 
     @property
-    def renew_every(self) -> float:
+    def renew_interval(self) -> float:
         """Seconds from one renewal to the next."""
         return self.seconds / 3
 
     @property
-    def look_every(self) -> float:
+    def retry_period(self) -> float:
         """Seconds from one attempt to the next while another holds the Lease, or the API server does not answer."""
         return min(2.0, self.seconds / 8)
 
 
-class Claim:
+class LeaseView:
     """One operator's view. All ``now`` are seconds on one monotonic clock."""
 
-    def __init__(self, identity: str, terms: Terms) -> None:
+    def __init__(self, identity: str, timings: LeaseTimings) -> None:
         self.identity = identity
-        self.terms = terms
+        self.timings = timings
         self._seen: Spec = {}
         self._seen_at = -math.inf
         self._held_until = -math.inf
@@ -86,23 +86,23 @@ class Claim:
         """How long we may go on without a renewal."""
         return max(0.0, self._held_until - now)
 
-    def see(self, spec: Spec, now: float) -> None:
+    def observe(self, spec: Spec, now: float) -> None:
         """The Lease was read. ``now`` must not be earlier than the answer."""
         if spec != self._seen:
             self._seen, self._seen_at = dict(spec), now
         if not self.owns(spec):
-            self.drop()
+            self.forget()
 
     def seconds_until_free(self, now: float) -> float:
         """How long the Lease, as it was last seen, is another's; 0: it may be taken."""
         if not self.holder or self.owns(self._seen):
             return 0.0
-        granted = self._seen.get("leaseDurationSeconds") or self.terms.seconds
+        granted = self._seen.get("leaseDurationSeconds") or self.timings.seconds
         return max(0.0, self._seen_at + float(granted) - now)
 
-    def wish(self, wall: datetime) -> dict[str, Any]:
+    def desired_spec(self, wall: datetime) -> dict[str, Any]:
         """What to write, to take the Lease or to keep it. ``wall`` is for readers alone."""
-        spec = {**self._seen, "holderIdentity": self.identity, "leaseDurationSeconds": self.terms.seconds}
+        spec = {**self._seen, "holderIdentity": self.identity, "leaseDurationSeconds": self.timings.seconds}
         spec["renewTime"] = micro_time(wall)
         if not self.owns(self._seen):
             spec["acquireTime"] = spec["renewTime"]
@@ -117,12 +117,12 @@ class Claim:
         """Whether the Lease names us, however old that may be."""
         return spec.get("holderIdentity") == self.identity
 
-    def written(self, spec: Spec, began: float) -> None:
+    def record_written(self, spec: Spec, began: float) -> None:
         """``spec``, our wish, is what the Lease says; ``began`` is when we set out to write it."""
         self._seen, self._seen_at = dict(spec), began
-        self._held_until = began + self.terms.deadline
+        self._held_until = began + self.timings.deadline
 
-    def drop(self) -> None:
+    def forget(self) -> None:
         """From now on we do not hold it, whatever the Lease says."""
         self._held_until = -math.inf
 

@@ -16,7 +16,7 @@ FIRST_PAUSE = 5.0
 LONGEST_PAUSE = 60.0
 """Seconds between looks for kinds that somebody waits for, which grow from the one to the other."""
 
-MENDS = {
+FIXES = {
     "HTTPRoute": "install the Gateway API, version 1.2 or newer, with a gateway that implements it, or remove"
     " spec.expose.httpRoute",
     "Ingress": "upgrade Kubernetes to 1.19 or newer, or remove spec.expose.ingress",
@@ -48,14 +48,14 @@ class MissingKinds:
         if kind in self._waiting:
             self._waiting[kind].add(wake)
             group, version, _ = group_version_plural(kind)
-            raise KindMissing(f"{kind}: this cluster has no such kind in {group}/{version}; {MENDS[kind]}")
+            raise KindMissing(f"{kind}: this cluster has no such kind in {group}/{version}; {FIXES[kind]}")
 
     async def explain(self, kind: str, error: ServerError, wake: Wake) -> None:
         """Raises KindMissing where the error tells that there is no such kind, ActionRefused where it is too old."""
-        if kind not in MENDS:
+        if kind not in FIXES:
             return
         if UNDECLARED in str(error):
-            raise ActionRefused(f"{error}; {MENDS[kind]}") from error
+            raise ActionRefused(f"{error}; {FIXES[kind]}") from error
         if error.status == http.HTTPStatus.NOT_FOUND and not await self._api.knows(kind):
             self._waiting.setdefault(kind, set())
             if self._task is None or self._task.done():
@@ -64,7 +64,7 @@ class MissingKinds:
 
     async def found(self, kind: str) -> None:
         """There is an object of the kind, whose changes are of interest from now on."""
-        if kind in MENDS:
+        if kind in FIXES:
             await self._watch(kind)
 
     def forget(self, wake: Wake) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 import httpx
 
 from megatron_operator import names
-from megatron_operator.engine import EngineClient, PodReport
-from megatron_operator.hearing import Answer, Hearing
+from megatron_operator.control_client import ControlClient, PodReport
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError, ServerRefusal
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Wake
 from megatron_operator.kubernetes.pod_status import observed_pod
-from megatron_operator.observation import observed_world
+from megatron_operator.observation import Answer, ControlApiPoller, observed_world
 from megatron_operator.world import (
     Action,
     ActionRefused,
@@ -28,9 +27,9 @@ from megatron_operator.world import (
     DeletePod,
     Manifest,
     PodPhase,
+    SendRole,
     SendSignal,
-    SetRole,
-    TellRole,
+    SetRoleLabel,
     World,
     WorldError,
 )
@@ -50,8 +49,8 @@ class KubernetesPort:
         self._client = client
         self._token: str | None = None
         self._image_volumes = ImageVolumes(api)
-        self._hearing = Hearing(wake)
-        self.launchers = EngineClient(None, http=client)
+        self._poller = ControlApiPoller(wake)
+        self.control_client = ControlClient(None, http=client)
         """Client of the pods' control APIs; another one once the token is known."""
         self._applied: dict[str, Any] = {}
         """The fields of each child that were ours right after we applied it."""
@@ -81,7 +80,7 @@ class KubernetesPort:
         if secret is not None and self._owns(secret):
             self._use_token(secret)
         ours = [pod for pod in pods if self._owns(pod)]
-        await self._hearing.forget_others({pod["metadata"]["uid"] for pod in ours})
+        await self._poller.keep_only({pod["metadata"]["uid"] for pod in ours})
         answers = await asyncio.gather(*(self._ask(pod) for pod in ours))
         self.revisions = {
             pod["metadata"]["uid"]: answer.revision
@@ -98,7 +97,7 @@ class KubernetesPort:
 
     async def close(self) -> None:
         """End questions to pods that are still open."""
-        await self._hearing.close()
+        await self._poller.close()
 
     async def _find_routes(self, name: str, namespace: str) -> list[Object]:
         """Most resources have none, and are not asked for them at each look."""
@@ -127,14 +126,14 @@ class KubernetesPort:
                 await self._api.delete("Pod", namespace, pod, uid=uid, grace_seconds=grace_seconds)
             case SendSignal(signal, address):
                 self._api.check_may_act()
-                await self.launchers.signal(address, signal)
-            case SetRole(pod, uid, leader, epoch):
+                await self.control_client.signal(address, signal)
+            case SetRoleLabel(pod, uid, leader, epoch):
                 await self._api.patch_metadata(
                     "Pod", namespace, pod, uid=uid, changes=names.role_metadata(leader, epoch)
                 )
-            case TellRole(address, leads, epoch, lifecycle):
+            case SendRole(address, leader, epoch, lifecycle):
                 self._api.check_may_act()
-                await self.launchers.role(address, leads=leads, epoch=epoch, lifecycle=lifecycle)
+                await self.control_client.set_role(address, leader=leader, epoch=epoch, lifecycle=lifecycle)
 
     def _owns(self, obj: Object) -> bool:
         return any(owner.get("uid") == self._uid for owner in obj["metadata"].get("ownerReferences") or [])
@@ -152,14 +151,14 @@ class KubernetesPort:
         encoded = (secret.get("data") or {}).get(names.CONTROL_TOKEN)
         token = base64.b64decode(encoded).decode() if encoded else None
         if token != self._token:
-            self._token, self.launchers = token, EngineClient(token, http=self._client)
+            self._token, self.control_client = token, ControlClient(token, http=self._client)
 
     async def _ask(self, pod: Object) -> Answer:
         status = pod.get("status") or {}
         address = status.get("podIP")
         if status.get("phase") != PodPhase.RUNNING or not address:
             return None
-        return await self._hearing.ask(self.launchers, pod["metadata"]["uid"], address)
+        return await self._poller.poll(self.control_client, pod["metadata"]["uid"], address)
 
     async def _apply_child(self, manifest: Manifest) -> None:
         kind = manifest["kind"]

@@ -11,14 +11,14 @@ import httpx
 
 from megatron_operator.events import Event
 from megatron_operator.kubernetes.api_server import ApiServer, Json
+from megatron_operator.kubernetes.control_api_watches import ControlApiWatches
 from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
 from megatron_operator.kubernetes.missing_kinds import MissingKinds
-from megatron_operator.kubernetes.pod_watches import PodWatches
 from megatron_operator.kubernetes.port import KubernetesPort
 from megatron_operator.metrics import Meters, Outcome
 from megatron_operator.reconcile import ReconcileResult, begin, reconcile
 from megatron_operator.settings import Settings
-from megatron_operator.world import NamespaceEnds, WorldError
+from megatron_operator.world import NamespaceTerminating, WorldError
 
 RESYNC = 600.0
 """Seconds to the next look when nothing happens and nothing is due: at what is not watched, or was missed."""
@@ -48,12 +48,12 @@ class Shared:
 class ResourceLoop:
     """``run`` does all; ``wake`` says that something may have changed. Rounds of one resource never overlap."""
 
-    def __init__(self, namespace: str, name: str, shared: Shared, newborn: Json | None = None) -> None:
-        """``newborn`` is the resource where nobody has reported on it yet."""
+    def __init__(self, namespace: str, name: str, shared: Shared, new_resource: Json | None = None) -> None:
+        """``new_resource`` is the resource where nobody has reported on it yet."""
         self.namespace = namespace
         self.name = name
         self._shared = shared
-        self._newborn = newborn
+        self._new_resource = new_resource
         self._woken = asyncio.Event()
         self._written_version: str | None = None
         self._failures = 0
@@ -61,7 +61,7 @@ class ResourceLoop:
         self._uid: str | None = None
         self._port: KubernetesPort | None = None
         self._wake_up = self._woken.set
-        self._watches = PodWatches(self._wake_up)
+        self._watches = ControlApiWatches(self._wake_up)
 
     def wake(self, version: str | None = None) -> None:
         """``version`` is the resource's own: the echo of a status that this loop wrote is no news."""
@@ -70,8 +70,8 @@ class ResourceLoop:
 
     async def run(self) -> None:
         """Returns when the resource is gone and no word of a new one of that name has come."""
-        if self._newborn is not None:
-            await self._begin(self._newborn)
+        if self._new_resource is not None:
+            await self._begin(self._new_resource)
         while True:
             self._woken.clear()
             delay = await self._round()
@@ -96,10 +96,10 @@ class ResourceLoop:
             return
         await asyncio.sleep(least)
 
-    async def _begin(self, newborn: Json) -> None:
+    async def _begin(self, new_resource: Json) -> None:
         """Two requests or a few, for which it takes no turn among the others' rounds."""
         try:
-            await begin(newborn, await self._port_of(newborn), settings=self._shared.settings)
+            await begin(new_resource, await self._port_of(new_resource), settings=self._shared.settings)
         except Exception:
             logger.exception("%s: its beginning ended unexpectedly", self)
 
@@ -170,7 +170,7 @@ class ResourceLoop:
         """An event that cannot be posted is missed by nobody but its readers."""
         try:
             await self._shared.api.create(kubernetes_event(obj, event))
-        except NamespaceEnds:
+        except NamespaceTerminating:
             return
         except WorldError as error:
             logger.warning("%s: event %s is lost: %s", self, event.reason, error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_operator.local.addresses import LoopbackAddresses
-from megatron_operator.local.pod_manifest import PodIdentity
+from megatron_operator.local.pod_manifest import PodMetadata
 
 CHUNK = 64 * 1024
 CLUSTER_NAME = re.compile(
@@ -82,7 +82,7 @@ class LoopbackNetwork:
         service = self._services.get((namespace, name))
         return service.address if service else None
 
-    def pod_address(self, pod: PodIdentity, ports: Iterable[int]) -> str:
+    def pod_address(self, pod: PodMetadata, ports: Iterable[int]) -> str:
         """The address of a pod, the one that its name was resolved to if it was. Raises NoAddressError."""
         key = (pod.namespace, pod.subdomain, pod.hostname)
         if pod.subdomain and key in self._pod_addresses:
@@ -92,7 +92,7 @@ class LoopbackNetwork:
             self._pod_addresses[key] = address
         return address
 
-    def forget_pod(self, pod: PodIdentity, address: str) -> None:
+    def forget_pod(self, pod: PodMetadata, address: str) -> None:
         """Let a pod's address be used again."""
         self._pod_addresses.pop((pod.namespace, pod.subdomain, pod.hostname), None)
         self._addresses.give_back(address)

@@ -45,7 +45,7 @@ def number(entry: Json, field: str, where: str, default: float | None = None) ->
 
 
 @dataclass(frozen=True)
-class PodIdentity:
+class PodMetadata:
     """The parts of a pod's metadata and spec that others refer to."""
 
     name: str
@@ -58,7 +58,7 @@ class PodIdentity:
     grace_seconds: int
 
     @classmethod
-    def of(cls, manifest: Json, uid: str) -> PodIdentity:
+    def of(cls, manifest: Json, uid: str) -> PodMetadata:
         """Raises PodError when the manifest has no name or asks for restarts."""
         metadata, spec = manifest.get("metadata", {}), manifest.get("spec", {})
         if not metadata.get("name"):
@@ -216,7 +216,7 @@ def _secret_value(read_secret: SecretReader, namespace: str, name: str, key: str
     return values[key]
 
 
-def field_value(path: str, pod: PodIdentity, address: str) -> str:
+def field_value(path: str, pod: PodMetadata, address: str) -> str:
     """The downward API's ``fieldPath``. Raises PodError for one that means nothing here."""
     if match := FIELD_KEY.fullmatch(path):
         return (pod.labels if match[1] == "labels" else pod.annotations).get(match[2], "")
@@ -235,7 +235,7 @@ def field_value(path: str, pod: PodIdentity, address: str) -> str:
     return known[path]
 
 
-def environment(container: Json, pod: PodIdentity, address: str, read_secret: SecretReader) -> dict[str, str]:
+def environment(container: Json, pod: PodMetadata, address: str, read_secret: SecretReader) -> dict[str, str]:
     """The container's variables with references resolved, in order, as the kubelet does. Raises PodError."""
     if container.get("envFrom"):
         raise PodError("envFrom: not possible for processes; list the variables under env")
@@ -272,7 +272,7 @@ def expand(text: str, values: Mapping[str, str]) -> str:
 
 def read_launch(
     manifest: Json,
-    pod: PodIdentity,
+    pod: PodMetadata,
     address: str,
     *,
     base_env: Mapping[str, str],

@@ -17,7 +17,7 @@ from megatron_operator.local.addresses import LoopbackAddresses
 from megatron_operator.local.network import Endpoint, LoopbackNetwork
 from megatron_operator.local.pod_manifest import (
     PathMap,
-    PodIdentity,
+    PodMetadata,
     SecretReader,
     container_ports,
     main_container,
@@ -71,7 +71,7 @@ class ProcessPods:
 
         Raises PodError for a manifest that cannot be a process, NoAddressError when ports are taken everywhere.
         """
-        identity = PodIdentity.of(manifest, str(uuid.uuid4()))
+        identity = PodMetadata.of(manifest, str(uuid.uuid4()))
         key = (identity.namespace, identity.name)
         if key in self._pods:
             return self._pods[key].status()
@@ -132,7 +132,7 @@ class ProcessPods:
         if self._owned_folder:
             shutil.rmtree(self._owned_folder, ignore_errors=True)
 
-    def _make(self, manifest: Mapping[str, Any], identity: PodIdentity, address: str, folder: Path) -> ProcessPod:
+    def _make(self, manifest: Mapping[str, Any], identity: PodMetadata, address: str, folder: Path) -> ProcessPod:
         container = main_container(manifest)
         paths = volume_paths(manifest, folder, self._read_secret, self._paths)
         launch = read_launch(

@@ -68,7 +68,7 @@ class Probe:
         return 200 <= response.status_code < 400
 
 
-async def until_started(probe: Probe, ask: Ask) -> bool:
+async def wait_until_started(probe: Probe, ask: Ask) -> bool:
     """Ask until the probe passes: True; False when it failed for as long as it may."""
     await asyncio.sleep(probe.initial_delay)
     deadline = time.monotonic() + probe.patience
@@ -79,7 +79,7 @@ async def until_started(probe: Probe, ask: Ask) -> bool:
     return True
 
 
-async def until_dead(probe: Probe, ask: Ask) -> None:
+async def wait_until_unhealthy(probe: Probe, ask: Ask) -> None:
     """Ask for ever; return when the probe failed ``failure_threshold`` times in a row."""
     await asyncio.sleep(probe.initial_delay)
     failures = 0
@@ -88,7 +88,7 @@ async def until_dead(probe: Probe, ask: Ask) -> None:
         await asyncio.sleep(probe.period)
 
 
-async def follow_readiness(probe: Probe, ask: Ask, tell: Callable[[bool], None]) -> None:
+async def watch_readiness(probe: Probe, ask: Ask, tell: Callable[[bool], None]) -> None:
     """Ask for ever and tell every answer that counts: a pass at once, failures when they last."""
     await asyncio.sleep(probe.initial_delay)
     last_pass = -probe.patience

@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 
-from megatron_operator.local import leash
-from megatron_operator.local.pod_manifest import Launch, PodIdentity, named_ports
+from megatron_operator.local import die_with_parent
+from megatron_operator.local.pod_manifest import Launch, PodMetadata, named_ports
 from megatron_operator.local.pod_status import PodStatus
-from megatron_operator.local.probe import Probe, follow_readiness, until_dead, until_started
+from megatron_operator.local.probe import Probe, wait_until_started, wait_until_unhealthy, watch_readiness
 from megatron_operator.local.processes import group_is_alive
 from megatron_operator.world import PodPhase
 
@@ -35,7 +35,7 @@ class ProcessPod:
 
     def __init__(
         self,
-        identity: PodIdentity,
+        identity: PodMetadata,
         container: Mapping[str, Any],
         launch: Launch,
         address: str,
@@ -120,10 +120,10 @@ class ProcessPod:
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         # -I and -S: the leash needs nothing but the standard library, and starts in a third of the time.
-        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *self._launch.argv]
+        command = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *self._launch.argv]
         with self._status.log.open("ab") as output:
             return await asyncio.create_subprocess_exec(
-                *leashed,
+                *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -137,7 +137,7 @@ class ProcessPod:
 
     async def _watch_health(self) -> None:
         startup, readiness, liveness = (self._probes[kind] for kind in ("startup", "readiness", "liveness"))
-        if startup is not None and not await until_started(startup, lambda: self._ask(startup)):
+        if startup is not None and not await wait_until_started(startup, lambda: self._ask(startup)):
             self._give_up(
                 f"not started after {startup.patience:g} s: {startup.path} on port {startup.port} never answered"
             )
@@ -146,7 +146,7 @@ class ProcessPod:
             self._tell_ready(True)
         async with asyncio.TaskGroup() as watchers:
             if readiness is not None:
-                watchers.create_task(follow_readiness(readiness, lambda: self._ask(readiness), self._tell_ready))
+                watchers.create_task(watch_readiness(readiness, lambda: self._ask(readiness), self._tell_ready))
             if liveness is not None:
                 watchers.create_task(self._kill_when_dead(liveness))
 
@@ -154,7 +154,7 @@ class ProcessPod:
         self._update(ready=ready and not self._status.deleting)
 
     async def _kill_when_dead(self, probe: Probe) -> None:
-        await until_dead(probe, lambda: self._ask(probe))
+        await wait_until_unhealthy(probe, lambda: self._ask(probe))
         self._give_up(f"no answer from {probe.path} on port {probe.port} for {probe.patience:g} s")
 
     def _give_up(self, why: str) -> None:

@@ -110,7 +110,7 @@ class LocalSession:
             self._wake.clear()
             self._take_edit()
             await self._or_stop(self._step())
-            code = self._verdict()
+            code = self._exit_code()
             if code is not None:
                 return code
             with contextlib.suppress(TimeoutError):
@@ -127,10 +127,10 @@ class LocalSession:
         if self._status.phase is Phase.RUNNING and not self._has_served:
             self._has_served = True
             self._view.say(self._curl_line())
-        await self._show(result.world or self._glance())
+        await self._show(result.world or self._observe_without_polling())
 
-    def _glance(self) -> World:
-        return self._world.glance(self._document.resource.name, self._document.resource.namespace)
+    def _observe_without_polling(self) -> World:
+        return self._world.observe_without_polling(self._document.resource.name, self._document.resource.namespace)
 
     def _object(self) -> dict[str, Any]:
         """The resource as an API server would hand it out."""
@@ -175,13 +175,13 @@ class LocalSession:
             for field in ("name", "namespace"):
                 old, new = getattr(before, field), getattr(resource.metadata, field)
                 if old != new:
-                    mend = f"cannot change while it runs; write {old} again, or end this session first"
-                    raise InvalidResource.of(f"metadata.{field}", new, mend)
+                    fix = f"cannot change while it runs; write {old} again, or end this session first"
+                    raise InvalidResource.of(f"metadata.{field}", new, fix)
         validated(document.obj, self._settings)
         source = resource.spec.model.source.path
         if source is not None and not Path(self._paths.apply(source)).exists():
             raise InvalidResource.of("spec.model.source.path", source, self._no_such_path(source))
-        self._world.bring(document.secrets)
+        self._world.add_secrets(document.secrets)
         self._world.local_ranks = resource.spec.replicas * resource.spec.parallelism.ranks
         if not self._generation or document.obj["spec"] != self._document.obj["spec"]:
             self._generation += 1
@@ -193,7 +193,7 @@ class LocalSession:
             return "no such file or folder on this machine; correct it, or say where it is with --map-path"
         return f"no such file or folder: --map-path makes it {here}; correct one of them"
 
-    def _verdict(self) -> int | None:
+    def _exit_code(self) -> int | None:
         """An exit code when there is nothing left to wait for; a mistake in an edit can be mended by the next one."""
         obstacle = self._world.obstacle
         if obstacle is not None and not self._has_served:
@@ -204,7 +204,7 @@ class LocalSession:
             return None
         bad_input = any(
             group.last_failure is not None and group.last_failure.exit_code == BAD_INPUT_EXIT_CODE
-            for group in self._status.groups
+            for group in self._status.replica_groups
         )
         if bad_input and self._has_served:
             return None
@@ -229,7 +229,7 @@ class LocalSession:
         closing = asyncio.create_task(self._world.close())
         await asyncio.sleep(0)  # so that the first look sees them ending
         while self.snapshot is not None and not closing.done():
-            await self._show(self._glance(), ending=True)
+            await self._show(self._observe_without_polling(), ending=True)
             await asyncio.wait({closing}, timeout=ENDING_TICK_SECONDS)
         await closing
         if self.snapshot is not None:

@@ -38,7 +38,7 @@ class Snapshot:
 
     def failures(self) -> Iterator[str]:
         """Why groups failed, in the words of their pods."""
-        for group in self.status.groups:
+        for group in self.status.replica_groups:
             failure = group.last_failure
             if failure is not None:
                 yield f"{failure.pod}: {failure.reason}: {failure.message}"

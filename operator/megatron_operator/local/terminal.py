@@ -10,17 +10,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_operator.local.plain_lines import PlainLines
+from megatron_operator.local.plain_view import PlainView
 from megatron_operator.local.pod_manifest import PathMap
 from megatron_operator.local.session import LocalSession
 from megatron_operator.local.snapshot import View
-from megatron_operator.local.table import LiveTable
+from megatron_operator.local.table_view import TableView
 
 
 @contextmanager
 def session_on(console: Console, file: Path, paths: PathMap) -> Iterator[tuple[LocalSession, View]]:
     """A session that SIGINT and SIGTERM stop, not yet run, and its view. Needs a running event loop."""
-    view = LiveTable(console) if console.is_terminal else PlainLines(console)
+    view = TableView(console) if console.is_terminal else PlainView(console)
     try:
         session = LocalSession(file, paths=paths, view=view)
         loop = asyncio.get_running_loop()

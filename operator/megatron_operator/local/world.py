@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_operator import names
-from megatron_operator.engine import EngineClient
+from megatron_operator.control_client import ControlClient
 from megatron_operator.failures import read_failure
-from megatron_operator.hearing import Answer, Hearing
 from megatron_operator.local.addresses import NoAddressError
 from megatron_operator.local.pod_manifest import PathMap, PodError
 from megatron_operator.local.pod_status import PodStatus
 from megatron_operator.local.pods import ProcessPods
-from megatron_operator.observation import observed_world
+from megatron_operator.observation import Answer, ControlApiPoller, observed_world
 from megatron_operator.render.command import CACHE_MOUNT
 from megatron_operator.world import (
     Action,
@@ -31,9 +30,9 @@ from megatron_operator.world import (
     Manifest,
     ObservedPod,
     PodPhase,
+    SendRole,
     SendSignal,
-    SetRole,
-    TellRole,
+    SetRoleLabel,
     World,
     WorldError,
 )
@@ -70,24 +69,24 @@ class LocalWorld:
         self.obstacle: WorldError | None = None
         """Why the last child could not be made on this machine: ActionRefused when the resource is to blame."""
         self._children: dict[str, str] = {}
-        self._clients: dict[str, EngineClient] = {}
-        self._hearing = Hearing(on_change)
+        self._clients: dict[str, ControlClient] = {}
+        self._poller = ControlApiPoller(on_change)
         self._deletions: set[asyncio.Task[None]] = set()
 
     async def observe(self, name: str, namespace: str) -> World:
         """Asks every pod that runs for its state; one that does not answer is observed without."""
         statuses = self._statuses(name, namespace)
-        await self._hearing.forget_others({status.uid for status in statuses})
+        await self._poller.keep_only({status.uid for status in statuses})
         return self._seen(
             name, namespace, statuses, await asyncio.gather(*(self._report(name, each) for each in statuses))
         )
 
-    def glance(self, name: str, namespace: str) -> World:
+    def observe_without_polling(self, name: str, namespace: str) -> World:
         """The same without asking any pod."""
         statuses = self._statuses(name, namespace)
         return self._seen(name, namespace, statuses, [None] * len(statuses))
 
-    def bring(self, secrets: Mapping[str, Mapping[str, str]]) -> None:
+    def add_secrets(self, secrets: Mapping[str, Mapping[str, str]]) -> None:
         """Take the Secrets that the user wrote, by name; pods that are started from now on get the new values."""
         self._secrets.update({name: dict(values) for name, values in secrets.items()})
 
@@ -108,16 +107,16 @@ class LocalWorld:
                 self._delete_pod(namespace, pod, uid, grace_seconds)
             case SendSignal(signal, address):
                 await self._client(name).signal(address, signal)
-            case SetRole(pod, uid, leader, epoch):
+            case SetRoleLabel(pod, uid, leader, epoch):
                 self.pods.relabel(pod, uid, names.role_metadata(leader, epoch), namespace)
-            case TellRole(address, leads, epoch, lifecycle):
-                await self._client(name).role(address, leads=leads, epoch=epoch, lifecycle=lifecycle)
+            case SendRole(address, leader, epoch, lifecycle):
+                await self._client(name).set_role(address, leader=leader, epoch=epoch, lifecycle=lifecycle)
 
     async def close(self) -> None:
         """End all pods, each within the grace of its manifest, then everything else."""
         await self.pods.close()
         await asyncio.gather(*self._deletions)
-        await self._hearing.close()
+        await self._poller.close()
         for client in self._clients.values():
             await client.close()
 
@@ -135,21 +134,21 @@ class LocalWorld:
     def _read_secret(self, _namespace: str, name: str) -> Mapping[str, str]:
         return self._secrets[name]
 
-    def _client(self, name: str) -> EngineClient:
+    def _client(self, name: str) -> ControlClient:
         if name not in self._clients:
             token = self._secrets.get(names.keys_secret(name), {}).get(names.CONTROL_TOKEN)
-            self._clients[name] = EngineClient(token)
+            self._clients[name] = ControlClient(token)
         return self._clients[name]
 
     async def _report(self, name: str, status: PodStatus) -> Answer:
         if status.phase is not PodPhase.RUNNING:
             return None
-        return await self._hearing.ask(self._client(name), status.uid, status.address)
+        return await self._poller.poll(self._client(name), status.uid, status.address)
 
     async def _apply_child(self, manifest: Manifest) -> None:
         if manifest["kind"] == "Service":
             headless = manifest["spec"].get("clusterIP") == "None"
-            with self._told_as(f"Service {manifest['metadata']['name']}"):
+            with self._as_world_error(f"Service {manifest['metadata']['name']}"):
                 await self.pods.network.apply_service(manifest, None if headless else USUAL_ADDRESS)
         self._remember(manifest)
 
@@ -157,11 +156,11 @@ class LocalWorld:
         self._children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
 
     def _create_pod(self, manifest: Manifest) -> None:
-        with self._told_as(f"pod {manifest['metadata']['name']}"):
+        with self._as_world_error(f"pod {manifest['metadata']['name']}"):
             self.pods.start(self._with_local_ranks(manifest))
 
     @contextlib.contextmanager
-    def _told_as(self, child: str) -> Iterator[None]:
+    def _as_world_error(self, child: str) -> Iterator[None]:
         """Errors as the port knows them, the last one kept; none is left after a success."""
         self.obstacle = None
         try:

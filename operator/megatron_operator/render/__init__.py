@@ -22,5 +22,5 @@ __all__ = ["grace_seconds", "image_of", "keys_secret", "render_children", "rende
 def render_children(resource: MegatronInference, settings: Settings) -> list[dict[str, Any]]:
     """All children besides the pods and the Secret, each with its hash annotation."""
     services = (coordinator_service(resource), pods_service(resource), http_service(resource))
-    wished = (network_policy(resource, settings), *services, ingress(resource), http_route(resource))
-    return [with_applied_hash(manifest) for manifest in wished if manifest is not None]
+    desired = (network_policy(resource, settings), *services, ingress(resource), http_route(resource))
+    return [with_applied_hash(manifest) for manifest in desired if manifest is not None]

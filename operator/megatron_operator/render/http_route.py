@@ -14,18 +14,18 @@ UNITS = (("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1))
 
 def http_route(resource: MegatronInference) -> dict[str, Any] | None:
     """An HTTPRoute named like the resource; None where none is wished for."""
-    wish = resource.spec.expose.http_route
-    if wish is None:
+    exposure = resource.spec.expose.http_route
+    if exposure is None:
         return None
     metadata = child_metadata(resource, names.route(resource.name))
-    parents = [parent.model_dump(by_alias=True, exclude_none=True) for parent in wish.parent_refs]
-    spec: dict[str, Any] = {"parentRefs": parents, "rules": [_rule(resource, wish)]}
-    if wish.hostnames:
-        spec["hostnames"] = list(wish.hostnames)
+    parents = [parent.model_dump(by_alias=True, exclude_none=True) for parent in exposure.parent_refs]
+    spec: dict[str, Any] = {"parentRefs": parents, "rules": [_rule(resource, exposure)]}
+    if exposure.hostnames:
+        spec["hostnames"] = list(exposure.hostnames)
     return {
         "apiVersion": "gateway.networking.k8s.io/v1",
         "kind": "HTTPRoute",
-        "metadata": {**metadata, "annotations": dict(wish.annotations)},
+        "metadata": {**metadata, "annotations": dict(exposure.annotations)},
         "spec": spec,
     }
 
@@ -41,10 +41,10 @@ def gateway_duration(seconds: float) -> str:
     return "".join(parts) or "0s"
 
 
-def _rule(resource: MegatronInference, wish: HTTPRouteExposure) -> dict[str, Any]:
+def _rule(resource: MegatronInference, exposure: HTTPRouteExposure) -> dict[str, Any]:
     return {
-        "matches": [{"path": {"type": "PathPrefix", "value": wish.path}}],
+        "matches": [{"path": {"type": "PathPrefix", "value": exposure.path}}],
         # Said in any case: what gateways do without it ends most answers of a model in the middle.
-        "timeouts": {"request": gateway_duration(wish.request_timeout)},
+        "timeouts": {"request": gateway_duration(exposure.request_timeout)},
         "backendRefs": [{"name": names.http_service(resource.name), "port": names.HTTP_PORT}],
     }

@@ -70,8 +70,8 @@ def _merged_list(field: str, base: list[Any], override: list[Any], path: str) ->
     items = {item[key]: item for item in base}
     for position, item in enumerate(override):
         if not isinstance(item, Mapping) or key not in item:
-            mend = f"needs the field {key}, by which it is merged; add it"
-            raise InvalidResource.of(f"{path}[{position}]", item, mend)
+            fix = f"needs the field {key}, by which it is merged; add it"
+            raise InvalidResource.of(f"{path}[{position}]", item, fix)
         name = item[key]
         items[name] = merged(items[name], item, f"{path}[{position}]") if name in items else item
     return list(items.values())

@@ -19,7 +19,7 @@ SUITE = "bookworm"
 """The suite of the core's source, of the node's tools and of the base image."""
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 TOOLS = ("apt-get", "dpkg-deb", "tar")
-MEND = (
+FIX = (
     "give the tests a Kubernetes instead: KUBEBUILDER_ASSETS=<folder with etcd and kube-apiserver>, "
     "or KUBECONFIG=<file> with MEGATRON_TEST_USE_KUBECONFIG=1"
 )
@@ -33,11 +33,11 @@ def archive_uri() -> str:
         release = {}
     if release.get("ID") != "debian":
         name = release.get("PRETTY_NAME", platform.system())
-        raise NoKubernetesError(f"Kubernetes for the tests is built from Debian's sources, and this is {name}: {MEND}")
+        raise NoKubernetesError(f"Kubernetes for the tests is built from Debian's sources, and this is {name}: {FIX}")
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing or not KEYRING.exists():
         wanted = ", ".join(missing or [str(KEYRING)])
-        raise NoKubernetesError(f"building Kubernetes needs {wanted}: install it, or {MEND}")
+        raise NoKubernetesError(f"building Kubernetes needs {wanted}: install it, or {FIX}")
     return _main_archive({release.get("VERSION_CODENAME", SUITE), SUITE, "stable", "oldstable"})
 
 
@@ -50,7 +50,7 @@ def _main_archive(suites: set[str]) -> str:
         suite, _, component = rest.partition(" ")
         if suite in suites and component == "main":
             return uri
-    raise NoKubernetesError(f"apt is configured with no Debian archive ({', '.join(sorted(suites))}; main): {MEND}")
+    raise NoKubernetesError(f"apt is configured with no Debian archive ({', '.join(sorted(suites))}; main): {FIX}")
 
 
 @dataclass(frozen=True)

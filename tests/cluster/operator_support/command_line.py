@@ -20,7 +20,7 @@ class Done:
     err: str
 
     @property
-    def complaint(self) -> str:
+    def error_line(self) -> str:
         """The one line of words that a failure is told in."""
         assert "Traceback" not in self.err, self.err
         (line,) = self.err.splitlines()

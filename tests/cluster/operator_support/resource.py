@@ -119,13 +119,13 @@ class Resource:
 
 
 async def _poll(
-    look: Callable[[], Awaitable[T]], is_so: Callable[[T], bool], complaint: Callable[[T], str], within: float
+    look: Callable[[], Awaitable[T]], is_so: Callable[[T], bool], describe: Callable[[T], str], within: float
 ) -> T:
     """What ``look`` finds as soon as it is so. Raises NotReadyError, which complains of what it found last."""
     deadline = time.monotonic() + within
     while not is_so(found := await look()):
         if time.monotonic() > deadline:
-            raise NotReadyError(f"waited {within:.0f} s in vain for {complaint(found)}")
+            raise NotReadyError(f"waited {within:.0f} s in vain for {describe(found)}")
         await asyncio.sleep(0.1)
     return found
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle
-from megatron_operator.leadership import current_leader
+from megatron_operator.leader_selection import current_leader
 from megatron_operator.lifecycle import SETTLED_STATE
 from megatron_operator.world import (
     Action,
@@ -23,11 +23,11 @@ from megatron_operator.world import (
     ObservedPod,
     ObservedReplica,
     PodPhase,
+    SendRole,
     SendSignal,
-    SetRole,
+    SetRoleLabel,
     Signal,
     SignalRefused,
-    TellRole,
     World,
 )
 
@@ -38,7 +38,7 @@ ALLOWED_FROM = {
     Signal.RESUME: (EngineState.SUSPENDED,),
 }
 """The states in which the engine takes a signal."""
-UNDER_WAY = {
+IN_PROGRESS_REASONS = {
     Signal.PAUSE: EngineState.PAUSING,
     Signal.UNPAUSE: EngineState.UNPAUSING,
     Signal.SUSPEND: EngineState.SUSPENDING,
@@ -104,10 +104,10 @@ class SimulatedCluster:
                     self.delete(name, grace_seconds)
             case SendSignal(signal):
                 self._take(signal)
-            case SetRole(name, uid, leader, epoch):
+            case SetRoleLabel(name, uid, leader, epoch):
                 if name in self.pods and self.pods[name].uid == uid:
                     self.change(name, leader=leader, epoch=self.pods[name].epoch if epoch is None else epoch)
-            case TellRole(address, leads, epoch, lifecycle):
+            case SendRole(address, leads, epoch, lifecycle):
                 self._tell(address, leads, epoch, lifecycle)
 
     @property
@@ -140,13 +140,13 @@ class SimulatedCluster:
                 phase=PodPhase.RUNNING,
                 rank_phase="Loading",
                 loading=Loading(1, 10),
-                leads=leads is not None,
-                told_epoch=told,
+                reports_leader=leads is not None,
+                known_epoch=told,
             )
         elif pod.phase is PodPhase.RUNNING and not pod.ready:
             if self._is_coordinated():
                 self.change(name, ready=True, rank_phase="Serving", ready_changed_at=self.now)
-                if pod.leads and self.engine_state is None:
+                if pod.reports_leader and self.engine_state is None:
                     self.engine_state = SETTLED_STATE[self._wishes[name]]
             else:
                 self.change(name, rank_phase="Registering")
@@ -171,7 +171,7 @@ class SimulatedCluster:
             finished_at=self.now,
             failure=failure,
             rank_phase=None,
-            leads=None,
+            reports_leader=None,
         )
         self._notice_loss()
 
@@ -259,13 +259,13 @@ class SimulatedCluster:
 
     def coordinators(self) -> list[ObservedPod]:
         """Pods that run one."""
-        return [pod for pod in self.pods.values() if pod.leads]
+        return [pod for pod in self.pods.values() if pod.reports_leader]
 
     def _as_seen(self, pod: ObservedPod) -> ObservedPod:
         """What is cut off does not say how it stands."""
         since = self._silent_since(pod)
         if since is not None:
-            return replace(pod, leads=None, told_epoch=0, rank_phase=None, silent_since=since)
+            return replace(pod, reports_leader=None, known_epoch=0, rank_phase=None, unreachable_since=since)
         return replace(pod, registered=pod.rank_phase == "Serving" and pod.index == 0 and self._is_coordinated())
 
     def _silent_since(self, pod: ObservedPod) -> float | None:
@@ -281,15 +281,15 @@ class SimulatedCluster:
         pod = next(
             (pod for pod in self.pods.values() if pod.address == address and pod.phase is PodPhase.RUNNING), None
         )
-        if pod is None or pod.name in self.still or epoch < pod.told_epoch or (leads and pod.deleting):
+        if pod is None or pod.name in self.still or epoch < pod.known_epoch or (leads and pod.deleting):
             return
-        if leads and not pod.leads:
-            if epoch == pod.told_epoch:
+        if leads and not pod.reports_leader:
+            if epoch == pod.known_epoch:
                 return
             self._wishes[pod.name] = lifecycle
             self.engine_state = SETTLED_STATE[lifecycle]
             self.auto_suspended = False
-        self.change(pod.name, leads=leads, told_epoch=epoch)
+        self.change(pod.name, reports_leader=leads, known_epoch=epoch)
         self._notice_loss()
 
     def _notice_loss(self) -> None:
@@ -304,7 +304,7 @@ class SimulatedCluster:
         if not self.reachable or leader.name in self.still or not leader.ready:
             # An adapter may well remember what it last heard.
             return ObservedEngine(reachable=False, state=self.engine_state, message="connection refused")
-        if not leader.leads:
+        if not leader.reports_leader:
             return ObservedEngine(reachable=True)
         serving = [pod for pod in self.live() if pod.rank_phase == "Serving" and pod.index == 0]
         assert self.engine_state is not None
@@ -320,4 +320,4 @@ class SimulatedCluster:
         if self.engine_state not in ALLOWED_FROM[signal]:
             self.refused.append(signal)
             raise SignalRefused(f"{signal} is not allowed in {self.engine_state}")
-        self.engine_state = UNDER_WAY[signal]
+        self.engine_state = IN_PROGRESS_REASONS[signal]

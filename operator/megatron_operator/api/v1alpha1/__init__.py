@@ -38,10 +38,10 @@ from megatron_operator.api.v1alpha1.serving import (
 from megatron_operator.api.v1alpha1.status import (
     Condition,
     ConditionType,
-    GroupStatus,
     LastFailure,
     LeaderStatus,
     Phase,
+    ReplicaGroupStatus,
     Status,
 )
 
@@ -60,7 +60,6 @@ __all__ = [
     "Expose",
     "FailurePolicy",
     "Frontend",
-    "GroupStatus",
     "HTTPRouteExposure",
     "HuggingFaceSource",
     "ImagePullPolicy",
@@ -79,6 +78,7 @@ __all__ = [
     "Phase",
     "PodTemplate",
     "Pods",
+    "ReplicaGroupStatus",
     "Restart",
     "Rollout",
     "Routing",

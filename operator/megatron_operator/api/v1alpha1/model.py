@@ -99,8 +99,8 @@ class Source(Part):
     def _exactly_one(self) -> Self:
         given = [field.alias for name, field in type(self).model_fields.items() if getattr(self, name) is not None]
         if len(given) != 1:
-            mend = f"not {' and '.join(map(str, given))}: remove all but one" if given else "and none is set: set one"
-            raise ValueError(f"{ONE_SOURCE}, {mend}")
+            fix = f"not {' and '.join(map(str, given))}: remove all but one" if given else "and none is set: set one"
+            raise ValueError(f"{ONE_SOURCE}, {fix}")
         return self
 
 

@@ -75,7 +75,7 @@ class LastFailure(Report):
     """When it ended."""
 
 
-class GroupStatus(Report):
+class ReplicaGroupStatus(Report):
     """One replica group."""
 
     index: int
@@ -99,8 +99,8 @@ class LeaderStatus(Report):
 
     pod: str = ""
     """Its name."""
-    group: int = 0
-    """Its group."""
+    replica_group: int = 0
+    """Index of its replica group."""
     epoch: int = 0
     """Number of the decision by which it leads; grows with each that follows."""
 
@@ -132,7 +132,7 @@ class Status(Report):
     """Label selector of the first pod of each group, for the scale subresource."""
     leader: LeaderStatus | None = None
     """The pod that leads, or did last."""
-    groups: list[GroupStatus] = Field(default=[])
+    replica_groups: list[ReplicaGroupStatus] = Field(default=[])
     """The replica groups."""
     conditions: list[Condition] = Field(
         default=[],

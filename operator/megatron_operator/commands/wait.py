@@ -11,9 +11,9 @@ from rich.console import Console
 from megatron_operator.api.quantity import Duration
 from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, Phase, Status
 from megatron_operator.commands.console import program, say
-from megatron_operator.commands.failure import CommandFailed
-from megatron_operator.commands.wish import wish_of
-from megatron_operator.conditions import sleeps
+from megatron_operator.commands.errors import CommandFailed
+from megatron_operator.commands.lifecycle_verbs import desired_lifecycle
+from megatron_operator.conditions import is_auto_suspended
 from megatron_operator.kubernetes.api_server import Json, ServerError
 from megatron_operator.kubernetes.user_cluster import UserCluster, resources_path
 from megatron_operator.lifecycle import SETTLED_STATE
@@ -26,13 +26,13 @@ PAUSE = 1.0
 
 
 @dataclass
-class Follower:
+class StatusWaiter:
     """Waits for the wish of ``generation`` or a later one of the resource, and tells what happens meanwhile."""
 
     cluster: UserCluster
     namespace: str
     name: str
-    wish: Lifecycle
+    desired: Lifecycle
     generation: int
     console: Console
     _told: str = ""
@@ -43,11 +43,11 @@ class Follower:
             async with asyncio.timeout(timeout):
                 async for obj in self._versions():
                     if self._is_there(obj):
-                        say(self.console, f"{self.name} is {self.wish}")
+                        say(self.console, f"{self.name} is {self.desired}")
                         return
         except TimeoutError as error:
             last = self._told or f"nothing is known of it; does an operator run? `{program()} doctor` tells"
-            raise CommandFailed(f"{self.name} is not {self.wish} after {timeout.text}: {last}") from error
+            raise CommandFailed(f"{self.name} is not {self.desired} after {timeout.text}: {last}") from error
 
     async def _versions(self) -> AsyncIterator[Json]:
         """The resource as it is, then each change of it. An outage of the API server is waited for."""
@@ -71,13 +71,13 @@ class Follower:
 
     def _is_there(self, obj: Json) -> bool:
         """Raises CommandFailed when it will not come by itself."""
-        wish, status = wish_of(obj), old_status(obj)
-        if wish is not self.wish:
-            raise CommandFailed(f"{self.name} is wished to be {wish} meanwhile, by someone else")
+        desired, status = desired_lifecycle(obj), old_status(obj)
+        if desired is not self.desired:
+            raise CommandFailed(f"{self.name} is wished to be {desired} meanwhile, by someone else")
         if status.observed_generation < self.generation:
             self._tell("the operator has not seen the change yet")
             return False
-        if is_reached(wish, status):
+        if is_reached(desired, status):
             return True
         failed = status.condition(ConditionType.FAILED)
         if failed is not None and failed.status == "True":
@@ -95,14 +95,14 @@ class Follower:
             say(self.console, words)
 
 
-def is_reached(wish: Lifecycle, status: Status) -> bool:
+def is_reached(desired: Lifecycle, status: Status) -> bool:
     """Whether the state that is wished for is there. A transition shows in the phase only when it is done."""
-    if wish is Lifecycle.STOPPED:
+    if desired is Lifecycle.STOPPED:
         return status.phase is Phase.STOPPED
-    if wish is Lifecycle.RUNNING:
+    if desired is Lifecycle.RUNNING:
         ready = status.condition(ConditionType.READY)
         is_ready = ready is not None and ready.status == "True"
-        return is_ready and (status.engine_state == SETTLED_STATE[wish] or sleeps(status))
-    if status.engine_state != SETTLED_STATE[wish]:
+        return is_ready and (status.engine_state == SETTLED_STATE[desired] or is_auto_suspended(status))
+    if status.engine_state != SETTLED_STATE[desired]:
         return False
-    return str(status.phase) == str(wish)
+    return str(status.phase) == str(desired)

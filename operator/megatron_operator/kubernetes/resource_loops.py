@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import asyncio
 
-from megatron_operator.engine import connections_to_pods
+from megatron_operator.control_client import pod_http_client
 from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Watch
 from megatron_operator.kubernetes.resource_loop import ResourceLoop, Shared
 from megatron_operator.metrics import Meters
 from megatron_operator.settings import Settings
 
-ROUNDS_AT_A_TIME = 16
+MAX_CONCURRENT_ROUNDS = 16
 
 Key = tuple[str, str]
 
 
-class Fleet:
-    """One loop for each resource, from the first word of it until it is gone; none before ``lead``."""
+class ResourceLoops:
+    """One loop for each resource, from the first word of it until it is gone; none before ``start_leading``."""
 
     def __init__(self, api: ApiServer, settings: Settings, meters: Meters, watch: Watch) -> None:
         """``watch`` is told which of the kinds that a cluster may lack are to be watched."""
-        slots = asyncio.Semaphore(ROUNDS_AT_A_TIME)
-        self._shared = Shared(api, connections_to_pods(), settings, meters, slots, MissingKinds(api, watch))
+        slots = asyncio.Semaphore(MAX_CONCURRENT_ROUNDS)
+        self._shared = Shared(api, pod_http_client(), settings, meters, slots, MissingKinds(api, watch))
         self._leading = False
         self._waiting: set[Key] = set()
         """Resources that were seen while another operator acts."""
         self._loops: dict[Key, ResourceLoop] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def lead(self) -> None:
+    def start_leading(self) -> None:
         """This operator acts from now on."""
         self._leading = True
-        self._shared.meters.leads(True)
+        self._shared.meters.set_leading(True)
         while self._waiting:
             self._start(self._waiting.pop())
 
-    async def stand_by(self) -> None:
-        """End all loops; resources and pods stay as they are, and are remembered until the next ``lead``."""
+    async def stop_leading(self) -> None:
+        """End all loops; resources and pods stay as they are, and are remembered until the next ``start_leading``."""
         self._leading = False
-        self._shared.meters.leads(False)
+        self._shared.meters.set_leading(False)
         self._waiting |= self._loops.keys()
         for task in self._tasks:
             task.cancel()
@@ -47,18 +47,18 @@ class Fleet:
 
     async def close(self) -> None:
         """Stand by for good."""
-        await self.stand_by()
+        await self.stop_leading()
         await self._shared.kinds.close()
         await self._shared.http.aclose()
 
-    def attend(self, obj: Json, *, gone: bool = False) -> None:
+    def resource_changed(self, obj: Json, *, gone: bool = False) -> None:
         """Something happened to the resource itself, which is ``obj`` now, or ``gone``."""
         metadata = obj["metadata"]
         key = (metadata["namespace"], metadata["name"])
         if not self._leading:
             (self._waiting.discard if gone else self._waiting.add)(key)
         elif key not in self._loops:
-            self._start(key, newborn=None if gone or obj.get("status") else obj)
+            self._start(key, new_resource=None if gone or obj.get("status") else obj)
         else:
             self._loops[key].wake(metadata["resourceVersion"])
 
@@ -67,9 +67,9 @@ class Fleet:
         if (loop := self._loops.get((namespace, name))) is not None:
             loop.wake()
 
-    def _start(self, key: Key, newborn: Json | None = None) -> None:
+    def _start(self, key: Key, new_resource: Json | None = None) -> None:
         namespace, name = key
-        loop = ResourceLoop(namespace, name, self._shared, newborn)
+        loop = ResourceLoop(namespace, name, self._shared, new_resource)
         self._loops[key] = loop
         task = asyncio.create_task(self._run(key, loop), name=f"loop of {loop}")
         self._tasks.add(task)

@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_operator.api.v1alpha1 import Phase
-from megatron_operator.colours import coloured
 from megatron_operator.local.snapshot import Snapshot, pod_state
+from megatron_operator.styles import styled
 from megatron_operator.world import Loading, ObservedPod
 
 BAR_WIDTH = 24
 MEGA = 1_000_000
 
 
-class LiveTable:
+class TableView:
     """Draws every snapshot in place; lines that are said scroll by above it."""
 
     def __init__(self, console: Console) -> None:
@@ -75,15 +75,13 @@ def _summary(snapshot: Snapshot) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("PHASE", "ENGINE", "READY", "RESTARTS", "URL"):
         table.add_column(heading, no_wrap=True)
-    wished = snapshot.resource.spec.replicas
+    desired = snapshot.resource.spec.replicas
     if snapshot.ending:
-        table.add_row(
-            coloured(str(Phase.TERMINATING)), coloured("-"), f"0/{wished}", str(status.restarts), coloured("-")
-        )
+        table.add_row(styled(str(Phase.TERMINATING)), styled("-"), f"0/{desired}", str(status.restarts), styled("-"))
         return table
     engine, url = status.engine_state or "-", status.url or "-"
     table.add_row(
-        coloured(str(status.phase)), coloured(engine), f"{status.ready_replicas}/{wished}", str(status.restarts), url
+        styled(str(status.phase)), styled(engine), f"{status.ready_replicas}/{desired}", str(status.restarts), url
     )
     return table
 
@@ -94,7 +92,7 @@ def _conditions(snapshot: Snapshot) -> Table:
         table.add_column(heading, no_wrap=True)
     table.add_column("MESSAGE", style="dim", overflow="fold")
     for condition in snapshot.status.conditions:
-        table.add_row(condition.type, coloured(condition.status), condition.reason, Text(condition.message))
+        table.add_row(condition.type, styled(condition.status), condition.reason, Text(condition.message))
     return table
 
 
@@ -104,8 +102,8 @@ def _pods(snapshot: Snapshot) -> Table:
         table.add_column(heading, no_wrap=True)
     for pod in snapshot.pods:
         role = "leader" if pod.leader else "worker"
-        state = coloured(pod_state(pod))
-        table.add_row(pod.name, role, pod.address or "-", state, coloured(snapshot.replica_state(pod)), _weights(pod))
+        state = styled(pod_state(pod))
+        table.add_row(pod.name, role, pod.address or "-", state, styled(snapshot.replica_state(pod)), _weights(pod))
     return table
 
 

@@ -11,15 +11,15 @@ from rich.text import Text
 
 from megatron_operator import names
 from megatron_operator.api.parse import InvalidResource, parse_resource
-from megatron_operator.api.v1alpha1 import ConditionType, Device, GroupStatus, MegatronInference, Source, Status
-from megatron_operator.colours import coloured
+from megatron_operator.api.v1alpha1 import ConditionType, Device, MegatronInference, ReplicaGroupStatus, Source, Status
 from megatron_operator.commands.next_step import next_step
-from megatron_operator.groups import Standing
 from megatron_operator.kubernetes.pod_status import observed_pod
-from megatron_operator.picture import GroupView, Picture
+from megatron_operator.replica_groups import ReplicaGroupState
 from megatron_operator.status import old_status
-from megatron_operator.story import why_not_ready
+from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
+from megatron_operator.styles import styled
 from megatron_operator.timestamps import age, seconds
+from megatron_operator.wait_reasons import wait_reason
 from megatron_operator.world import ObservedPod, PodPhase, World
 
 Object = Mapping[str, Any]
@@ -34,11 +34,11 @@ IMPORTANCE = (
 )
 """Available says what Ready says, where it says anything else than that."""
 LATEST_EVENTS = 10
-NOBODY_LOOKED = "no operator has looked at it yet"
+NOT_OBSERVED = "no operator has looked at it yet"
 
 
 @dataclass(frozen=True)
-class Portrait:
+class DescribeView:
     """``pods`` and ``events`` are the resource's own, as the API server keeps them; ``now`` is seconds since the epoch.
 
     ``hidden`` says what could not be read, in words.
@@ -96,7 +96,7 @@ class Portrait:
         metadata = self.obj["metadata"]
         looked = bool(self.obj.get("status"))
         title = Text(f"{metadata['namespace']}/{metadata['name']}  ", style="bold")
-        title.append_text(coloured(str(self.status.phase)) if looked else Text(NOBODY_LOOKED, style="yellow"))
+        title.append_text(styled(str(self.status.phase)) if looked else Text(NOT_OBSERVED, style="yellow"))
         if self.status.engine_state:
             since = self._ago(self.status.engine_state_time)
             title.append_text(Text(f"  (engine {self.status.engine_state}{since and f' for {since}'})"))
@@ -133,7 +133,7 @@ class Portrait:
                 continue
             told.add(condition.message)
             line = Text("" if condition.status == "True" else "not " if condition.status == "False" else "maybe ")
-            line.append_text(coloured(str(kind)) if condition.status == "True" else Text(str(kind)))
+            line.append_text(styled(str(kind)) if condition.status == "True" else Text(str(kind)))
             since = self._ago(condition.last_transition_time)
             yield line.append(f" for {since}, {condition.reason}: {condition.message or 'no more is known'}")
 
@@ -144,43 +144,45 @@ class Portrait:
         world = World(now=self.now, pods=self._observed)
         # Which template is wished for only the operator knows, by its settings; the youngest pod is of it.
         youngest = max(self._observed, key=lambda pod: pod.created_at, default=None)
-        picture = Picture(self.resource, world, template_hash=youngest.template_hash if youngest else "")
-        if not picture.wants_pods:
+        inputs = StatusInputs(self.resource, world, template_hash=youngest.template_hash if youngest else "")
+        if not inputs.should_have_pods:
             yield from (self._pod(pod) for pod in self._observed)
             return
-        reports = {group.index: group for group in self.status.groups}
-        for view in picture.groups:
-            yield from self._group(view, picture, reports.get(view.group.index))
-        beyond = [pod for pod in self._observed if pod.group in picture.surplus_groups]
+        reports = {group.index: group for group in self.status.replica_groups}
+        for view in inputs.groups:
+            yield from self._group(view, inputs, reports.get(view.group.index))
+        beyond = [pod for pod in self._observed if pod.group in inputs.surplus_groups]
         yield from (self._pod(pod, note="no longer wished for") for pod in beyond)
 
-    def _group(self, view: GroupView, picture: Picture, report: GroupStatus | None) -> Iterator[str | Text]:
+    def _group(
+        self, view: ReplicaGroupView, inputs: StatusInputs, report: ReplicaGroupStatus | None
+    ) -> Iterator[str | Text]:
         group = view.group
         restarts = max(report.restarts if report else 0, group.restarts)
         facts = [f"{group.ready_pods}/{group.size} pods ready"]
         if group.attempt is not None:
             facts.append(f"attempt {group.attempt}")
-        facts.append(f"{restarts} of {picture.policy.max_restarts} restarts")
+        facts.append(f"{restarts} of {inputs.policy.max_restarts} restarts")
         line = Text(f"group {group.index}  ")
-        line.append_text(coloured(str(view.standing)))
+        line.append_text(styled(str(view.state)))
         yield line.append(f"  {', '.join(facts)}")
-        if view.standing is not Standing.READY:
-            reason, words = self._cause(view, picture)
+        if view.state is not ReplicaGroupState.READY:
+            reason, words = self._cause(view, inputs)
             yield f"  {reason}: {words}"
         for pod in (*group.old_pods, *group.pods):
             note = "of an earlier attempt" if pod in group.old_pods else ""
             yield Text("  ").append_text(self._pod(pod, note=note))
-        if report and report.last_failure and view.standing is not Standing.FAILED:
+        if report and report.last_failure and view.state is not ReplicaGroupState.FAILED:
             failure = report.last_failure
             rank = "" if failure.rank is None else f" rank {failure.rank}"
             code = "" if failure.exit_code is None else f" with exit code {failure.exit_code}"
             ago = self._ago(failure.time)
             yield f"  last failure {ago} ago: {failure.pod}{rank} ended{code}: {failure.reason}: {failure.message}"
 
-    def _cause(self, view: GroupView, picture: Picture) -> tuple[str, str]:
+    def _cause(self, view: ReplicaGroupView, inputs: StatusInputs) -> tuple[str, str]:
         """What the group waits for. How far ranks are only their pods know, and the operator, which asks them."""
-        cause = why_not_ready(view, picture)
-        if view.standing is Standing.STARTING and cause.reason == "Starting":
+        cause = wait_reason(view, inputs)
+        if view.state is ReplicaGroupState.STARTING and cause.reason == "Starting":
             pods = {pod.name for pod in view.group.pods}
             for condition in self.status.conditions:
                 if condition.status != "Unknown" and any(pod in condition.message for pod in pods):
@@ -189,7 +191,7 @@ class Portrait:
 
     def _pod(self, pod: ObservedPod, *, note: str = "") -> Text:
         line = Text(f"{pod.name}  ")
-        line.append_text(coloured(_pod_word(pod)))
+        line.append_text(styled(_pod_word(pod)))
         facts = [names.LEADER] if pod.leader else []
         facts.append(f"on {pod.node}" if pod.node else "on no node yet")
         if pod.address:

@@ -12,17 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
-from megatron_operator.groups import SERVING, Group, Standing, is_lost, pod_is_ready
-from megatron_operator.world import Action, ObservedPod, PodPhase, SetRole, TellRole, World
+from megatron_operator.replica_groups import SERVING, ReplicaGroup, ReplicaGroupState, is_lost, pod_is_ready
+from megatron_operator.world import Action, ObservedPod, PodPhase, SendRole, SetRoleLabel, World
 
-PATIENCE = 4.0
+FAILOVER_DELAY = 4.0
 """Seconds that a leader may be silent before another pod takes over.
 
 One that answers keeps its coordinator alive by itself, or learns that it leads, whatever its ranks are at. One whose
 coordinator is heard by other pods' engines goes on, since they would not leave it: then the operator alone does not
 hear it.
 """
-WHILE_HEARD = 1.0
+RECHECK_INTERVAL = 1.0
 """Seconds until it is asked again whether they still do."""
 LOADED = ("Registering", SERVING)
 """Phases of ranks that have their model; without a coordinator they get no further than to the first."""
@@ -44,19 +44,19 @@ def leading_group(resource: MegatronInference, world: World) -> int:
     """The group that leads; while none does the one that did last, if it is still wished for."""
     leader, before = current_leader(world.pods), resource.status.leader
     known = [leader.group] if leader is not None else []
-    known += [before.group] if before is not None else []
+    known += [before.replica_group] if before is not None else []
     return next((group for group in known if group < resource.spec.replicas), 0)
 
 
 def next_epoch(resource: MegatronInference, world: World) -> int:
     """The number of the next decision: greater than all that anybody has heard of."""
     before = resource.status.leader
-    heard = [pod.epoch for pod in world.pods] + [pod.told_epoch for pod in world.pods]
+    heard = [pod.epoch for pod in world.pods] + [pod.known_epoch for pod in world.pods]
     return 1 + max([0 if before is None else before.epoch, *heard])
 
 
 @dataclass(frozen=True)
-class Leadership:
+class LeaderSelection:
     """The role as the world shows it, and where it should go.
 
     Args:
@@ -66,10 +66,10 @@ class Leadership:
 
     resource: MegatronInference
     world: World
-    groups: Sequence[Group]
-    standings: Sequence[Standing]
+    groups: Sequence[ReplicaGroup]
+    states: Sequence[ReplicaGroupState]
     template_hash: str
-    rolling: Group | None = None
+    rolling: ReplicaGroup | None = None
 
     @property
     def leader(self) -> ObservedPod | None:
@@ -77,7 +77,7 @@ class Leadership:
         return current_leader(self.world.pods)
 
     @property
-    def crowned_group(self) -> int | None:
+    def initial_leader_group(self) -> int | None:
         """The group whose next first pod leads from its start on; None while somebody else leads, or can."""
         if self.leader is not None or self._successor() is not None:
             return None
@@ -85,71 +85,74 @@ class Leadership:
 
     def steps(self) -> Iterator[Action]:
         """What to do now. Each step is decided anew from what is there, so that the walk can end and begin anywhere."""
-        leader, strays = self.leader, self._strays()
-        yield from (SetRole(pod.name, pod.uid, leader=False) for pod in strays)
-        if any(not pod.finished for pod in strays):
+        leader, extra = self.leader, self._extra_leaders()
+        yield from (SetRoleLabel(pod.name, pod.uid, leader=False) for pod in extra)
+        if any(not pod.finished for pod in extra):
             return
         if leader is None:
             yield from self._promote(self._successor())
-        elif is_lost(leader, self.world.now) or (self._successor() is not None and self._has_to_go(leader)):
-            yield SetRole(leader.name, leader.uid, leader=False)
+        elif is_lost(leader, self.world.now) or (self._successor() is not None and self._must_hand_over(leader)):
+            yield SetRoleLabel(leader.name, leader.uid, leader=False)
         else:
-            yield from self._tell(leader)
+            yield from self._notify(leader)
 
-    def needs(self, group: int) -> bool:
+    def is_needed(self, group: int) -> bool:
         """Whether pods of a group that is to be removed are needed until another one leads."""
-        pods = [pod for pod in self.world.pods if pod.group == group and (pod.leader or pod.leads)]
+        pods = [pod for pod in self.world.pods if pod.group == group and (pod.leader or pod.reports_leader)]
         leader = self.leader
-        if not any(_is_well(pod) for pod in pods):
+        if not any(_is_running(pod) for pod in pods):
             return False
         is_elsewhere = leader is not None and leader.group != group and not leader.deleting
         return is_elsewhere or self._successor() is not None
 
-    def patience_ends_at(self) -> float | None:
+    def failover_time(self) -> float | None:
         """When a silent leader may lose the role; None for one that answers, or that nobody could follow."""
         leader = self.leader
-        if leader is None or leader.silent_since is None or self._successor() is None:
+        if leader is None or leader.unreachable_since is None or self._successor() is None:
             return None
-        at = leader.silent_since + PATIENCE
-        return at if at > self.world.now else self.world.now + WHILE_HEARD
+        at = leader.unreachable_since + FAILOVER_DELAY
+        return at if at > self.world.now else self.world.now + RECHECK_INTERVAL
 
-    def _strays(self) -> list[ObservedPod]:
+    def _extra_leaders(self) -> list[ObservedPod]:
         """Pods with the label that must not keep it."""
         return [pod for pod in self.world.pods if pod.leader and self.leader not in (None, pod)]
 
     def _promote(self, pod: ObservedPod | None) -> Iterator[Action]:
         if pod is not None:
-            yield SetRole(pod.name, pod.uid, leader=True, epoch=next_epoch(self.resource, self.world))
+            yield SetRoleLabel(pod.name, pod.uid, leader=True, epoch=next_epoch(self.resource, self.world))
 
-    def _tell(self, leader: ObservedPod) -> Iterator[Action]:
+    def _notify(self, leader: ObservedPod) -> Iterator[Action]:
         """Pods that have not heard of the decision; what does not answer hears of it later."""
         lifecycle = self.resource.spec.lifecycle
-        if leader.deleting or leader.address is None or leader.leads is None or lifecycle is Lifecycle.STOPPED:
+        if leader.deleting or leader.address is None or leader.reports_leader is None or lifecycle is Lifecycle.STOPPED:
             return
-        if not leader.leads and leader.told_epoch >= leader.epoch:
+        if not leader.reports_leader and leader.known_epoch >= leader.epoch:
             yield from self._promote(leader)  # It has heard of a later decision, so it needs another one.
             return
-        if leader.told_epoch < leader.epoch:
-            yield TellRole(leader.address, leads=True, epoch=leader.epoch, lifecycle=lifecycle)
+        if leader.known_epoch < leader.epoch:
+            yield SendRole(leader.address, leader=True, epoch=leader.epoch, lifecycle=lifecycle)
             return
         for pod in self.world.pods:
-            if pod.leads and pod != leader and pod.address is not None:
-                yield TellRole(pod.address, leads=False, epoch=max(leader.epoch, pod.told_epoch), lifecycle=lifecycle)
+            if pod.reports_leader and pod != leader and pod.address is not None:
+                yield SendRole(pod.address, leader=False, epoch=max(leader.epoch, pod.known_epoch), lifecycle=lifecycle)
 
-    def _has_to_go(self, leader: ObservedPod) -> bool:
+    def _must_hand_over(self, leader: ObservedPod) -> bool:
         if self._is_to_be_removed(leader) or leader.deleting:
             return True
         group = self.groups[leader.group]
-        if leader.attempt != group.attempt or self.standings[leader.group] in (Standing.FAILED, Standing.LEAVING):
+        if leader.attempt != group.attempt or self.states[leader.group] in (
+            ReplicaGroupState.FAILED,
+            ReplicaGroupState.LEAVING,
+        ):
             return True
-        return self._is_missed(leader)
+        return self._is_cut_off(leader)
 
-    def _is_missed(self, leader: ObservedPod) -> bool:
+    def _is_cut_off(self, leader: ObservedPod) -> bool:
         """Whether nobody hears a leader any more. While another pod leads as well, engines may be hearing that one."""
-        if leader.silent_since is None or self.world.now < leader.silent_since + PATIENCE:
+        if leader.unreachable_since is None or self.world.now < leader.unreachable_since + FAILOVER_DELAY:
             return False
         others = [pod for pod in self.world.pods if pod != leader]
-        return not any(pod.registered for pod in others) or any(pod.leads for pod in others)
+        return not any(pod.registered for pod in others) or any(pod.reports_leader for pod in others)
 
     def _is_to_be_removed(self, leader: ObservedPod) -> bool:
         is_surplus = leader.group >= len(self.groups)
@@ -158,23 +161,25 @@ class Leadership:
     def _successor(self) -> ObservedPod | None:
         """The pod that leads next. A leader that is well gives way only to one that serves."""
         leader = self.leader
-        in_ease = leader is not None and _is_well(leader) and leader.ready and leader.silent_since is None
+        leader_is_healthy = (
+            leader is not None and _is_running(leader) and leader.ready and leader.unreachable_since is None
+        )
         able = [
             (group, pod)
-            for group, standing in zip(self.groups, self.standings, strict=True)
+            for group, state in zip(self.groups, self.states, strict=True)
             if (pod := group.first_pod) is not None
             and pod != leader
             and group != self.rolling
-            and standing not in (Standing.FAILED, Standing.LEAVING)
-            and _is_well(pod)
-            and (pod_is_ready(pod) if in_ease else pod.rank_phase in LOADED)
+            and state not in (ReplicaGroupState.FAILED, ReplicaGroupState.LEAVING)
+            and _is_running(pod)
+            and (pod_is_ready(pod) if leader_is_healthy else pod.rank_phase in LOADED)
         ]
         best = min(able, key=lambda each: (not each[1].ready, self._is_outdated(each[0]), each[0].index), default=None)
         return None if best is None else best[1]
 
-    def _is_outdated(self, group: Group) -> bool:
+    def _is_outdated(self, group: ReplicaGroup) -> bool:
         return group.template_hash != self.template_hash
 
 
-def _is_well(pod: ObservedPod) -> bool:
+def _is_running(pod: ObservedPod) -> bool:
     return pod.phase is PodPhase.RUNNING and not pod.deleting and pod.address is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-COLOURS = {
+STYLES = {
     "Running": "green",
     "RUNNING": "green",
     "Ready": "green",
@@ -19,9 +19,9 @@ COLOURS = {
     "False": "dim",
     "-": "dim",
 }
-IN_BETWEEN = "cyan"
+TRANSITION_STYLE = "cyan"
 
 
-def coloured(word: str) -> Text:
+def styled(word: str) -> Text:
     """The word in its colour; one that has none is a state on the way to another."""
-    return Text(word, style=COLOURS.get(word, IN_BETWEEN))
+    return Text(word, style=STYLES.get(word, TRANSITION_STYLE))

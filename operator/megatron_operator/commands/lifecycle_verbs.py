@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from megatron_operator.api.v1alpha1 import Lifecycle
-from megatron_operator.commands.failure import CommandFailed
+from megatron_operator.commands.errors import CommandFailed
 from megatron_operator.kubernetes.api_server import Json
 
 
@@ -25,7 +25,7 @@ class Verb(StrEnum):
     START = "start"
 
 
-TARGETS: Mapping[Verb, Lifecycle] = {
+DESIRED_STATES: Mapping[Verb, Lifecycle] = {
     Verb.PAUSE: Lifecycle.PAUSED,
     Verb.UNPAUSE: Lifecycle.RUNNING,
     Verb.SUSPEND: Lifecycle.SUSPENDED,
@@ -34,7 +34,7 @@ TARGETS: Mapping[Verb, Lifecycle] = {
     Verb.START: Lifecycle.RUNNING,
 }
 
-_SENSELESS: Mapping[tuple[Verb, Lifecycle], str] = {
+_REJECTIONS: Mapping[tuple[Verb, Lifecycle], str] = {
     (Verb.PAUSE, Lifecycle.SUSPENDED): "its requests are held already; `resume` leads from there to Paused",
     (Verb.PAUSE, Lifecycle.STOPPED): "there is nothing to pause; `start` it first",
     (Verb.UNPAUSE, Lifecycle.SUSPENDED): "`resume` leads from there to Paused, `start` straight to Running",
@@ -45,15 +45,15 @@ _SENSELESS: Mapping[tuple[Verb, Lifecycle], str] = {
 }
 
 
-def wish_of(obj: Json) -> Lifecycle:
+def desired_lifecycle(obj: Json) -> Lifecycle:
     """What is wished for now."""
     return Lifecycle((obj.get("spec") or {}).get("lifecycle") or Lifecycle.RUNNING)
 
 
-def check_sense(verb: Verb, obj: Json) -> None:
+def check_verb(verb: Verb, obj: Json) -> None:
     """Raises CommandFailed when the verb makes no sense for the resource as it is wished for now."""
-    name, wish = obj["metadata"]["name"], wish_of(obj)
+    name, desired = obj["metadata"]["name"], desired_lifecycle(obj)
     if obj["metadata"].get("deletionTimestamp"):
         raise CommandFailed(f"{name} is being deleted; there is nothing to {verb}")
-    if (why := _SENSELESS.get((verb, wish))) is not None:
-        raise CommandFailed(f"{name} is wished to be {wish}: {why}")
+    if (why := _REJECTIONS.get((verb, desired))) is not None:
+        raise CommandFailed(f"{name} is wished to be {desired}: {why}")

@@ -13,7 +13,7 @@ LOADING_STEPS = 4
 """A change in loading is said at every quarter."""
 
 
-class PlainLines:
+class PlainView:
     """Prints what differs from the line before."""
 
     def __init__(self, console: Console) -> None:
@@ -40,11 +40,11 @@ class PlainLines:
 
 
 def _facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
-    status, wished = snapshot.status, snapshot.resource.spec.replicas
+    status, desired = snapshot.status, snapshot.resource.spec.replicas
     yield "phase", str(status.phase)
     if status.engine_state:
         yield "engine", status.engine_state
-    yield "ready replicas", f"{status.ready_replicas}/{wished}"
+    yield "ready replicas", f"{status.ready_replicas}/{desired}"
     for condition in status.conditions:
         if condition.status != "False" or condition.type == "Ready":
             words = f": {condition.message}" if condition.type == "Failed" else ""

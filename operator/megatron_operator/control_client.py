@@ -25,13 +25,13 @@ from megatron_operator.world import (
 
 CONNECT_TIMEOUT = 2.0
 ANSWER_TIMEOUT = 5.0
-CUT_OFF_AFTER = 6
+KEEPALIVE_TIMEOUT = 6
 """Seconds without a sign of life after which a connection counts as broken."""
-LOST_SIGNS = 3
+KEEPALIVE_PROBES = 3
 """How many are asked for in vain by then, a second apart."""
 
 
-class EngineUnreachable(WorldError):
+class ControlApiUnreachable(WorldError):
     """The control API did not answer, or not in its own language."""
 
 
@@ -61,7 +61,7 @@ class PodReport:
     waiting_requests: int = 0
     restarts: int = 0
     error: str = ""
-    leads: bool = False
+    reports_leader: bool = False
     epoch: int = 0
 
     @classmethod
@@ -79,7 +79,7 @@ class PodReport:
             waiting_requests=int(requests.get("waiting", 0)),
             restarts=int(body.get("restarts", 0)),
             error=_error(body.get("error")),
-            leads=body.get("role") == "leader",
+            reports_leader=body.get("role") == "leader",
             epoch=int(body.get("epoch") or 0),
         )
 
@@ -113,7 +113,7 @@ class PodReport:
         )
 
 
-def connections_to_pods() -> httpx.AsyncClient:
+def pod_http_client() -> httpx.AsyncClient:
     """For any number of pods, also of many resources, with a long poll open to each. The kernel asks idle connections
     for a sign of life, so that a poll of a pod that is cut off ends soon, and costs nobody anything until then.
 
@@ -121,32 +121,34 @@ def connections_to_pods() -> httpx.AsyncClient:
     certificates, which take long to load, are of no use.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-    transport = httpx.AsyncHTTPTransport(trust_env=False, limits=limits, verify=False, socket_options=_signs_of_life())
+    transport = httpx.AsyncHTTPTransport(
+        trust_env=False, limits=limits, verify=False, socket_options=_keepalive_options()
+    )
     return httpx.AsyncClient(trust_env=False, transport=transport)
 
 
-def _signs_of_life() -> list[tuple[int, int, int]]:
-    """Socket options by which a connection whose other end is out of reach breaks within ``CUT_OFF_AFTER`` seconds."""
+def _keepalive_options() -> list[tuple[int, int, int]]:
+    """Socket options that break a connection ``KEEPALIVE_TIMEOUT`` seconds after its peer became unreachable."""
     options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     if sys.platform == "linux":
         options += [
-            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, CUT_OFF_AFTER - LOST_SIGNS),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_TIMEOUT - KEEPALIVE_PROBES),
             (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_SIGNS),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES),
         ]
     return options
 
 
-class EngineClient:
+class ControlClient:
     """Talks to the launchers of one resource's pods; ``token`` is the Secret's control-token.
 
-    An ``http`` that is handed in stays open; see ``connections_to_pods``.
+    An ``http`` that is handed in stays open; see ``pod_http_client``.
     """
 
     def __init__(self, token: str | None, *, port: int = CONTROL_PORT, http: httpx.AsyncClient | None = None) -> None:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._port = port
-        self._http = http or connections_to_pods()
+        self._http = http or pod_http_client()
         self._owns_http = http is None
 
     async def __aenter__(self) -> Self:
@@ -168,17 +170,19 @@ class EngineClient:
         query = {} if after is None else {"after": str(after), "timeout": f"{wait:g}"}
         answer = await self._request("GET", address, "/v1/state", query, patience=ANSWER_TIMEOUT + wait)
         if answer.status_code != httpx.codes.OK:
-            raise EngineUnreachable(f"control API at {address} answered {answer.status_code}: {_message(answer)}")
+            raise ControlApiUnreachable(f"control API at {address} answered {answer.status_code}: {_message(answer)}")
         try:
             return PodReport.parse(answer.json())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineUnreachable(f"control API at {address} sent a state that makes no sense: {error}") from error
+            raise ControlApiUnreachable(
+                f"control API at {address} sent a state that makes no sense: {error}"
+            ) from error
 
-    async def answer(self, address: str) -> PodReport | EngineUnreachable:
+    async def try_state(self, address: str) -> PodReport | ControlApiUnreachable:
         """The pod's report, or why there is none."""
         try:
             return await self.state(address)
-        except EngineUnreachable as error:
+        except ControlApiUnreachable as error:
             return error
 
     async def signal(self, address: str, signal: Signal) -> None:
@@ -190,17 +194,21 @@ class EngineClient:
         if answer.status_code == httpx.codes.CONFLICT:
             raise SignalRefused(_message(answer), _allowed(answer))
         if not answer.is_success:
-            raise EngineUnreachable(f"{signal} at {address} was answered with {answer.status_code}: {_message(answer)}")
+            raise ControlApiUnreachable(
+                f"{signal} at {address} was answered with {answer.status_code}: {_message(answer)}"
+            )
 
-    async def role(self, address: str, *, leads: bool, epoch: int, lifecycle: Lifecycle) -> None:
+    async def set_role(self, address: str, *, leader: bool, epoch: int, lifecycle: Lifecycle) -> None:
         """Tells a pod whether it leads; one that knows of a later decision refuses, and is left alone.
 
         Raises EngineUnreachable.
         """
-        path, body = ("/v1/lead", {"lifecycle": lifecycle.value}) if leads else ("/v1/follow", {})
+        path, body = ("/v1/lead", {"lifecycle": lifecycle.value}) if leader else ("/v1/follow", {})
         answer = await self._request("POST", address, path, {}, ANSWER_TIMEOUT, {"epoch": epoch, **body})
         if not answer.is_success and answer.status_code != httpx.codes.CONFLICT:
-            raise EngineUnreachable(f"{path} at {address} was answered with {answer.status_code}: {_message(answer)}")
+            raise ControlApiUnreachable(
+                f"{path} at {address} was answered with {answer.status_code}: {_message(answer)}"
+            )
 
     async def _request(
         self,
@@ -224,7 +232,7 @@ class EngineClient:
             )
         except httpx.HTTPError as error:
             cause = str(error) or type(error).__name__
-            raise EngineUnreachable(f"control API at {address}:{self._port} does not answer: {cause}") from error
+            raise ControlApiUnreachable(f"control API at {address}:{self._port} does not answer: {cause}") from error
 
 
 def _progress(phase: str) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_operator import names
-from megatron_operator.api.v1alpha1 import FailurePolicy, GroupStatus, MegatronInference
+from megatron_operator.api.v1alpha1 import FailurePolicy, MegatronInference, ReplicaGroupStatus
 from megatron_operator.timestamps import seconds
 from megatron_operator.world import Failure, ObservedPod, PodPhase, World
 
@@ -20,11 +20,11 @@ SCHEDULING_GATED = "SchedulingGated"
 STARTUP_TIMEOUT = "StartupTimeout"
 LOST_RANK = "LostRank"
 """Why a pod ends whose ranks were left by another one: a consequence, and no cause."""
-MET = ("Loading", "Registering", SERVING)
+RENDEZVOUS_DONE = ("Loading", "Registering", SERVING)
 """Phases of a rank that has met all the others of its group."""
 
 
-class Standing(StrEnum):
+class ReplicaGroupState(StrEnum):
     """How the latest attempt of a group stands."""
 
     ABSENT = "Absent"
@@ -35,7 +35,7 @@ class Standing(StrEnum):
 
 
 @dataclass(frozen=True)
-class GroupFailure:
+class ReplicaGroupFailure:
     """What ended an attempt, or will: ``time`` is when, in seconds since the epoch."""
 
     attempt: int
@@ -47,7 +47,7 @@ class GroupFailure:
 
 
 @dataclass(frozen=True)
-class Group:
+class ReplicaGroup:
     """One replica group. ``pods`` are those of the latest attempt, without such as are lost with their node."""
 
     index: int
@@ -57,7 +57,7 @@ class Group:
     pods: tuple[ObservedPod, ...] = ()
     old_pods: tuple[ObservedPod, ...] = ()
     """Pods of earlier attempts."""
-    memory: GroupStatus | None = None
+    memory: ReplicaGroupStatus | None = None
     """What the last status said of the latest attempt."""
 
     @property
@@ -105,14 +105,14 @@ class Group:
             return self.pods[0].template_hash
         return self.memory.template_hash if self.memory else None
 
-    def failure(self, policy: FailurePolicy, now: float) -> GroupFailure | None:
+    def failure(self, policy: FailurePolicy, now: float) -> ReplicaGroupFailure | None:
         """What ended the latest attempt: the first of its pods that finished, or a start that takes too long.
 
         Pods that only complain about others are asked last. When the pods are gone, the memory of it counts.
         """
-        ended = [pod for pod in self.pods if pod.finished and not pod.deleting and not self._was_let_go(pod)]
+        ended = [pod for pod in self.pods if pod.finished and not pod.deleting and not self._ended_with_first_pod(pod)]
         if ended:
-            first = min(ended, key=lambda pod: (_complains(pod), _end_of(pod), pod.index))
+            first = min(ended, key=lambda pod: (_is_consequence(pod), _end_of(pod), pod.index))
             return self._failure_of(first, first.failure or _unexplained(first), _end_of(first), policy)
         deadline = self.startup_deadline(policy)
         if deadline is not None and deadline <= now:
@@ -120,7 +120,7 @@ class Group:
             were = f"{', '.join(pod.name for pod in late)} {'was' if len(late) == 1 else 'were'}"
             words = f"{were} not ready within {policy.startup_timeout.text}"
             return self._failure_of(late[0], Failure(STARTUP_TIMEOUT, words), deadline, policy)
-        return self.remembered_failure if not self.pods else None
+        return self.recorded_failure if not self.pods else None
 
     def startup_deadline(self, policy: FailurePolicy) -> float | None:
         """When unready pods count as failed; None when there are none, or while one of them waits for a place.
@@ -139,50 +139,56 @@ class Group:
         return tuple(pod for pod in self.live_pods if not pod.ready)
 
     @property
-    def remembered_failure(self) -> GroupFailure | None:
+    def recorded_failure(self) -> ReplicaGroupFailure | None:
         """The failure of the latest attempt as the last status tells it."""
         last = self.memory.last_failure if self.memory else None
         if last is None or last.attempt != self.attempt:
             return None
         failure = Failure(last.reason, last.message, last.rank, last.exit_code)
-        return GroupFailure(last.attempt, last.pod, failure, seconds(last.time), self.restarts)
+        return ReplicaGroupFailure(last.attempt, last.pod, failure, seconds(last.time), self.restarts)
 
     @property
-    def _has_lost_a_pod(self) -> bool:
+    def _is_missing_a_pod(self) -> bool:
         """Whether somebody removed a pod whose ranks the others have met; they can't meet those of another one."""
-        return bool(self.missing) and any(pod.finished or pod.rank_phase in MET for pod in self.pods)
+        return bool(self.missing) and any(pod.finished or pod.rank_phase in RENDEZVOUS_DONE for pod in self.pods)
 
-    def _was_let_go(self, pod: ObservedPod) -> bool:
+    def _ended_with_first_pod(self, pod: ObservedPod) -> bool:
         """Whether its ranks ended well because the first pod, which somebody deleted, was at its end."""
         first = self.first_pod
         return pod.phase is PodPhase.SUCCEEDED and pod.index > 0 and (first is None or first.deleting)
 
-    def _failure_of(self, pod: ObservedPod, failure: Failure, when: float, policy: FailurePolicy) -> GroupFailure:
+    def _failure_of(
+        self, pod: ObservedPod, failure: Failure, when: float, policy: FailurePolicy
+    ) -> ReplicaGroupFailure:
         lived_long = when - pod.created_at >= policy.reset_after and failure.reason != STARTUP_TIMEOUT
-        return GroupFailure(pod.attempt, pod.name, failure, when, 0 if lived_long else self.restarts)
+        return ReplicaGroupFailure(pod.attempt, pod.name, failure, when, 0 if lived_long else self.restarts)
 
-    def standing(self, policy: FailurePolicy, now: float) -> Standing:
+    def state(self, policy: FailurePolicy, now: float) -> ReplicaGroupState:
         """How the latest attempt stands. A pod that failed outweighs one that is being deleted."""
         if self.failure(policy, now) is not None:
-            return Standing.FAILED
-        if any(pod.deleting for pod in self.pods) or self._has_lost_a_pod:
-            return Standing.LEAVING
+            return ReplicaGroupState.FAILED
+        if any(pod.deleting for pod in self.pods) or self._is_missing_a_pod:
+            return ReplicaGroupState.LEAVING
         if not self.pods:
-            return Standing.ABSENT
-        return Standing.READY if self.ready_pods == self.size else Standing.STARTING
+            return ReplicaGroupState.ABSENT
+        return ReplicaGroupState.READY if self.ready_pods == self.size else ReplicaGroupState.STARTING
 
 
-def observe_groups(resource: MegatronInference, world: World) -> tuple[Group, ...]:
+def observe_replica_groups(resource: MegatronInference, world: World) -> tuple[ReplicaGroup, ...]:
     """The wished groups, by index."""
-    memories = {group.index: group for group in resource.status.groups}
-    return tuple(_observe_group(resource, world, index, memories.get(index)) for index in range(resource.spec.replicas))
+    memories = {group.index: group for group in resource.status.replica_groups}
+    return tuple(
+        _observe_replica_group(resource, world, index, memories.get(index)) for index in range(resource.spec.replicas)
+    )
 
 
-def _observe_group(resource: MegatronInference, world: World, index: int, memory: GroupStatus | None) -> Group:
+def _observe_replica_group(
+    resource: MegatronInference, world: World, index: int, memory: ReplicaGroupStatus | None
+) -> ReplicaGroup:
     pods = sorted((pod for pod in world.pods if pod.group == index), key=lambda pod: pod.index)
     remembered = memory.attempt if memory else None
     attempt = max((each for each in (remembered, *(pod.attempt for pod in pods)) if each is not None), default=None)
-    return Group(
+    return ReplicaGroup(
         index=index,
         size=resource.spec.pods_per_group,
         attempt=attempt,
@@ -219,7 +225,7 @@ def pods_without_keys(resource: MegatronInference, world: World) -> tuple[Observ
     return tuple(pod for pod in world.pods if not pod.finished and not is_lost(pod, world.now))
 
 
-def _complains(pod: ObservedPod) -> bool:
+def _is_consequence(pod: ObservedPod) -> bool:
     return pod.failure is not None and pod.failure.reason == LOST_RANK
 
 

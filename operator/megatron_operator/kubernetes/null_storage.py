@@ -11,7 +11,7 @@ from typing import Any
 import kopf
 
 
-class NoDiffs(kopf.DiffBaseStorage):
+class NullDiffBaseStorage(kopf.DiffBaseStorage):
     """Objects never differ from what they were."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
@@ -24,7 +24,7 @@ class NoDiffs(kopf.DiffBaseStorage):
         pass
 
 
-class NoProgress(kopf.ProgressStorage):
+class NullProgressStorage(kopf.ProgressStorage):
     """Nothing was begun."""
 
     def fetch(self, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Runs one command that cannot outlive its starter: ``python leash.py PARENT_PID COMMAND [ARGUMENT...]``.
+"""Runs one command that cannot outlive its starter: ``python die_with_parent.py PARENT_PID COMMAND [ARGUMENT...]``.
 
 The kernel kills the command when the thread that started it ends, SIGKILL included. A program of its own instead of a
 hook between fork and exec, because such a hook is unsafe where the starter has threads. Standard library only.

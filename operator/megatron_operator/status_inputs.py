@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, Lifecycle, MegatronInference
-from megatron_operator.groups import (
-    Group,
-    GroupFailure,
-    Standing,
-    observe_groups,
+from megatron_operator.leader_selection import leading_group, running_leader
+from megatron_operator.replica_groups import (
+    ReplicaGroup,
+    ReplicaGroupFailure,
+    ReplicaGroupState,
+    observe_replica_groups,
     pods_without_keys,
 )
-from megatron_operator.leadership import leading_group, running_leader
-from megatron_operator.restarts import GiveUp, Retry, verdict
+from megatron_operator.restarts import GiveUp, Retry, restart_decision
 from megatron_operator.timestamps import seconds
 from megatron_operator.world import EngineState, ObservedPod, World
 
@@ -22,30 +22,30 @@ ENGINE_UNREACHABLE = "EngineUnreachable"
 
 
 @dataclass(frozen=True)
-class GroupView:
+class ReplicaGroupView:
     """A wished group, how it stands, and, when it failed, what follows."""
 
-    group: Group
-    standing: Standing
-    failed: GroupFailure | None = None
-    outlook: Retry | GiveUp | None = None
+    group: ReplicaGroup
+    state: ReplicaGroupState
+    failed: ReplicaGroupFailure | None = None
+    decision: Retry | GiveUp | None = None
 
     @property
     def given_up(self) -> GiveUp | None:
         """Set when there will be no further attempt."""
-        return self.outlook if isinstance(self.outlook, GiveUp) else None
+        return self.decision if isinstance(self.decision, GiveUp) else None
 
     @property
-    def in_trouble(self) -> bool:
+    def is_unrecovered(self) -> bool:
         """Whether it failed and has not come back since."""
-        if self.standing is Standing.READY:
+        if self.state is ReplicaGroupState.READY:
             return False
-        has_failed = self.group.restarts > 0 or self.group.remembered_failure is not None
-        return self.standing is Standing.FAILED or has_failed
+        has_failed = self.group.restarts > 0 or self.group.recorded_failure is not None
+        return self.state is ReplicaGroupState.FAILED or has_failed
 
 
 @dataclass(frozen=True)
-class Picture:
+class StatusInputs:
     """Everything that a status is made of. ``problems`` are actions that could not be carried out, in words."""
 
     resource: MegatronInference
@@ -59,29 +59,29 @@ class Picture:
         return self.resource.spec.failure_policy
 
     @property
-    def wish(self) -> Lifecycle:
+    def desired(self) -> Lifecycle:
         """The state that the user wishes for."""
         return self.resource.spec.lifecycle
 
     @property
-    def wants_pods(self) -> bool:
+    def should_have_pods(self) -> bool:
         """Whether there should be pods at all."""
-        return not self.resource.deleting and self.wish is not Lifecycle.STOPPED
+        return not self.resource.deleting and self.desired is not Lifecycle.STOPPED
 
     @cached_property
-    def groups(self) -> tuple[GroupView, ...]:
+    def groups(self) -> tuple[ReplicaGroupView, ...]:
         """The wished groups, by index."""
-        return tuple(self._view(group) for group in observe_groups(self.resource, self.world))
+        return tuple(self._view(group) for group in observe_replica_groups(self.resource, self.world))
 
     @property
-    def leading_group(self) -> GroupView:
+    def leading_group(self) -> ReplicaGroupView:
         """The group whose first pod leads, or did last."""
         return self.groups[leading_group(self.resource, self.world)]
 
     @property
     def ready_groups(self) -> int:
         """Wished groups whose pods are all ready."""
-        return sum(view.standing is Standing.READY for view in self.groups)
+        return sum(view.state is ReplicaGroupState.READY for view in self.groups)
 
     @property
     def surplus_groups(self) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Picture:
         return tuple(sorted({pod.group for pod in self.world.pods if pod.group >= self.resource.spec.replicas}))
 
     @property
-    def has_lost_its_keys(self) -> bool:
+    def has_no_keys(self) -> bool:
         """Whether pods have to end because the Secret with their keys is gone."""
         return bool(pods_without_keys(self.resource, self.world))
 
@@ -99,9 +99,9 @@ class Picture:
         return tuple(view.group.index for view in self.groups if view.group.template_hash != self.template_hash)
 
     @property
-    def troubled_groups(self) -> tuple[GroupView, ...]:
+    def unrecovered_groups(self) -> tuple[ReplicaGroupView, ...]:
         """Wished groups that failed and are not back."""
-        return tuple(view for view in self.groups if view.in_trouble)
+        return tuple(view for view in self.groups if view.is_unrecovered)
 
     @cached_property
     def leader(self) -> ObservedPod | None:
@@ -115,14 +115,14 @@ class Picture:
         return engine.state if engine is not None and engine.reachable and self.leader is not None else None
 
     @property
-    def sleeps(self) -> bool:
+    def is_auto_suspended(self) -> bool:
         """Whether the engine is suspended until the next request, or on its way there or back, as is wished."""
         engine = self.world.engine
         is_asleep = self.engine_state is not None and engine is not None and engine.auto_suspended
-        return is_asleep and self.wish is Lifecycle.RUNNING
+        return is_asleep and self.desired is Lifecycle.RUNNING
 
     @property
-    def is_open(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether the frontend takes requests and the engine's state is known."""
         return self.leader is not None and self.leader.ready and self.engine_state is not None
 
@@ -149,7 +149,7 @@ class Picture:
         was_up = status.engine_state is not None or (before is not None and before.reason == ENGINE_UNREACHABLE)
         return was_up and group.memory is not None
 
-    def _view(self, group: Group) -> GroupView:
+    def _view(self, group: ReplicaGroup) -> ReplicaGroupView:
         failed = group.failure(self.policy, self.world.now)
-        outlook = verdict(group, failed, self.policy, self.template_hash) if failed else None
-        return GroupView(group, group.standing(self.policy, self.world.now), failed, outlook)
+        decision = restart_decision(group, failed, self.policy, self.template_hash) if failed else None
+        return ReplicaGroupView(group, group.state(self.policy, self.world.now), failed, decision)

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from megatron_operator.api.v1alpha1 import Lifecycle
-from megatron_operator.commands.failure import CommandFailed, in_words
-from megatron_operator.commands.follow import is_reached
-from megatron_operator.commands.portrait import Portrait
-from megatron_operator.commands.wish import Verb, check_sense
+from megatron_operator.commands.describe_view import DescribeView
+from megatron_operator.commands.errors import CommandFailed, in_words
+from megatron_operator.commands.lifecycle_verbs import Verb, check_verb
+from megatron_operator.commands.wait import is_reached
 from megatron_operator.kubernetes.api_server import ServerError, answer_of
 from megatron_operator.kubernetes.user_cluster import UserCluster
 from megatron_operator.status import old_status
@@ -33,7 +33,7 @@ def resource(status: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any
 
 
 def story(obj: dict[str, Any]) -> str:
-    return "\n".join(str(line) for line in Portrait(obj, [], [], now=NOW).lines())
+    return "\n".join(str(line) for line in DescribeView(obj, [], [], now=NOW).lines())
 
 
 def condition(kind: str, status: str, reason: str, message: str = "") -> dict[str, str]:
@@ -118,13 +118,13 @@ def test_a_server_in_trouble_is_quoted() -> None:
 
 
 @pytest.mark.parametrize("verb", [Verb.START, Verb.STOP])
-@pytest.mark.parametrize("wish", list(Lifecycle))
-def test_start_and_stop_make_sense_from_anywhere(verb: Verb, wish: Lifecycle) -> None:
-    check_sense(verb, resource(lifecycle=wish.value))
+@pytest.mark.parametrize("desired", list(Lifecycle))
+def test_start_and_stop_make_sense_from_anywhere(verb: Verb, desired: Lifecycle) -> None:
+    check_verb(verb, resource(lifecycle=desired.value))
 
 
 @pytest.mark.parametrize(
-    ("verb", "wish", "hint"),
+    ("verb", "desired", "hint"),
     [
         (Verb.UNPAUSE, "Suspended", "`resume` leads from there to Paused, `start` straight to Running"),
         (Verb.PAUSE, "Suspended", "`resume` leads from there to Paused"),
@@ -132,16 +132,16 @@ def test_start_and_stop_make_sense_from_anywhere(verb: Verb, wish: Lifecycle) ->
         (Verb.UNPAUSE, "Stopped", "`start` it"),
     ],
 )
-def test_a_verb_that_makes_no_sense_names_the_one_that_does(verb: Verb, wish: str, hint: str) -> None:
+def test_a_verb_that_makes_no_sense_names_the_one_that_does(verb: Verb, desired: str, hint: str) -> None:
     with pytest.raises(CommandFailed, match=hint):
-        check_sense(verb, resource(lifecycle=wish))
+        check_verb(verb, resource(lifecycle=desired))
 
 
 def test_nothing_can_be_wished_of_what_is_being_deleted() -> None:
     obj = resource()
     obj["metadata"]["deletionTimestamp"] = BORN
     with pytest.raises(CommandFailed, match="is being deleted"):
-        check_sense(Verb.STOP, obj)
+        check_verb(Verb.STOP, obj)
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,18 @@ from __future__ import annotations
 from planning_support.planning import Planning, created, deleted
 
 from megatron_operator.events import events_between
-from megatron_operator.leadership import PATIENCE, WHILE_HEARD
-from megatron_operator.world import Action, CreatePod, EngineState, PodPhase, SetRole, TellRole
+from megatron_operator.leader_selection import FAILOVER_DELAY, RECHECK_INTERVAL
+from megatron_operator.world import Action, CreatePod, EngineState, PodPhase, SendRole, SetRoleLabel
 
 
 def roles(actions: list[Action]) -> list[tuple[str, bool, int | None]]:
     """The labels that were set."""
-    return [(each.name, each.leader, each.epoch) for each in actions if isinstance(each, SetRole)]
+    return [(each.name, each.leader, each.epoch) for each in actions if isinstance(each, SetRoleLabel)]
 
 
 def told(actions: list[Action]) -> list[tuple[str, bool, int]]:
     """What launchers were told."""
-    return [(each.address, each.leads, each.epoch) for each in actions if isinstance(each, TellRole)]
+    return [(each.address, each.leader, each.epoch) for each in actions if isinstance(each, SendRole)]
 
 
 def moved(planning: Planning, rounds: int = 6) -> list[Action]:
@@ -59,7 +59,7 @@ def test_when_the_leaders_pod_fails_another_groups_first_pod_leads_before_a_new_
     assert leading(planning) == ["chat-1-0-0"]
     planning.round()
     assert planning.status.leader is not None
-    assert (planning.status.leader.pod, planning.status.leader.group, planning.status.leader.epoch) == (
+    assert (planning.status.leader.pod, planning.status.leader.replica_group, planning.status.leader.epoch) == (
         "chat-1-0-0",
         1,
         2,
@@ -105,8 +105,8 @@ def test_a_leader_that_falls_silent_loses_the_role_after_a_while() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.stand_still("chat-0-0-0")
     assert roles(moved(planning)) == []
-    assert planning.look().requeue_after == PATIENCE
-    planning.cluster.now += PATIENCE
+    assert planning.look().requeue_after == FAILOVER_DELAY
+    planning.cluster.now += FAILOVER_DELAY
     moved(planning)
     assert selected(planning) == ["chat-1-0-0"]
 
@@ -114,12 +114,12 @@ def test_a_leader_that_falls_silent_loses_the_role_after_a_while() -> None:
 def test_a_silent_leader_that_engines_still_hear_keeps_the_role_until_they_do_not() -> None:
     planning = Planning(replicas=3).settled()
     planning.cluster.reachable = False
-    planning.cluster.now += 10 * PATIENCE
+    planning.cluster.now += 10 * FAILOVER_DELAY
     assert roles(moved(planning)) == []
-    assert planning.look().requeue_after == WHILE_HEARD
+    assert planning.look().requeue_after == RECHECK_INTERVAL
     planning.cluster.reachable = True
     planning.cluster.stand_still("chat-0-0-0")
-    planning.cluster.now += PATIENCE
+    planning.cluster.now += FAILOVER_DELAY
     moved(planning)
     assert selected(planning) == ["chat-1-0-0"]
 
@@ -128,7 +128,7 @@ def test_a_silent_leader_keeps_the_role_while_nobody_else_answers_either() -> No
     planning = Planning(replicas=2).settled()
     for pod in ("chat-0-0-0", "chat-1-0-0"):
         planning.cluster.stand_still(pod)
-    planning.cluster.now += 10 * PATIENCE
+    planning.cluster.now += 10 * FAILOVER_DELAY
     assert roles(moved(planning)) == []
     planning.cluster.go_on("chat-1-0-0")
     moved(planning)
@@ -140,7 +140,7 @@ def test_a_leader_that_falls_silent_before_its_predecessor_gave_up_is_followed_a
     planning.cluster.change("chat-0-0-0", leader=False)
     planning.cluster.change("chat-1-0-0", leader=True, epoch=2)
     planning.cluster.stand_still("chat-1-0-0")
-    planning.cluster.now += PATIENCE
+    planning.cluster.now += FAILOVER_DELAY
     moved(planning)
     assert selected(planning) == leading(planning) == ["chat-0-0-0"]
 
@@ -151,14 +151,14 @@ def test_of_several_that_wait_for_a_coordinator_the_first_gets_the_role_once() -
     for _ in range(3):
         for pod in ("chat-1-0-0", "chat-2-0-0"):
             planning.cluster.start(pod)
-    planning.cluster.now += 10 * PATIENCE
+    planning.cluster.now += 10 * FAILOVER_DELAY
     assert roles(moved(planning)) == [("chat-0-0-0", False, None), ("chat-1-0-0", True, 2)]
 
 
 def test_an_unready_leader_that_answers_keeps_the_role() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.unready("chat-0-0-0")
-    planning.cluster.now += PATIENCE
+    planning.cluster.now += FAILOVER_DELAY
     assert roles(moved(planning)) == []
     assert leading(planning) == ["chat-0-0-0"]
 
@@ -169,7 +169,7 @@ def test_a_leader_that_cannot_start_does_not_keep_the_others_from_serving() -> N
     for _ in range(3):
         planning.cluster.start("chat-1-0-0")
     assert not planning.cluster.pods["chat-1-0-0"].ready
-    planning.cluster.now += PATIENCE
+    planning.cluster.now += FAILOVER_DELAY
     moved(planning)
     planning.cluster.start("chat-1-0-0")
     assert planning.cluster.pods["chat-1-0-0"].ready
@@ -183,7 +183,7 @@ def test_a_leader_that_cannot_start_does_not_keep_the_others_from_serving() -> N
 def test_a_former_leader_that_was_cut_off_is_told_when_it_answers_again() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.stand_still("chat-0-0-0")
-    planning.cluster.now += PATIENCE
+    planning.cluster.now += FAILOVER_DELAY
     actions = [planning.round(), planning.round()]
     assert [roles(each) for each in actions] == [[("chat-0-0-0", False, None)], [("chat-1-0-0", True, 2)]]
     moved(planning)
@@ -237,7 +237,7 @@ def test_of_two_that_are_selected_only_that_of_the_last_decision_stays() -> None
 
 def test_a_leader_that_knows_of_a_later_decision_gets_another_one() -> None:
     planning = Planning(replicas=1).settled()
-    planning.cluster.change("chat-0-0-0", leads=False, told_epoch=7)
+    planning.cluster.change("chat-0-0-0", reports_leader=False, known_epoch=7)
     actions = moved(planning)
     assert roles(actions) == [("chat-0-0-0", True, 8)]
     assert told(actions) == [("10.0.0.0", True, 8)]

@@ -1,0 +1,102 @@
+"""Words for people: what a group waits for, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_operator.replica_groups import ReplicaGroupFailure, ReplicaGroupState, pod_is_ready
+from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED, GiveUp, Retry
+from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
+from megatron_operator.timestamps import time_of_day
+from megatron_operator.world import RANK_PHASES, Loading, ObservedPod, PodPhase
+
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class WaitReason:
+    """A condition's reason and message."""
+
+    reason: str
+    message: str
+
+
+def wait_reason(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
+    """What an unready group waits for."""
+    index = view.group.index
+    match view.state:
+        case ReplicaGroupState.ABSENT:
+            return WaitReason("Pending", f"group {index}: its pods are about to be created")
+        case ReplicaGroupState.LEAVING:
+            pods = ", ".join(pod.name for pod in view.group.pods)
+            return WaitReason("Replacing", f"group {index}: waiting for {pods} to end before the next attempt")
+        case ReplicaGroupState.FAILED:
+            return _after_failure(view, inputs)
+        case _:
+            waiting = [pod for pod in view.group.pods if not pod_is_ready(pod)]
+            if not waiting:
+                return WaitReason(
+                    "Pending", f"group {index}: {len(view.group.missing)} more pods are about to be created"
+                )
+            return _of_pod(min(waiting, key=_progress))
+
+
+def _of_failure(failed: ReplicaGroupFailure) -> str:
+    """A failure in words: which pod, rank and exit code, and the last words."""
+    failure = failed.failure
+    rank = "" if failure.rank is None else f" rank {failure.rank}"
+    code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
+    return f"{failed.pod}{rank}: {failure.reason}{code}: {failure.message}"
+
+
+def _after_failure(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
+    assert view.failed is not None
+    index, limit = view.group.index, inputs.policy.max_restarts
+    words = f"group {index} failed: {_of_failure(view.failed)}"
+    match view.decision:
+        case GiveUp(reason=reason) if reason == RESTART_BUDGET_EXCEEDED:
+            fix = "mend the cause, then change restart.id or another part of the spec"
+            return WaitReason(reason, f"{words}; all {limit} restarts are used up: {fix}")
+        case GiveUp(reason=reason):
+            return WaitReason(reason, f"{words}; not tried again until the spec changes")
+        case Retry(restarts=0):
+            return WaitReason("Restarting", f"{words}; started again with the changed spec")
+        case Retry(at=at) if at <= inputs.world.now:
+            return WaitReason("Restarting", f"{words}; the next attempt starts now")
+        case Retry(at=at, restarts=restarts):
+            return WaitReason("BackOff", f"{words}; restart {restarts} of {limit} at {time_of_day(at)}")
+    raise AssertionError("a failed group has an outlook")
+
+
+def _progress(pod: ObservedPod) -> tuple[bool, bool, int]:
+    """How far a pod has come; the others of its group wait for the last one."""
+    phase = RANK_PHASES.index(pod.rank_phase) if pod.rank_phase in RANK_PHASES else -1
+    return pod.waiting is None, pod.phase is PodPhase.RUNNING, phase
+
+
+def _of_pod(pod: ObservedPod) -> WaitReason:
+    if pod.waiting is not None:
+        return WaitReason(pod.waiting.reason, f"{pod.name} cannot start: {pod.waiting.message}")
+    if pod.phase is not PodPhase.RUNNING:
+        return WaitReason("Pending", f"{pod.name} is {pod.phase}: waiting for a node, its volumes and its image")
+    match pod.rank_phase:
+        case "Loading":
+            return WaitReason("ModelLoading", f"{pod.name} loads the weights{_share(pod.loading)}")
+        case "Rendezvous":
+            return WaitReason("Rendezvous", f"{pod.name} waits for the other ranks of its group")
+        case "Registering":
+            return WaitReason("Registering", f"{pod.name} registers with the coordinator")
+        case "Serving":
+            return WaitReason("Starting", f"{pod.name} has its model; waiting for its readiness probe")
+        case "Exited":
+            return WaitReason("RankExited", f"a rank of {pod.name} has ended; its launcher is restarting it")
+        case _:
+            return WaitReason("Starting", f"{pod.name} has started; its ranks are not up yet")
+
+
+def _share(loading: Loading | None) -> str:
+    """In steps of ten per cent, so that a status is not written for every megabyte."""
+    if loading is None or loading.total_bytes == 0:
+        return ""
+    tenths = 10 * loading.loaded_bytes // loading.total_bytes
+    return f": {10 * tenths} % of {loading.total_bytes / MEBIBYTE:.0f} MiB"
