@@ -76,7 +76,7 @@ clients: dev ## what the tests with other people's clients run: a browser, packa
 	@$(BIN)/python tests/runtime/server/clients/prepare.py
 
 kernels: dev ## the kernels of a CPU, compiled before the tests need them: each process would compile them by itself
-	@$(BIN)/python -m megatron_runtime.model.compile_kernels $(KERNELS)
+	@$(BIN)/python -m megatron_runtime.model.kernels.compile_kernels $(KERNELS)
 
 images: dev model ## the images of operator and runtime, built without a registry, and their sizes
 	@$(BIN)/python tests/cluster/prepare_images.py

@@ -10,8 +10,8 @@ from coordinators.processes import start_processes
 from coordinators.protocol import Setup, serve
 from megatron_runtime.config import PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.engine.loop_link import EngineLink
-from megatron_runtime.engine.loop_requests import LoopRequest
+from megatron_runtime.engine.worker.coordinator_connection import CoordinatorConnection
+from megatron_runtime.engine.worker.loop_requests import LoopRequest
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.inference_request import DynamicInferenceRequest, Status
@@ -33,7 +33,7 @@ class Engine:
             request_id=0, generated_text="", sampling_params=SamplingParams(), status=Status.COMPLETED
         ).serialize()
         self._streams: list[tuple[LoopRequest, int]] = []
-        self._link = EngineLink(
+        self._link = CoordinatorConnection(
             address,
             group=group,
             attempt=0,

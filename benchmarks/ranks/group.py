@@ -23,7 +23,7 @@ import torch
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.lock_step import LockStepEngine, follow
+from megatron_runtime.engine.worker.lock_step import LockStepEngine, follow
 from megatron_runtime.launch.ports import free_loopback_port
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.parallel.layout import ParallelSizes

@@ -13,7 +13,7 @@ import torch
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.context import DynamicInferenceContext, LogProbRows
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.sampling_rules import SamplingRules
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.forward_batch import ForwardBatch

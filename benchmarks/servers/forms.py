@@ -12,8 +12,8 @@ def write_folder(gguf: Path, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from megatron_runtime.model.checkpoint import load_tokenizer
-    from megatron_runtime.model.checkpoint_header import open_checkpoint
     from megatron_runtime.model.decoder import Decoder
+    from megatron_runtime.model.formats.checkpoint_header import open_checkpoint
     from megatron_runtime.model.weights import load_weights
 
     config, source, _ = open_checkpoint(gguf)

@@ -28,8 +28,8 @@ from megatron_runtime.wire.security import KEY_VARIABLE
 if TYPE_CHECKING:
     import torch
 
-    from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+    from megatron_runtime.engine.worker.engine_loop import EngineLoop
     from megatron_runtime.model.weights import LoadProgress
     from megatron_runtime.parallel.layout import ParallelSizes
     from megatron_runtime.parallel.ranks import Ranks
@@ -89,7 +89,7 @@ def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
 
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.checkpoint import load_model
-    from megatron_runtime.model.tokenizer_files import load_tokenizer
+    from megatron_runtime.model.tokenizer import load_tokenizer
 
     # By now the launcher has inspected the checkpoint, or will have soon.
     link.receive_options()
@@ -122,7 +122,7 @@ def _import_engine() -> None:
     """
     gc.disable()
     try:
-        for module in ("engine.coordinated_loop", "engine.dynamic_engine", "model.checkpoint"):
+        for module in ("engine.worker.engine_loop", "engine.dynamic_engine", "model.checkpoint"):
             importlib.import_module(f"megatron_runtime.{module}")
     finally:
         gc.freeze()
@@ -205,13 +205,12 @@ def _free_device_memory() -> int:
 
 async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
     """Works for the coordinator until it says stop, or until SIGTERM has been obeyed by a drain."""
-    from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
-    from megatron_runtime.engine.leading import lead
-    from megatron_runtime.engine.lock_step import LockStepEngine
+    from megatron_runtime.engine.worker.engine_loop import EngineLoop
+    from megatron_runtime.engine.worker.lock_step import LockStepEngine, lead
 
     tracing.start()
     together = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica > 1 else None
-    loop = CoordinatedLoop(
+    loop = EngineLoop(
         together or engine,
         coordinator_address=link.options["coordinator_address"],
         data_parallel_rank=link.options["group"],
@@ -249,7 +248,7 @@ async def _follow(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks
 
 
 def _follow_on_device(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
-    from megatron_runtime.engine.lock_step import follow
+    from megatron_runtime.engine.worker.lock_step import follow
 
     _use_device_of(engine)
     follow(engine, ranks)
@@ -263,7 +262,7 @@ def _use_device_of(engine: DynamicInferenceEngine) -> None:
         torch.cuda.set_device(engine.context.device)
 
 
-async def _report_registration(link: ParentLink, loop: CoordinatedLoop) -> None:
+async def _report_registration(link: ParentLink, loop: EngineLoop) -> None:
     """The first time it makes a rank that serves; a coordinator that is lost later is only missed for a while."""
     await loop.registered.wait()
     _report_phase(link, RankPhase.SERVING)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_runtime.launch.kernels import KERNELS_VARIABLE, kernel_cache
-from megatron_runtime.model.compile_kernels import CACHE_VARIABLE
+from megatron_runtime.model.kernels.compile_kernels import CACHE_VARIABLE
 
-COMPILE = "megatron_runtime.model.compile_kernels"
+COMPILE = "megatron_runtime.model.kernels.compile_kernels"
 SIZES = ("--head-dim", "16", "--dtype", "float32")
 
 

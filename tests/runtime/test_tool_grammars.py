@@ -13,9 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from megatron_runtime import guides
 from megatron_runtime.call_form import CallForm
 from megatron_runtime.errors import InvalidRequestError
-from megatron_runtime.model.tokenizer import Tokenizer
-from megatron_runtime.model.tokenizer_files import load_tokenizer
-from megatron_runtime.server.tool_parsers.formats import TOOL_FORMATS
+from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
+from megatron_runtime.server.messages.tool_parsers.formats import TOOL_FORMATS
 
 pytestmark = pytest.mark.model
 

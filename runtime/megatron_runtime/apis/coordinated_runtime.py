@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
-from megatron_runtime.engine.listening import STOP_SECONDS, Listening, listen
+from megatron_runtime.engine.worker.attach import STOP_SECONDS, AttachedEngine, attach_engine
+from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.errors import (
     CoordinatorError,
     EngineError,
@@ -70,7 +70,7 @@ class CoordinatedRuntime:
         engine.controller.model.ranks.barrier("start", LOAD_TIMEOUT)
         self._group = WorldGroup(world)
         self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32), "sharing the key")
-        self._listening: Listening | None = None
+        self._attached: AttachedEngine | None = None
         self._client: InferenceClient | None = None
         self._watch: asyncio.Task[None] | None = None
         self._frontends: FrontendGroup | None = None
@@ -85,7 +85,7 @@ class CoordinatedRuntime:
             CoordinatorError: The coordinator did not start, or not all engines registered in time.
         """
         try:
-            self._listening = await listen(
+            self._attached = await attach_engine(
                 self._engine,
                 hostname=self._host,
                 port=self._port,
@@ -95,7 +95,7 @@ class CoordinatedRuntime:
             watch = self._watch_loop if self._world.is_primary else self._watch_primary
             self._watch = asyncio.create_task(watch())
             if self._world.is_primary:
-                self._client = InferenceClient(self._listening.address, key=self._key)
+                self._client = InferenceClient(self._attached.address, key=self._key)
                 await self._client.start()
                 await self._wait_for_engines()
         except BaseException:
@@ -134,9 +134,9 @@ class CoordinatedRuntime:
 
     async def update_weights(self, weights: Weights) -> int:
         """Give this rank's engine other weights; every rank calls it, and none returns before all have done it."""
-        assert self._listening is not None
+        assert self._attached is not None
         try:
-            return await self._listening.loop.update_weights(weights)
+            return await self._attached.loop.update_weights(weights)
         finally:
             await asyncio.to_thread(self._group.meet, "update_weights", READ_TIMEOUT)
 
@@ -156,10 +156,10 @@ class CoordinatedRuntime:
         self._healthy_client()
         if self._frontends is not None:
             raise CoordinatorError("a frontend is being served already; shut down first")
-        assert self._listening is not None
+        assert self._attached is not None
         sock = config.sock or bind(config.host, config.port, config.port, flag="port", may_move=False)
         options = FrontendOptions(
-            coordinator_address=self._listening.address,
+            coordinator_address=self._attached.address,
             tokenizer_path=self._engine.tokenizer.location,
             served_name=config.served_name,
             max_sequence_length=self._engine.context.limits.max_sequence_length,
@@ -182,8 +182,8 @@ class CoordinatedRuntime:
         Raises:
             EngineError: The engine loop failed; its failure is the cause.
         """
-        assert self._listening is not None
-        await asyncio.wait({self._listening.task})
+        assert self._attached is not None
+        await asyncio.wait({self._attached.task})
         self._raise_failure()
 
     async def shutdown(self) -> None:
@@ -193,20 +193,20 @@ class CoordinatedRuntime:
             EngineError: On a rank that others depend on: its engine has failed before.
         """
         await self._stop_frontends()
-        assert self._listening is not None
+        assert self._attached is not None
         if not self._world.is_primary:
-            await asyncio.wait({self._listening.task})
+            await asyncio.wait({self._attached.task})
             await self.close()
             self._raise_failure()
             return
-        if self._client is not None and (self._world.replicas > 1 or not self._listening.task.done()):
+        if self._client is not None and (self._world.replicas > 1 or not self._attached.task.done()):
             with contextlib.suppress(MegatronInferenceError):
                 state = await self._client.service_state()
                 if state.state == "RUNNING":
                     await self._client.pause_engines()
                 await self._client.stop_engines()
                 async with asyncio.timeout(TRANSITION_SECONDS):
-                    await asyncio.wait({self._listening.task})
+                    await asyncio.wait({self._attached.task})
                 self._client.shutdown_coordinator()
         await asyncio.to_thread(self._group.dismiss)
         await self.close()
@@ -216,11 +216,11 @@ class CoordinatedRuntime:
         await self._stop_frontends()
         if self._client is not None:
             self._client.stop()
-        if self._listening is not None:
-            self._listening.task.cancel()
-            await asyncio.wait({self._listening.task})
-            if self._listening.coordinator is not None:
-                await self._listening.coordinator.stop(STOP_SECONDS)
+        if self._attached is not None:
+            self._attached.task.cancel()
+            await asyncio.wait({self._attached.task})
+            if self._attached.coordinator is not None:
+                await self._attached.coordinator.stop(STOP_SECONDS)
         if self._watch is not None:
             if not self._world.is_primary:
                 self._watch.cancel()
@@ -234,20 +234,20 @@ class CoordinatedRuntime:
 
     async def _transition(self, signal: Callable[[InferenceClient], Awaitable[None]], arrival: EngineState) -> None:
         """Rank 0 moves all engines and waits for them; the others wait for their own, which may be ahead of them."""
-        assert self._listening is not None
+        assert self._attached is not None
         if self._world.is_primary:
             await signal(self._healthy_client())
         try:
             async with asyncio.timeout(TRANSITION_SECONDS):
                 if self._world.is_primary:
-                    await self._listening.loop.wait_until(arrival)
-                elif await self._listening.reached.next_of(arrival, EngineState.STOPPED) is not arrival:
+                    await self._attached.loop.wait_until(arrival)
+                elif await self._attached.reached.next_of(arrival, EngineState.STOPPED) is not arrival:
                     self._raise_failure()
                     raise EngineError("the engine loop was stopped")
         except TimeoutError:
             raise TransitionTimeoutError(
                 f"the engine of rank {self._world.rank} was not {arrival.value} within {TRANSITION_SECONDS:g} s; it is "
-                f"{self._listening.loop.state.value}"
+                f"{self._attached.loop.state.value}"
             ) from None
 
     async def _wait_for_engines(self) -> None:
@@ -260,24 +260,24 @@ class CoordinatedRuntime:
 
     async def _watch_loop(self) -> None:
         """When the only engine fails, nobody will come to serve what is outstanding: say so at once."""
-        assert self._listening is not None
-        await asyncio.wait({self._listening.task})
+        assert self._attached is not None
+        await asyncio.wait({self._attached.task})
         failure = self._failure()
         if failure is not None and self._client is not None and self._world.replicas == 1:
             self._client.fail_outstanding(failure)
 
     async def _watch_primary(self) -> None:
         """Without rank 0 there is no coordinator: an engine that works for it has nothing to wait for."""
-        assert self._listening is not None
+        assert self._attached is not None
         try:
             await asyncio.wrap_future(self._group.await_primary())
-            await asyncio.wait({self._listening.task}, timeout=STOP_SECONDS)
+            await asyncio.wait({self._attached.task}, timeout=STOP_SECONDS)
         except LostRankError as error:
-            if isinstance(self._listening.loop, CoordinatedLoop) and not self._listening.loop.ended:
+            if isinstance(self._attached.loop, EngineLoop) and not self._attached.loop.ended:
                 logger.error("%s", error)
-                self._listening.loop.failure = error
-        if isinstance(self._listening.loop, CoordinatedLoop):
-            self._listening.task.cancel()
+                self._attached.loop.failure = error
+        if isinstance(self._attached.loop, EngineLoop):
+            self._attached.task.cancel()
 
     def _healthy_client(self) -> InferenceClient:
         assert self._client is not None
@@ -286,11 +286,11 @@ class CoordinatedRuntime:
         return self._client
 
     def _failure(self) -> EngineError | None:
-        assert self._listening is not None
-        if self._listening.loop.failure is None:
+        assert self._attached is not None
+        if self._attached.loop.failure is None:
             return None
-        error = EngineError(f"the engine loop failed: {self._listening.loop.failure!r}")
-        error.__cause__ = self._listening.loop.failure
+        error = EngineError(f"the engine loop failed: {self._attached.loop.failure!r}")
+        error.__cause__ = self._attached.loop.failure
         return error
 
     def _raise_failure(self) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgpack
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.lock_step import refuse_request_timeout
+from megatron_runtime.engine.worker.lock_step import refuse_request_timeout
 from megatron_runtime.errors import CheckpointError, InvalidRequestError
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.refit import Weights

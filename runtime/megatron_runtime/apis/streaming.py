@@ -10,7 +10,7 @@ from megatron_runtime.inference_client import RequestStream, StreamUpdate
 
 if TYPE_CHECKING:
     from megatron_runtime.inference_request import DynamicInferenceRequest
-    from megatron_runtime.model.detokenizer import IncrementalDetokenizer
+    from megatron_runtime.model.tokenizer.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,9 @@ class DataParallelInferenceCoordinator:
             request_timeout=request_timeout,
             engine_timeout=engine_timeout,
         )
-        self._core = Core(settings, handlers(), time.monotonic, self.compute_request_hashes)
+        # Milliseconds: the next coordinator process starts higher than this one can get.
+        first_revision = time.time_ns() // 1_000_000
+        self._core = Core(settings, handlers(), time.monotonic, first_revision, self.compute_request_hashes)
         self._router_socket = RouterSocket(host, inference_coordinator_port, key)
         self._router_socket.on_refused = lambda: self._core.complaints.add("a connection without the right key")
         self.address = self._router_socket.address

@@ -68,6 +68,7 @@ class Core:
     Args:
         handlers: What to do with each message.
         clock: Seconds that only grow.
+        first_revision: Of the service's state; higher than any that a coordinator before this one has reached.
         hash_prompt: Block hashes of a prompt that its client didn't hash.
     """
 
@@ -76,6 +77,7 @@ class Core:
         settings: CoordinatorSettings,
         handlers: Mapping[Headers, Handler],
         clock: Callable[[], float],
+        first_revision: int,
         hash_prompt: Callable[[str | list[int]], list[int]],
     ) -> None:
         self.settings = settings
@@ -109,6 +111,7 @@ class Core:
             engines=self.engines,
             outbox=self.outbox,
             wish=settings.initial_state,
+            first_revision=first_revision,
             became_ready=self.dispatcher.assign_waiting,
             before_ready=self.weights.next_step,
         )

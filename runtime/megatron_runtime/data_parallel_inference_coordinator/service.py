@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -34,6 +33,7 @@ class Service:
 
     Args:
         wish: Where the service starts; engines that register are brought there before they get requests.
+        first_revision: Higher than any that a coordinator before this one has reached.
         became_ready: Called when an engine has been brought to the service's state.
         before_ready: What an engine has to be told before it is, if anything, with arguments.
     """
@@ -44,6 +44,7 @@ class Service:
         engines: EngineRegistry,
         outbox: Outbox,
         wish: CoordinatorState,
+        first_revision: int,
         became_ready: Callable[[], None],
         before_ready: Callable[[EngineEntry], tuple[Headers, tuple[object, ...]] | None] = lambda _: None,
     ) -> None:
@@ -56,8 +57,7 @@ class Service:
         self.wish = wish
         self.moving: Headers | None = None
         """The signal that is on its way through the engines."""
-        # Milliseconds: the next coordinator process starts higher than this one can get.
-        self.revision = time.time_ns() // 1_000_000
+        self.revision = first_revision
 
     @property
     def state(self) -> str:

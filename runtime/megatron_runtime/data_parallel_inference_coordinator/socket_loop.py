@@ -11,7 +11,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.wire import codec
+from megatron_runtime.wire import sockets
 from megatron_runtime.wire.security import require_key_or_loopback, secure_server
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class RouterSocket:
         require_key_or_loopback(host, key)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
-        codec.configure_socket(self.socket)
+        sockets.configure_socket(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # A peer that reconnects before its old connection is known to be dead must not be shut out.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.engine.context_limits import ContextLimits
-from megatron_runtime.engine.sequence import Sequence
+from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.errors import (
     BlockOverflowError,
     InvalidRequestError,

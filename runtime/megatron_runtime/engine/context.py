@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Slices
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,20 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engine.block_allocator import BlockAllocator
 from megatron_runtime.engine.context_limits import ContextLimits
-from megatron_runtime.engine.prefix_cache import PrefixCache
-from megatron_runtime.engine.sampling_rules import SamplingRules
-from megatron_runtime.engine.sampling_table import SamplingTable
-from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules, SamplingTable
+from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
+from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from megatron_runtime.engine.request_guide import RequestGuide
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from megatron_runtime.engine.pass_runner import PassRunner
 from megatron_runtime.engine.request_book import Reports, RequestBook
 from megatron_runtime.engine.request_future import RequestFuture
 from megatron_runtime.engine.running_engine import RunningEngine
-from megatron_runtime.engine.scheduler import Scheduler, SchedulerLimits
-from megatron_runtime.engine.sequence import Sequence
+from megatron_runtime.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.engine.serve_batch import serve_batch
 from megatron_runtime.engine.step_log import StepLog
 from megatron_runtime.engine.step_result import EngineStats, StepResult
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
-from megatron_runtime.engine.weight_updates import require_idle
+from megatron_runtime.engine.worker.weight_updates import require_idle
 from megatron_runtime.errors import EngineSuspendedError, InvalidStateError, MegatronInferenceError
 from megatron_runtime.inference_request import (
     DynamicInferenceRequest,
@@ -32,6 +32,7 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.host_memory import return_freed_memory
 from megatron_runtime.model.refit import Weights, bring_weights_back, offload_weights, update_weights
 from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
 
 
@@ -244,7 +245,7 @@ class DynamicInferenceEngine(RunningEngine):
         Raises:
             InvalidStateError: A coordinator's loop runs this engine, and counts on its requests.
         """
-        if self.coordinated_loop is not None and not self.coordinated_loop.ended:
+        if self.attached_loop is not None and not self.attached_loop.ended:
             raise InvalidStateError("reset() is for an engine without a coordinator", state=self.state.name)
         self._passes.settle_all()
         for tracked in self._requests:
@@ -281,7 +282,7 @@ class DynamicInferenceEngine(RunningEngine):
             CheckpointError: As `refit.update_weights`, naming what does not fit.
             InvalidStateError: A coordinator's loop runs this engine, and is neither paused nor suspended.
         """
-        if self.coordinated_loop is not None and not self.coordinated_loop.ended:
+        if self.attached_loop is not None and not self.attached_loop.ended:
             require_idle(self.state)
         self._passes.settle_all()
         update_weights(self.controller.model, weights)
@@ -289,6 +290,11 @@ class DynamicInferenceEngine(RunningEngine):
         self.increment_staleness()
         self._requests.weight_version = self.weight_version + 1 if version is None else version
         return self.weight_version
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the model with this one; this one alone, if it has the whole model."""
+        return self.controller.model.ranks
 
     @property
     def weight_version(self) -> int:

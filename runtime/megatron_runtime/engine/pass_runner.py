@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from megatron_runtime.engine.context import DynamicInferenceContext
 from megatron_runtime.engine.request_book import RequestBook
-from megatron_runtime.engine.sampler import NO_TOKEN
-from megatron_runtime.engine.scheduler import Schedule, Scheduler
-from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.sampling.sampler import NO_TOKEN
+from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 from megatron_runtime.engine.shared_output import PendingOutput, awaited_output, share_output
 from megatron_runtime.engine.text_generation_controller import StepOutput, TextGenerationController
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest

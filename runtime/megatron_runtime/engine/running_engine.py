@@ -10,8 +10,7 @@ from megatron_runtime.errors import ConfigurationError, EngineError, InvalidStat
 from megatron_runtime.headers import EngineState
 
 if TYPE_CHECKING:
-    from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
-    from megatron_runtime.engine.following_loop import FollowingLoop
+    from megatron_runtime.engine.worker.protocol import AttachedLoop, RankEngine
 
 _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
 
@@ -21,8 +20,8 @@ class RunningEngine(ABC):
 
     def __init__(self) -> None:
         self.is_suspended = False
-        self.coordinated_loop: CoordinatedLoop | FollowingLoop | None = None
-        """Runs this engine for a coordinator, once it listens to one."""
+        self.attached_loop: AttachedLoop | None = None
+        """Runs this engine for a coordinator, once it is attached to one."""
         self._waiting: set[asyncio.Event] = set()
 
     @abstractmethod
@@ -41,11 +40,15 @@ class RunningEngine(ABC):
     def assemble(self, occasion: str) -> None:
         """Wait until everything that came before is done."""
 
+    def attach(self, loop: AttachedLoop) -> None:
+        """From now on this loop alone runs the engine, for a coordinator."""
+        self.attached_loop = loop
+
     @property
     def state(self) -> EngineState:
         """Where the engine stands; without a coordinator it is either RUNNING or SUSPENDED."""
-        if self.coordinated_loop is not None:
-            return self.coordinated_loop.state
+        if self.attached_loop is not None:
+            return self.attached_loop.state
         return EngineState.SUSPENDED if self.is_suspended else EngineState.RUNNING
 
     async def wait_until(self, state: EngineState) -> None:
@@ -55,8 +58,8 @@ class RunningEngine(ABC):
             InvalidStateError: There is no coordinator, and only a coordinator brings an engine into that state.
             EngineError: The coordinator's loop ended in another state.
         """
-        if self.coordinated_loop is not None:
-            await self.coordinated_loop.wait_until(state)
+        if self.attached_loop is not None:
+            await self.attached_loop.wait_until(state)
             return
         if state not in _DIRECT_STATES:
             raise InvalidStateError(
@@ -77,7 +80,7 @@ class RunningEngine(ABC):
             InvalidStateError: A coordinator's loop runs this engine.
             Exception: What made a step fail; every unfinished request has failed with it.
         """
-        if self.coordinated_loop is not None:
+        if self.attached_loop is not None:
             raise InvalidStateError("a coordinator's loop runs this engine already", state=self.state.name)
         while True:
             if self.is_suspended or not self.has_unfinished_requests():
@@ -90,7 +93,7 @@ class RunningEngine(ABC):
                 raise
 
     async def start_listening_to_data_parallel_coordinator(
-        self: Engine,
+        self: RankEngine,
         inference_coordinator_port: int | None = None,
         launch_inference_coordinator: bool = True,
         *,
@@ -114,7 +117,7 @@ class RunningEngine(ABC):
             CoordinatorError: The coordinator did not start.
         """
         # Not above: messages know engines, and an engine without a coordinator needs no messages.
-        from megatron_runtime.engine.listening import start_listening
+        from megatron_runtime.engine.worker.attach import start_listening
 
         if loop is not None and loop is not asyncio.get_running_loop():
             raise ConfigurationError("loop is not the one that runs here; leave it out", field="loop")

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Slices
 
 import msgpack
 
-from megatron_runtime.engine.log_probs import LogProbs
-from megatron_runtime.engine.sequence import SequenceSlice
+from megatron_runtime.engine.sampling.log_probs import LogProbs
+from megatron_runtime.engine.scheduling.sequence import SequenceSlice
 from megatron_runtime.engine.text_generation_controller import StepOutput
 from megatron_runtime.parallel.ranks import Ranks
 

@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from megatron_runtime.engine.block_allocator import BlockAllocator
     from megatron_runtime.engine.context import DynamicInferenceContext
-    from megatron_runtime.engine.scheduler import Scheduler
+    from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
+    from megatron_runtime.engine.scheduling.scheduler import Scheduler
     from megatron_runtime.engine.step_result import EngineStats, StepResult
 
 _logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.engine.context import LogProbRows
-from megatron_runtime.engine.log_probs import LogProbs, log_probs
-from megatron_runtime.engine.sampler import processed_log_probs, sample
-from megatron_runtime.engine.sampling_rules import SamplingRules
+from megatron_runtime.engine.sampling.log_probs import LogProbs, log_probs
+from megatron_runtime.engine.sampling.sampler import processed_log_probs, sample
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.tracked_request import Scores
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_runtime.engine.request_future import RequestFuture, resolve
-from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.sampling.grammar import RequestGuide
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 from megatron_runtime.engine.step_result import PartialOutput
 from megatron_runtime.engine.stop_matcher import StopMatcher
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from megatron_runtime.engine.request_guide import RequestGuide
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Scores = list[tuple[float, dict[str, float]]]
@@ -69,8 +67,6 @@ class TrackedRequest:
         """Keeps the answer to its grammar, if it has one; to be asked for once it has its sequence."""
         if self.params.grammar is None:
             return None
-        from megatron_runtime.engine.request_guide import RequestGuide  # not above: most services never need it
-
         assert self.sequence is not None
         return RequestGuide(self.params.grammar, self._tokenizer, self.sequence.prompt_length)
 

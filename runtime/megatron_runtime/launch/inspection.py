@@ -77,9 +77,9 @@ def main() -> None:
 
 def _inspect(options: dict[str, Any]) -> CheckpointFacts:
     # Here and not above: the launcher imports this module and has no use for readers of checkpoints.
-    from megatron_runtime.model.checkpoint_header import inspect_checkpoint
+    from megatron_runtime.model.formats.checkpoint_header import inspect_checkpoint
+    from megatron_runtime.model.formats.source import resolve_source
     from megatron_runtime.model.shard import Shard
-    from megatron_runtime.model.source import resolve_source
     from megatron_runtime.parallel.layout import ParallelSizes
 
     path = resolve_source(path=options["path"], hf_repo=options["hf_repo"], revision=options["hf_revision"])

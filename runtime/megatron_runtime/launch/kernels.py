@@ -8,12 +8,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator, MutableMapping
 
-from megatron_runtime.model.compile_kernels import CACHE_VARIABLE
+from megatron_runtime.model.kernels.compile_kernels import CACHE_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 KERNELS_VARIABLE = "MEGATRON_KERNELS"
-"""Names a folder that ``megatron_runtime.model.compile_kernels`` has filled; it may be read-only."""
+"""Names a folder that ``megatron_runtime.model.kernels.compile_kernels`` has filled; it may be read-only."""
 
 
 @contextlib.contextmanager

@@ -6,12 +6,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron_runtime.model.compiled import KINDS
-from megatron_runtime.model.cpu_attention import CpuAttention
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kernels.compiled import KINDS
+from megatron_runtime.model.kernels.cpu_attention import CpuAttention
+from megatron_runtime.model.kernels.torch_attention import TorchAttention
 from megatron_runtime.model.kv_cache import KVCache, LayerCache
 from megatron_runtime.model.rotary import Rotation
-from megatron_runtime.model.torch_attention import TorchAttention
 
 
 class AttentionPlan(Protocol):

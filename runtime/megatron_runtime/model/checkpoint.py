@@ -11,14 +11,20 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.model.checkpoint_header import CheckpointSummary, check_fit, inspect_checkpoint, open_checkpoint
-from megatron_runtime.model.checkpoint_path import checkpoint_path
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.origin import Origin
-from megatron_runtime.model.source import resolve_source
-from megatron_runtime.model.tokenizer_files import load_tokenizer
-from megatron_runtime.model.weights import ProgressCallback, WeightSource, load_weights
+from megatron_runtime.model.formats.checkpoint_header import (
+    CheckpointSummary,
+    check_fit,
+    inspect_checkpoint,
+    open_checkpoint,
+)
+from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
+from megatron_runtime.model.formats.origin import Origin
+from megatron_runtime.model.formats.source import resolve_source
+from megatron_runtime.model.formats.weight_source import WeightSource
+from megatron_runtime.model.tokenizer import load_tokenizer
+from megatron_runtime.model.weights import ProgressCallback, load_weights
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.processor import has_bfloat16
 

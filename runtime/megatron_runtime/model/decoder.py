@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_runtime.model import cpu_attention, row_kernels
 from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.embedding import Embedding
+from megatron_runtime.model.formats.origin import Origin
+from megatron_runtime.model.formats.tensor_names import tensor_names
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
+from megatron_runtime.model.kernels import cpu_attention, row_kernels
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.origin import Origin
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
 from megatron_runtime.model.shard import Shard
-from megatron_runtime.model.tensor_names import tensor_names
 from megatron_runtime.parallel.lone_rank import LoneRank
 from megatron_runtime.parallel.ranks import Ranks
 

@@ -17,10 +17,10 @@ from torch.nn import functional
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.host_memory import empty_matrix
+from megatron_runtime.model.kernels.row_kernels import gated_silu, has_row_kernels
 from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation
-from megatron_runtime.model.row_kernels import gated_silu, has_row_kernels
 from megatron_runtime.parallel.ranks import Ranks
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.row_kernels import has_row_kernels, rms_norm
+from megatron_runtime.model.kernels.row_kernels import has_row_kernels, rms_norm
 from megatron_runtime.parallel.ranks import Ranks
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.experts import Experts
+from megatron_runtime.model.formats.tensor_names import TensorNames
 from megatron_runtime.model.layers import FeedForward, Linear, SelfAttention
 from megatron_runtime.model.shard import Shard
-from megatron_runtime.model.tensor_names import TensorNames
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import check_fit, fill, open_checkpoint
-from megatron_runtime.model.checkpoint_path import checkpoint_path
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.origin import Origin
-from megatron_runtime.model.safetensors_checkpoint import SafetensorsWeights
-from megatron_runtime.model.tensor_names import name_of_tied_head
-from megatron_runtime.model.weights import StoredTensor, WeightSource
+from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
+from megatron_runtime.model.formats.origin import Origin
+from megatron_runtime.model.formats.safetensors_checkpoint import SafetensorsWeights
+from megatron_runtime.model.formats.tensor_names import name_of_tied_head
+from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
 
 Weights = Path | str | Mapping[str, Tensor]
 """A checkpoint's path, or all of a model's tensors by the names that Hugging Face gives them: in memory, or the path of

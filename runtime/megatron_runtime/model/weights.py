@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource, row_pieces
 
-if TYPE_CHECKING:  # the preflight, which reads headers alone, does without torch
+if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_runtime.model.placements import Placement
-
-CHUNK_ELEMENTS = 4 * 1024 * 1024
-"""Tensors are read in pieces of about this many elements, so that loading needs little more than the weights."""
-
-_NAMED_IN_ERRORS = 5
 
 
 @dataclass(frozen=True)
@@ -37,58 +33,6 @@ class LoadProgress:
 
 
 ProgressCallback = Callable[[LoadProgress], None]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as a checkpoint stores it; ``shape`` is the logical one, rows first."""
-
-    shape: tuple[int, ...]
-    num_bytes: int
-    kind: str
-    """The type's name in the checkpoint's own words, such as ``BF16`` or ``Q4_1``."""
-
-
-class WeightSource(Protocol):
-    """A checkpoint's tensors under the names that Hugging Face gives them."""
-
-    @property
-    def location(self) -> str:
-        """The file or folder, for errors."""
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """Every tensor that a decoder may want, without the ones known to be of no use."""
-
-    def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterable[int]:
-        """Copy the part of the tensor that begins at ``start`` and has the shape of ``into``, converting its type.
-
-        Reads little more than that part; yields how many elements each piece had, as it is done.
-        """
-
-
-def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError when tensors are missing, left over or of another shape than the configuration says.
-
-    ``expected`` are the shapes of a whole model's tensors.
-    """
-    stored = source.tensors
-    if missing := [name for name in expected if name not in stored]:
-        raise CheckpointError(
-            f"{source.location}: {_some(missing)} missing, expected by the configuration. "
-            "Fetch the whole checkpoint again, or mend its configuration"
-        )
-    if extra := [name for name in stored if name not in expected]:
-        raise CheckpointError(
-            f"{source.location}: {_some(extra)} found that the configuration has no place for. "
-            "The configuration belongs to another checkpoint"
-        )
-    for name, shape in expected.items():
-        if stored[name].shape != shape:
-            raise CheckpointError(
-                f"{source.location}: tensor {name} has shape {list(stored[name].shape)}, but the configuration "
-                f"expects {list(shape)}. The configuration belongs to another checkpoint"
-            )
 
 
 def load_weights(
@@ -122,15 +66,6 @@ def load_weights(
             )
 
 
-def row_pieces(shape: tuple[int, ...]) -> list[slice]:
-    """Row ranges of a tensor, each of about CHUNK_ELEMENTS elements and at least one row."""
-    row_elements = 1
-    for size in shape[1:]:
-        row_elements *= size
-    step = max(1, CHUNK_ELEMENTS // row_elements)
-    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
-
-
 def _part_bytes(stored: StoredTensor, elements: int) -> int:
     """Stored bytes of some elements of a tensor."""
     return stored.num_bytes * elements // max(math.prod(stored.shape), 1)
@@ -139,9 +74,3 @@ def _part_bytes(stored: StoredTensor, elements: int) -> int:
 def _count_not_finite(tensor: Tensor) -> int:
     """By pieces, since the answer for each element takes memory too."""
     return sum(int((~tensor[part].isfinite()).sum()) for part in row_pieces(tuple(tensor.shape)))
-
-
-def _some(names: list[str]) -> str:
-    listed = ", ".join(names[:_NAMED_IN_ERRORS])
-    noun = "tensor" if len(names) == 1 else f"{len(names)} tensors:"
-    return f"{noun} {listed}" + (" and others" if len(names) > _NAMED_IN_ERRORS else "")

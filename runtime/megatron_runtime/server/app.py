@@ -13,8 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from megatron_runtime.server.body_limit import BodyLimit
 from megatron_runtime.server.errors import install_error_handlers
-from megatron_runtime.server.generation_routes import generation_routes
-from megatron_runtime.server.model_routes import model_routes, token_routes
+from megatron_runtime.server.openai.generation_routes import generation_routes
+from megatron_runtime.server.openai.model_routes import model_routes, token_routes
 from megatron_runtime.server.page_routes import add_page
 from megatron_runtime.server.parts import Frontend
 from megatron_runtime.server.request_log import REQUEST_ID, RequestLog, access_log

@@ -16,7 +16,7 @@ import uvloop
 from megatron_runtime import tracing
 from megatron_runtime.errors import ConfigurationError, MegatronInferenceError
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.model.tokenizer_files import load_tokenizer
+from megatron_runtime.model.tokenizer import load_tokenizer
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.processes.supervisor import error_report
 from megatron_runtime.server.admission import Admission

@@ -51,7 +51,7 @@ class FrontendGroup:
         self._socket = sock
         self._key = key
         self._on_change = on_change
-        self._listening: set[int] = set()
+        self._attached: set[int] = set()
         self._changed = Bell()
         self._supervisors = [
             Supervisor(
@@ -72,7 +72,7 @@ class FrontendGroup:
     @property
     def listening(self) -> int:
         """How many frontends answer."""
-        return len(self._listening)
+        return len(self._attached)
 
     @property
     def restarts(self) -> int:
@@ -132,7 +132,7 @@ class FrontendGroup:
         for run in self._runs:
             with contextlib.suppress(asyncio.CancelledError):
                 await run
-        self._listening.clear()
+        self._attached.clear()
         self._socket.close()
 
     def _task(self, index: int) -> ChildTask:
@@ -149,12 +149,12 @@ class FrontendGroup:
 
     def _report(self, index: int, report: Any) -> None:
         if report.get("phase") == "Serving":
-            self._listening.add(index)
+            self._attached.add(index)
             self._wake()
 
     def _note(self, index: int) -> None:
         """A frontend came or went: either way it does not listen yet."""
-        self._listening.discard(index)
+        self._attached.discard(index)
         self._wake()
 
     def _wake(self) -> None:

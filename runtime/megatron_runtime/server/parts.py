@@ -13,17 +13,17 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.admission import Admission
 from megatron_runtime.server.api_keys import ApiKeys
-from megatron_runtime.server.choice import ChoiceTask
-from megatron_runtime.server.choice_run import ChoiceRunner
+from megatron_runtime.server.bodies.guided import asked_form
+from megatron_runtime.server.bodies.protocol import MAX_CHOICES, GenerationBody
+from megatron_runtime.server.bodies.sampling import sampling_params, token_limit
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.generation import Generation
-from megatron_runtime.server.guided import asked_form
-from megatron_runtime.server.message_form import MessageForm, Reading
+from megatron_runtime.server.generation.choice import ChoiceTask
+from megatron_runtime.server.generation.choice_run import ChoiceRunner
+from megatron_runtime.server.generation.generation import Generation
+from megatron_runtime.server.generation.repetition import RequestName, already_running
+from megatron_runtime.server.messages.message_form import MessageForm, Reading
 from megatron_runtime.server.metrics import FrontendMetrics
 from megatron_runtime.server.options import FrontendOptions
-from megatron_runtime.server.protocol import MAX_CHOICES, GenerationBody
-from megatron_runtime.server.repetition import RequestName, already_running
-from megatron_runtime.server.sampling import sampling_params, token_limit
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
-import zmq
 
 from megatron_runtime.headers import Headers
 
@@ -20,8 +19,6 @@ MAX_HEADER_BYTES = 4 * 2**20
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BATCH = 1024
 """Most items, and so body frames, of one message."""
-SEND_QUEUE_MESSAGES = 200_000
-"""Messages that may wait for one slow peer; one more, and the peer counts as gone."""
 
 _HEADERS = {int(header): header for header in Headers}
 _DECODING_FAILURES = (ValueError, TypeError, msgpack.UnpackException, UnicodeDecodeError, RecursionError)
@@ -98,25 +95,3 @@ def unpack_body(body: bytes) -> Any:
 def is_list_of_integers(value: Any) -> bool:
     """Whether it is, in the time that thousands of them allow."""
     return isinstance(value, list) and set(map(type, value)) <= {int}
-
-
-def configure_socket(socket: zmq.Socket[Any]) -> None:
-    """The options that all our sockets share: bounded frames and queues, and dead TCP peers noticed."""
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
-    socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-    socket.setsockopt(zmq.LINGER, 0)
-
-
-def configure_dealer(socket: zmq.Socket[Any], identity: bytes) -> None:
-    """Options of a client's or an engine's socket; call it before connecting."""
-    configure_socket(socket)
-    socket.setsockopt(zmq.IDENTITY, identity)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    # The name may lead to another pod at the next try: a vanished address, or a process that stands still, must not
-    # hold this one up for the minutes that the kernel would take.
-    socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +16,7 @@ MOST_KINDS = 256
 class Complaints:
     """Dropped messages by kind. A kind is a short text of ours and never repeats what a message said."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._silent_until: dict[str, float] = {}
         self.counts: Counter[str] = Counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.headers import Headers
-from megatron_runtime.wire import codec
+from megatron_runtime.wire import codec, sockets
 from megatron_runtime.wire.complaints import Complaints
 from megatron_runtime.wire.security import coordinator_address, is_loopback, require_key_or_loopback, secure_client
 
@@ -57,7 +58,7 @@ class Dealer:
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
         self._tasks: list[asyncio.Task[None]] = []
-        self.complaints = Complaints()
+        self.complaints = Complaints(time.monotonic)
         """What arrived and was dropped."""
         self.context: zmq.asyncio.Context | None = None
         self.socket: zmq.asyncio.Socket | None = None
@@ -69,7 +70,7 @@ class Dealer:
         """Start connecting and listening on this loop."""
         self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        codec.configure_dealer(self.socket, self._identity)
+        sockets.configure_dealer(self.socket, self._identity)
         if self._ipv6:
             self.socket.setsockopt(zmq.IPV6, 1)
         if self._key is not None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.engine.block_allocator import BlockAllocator
+from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=80))

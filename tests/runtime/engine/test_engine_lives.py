@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_runtime.config import KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.listening import _coordinator_options
+from megatron_runtime.engine.worker.attach import _coordinator_options
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.parallel.world import World

@@ -9,7 +9,7 @@ import torch
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.sampler import NO_TOKEN
+from megatron_runtime.engine.sampling.sampler import NO_TOKEN
 from megatron_runtime.engine.text_generation_controller import StepOutput
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.inference_request import DynamicInferenceRequestRecord, compute_block_hashes_batched

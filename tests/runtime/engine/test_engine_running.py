@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.listening import listen
+from megatron_runtime.engine.worker.attach import attach_engine
 from megatron_runtime.errors import EngineError, InvalidStateError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_request import Status
@@ -108,8 +108,8 @@ def test_a_reset_engine_is_like_a_new_one(make_engine: MakeEngine) -> None:
 
 async def test_an_engine_of_a_coordinator_is_neither_reset_nor_run_otherwise(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    listening = await listen(engine)
-    assert listening.coordinator is not None
+    attached = await attach_engine(engine)
+    assert attached.coordinator is not None
     try:
         async with asyncio.timeout(60):
             await engine.wait_until(EngineState.RUNNING)
@@ -117,9 +117,9 @@ async def test_an_engine_of_a_coordinator_is_neither_reset_nor_run_otherwise(mak
                 engine.reset()
             with pytest.raises(InvalidStateError, match="runs this engine already"):
                 await engine.run_engine()
-            await listening.loop.drain(5)
-            await listening.task
+            await attached.loop.drain(5)
+            await attached.task
     finally:
-        await listening.coordinator.stop(5)
+        await attached.coordinator.stop(5)
     assert engine.state is EngineState.STOPPED
     engine.reset()

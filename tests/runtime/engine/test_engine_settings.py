@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.loop_requests import LoopRequests
+from megatron_runtime.engine.worker.loop_requests import LoopRequests
 from megatron_runtime.errors import ConfigurationError, InvalidRequestError
 from megatron_runtime.inference_request import DynamicInferenceEventType
 from megatron_runtime.model.decoder import Decoder

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.engine.likeliest import highest, likeliest
-from megatron_runtime.engine.logit_edits import RequestEdits, merged
-from megatron_runtime.engine.sampler import processed_log_probs
-from megatron_runtime.engine.sampling_rules import SamplingRules
+from megatron_runtime.engine.sampling.likeliest import highest, likeliest
+from megatron_runtime.engine.sampling.logit_edits import RequestEdits, merged
+from megatron_runtime.engine.sampling.sampler import processed_log_probs
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.sampling_params import SamplingParams
 
 VOCABULARY = 20

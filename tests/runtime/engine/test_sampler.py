@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_runtime.engine.log_probs import log_probs
-from megatron_runtime.engine.noise import BLOCK, delays_of, first_delays, noise_keys
-from megatron_runtime.engine.sampler import NO_TOKEN, processed_log_probs, sample
-from megatron_runtime.engine.sampling_rules import SamplingRules
+from megatron_runtime.engine.sampling.log_probs import log_probs
+from megatron_runtime.engine.sampling.noise import BLOCK, delays_of, first_delays, noise_keys
+from megatron_runtime.engine.sampling.sampler import NO_TOKEN, processed_log_probs, sample
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 
 
 def rules_of(

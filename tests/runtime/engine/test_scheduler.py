@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from megatron_runtime.engine.sequence import Sequence
+from megatron_runtime.engine.scheduling.sequence import Sequence
 
 
 def sequence_of(request_id: int, prompt: int, answer: int, priority: int = 0) -> Sequence:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
-from megatron_runtime.engine.scheduler import Schedule, Scheduler
-from megatron_runtime.engine.sequence import Sequence
+from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler
+from megatron_runtime.engine.scheduling.sequence import Sequence
 
 LRU = PrefixCachingEvictionPolicy.LRU
 BLOCK = 4

@@ -20,7 +20,7 @@ from runtime_support.resident_memory import resident_bytes
 from suite_support.repetition import repeated
 from suite_support.worker import free_port
 
-from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
@@ -171,7 +171,7 @@ def pass_on(false: FalseCoordinator, client: bytes, engine: bytes) -> None:
 async def test_clients_and_engines_survive_whatever_a_coordinator_says(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     false = FalseCoordinator(port)
-    loop = CoordinatedLoop(FakeEngine(), coordinator_address=port)
+    loop = EngineLoop(FakeEngine(), coordinator_address=port)
     working = asyncio.create_task(loop.run())
     client = InferenceClient(port)
     welcome = client.start()

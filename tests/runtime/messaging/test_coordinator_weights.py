@@ -13,7 +13,7 @@ from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from safetensors.torch import save_file
 
 from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.errors import CheckpointError, InvalidStateError, TransitionTimeoutError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
@@ -29,7 +29,7 @@ async def versions(client: InferenceClient) -> list[int]:
     return [view.weight_version for view in sorted(views, key=lambda view: view.group)]
 
 
-async def paused(fleet: Fleet, *engines: FakeEngine) -> tuple[InferenceClient, list[CoordinatedLoop]]:
+async def paused(fleet: Fleet, *engines: FakeEngine) -> tuple[InferenceClient, list[EngineLoop]]:
     """A client, and the loops of these engines, each a group of its own."""
     loops = [fleet.add_engine(engine, group=group) for group, engine in enumerate(engines)]
     client = await fleet.connect()

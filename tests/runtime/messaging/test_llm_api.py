@@ -207,8 +207,8 @@ def test_a_coordinator_that_is_killed_is_started_again_and_no_request_is_lost(
 ) -> None:
     expected = [request.generated_tokens for request in MegatronLLM(**parts).generate(PROMPTS, LONG)]
     assert llm._runtime is not None
-    assert llm._runtime._listening is not None
-    coordinator = llm._runtime._listening.coordinator
+    assert llm._runtime._attached is not None
+    coordinator = llm._runtime._attached.coordinator
     assert coordinator is not None
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(llm.generate, PROMPTS, LONG)

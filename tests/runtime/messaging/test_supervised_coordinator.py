@@ -17,7 +17,7 @@ from runtime_support.processes import is_alive
 from suite_support.worker import free_port
 
 from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
-from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
@@ -71,7 +71,7 @@ async def test_the_next_process_is_told_which_weights_the_service_has() -> None:
     address = await coordinator.wait_serving(30)
     client = InferenceClient(address, key=KEY)
     await client.start()
-    first = asyncio.create_task(CoordinatedLoop(FakeEngine(), coordinator_address=address, key=KEY).run())
+    first = asyncio.create_task(EngineLoop(FakeEngine(), coordinator_address=address, key=KEY).run())
     state = await client.service_state()
     while not any(view.ready for view in state.engines):
         state = await client.wait_for_state_change(state.revision, 5.0)
@@ -82,7 +82,7 @@ async def test_the_next_process_is_told_which_weights_the_service_has() -> None:
     os.kill(coordinator.pid, signal.SIGKILL)
     await until(lambda: client.coordinator_epoch not in (epoch, None), "the contact with the next one")
     late = FakeEngine()
-    second = asyncio.create_task(CoordinatedLoop(late, coordinator_address=address, key=KEY).run())
+    second = asyncio.create_task(EngineLoop(late, coordinator_address=address, key=KEY).run())
     await until(lambda: late.weights == ["/models/2"], "the update")
     client.stop()
     for task in (first, second):
@@ -136,7 +136,7 @@ async def test_it_ends_with_its_parent_and_still_writes_the_schedule(tmp_path: P
     try:
         assert parent.stdout is not None
         address, pid = (await parent.stdout.readline()).decode().split()
-        serving = asyncio.create_task(CoordinatedLoop(FakeEngine(), coordinator_address=address).run())
+        serving = asyncio.create_task(EngineLoop(FakeEngine(), coordinator_address=address).run())
         client = InferenceClient(address)
         await client.start()
         assert (await client.add_request("hello", SamplingParams(num_tokens_to_generate=3))).succeeded()

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.model.attention import AttentionPlan
-from megatron_runtime.model.cpu_attention import CpuAttention
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kernels.cpu_attention import CpuAttention
+from megatron_runtime.model.kernels.torch_attention import TorchAttention
 from megatron_runtime.model.rotary import rotate, rotation
-from megatron_runtime.model.torch_attention import TorchAttention
 
 KV_HEADS, HEADS, HEAD_DIM, POOL = 2, 6, 8, 60
 

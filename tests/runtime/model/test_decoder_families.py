@@ -13,7 +13,7 @@ from runtime_support.reference_models import CLOSE, LLAMA_3, LONG_ROPE, assert_m
 
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.expected_tensors import expected_tensors
+from megatron_runtime.model.formats.expected_tensors import expected_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 from megatron_runtime.model.config import ModelConfig
-from megatron_runtime.model.hugging_face_config import hugging_face_config
+from megatron_runtime.model.formats.hugging_face_config import hugging_face_config
 
 
 def read_config(folder: Path, fields: dict[str, Any]) -> ModelConfig:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model, load_tokenizer
-from megatron_runtime.model.gguf_file import GgufFile
+from megatron_runtime.model.formats.gguf_file import GgufFile
 from megatron_runtime.model.weights import LoadProgress
 
 WriteGguf = Callable[..., Path]

@@ -15,8 +15,8 @@ from runtime_support.reference_models import CLOSE, EXPERTS, LLAMA_3, logits_of
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
-from megatron_runtime.model.gguf_config import gguf_config
-from megatron_runtime.model.gguf_file import GgufFile
+from megatron_runtime.model.formats.gguf_config import gguf_config
+from megatron_runtime.model.formats.gguf_file import GgufFile
 
 WHOLE_EXPERTS = EXPERTS | {"moe_intermediate_size": 32, "norm_topk_prob": True}
 """Of sizes that GGUF's blocks of 32 divide."""

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from runtime_support.reference_models import CLOSE, logits_of
 
 from megatron_runtime.model.checkpoint import load_model
-from megatron_runtime.model.gguf_file import GgufFile
+from megatron_runtime.model.formats.gguf_file import GgufFile
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

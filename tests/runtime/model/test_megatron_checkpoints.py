@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
-from megatron_runtime.model.checkpoint_path import checkpoint_path
+from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
 
 WRITTEN = Path(__file__).parent.parent / "data" / "megatron"
 ITERATION = "iter_0000010"

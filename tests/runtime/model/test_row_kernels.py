@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from megatron_runtime.model.row_kernels import gated_silu, rms_norm
+from megatron_runtime.model.kernels.row_kernels import gated_silu, rms_norm
 
 SIZE, EPS = 52, 1e-5
 WEIGHT = torch.randn(SIZE, generator=torch.Generator().manual_seed(1))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
-from megatron_runtime.model.source import resolve_source
+from megatron_runtime.model.formats.source import resolve_source
 from megatron_runtime.model.weights import LoadProgress
 
 SETTINGS: dict[str, Any] = {

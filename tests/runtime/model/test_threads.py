@@ -17,8 +17,8 @@ def test_a_kernel_takes_the_operators_threads_and_leaves_their_number(wanted: in
         matrix = torch.ones(600, 600)
         matrix @ matrix
         before = len(os.listdir("/proc/self/task"))
-        from megatron_runtime.model.row_kernels import WORTH_SHARING, rms_norm
-        from megatron_runtime.model.threads import kernel_threads
+        from megatron_runtime.model.kernels.row_kernels import WORTH_SHARING, rms_norm
+        from megatron_runtime.model.kernels.threads import kernel_threads
         rows = torch.ones(WORTH_SHARING // 512, 512)
         assert (rms_norm(rows, torch.ones(512), 0.0) == 1).all()
         print(kernel_threads(), torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before)

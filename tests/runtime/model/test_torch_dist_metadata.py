@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.torch_dist_file import TorchDistFile
-from megatron_runtime.model.torch_dist_metadata import read_metadata
+from megatron_runtime.model.formats.torch_dist_file import TorchDistFile
+from megatron_runtime.model.formats.torch_dist_metadata import read_metadata
 
 STATE = {
     "embedding.word_embeddings.weight": torch.arange(12.0).view(4, 3),

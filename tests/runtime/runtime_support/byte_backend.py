@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_runtime.model.token_bytes import byte_of_character
+from megatron_runtime.model.tokenizer.token_bytes import byte_of_character
 
 END = 256
 """The token that ends an answer; every other one is a byte."""

@@ -13,7 +13,7 @@ from runtime_support.group_scenarios import join
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.lock_step import LockStepEngine, follow
+from megatron_runtime.engine.worker.lock_step import LockStepEngine, follow
 from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
 from megatron_runtime.guides import lark_grammar, regex_grammar
 from megatron_runtime.inference_request import DynamicInferenceRequest

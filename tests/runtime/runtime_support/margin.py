@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from megatron_runtime.engine.noise import delays_of, noise_keys
+from megatron_runtime.engine.sampling.noise import delays_of, noise_keys
 from megatron_runtime.sampling_params import SamplingParams
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.server.choice import Delta
 from megatron_runtime.server.errors import ApiError, too_late
-from megatron_runtime.server.streaming import EventStream
+from megatron_runtime.server.generation.choice import Delta
+from megatron_runtime.server.openai.streaming import EventStream
 
 Batches = AsyncGenerator[list[Delta], None]
 

@@ -7,11 +7,11 @@ from runtime_support.byte_backend import END, byte_backend
 from transformers import PreTrainedTokenizerFast
 
 from megatron_runtime.model.tokenizer import Tokenizer
-from megatron_runtime.server.conversation import chat_prompt
+from megatron_runtime.server.bodies.protocol import ChatCompletionBody
+from megatron_runtime.server.bodies.tools import FunctionDefinition, ToolChoice, ToolUse
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.message_form import MessageForm
-from megatron_runtime.server.protocol import ChatCompletionBody
-from megatron_runtime.server.tools import FunctionDefinition, ToolChoice, ToolUse
+from megatron_runtime.server.messages.conversation import chat_prompt
+from megatron_runtime.server.messages.message_form import MessageForm
 
 QWEN = r"""{%- if tools %}{{ "within <tool_call></tool_call>\n<tool_call>\n{\"name\": <function-name>}" }}{% endif %}"""
 LLAMA = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{%- if tools is not none %}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.server.message_parts import (
+from megatron_runtime.server.messages.message_parts import (
     CallArguments,
     CallStart,
     Content,
@@ -20,9 +20,9 @@ from megatron_runtime.server.message_parts import (
     Reasoning,
     joined,
 )
-from megatron_runtime.server.message_reader import MessageReader
-from megatron_runtime.server.thinking import ThinkingReader
-from megatron_runtime.server.tool_parsers.formats import TOOL_FORMATS
+from megatron_runtime.server.messages.message_reader import MessageReader
+from megatron_runtime.server.messages.thinking import ThinkingReader
+from megatron_runtime.server.messages.tool_parsers.formats import TOOL_FORMATS
 
 HERMES, LLAMA, MISTRAL, PYTHONIC = (TOOL_FORMATS[name] for name in ("hermes", "llama3_json", "mistral", "pythonic"))
 SCHEMAS: dict[str, dict[str, Any]] = {

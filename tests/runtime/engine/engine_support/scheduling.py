@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from megatron_runtime.config import PrefixCachingEvictionPolicy
-from megatron_runtime.engine.block_allocator import BlockAllocator
-from megatron_runtime.engine.prefix_cache import PrefixCache
-from megatron_runtime.engine.scheduler import Schedule, Scheduler, SchedulerLimits
-from megatron_runtime.engine.sequence import Sequence, SequenceSlice
+from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
+from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
+from megatron_runtime.engine.scheduling.scheduler import Schedule, Scheduler, SchedulerLimits
+from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 
 Compute = Callable[[Schedule], None]
 

@@ -8,7 +8,7 @@ import sys
 
 from messaging_support.fake_engine import FakeEngine
 
-from megatron_runtime.engine.coordinated_loop import CoordinatedLoop, Engine
+from megatron_runtime.engine.worker.engine_loop import Engine, EngineLoop
 
 
 def build_engine(step_seconds: float, checkpoint: str | None) -> Engine:
@@ -27,7 +27,7 @@ def build_engine(step_seconds: float, checkpoint: str | None) -> Engine:
 
 async def main() -> None:
     address, group, attempt, step_seconds, *checkpoint = sys.argv[1:]
-    loop = CoordinatedLoop(
+    loop = EngineLoop(
         build_engine(float(step_seconds), checkpoint[0] if checkpoint else None),
         coordinator_address=address,
         data_parallel_rank=int(group),

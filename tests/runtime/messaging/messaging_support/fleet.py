@@ -19,7 +19,7 @@ from suite_support.worker import free_port
 
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
-from megatron_runtime.engine.coordinated_loop import CoordinatedLoop
+from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.processes.supervisor import RestartBudget
 from megatron_runtime.wire.service_state import ServiceState
@@ -44,7 +44,7 @@ class Fleet:
         self.port = free_port()
         self.key: str | None = options.get("key")
         self.coordinator: DataParallelInferenceCoordinator | None = None
-        self.loops: list[CoordinatedLoop] = []
+        self.loops: list[EngineLoop] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._clients: list[InferenceClient] = []
         self._thread: threading.Thread | None = None
@@ -100,9 +100,9 @@ class Fleet:
         assert await coordinator.wait_serving(30) == self.address
         return coordinator
 
-    def add_engine(self, engine: FakeEngine | None = None, *, group: int = 0, attempt: int = 0) -> CoordinatedLoop:
+    def add_engine(self, engine: FakeEngine | None = None, *, group: int = 0, attempt: int = 0) -> EngineLoop:
         """On the running event loop."""
-        loop = CoordinatedLoop(
+        loop = EngineLoop(
             engine or FakeEngine(),
             coordinator_address=self.address,
             data_parallel_rank=group,

@@ -1,0 +1,88 @@
+"""The tokens that the grammars of requests allow next, and that over a batch's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_runtime.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+
+class RequestGuide:
+    """Follows one request's answer through its grammar.
+
+    What is allowed depends on the answer's tokens alone, so that a request that goes on elsewhere goes on alike.
+
+    Args:
+        grammar: One that ``guides.check_grammar`` accepts.
+        tokenizer: The model's; what llguidance makes of it is kept with it.
+        prompt_length: How many of the sequence's tokens are the prompt.
+    """
+
+    def __init__(self, grammar: str, tokenizer: Tokenizer, prompt_length: int) -> None:
+        self._vocabulary = tokenizer.kept("guide vocabulary", lambda: _vocabulary(tokenizer))
+        self._grammar = grammar
+        self._first = self._known = prompt_length
+        self._matcher = _new_matcher(self._vocabulary, grammar)
+
+    @property
+    def failure(self) -> str | None:
+        """Why there is no next token, although the grammar is not at its end; None if there is one."""
+        if not self._matcher.is_error():
+            return None
+        return (self._matcher.get_error().splitlines() or ["llguidance gives no reason"])[0]  # below is all its state
+
+    def after(self, tokens: Sequence[int], length: int, vocab_size: int) -> NDArray[np.bool_]:
+        """Which tokens may follow the sequence's first so many: bool [vocab_size]; none after a failure."""
+        if length < self._known:
+            self._start_over()  # a pass failed and is repeated
+        if not self._matcher.is_stopped():
+            self._matcher.consume_tokens(list(tokens[self._known : length]))
+        self._known = length
+        allowed = np.zeros(vocab_size, np.bool_)
+        if self.failure is None:
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            found = np.unpackbits(bits, bitorder="little")[:vocab_size].astype(np.bool_)
+            allowed[: len(found)] = found
+        return allowed
+
+    def _start_over(self) -> None:
+        self._matcher = _new_matcher(self._vocabulary, self._grammar)
+        self._known = self._first
+
+
+def _new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    from llguidance import LLMatcher  # not above: most services never need it
+
+    return LLMatcher(vocabulary, grammar)
+
+
+def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(tokenizer.definition, eos_token=sorted(tokenizer.eos_token_ids))
+
+
+@dataclass(frozen=True)
+class GuideMask:
+    """What the guided rows of a batch may choose from."""
+
+    rows: NDArray[np.int64]
+    """[G], rows of the logits."""
+    allowed: NDArray[np.bool_]
+    """[G, vocab]."""
+
+    def apply_(self, logits: Tensor) -> None:
+        """Rule out everything else in the logits, [S, vocab], in place."""
+        rows = torch.from_numpy(self.rows).to(logits.device)
+        forbidden = torch.from_numpy(~self.allowed).to(logits.device)
+        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)

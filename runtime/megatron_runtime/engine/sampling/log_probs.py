@@ -1,0 +1,42 @@
+"""Log probabilities of given tokens, and the likeliest ones beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_runtime.engine.sampling.likeliest import likeliest
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Of P positions."""
+
+    chosen: list[float]
+    """[P], of the token that stands there."""
+    top_ids: list[list[int]]
+    """[P][n], the likeliest tokens, likeliest first; fewer where fewer are possible at all."""
+    top_values: list[list[float]]
+    """[P][n], their log probabilities."""
+
+
+def log_probs(normalized: Tensor, targets: Tensor, top_n: int) -> LogProbs:
+    """Log probabilities of one target per row, for the host.
+
+    Args:
+        normalized: float32 [P, vocab], log probabilities of every token.
+        targets: int64 [P].
+        top_n: How many of the likeliest tokens to list; at most the vocabulary.
+    """
+    chosen = normalized.gather(1, targets[:, None]).squeeze(1).tolist()
+    if top_n == 0:
+        return LogProbs(chosen, [[] for _ in chosen], [[] for _ in chosen])
+    values, ids = likeliest(normalized, min(top_n, normalized.shape[1]))
+    possible = (values > -torch.inf).sum(dim=1).tolist()
+    return LogProbs(
+        chosen,
+        [row[:count] for row, count in zip(ids.tolist(), possible, strict=True)],
+        [row[:count] for row, count in zip(values.tolist(), possible, strict=True)],
+    )

@@ -1,0 +1,168 @@
+"""The loop of an engine whose rank does what the first one of its replica does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron_runtime.bell import Bell
+from megatron_runtime.engine.worker.lock_step import Turn, follow
+from megatron_runtime.engine.worker.weight_updates import require_idle
+from megatron_runtime.errors import CheckpointError, EngineError
+from megatron_runtime.headers import EngineState
+from megatron_runtime.model.refit import READ_TIMEOUT, Weights
+
+if TYPE_CHECKING:
+    from megatron_runtime.engine.worker.protocol import RankEngine
+    from megatron_runtime.parallel.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+_MEETINGS = {"pause": EngineState.PAUSED, "unpause": EngineState.RUNNING, "stop": EngineState.STOPPING}
+
+
+class FollowerLoop:
+    """To those who wait for the engine it is what a `EngineLoop` is on the first rank.
+
+    Args:
+        engine: Nobody else may use it while the loop runs.
+        ranks: The replica. Closed when the loop fails, so that the others hear of it at once.
+        prepare_thread: Called once in the thread that steps, for instance to choose its CUDA device.
+        on_state: Called with every state that is reached, on the event loop.
+    """
+
+    def __init__(
+        self,
+        engine: RankEngine,
+        ranks: Ranks,
+        *,
+        prepare_thread: Callable[[], None] | None = None,
+        on_state: Callable[[EngineState], None] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._prepare_thread = prepare_thread
+        self._on_state = on_state
+        self._changed = Bell()
+        self._updates: deque[int | CheckpointError] = deque()
+        self._given: queue.SimpleQueue[Weights] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.state = EngineState.RUNNING
+        self.failure: BaseException | None = None
+        """What ended the loop, if it failed."""
+        self.ended = False
+
+    async def run(self) -> None:
+        """Follow until the first rank says that this is the end.
+
+        Raises:
+            EngineError: A step failed, or other ranks are gone, late or at something else; its cause says so.
+        """
+        self._loop = asyncio.get_running_loop()
+        end: asyncio.Future[BaseException | None] = self._loop.create_future()
+        # A daemon, since nobody can wake it who is not one of the other ranks.
+        threading.Thread(target=self._follow, args=(end,), name="engine-step", daemon=True).start()
+        try:
+            self.failure = await end
+            if self.failure is not None:
+                logger.error("the engine loop of %s failed", self._ranks.position, exc_info=self.failure)
+                self._ranks.close()
+                raise EngineError(f"the engine loop failed: {self.failure!r}") from self.failure
+        finally:
+            self.ended = True
+            self.state = EngineState.STOPPED
+            self._announce(EngineState.STOPPED)
+
+    async def wait_until(self, *states: EngineState) -> EngineState:
+        """As EngineLoop does."""
+        while self.state not in states:
+            self._require_life()
+            await self._changed.wait()
+        return self.state
+
+    async def update_weights(self, weights: Weights) -> int:
+        """What became of the update that the first rank was asked for as well; errors as for EngineLoop.
+
+        Tensors are taken as they are given here, and files as the first rank names them.
+        """
+        if not self._updates:
+            require_idle(self.state)
+            self._given.put(weights)
+        try:
+            while not self._updates:
+                self._require_life()
+                require_idle(self.state)
+                await self._changed.wait()
+        finally:
+            self._forget_given()
+        outcome = self._updates.popleft()
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        return outcome
+
+    def _forget_given(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._given.get_nowait()
+
+    def _require_life(self) -> None:
+        if self.ended:
+            raise EngineError(f"the engine loop has ended: {self.failure or 'it was stopped'}") from self.failure
+
+    # In the thread
+
+    def _follow(self, end: asyncio.Future[BaseException | None]) -> None:
+        failure: BaseException | None = None
+        try:
+            if self._prepare_thread is not None:
+                self._prepare_thread()
+            follow(self._engine, self._ranks, self._note_turn, self._own_weights)
+        except BaseException as error:
+            failure = error
+        self._on_loop(lambda: None if end.done() else end.set_result(failure))
+
+    def _own_weights(self) -> Weights:
+        try:
+            return self._given.get(timeout=READ_TIMEOUT)
+        except queue.Empty:
+            raise EngineError(
+                f"{self._ranks.position}: update_weights was called with tensors on rank 0 of its replica, and within "
+                f"{READ_TIMEOUT:g} s not here; every rank calls it"
+            ) from None
+
+    def _note_turn(self, action: str, args: list[Any], refusal: CheckpointError | None) -> None:
+        match action:
+            case Turn.ASSEMBLE if args[0] in _MEETINGS:
+                if args[0] == "pause":
+                    self._updates.clear()
+                self._reach(_MEETINGS[args[0]])
+            case Turn.SUSPEND:
+                self._reach(EngineState.SUSPENDED)
+            case Turn.RESUME:
+                self._reach(EngineState.RESUMED)
+                self._reach(EngineState.PAUSED)
+            case Turn.UPDATE_WEIGHTS:
+                self._updates.append(refusal or self._engine.weight_version)
+                self._on_loop(self._changed.ring)
+
+    def _reach(self, state: EngineState) -> None:
+        self.state = state
+        self._on_loop(lambda: self._announce(state))
+
+    def _on_loop(self, act: Callable[[], None]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
+            self._loop.call_soon_threadsafe(act)
+
+    # On the event loop
+
+    def _announce(self, state: EngineState) -> None:
+        if self._on_state is not None:
+            self._on_state(state)
+        self._changed.ring()

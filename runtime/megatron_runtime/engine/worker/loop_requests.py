@@ -1,0 +1,164 @@
+"""What an engine's loop knows of the requests that the coordinator handed to it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_runtime import tracing
+from megatron_runtime.engine.worker.protocol import RequestTaker
+from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.bodies import RequestBody, Stretch
+from megatron_runtime.wire.codec import pack_body
+from megatron_runtime.wire.items import Assignment
+
+QUIET_INTERVAL = 8
+"""Tokens between the progress reports of a request that nobody streams; a lost engine costs at most so many again."""
+
+
+class Partial(Protocol):
+    """New tokens of one request, as the engine reports them."""
+
+    @property
+    def new_tokens(self) -> list[int]: ...
+    @property
+    def new_log_probs(self) -> list[float] | None: ...
+    @property
+    def new_top_n_logprobs(self) -> list[dict[str, float]] | None: ...
+
+
+@dataclass(eq=False)
+class LoopRequest:
+    """One request that was handed to this engine, until the coordinator lets it go."""
+
+    uuid: bytes
+    local_id: int
+    dispatch: int
+    params: SamplingParams
+    made: Stretch
+    """All tokens so far, also those that were made elsewhere."""
+    trace: dict[str, str] = field(default_factory=dict)
+    """The context of the trace that it belongs to."""
+    reply: bytes | None = None
+    """The packed result; kept until the coordinator has it."""
+
+
+class LoopRequests:
+    """The requests by their UUIDs. A request that is handed out twice is served once.
+
+    Args:
+        engine: Serves them under numbers of this class.
+    """
+
+    def __init__(self, engine: RequestTaker) -> None:
+        self._engine = engine
+        self._by_uuid: dict[bytes, LoopRequest] = {}
+        self._by_id: dict[int, LoopRequest] = {}
+        self._ids = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._by_uuid)
+
+    @property
+    def uuids(self) -> list[bytes]:
+        """Of all requests that run or whose results are kept."""
+        return list(self._by_uuid)
+
+    def unfinished(self) -> Iterable[LoopRequest]:
+        """Those without a result."""
+        return [request for request in self._by_uuid.values() if request.reply is None]
+
+    def take(self, assignment: Assignment, body: RequestBody) -> tuple[LoopRequest, int]:
+        """Serve a request, or go on with one that is known.
+
+        Returns:
+            The request, and how many of its tokens the coordinator knows.
+        """
+        known = self._by_uuid.get(assignment.uuid)
+        told = len(body.generated.tokens)
+        if known is not None and known.reply is None and told > len(known.made.tokens):
+            self.forget(assignment.uuid)  # another engine got further with it
+            known = None
+        if known is not None:
+            known.dispatch = assignment.dispatch
+            return known, told
+        params = SamplingParams.deserialize(body.sampling_params)
+        request = self._keep(assignment, params, body.generated)
+        request.trace = body.trace
+        reported = copy.copy(params)
+        if not (assignment.streaming and params.streaming):
+            reported.streaming_interval = 1 if assignment.streaming else QUIET_INTERVAL
+        reported.streaming = True
+        self._engine.add_request(request.local_id, body.prompt, reported, generated=list(body.generated.tokens))
+        return request, told
+
+    def abort(self, uuid: bytes) -> None:
+        """End a request; its result says that it was aborted."""
+        request = self._by_uuid.get(uuid)
+        if request is not None and request.reply is None:
+            self._engine.abort_request(request.local_id)
+
+    def forget(self, uuid: bytes) -> None:
+        """Nobody needs this request any more, finished or not."""
+        request = self._by_uuid.pop(uuid, None)
+        if request is not None:
+            del self._by_id[request.local_id]
+            if request.reply is None:
+                self._engine.abort_request(request.local_id)
+
+    def progress(self, local_id: int, partial: Partial) -> tuple[LoopRequest, int, Stretch] | None:
+        """Note new tokens: the request, the number of the first, and the tokens; None if the request was let go."""
+        request = self._by_id.get(local_id)
+        if request is None:
+            return None
+        start = len(request.made.tokens)
+        news = Stretch(partial.new_tokens, partial.new_log_probs or [], partial.new_top_n_logprobs or [])
+        request.made.extend(news)
+        return request, start, news
+
+    def finish(self, record: DynamicInferenceRequestRecord) -> LoopRequest | None:
+        """Keep a result; the request, or None if it was let go."""
+        request = self._by_id.get(record.request_id)
+        if request is None:
+            return None
+        merged = record.merge()
+        if merged.sampling_params is not None:
+            merged.sampling_params.streaming = request.params.streaming
+            merged.sampling_params.streaming_interval = request.params.streaming_interval
+        tracing.note_served(request.trace, merged)
+        request.reply = pack_body(_for_the_wire(merged.serialize(), request.params))
+        return request
+
+    def refuse(self, assignment: Assignment, error: Exception) -> LoopRequest:
+        """Keep, as the result, that this request can't be served."""
+        self.forget(assignment.uuid)
+        request = self._keep(assignment, SamplingParams(), Stretch())
+        failed = DynamicInferenceRequest(
+            request_id=request.local_id, status=Status.FAILED, finish_reason="error", generated_text=""
+        )
+        failed.add_event_error_nontransient(error)
+        failed.add_event_fail()
+        request.reply = pack_body(failed.serialize())
+        return request
+
+    def _keep(self, assignment: Assignment, params: SamplingParams, made: Stretch) -> LoopRequest:
+        request = LoopRequest(assignment.uuid, next(self._ids), assignment.dispatch, params, made)
+        self._by_uuid[request.uuid] = self._by_id[request.local_id] = request
+        return request
+
+
+def _for_the_wire(content: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
+    """Without what the client has itself or never needs, and without staleness counters that never counted."""
+    if not params.return_prompt_tokens:
+        content["prompt_tokens"] = None
+    content["remaining_prompt_tokens"] = None
+    content["precomputed_block_hashes"] = []
+    for name in ("policy_staleness", "kv_cache_staleness"):
+        counters = content[name]
+        if counters is not None and not any(counters[1]):
+            content[name] = None
+    return content

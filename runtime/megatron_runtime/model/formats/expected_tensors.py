@@ -1,0 +1,88 @@
+"""The tensors that a checkpoint of a model has to hold, worked out without torch: a preflight needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
+
+Shape = tuple[int, ...]
+Shapes = Iterator[tuple[str, Shape]]
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """The shape of each tensor by Hugging Face's name, in the order of `Decoder.placements` of a whole decoder."""
+    names = tensor_names(config.architecture)
+    vocabulary = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, Shape] = {f"{names.embedding}.weight": vocabulary}
+    if config.learned_positions:
+        shapes[f"{names.learned_positions}.weight"] = (config.learned_positions, config.hidden_size)
+    shapes |= _norm(config, names.final_norm, config.hidden_size)
+    table = names.embedding if config.tie_word_embeddings else names.head
+    shapes.setdefault(f"{table}.weight", vocabulary)
+    for layer in range(config.num_layers):
+        prefix = names.layer.format(layer)
+        shapes |= {prefix + name: shape for name, shape in _layer(config, layer, names)}
+    return shapes
+
+
+def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
+    goes_in, comes_out = (config.norm_placement in (place, "around") for place in ("before", "after"))
+    for name, is_there in (
+        (names.attention_norm, goes_in),
+        (names.attention_output_norm, comes_out),
+        (names.feed_forward_norm, goes_in),
+        (names.feed_forward_output_norm, comes_out),
+    ):
+        if is_there:
+            yield from _norm(config, name, config.hidden_size).items()
+    yield from _attention(config, names)
+    if (experts := config.experts_of(layer)) is None:
+        yield from _feed_forward(config, names, names.gate_up, names.down, config.intermediate_size)
+        return
+    yield from _matrix(names, names.router, experts.count, config.hidden_size, bias=False)
+    for index in range(experts.count):
+        prefix = names.expert.format(index)
+        gate_up = [prefix + name for name in names.expert_gate_up]
+        yield from _feed_forward(config, names, gate_up, prefix + names.expert_down, experts.intermediate_size)
+
+
+def _attention(config: ModelConfig, names: TensorNames) -> Shapes:
+    heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
+    queries, keys, values = (count * config.head_dim for count in heads)
+    if config.query_key_norm != "none":
+        is_whole = config.query_key_norm == "projection"
+        yield from _norm(config, names.query_norm, queries if is_whole else config.head_dim).items()
+        yield from _norm(config, names.key_norm, keys if is_whole else config.head_dim).items()
+    yield from _fused(names, names.qkv, (queries, keys, values), config.hidden_size, bias=config.qkv_bias)
+    bias = config.attention_output_bias
+    yield from _matrix(names, names.attention_output, config.hidden_size, queries, bias=bias)
+
+
+def _feed_forward(
+    config: ModelConfig, names: TensorNames, gate_up: Sequence[str], down: str, intermediate_size: int
+) -> Shapes:
+    widened = (intermediate_size,) * (2 if config.gated_feed_forward else 1)
+    yield from _fused(names, gate_up, widened, config.hidden_size, bias=config.mlp_bias)
+    yield from _matrix(names, down, config.hidden_size, intermediate_size, bias=config.mlp_bias)
+
+
+def _norm(config: ModelConfig, name: str, size: int) -> dict[str, Shape]:
+    kinds = ("weight", "bias") if config.norm == "layer" else ("weight",)
+    return {f"{name}.{kind}": (size,) for kind in kinds}
+
+
+def _fused(names: TensorNames, stored: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool) -> Shapes:
+    """Matrices that the decoder holds as one: stored as one each, or as one with the rows of all."""
+    counts = rows if len(stored) == len(rows) else (sum(rows),)
+    for name, count in zip(stored, counts, strict=True):
+        yield from _matrix(names, name, count, columns, bias=False)
+    if bias:
+        yield from ((f"{name}.bias", (count,)) for name, count in zip(stored, counts, strict=True))
+
+
+def _matrix(names: TensorNames, name: str, rows: int, columns: int, *, bias: bool) -> Shapes:
+    yield f"{name}.weight", (columns, rows) if names.transposed else (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)

@@ -1,0 +1,77 @@
+"""Gemma, in its three generations of text models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from megatron_runtime.model.config import ModelConfig, alternating_windows
+from megatron_runtime.model.formats.config_fields import ConfigFields
+from megatron_runtime.model.formats.families.llama import activation, listed_windows, llama
+from megatron_runtime.model.formats.rope_fields import rope_scaling
+
+
+def gemma(fields: ConfigFields, *, rope_theta: float = 10000.0) -> ModelConfig:
+    """Scaled embeddings, norms whose weights are stored less one, GELU gates."""
+    fields.refuse("use_bidirectional_attention", False)
+    config = llama(fields, tied=True, rope_theta=rope_theta)
+    return replace(
+        config,
+        norm="rms_plus_one",
+        # Early files name a hidden_act that was never computed with; hidden_activation tells what was.
+        activation=activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
+        embedding_multiplier=math.sqrt(max(config.hidden_size, 1)),
+    )
+
+
+def gemma2(fields: ConfigFields) -> ModelConfig:
+    """Norms on both sides, soft caps, and a window in every other layer, the first among them."""
+    return _windows_and_caps(gemma(fields), fields, 2)
+
+
+_GEMMA_3_UNSAID: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+}
+"""What the files of the larger models leave out."""
+
+
+def gemma3_with_vision(fields: ConfigFields) -> ModelConfig:
+    """The text model of a Gemma 3 that also sees; what it sees with is passed over."""
+    return replace(gemma3(fields.within("text_config").or_else({"model_type": "gemma3"})), architecture="gemma3")
+
+
+def gemma3(fields: ConfigFields) -> ModelConfig:
+    """Queries and keys normalized per head; five layers with a window and another rotary base, then one without."""
+    fields = fields.or_else(_GEMMA_3_UNSAID)
+    config = gemma(fields, rope_theta=1e6)
+    pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6, int), int)
+    rope = fields.within("rope_parameters")
+    local, whole = rope.within("sliding_attention"), rope.within("full_attention")
+    local.refuse("rope_type", "default")
+    return replace(
+        _windows_and_caps(config, fields, pattern),
+        query_key_norm="head",
+        rope_theta=whole.positive("rope_theta", config.rope_theta),
+        rope_scaling=rope_scaling(whole, fields) if whole.get("rope_type", None, str) else config.rope_scaling,
+        local_rope_theta=local.positive("rope_theta", fields.positive("rope_local_base_freq", 1e4)),
+    )
+
+
+def _windows_and_caps(config: ModelConfig, fields: ConfigFields, pattern: int) -> ModelConfig:
+    window = fields.get("sliding_window", 4096, int)
+    return replace(
+        config,
+        norm_placement="around",
+        layer_windows=listed_windows(fields, window) or alternating_windows(window, max(pattern, 1), config.num_layers),
+        attention_scale=fields.positive("query_pre_attn_scalar", 256.0) ** -0.5,
+        attention_soft_cap=fields.positive("attn_logit_softcapping", None),
+        logit_soft_cap=fields.positive("final_logit_softcapping", None),
+    )

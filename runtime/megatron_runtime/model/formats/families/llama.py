@@ -1,0 +1,130 @@
+"""Llama and the families that differ from it in a field or two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.config import Activation, ModelConfig, check_num_layers
+from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
+from megatron_runtime.model.formats.rope_fields import rope_settings
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def llama(fields: ConfigFields, *, tied: bool = False, rope_theta: float = 10000.0) -> ModelConfig:
+    """What the families have in common; ``tied`` and ``rope_theta`` hold where the file doesn't say."""
+    heads, hidden = fields.get("num_attention_heads", MISSING, int), fields.get("hidden_size", MISSING, int)
+    head_dim = fields.get("head_dim", hidden // max(heads, 1), int)
+    attention_bias = fields.get("attention_bias", False, bool)
+    return ModelConfig(
+        architecture=fields.get("model_type", MISSING, str),
+        vocab_size=fields.get("vocab_size", MISSING, int),
+        hidden_size=hidden,
+        intermediate_size=fields.get("intermediate_size", MISSING, int),
+        num_layers=check_num_layers(str(fields.path), fields.get("num_hidden_layers", MISSING, int)),
+        num_attention_heads=heads,
+        num_kv_heads=fields.get("num_key_value_heads", heads, int),
+        head_dim=head_dim,
+        rms_norm_eps=fields.get("rms_norm_eps", 1e-6, float),
+        tie_word_embeddings=fields.get("tie_word_embeddings", tied, bool),
+        qkv_bias=attention_bias,
+        attention_output_bias=attention_bias,
+        mlp_bias=fields.get("mlp_bias", False, bool),
+        activation=activation(fields, "hidden_act", "silu"),
+        **rope_settings(fields, head_dim, rope_theta),
+    )
+
+
+def mistral(fields: ConfigFields) -> ModelConfig:
+    """Llama with a window over which every layer looks back."""
+    config = llama(fields)
+    if window := fields.get("sliding_window", None, int):
+        return replace(config, layer_windows=listed_windows(fields, window) or (window,) * config.num_layers)
+    return config
+
+
+def qwen2(fields: ConfigFields) -> ModelConfig:
+    """Biases on queries, keys and values alone; a window in the upper layers when asked for."""
+    config = llama(fields)
+    return replace(
+        config, qkv_bias=True, attention_output_bias=False, layer_windows=_upper_windows(fields, config.num_layers)
+    )
+
+
+def qwen3(fields: ConfigFields) -> ModelConfig:
+    """Queries and keys normalized per head."""
+    config = llama(fields)
+    return replace(config, query_key_norm="head", layer_windows=_upper_windows(fields, config.num_layers))
+
+
+def smollm3(fields: ConfigFields) -> ModelConfig:
+    """Every fourth layer, or those that the file lists with a 0, knows no positions (Yang et al., NoPE)."""
+    config = llama(fields, tied=True, rope_theta=2e6)
+    window = fields.get("sliding_window", None, int) if fields.get("use_sliding_window", False, bool) else None
+    rotated = fields.numbers("no_rope_layers", int)
+    if rotated and len(rotated) != config.num_layers:
+        raise CheckpointError(
+            f"{fields.path}: no_rope_layers has {len(rotated)} entries, expected {config.num_layers}. "
+            "Fetch the file again"
+        )
+    every = max(1, fields.get("no_rope_layer_interval", 4, int))
+    rotated = rotated or tuple((layer + 1) % every for layer in range(config.num_layers))
+    return replace(
+        config,
+        unrotated_layers=frozenset(layer for layer, turns in enumerate(rotated) if not turns),
+        layer_windows=listed_windows(fields, window) if window else (),
+    )
+
+
+def phi3(fields: ConfigFields) -> ModelConfig:
+    """Llama with a window, and with matrices that the file already holds fused."""
+    return mistral(fields)
+
+
+def granite(fields: ConfigFields) -> ModelConfig:
+    """Multipliers at embedding, attention, residual path and logits."""
+    return replace(
+        llama(fields),
+        embedding_multiplier=fields.positive("embedding_multiplier", 1.0),
+        residual_multiplier=fields.positive("residual_multiplier", 1.0),
+        attention_scale=fields.positive("attention_multiplier", 1.0),
+        logit_divisor=fields.positive("logits_scaling", 1.0),
+    )
+
+
+def activation(fields: ConfigFields, name: str, default: str) -> Activation:
+    """The activation in the field ``name``; CheckpointError when it isn't known."""
+    found = fields.get(name, default, str)
+    if found not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise CheckpointError(f"{fields.path}: {name} is {found!r}, the known ones are {known}")
+    return _ACTIVATIONS[found]
+
+
+def listed_windows(fields: ConfigFields, window: int) -> tuple[int | None, ...]:
+    """The window of each layer by ``layer_types``; empty when the file doesn't list them."""
+    kinds = fields.get("layer_types", [], list)
+    if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+        raise CheckpointError(
+            f"{fields.path}: layer_types holds {unknown[0]!r}, expected sliding_attention or full_attention"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _upper_windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
+    window = fields.get("sliding_window", None, int)
+    if window is None:
+        return ()
+    if listed := listed_windows(fields, window):
+        return listed
+    if not fields.get("use_sliding_window", False, bool):
+        return ()
+    first = fields.get("max_window_layers", 28, int)
+    return tuple(window if layer >= first else None for layer in range(layers))

@@ -1,0 +1,158 @@
+"""A GGUF file as a source of weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.formats.gguf_file import GgufFile, GgufTensor
+from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
+from megatron_runtime.model.formats.weight_source import StoredTensor, row_pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROPE_FACTORS = "rope_freqs.weight"
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
+_INTERLEAVED_ROTARY = ("llama",)
+"""Architectures whose converter permutes the rows of queries and keys for ggml's interleaved rotation."""
+
+
+class GgufWeights:
+    """The tensors of a GGUF file, dequantized, under Hugging Face's names and in Hugging Face's row order."""
+
+    def __init__(self, file: GgufFile, config: ModelConfig) -> None:
+        self._file = file
+        self._config = config
+        names = tensor_names(config.architecture)
+        layer_names = _layer_names(names)
+        self._by_name: dict[str, _Rows] = {}
+        for name, tensor in file.tensors.items():
+            if (match := _EXPERT_TENSOR.fullmatch(name)) and len(tensor.shape) == 3:
+                self._by_name |= _expert_rows(tensor, names, int(match[1]), match[2])
+            elif name != _ROPE_FACTORS:
+                self._by_name[_hugging_face_name(name, names, layer_names)] = _Rows(tensor, tensor.shape, 0)
+
+    @property
+    def location(self) -> str:
+        """The file's path."""
+        return str(self._file.path)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """What the file holds, but for the rotary factors."""
+        return {name: StoredTensor(rows.shape, rows.num_bytes, rows.kind) for name, rows in self._by_name.items()}
+
+    def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
+        """Dequantize a part into ``into`` piece by piece; yields the elements of each."""
+        import torch  # not above: who only looks at the header does without it
+
+        rows = self._by_name[name]
+        tensor = rows.tensor
+        order = self._row_order(name, into.shape[0])
+        if into.dim() == 1:
+            values = torch.from_numpy(self._file.rows(tensor, slice(0, 1))[0, start[0] : start[0] + len(into)])
+            if self._config.norm == "rms_plus_one" and name.endswith("norm.weight"):
+                values = values - 1.0  # the converter added the one that our norm adds
+            into[slice(None) if order is None else order] = values.to(device=into.device, dtype=into.dtype)
+            yield len(into)
+            return
+        first, columns = rows.start + start[0], slice(start[1], start[1] + into.shape[1])
+        for part in row_pieces((into.shape[0], rows.shape[1])):
+            values = torch.from_numpy(self._file.rows(tensor, slice(first + part.start, first + part.stop))[:, columns])
+            into[part if order is None else order[part]] = values.to(device=into.device, dtype=into.dtype)
+            yield values.numel()
+
+    def rotary_factors(self) -> NDArray[np.float32] | None:
+        """float32 [head_dim / 2], by which the rotary frequencies are divided (Llama 3.1); None without scaling."""
+        tensor = self._file.tensors.get(_ROPE_FACTORS)
+        if tensor is None:
+            return None
+        expected = (self._config.head_dim // 2,)
+        if tensor.shape != expected:
+            raise CheckpointError(f"{self.location}: {_ROPE_FACTORS} has shape {tensor.shape}, expected {expected}")
+        factors: NDArray[np.float32] = self._file.rows(tensor, slice(0, 1))[0].copy()
+        return factors
+
+    def _row_order(self, name: str, rows: int) -> Tensor | None:
+        """int64 [rows]: where each stored row of queries or keys goes; None where the order is the same.
+
+        Stored per head are pairs (0, h/2), (1, h/2 + 1)... for a rotation of neighbours; ours turns half against half.
+        The rows are those of whole heads, so that they keep among themselves.
+        """
+        import torch
+
+        if self._config.architecture not in _INTERLEAVED_ROTARY or not re.search(r"\.[qk]_proj\.", name):
+            return None
+        return torch.arange(rows).view(-1, 2, self._config.head_dim // 2).transpose(1, 2).reshape(rows)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A GGUF tensor, or one expert's rows of it from ``start`` on; ``shape`` is that of these alone."""
+
+    tensor: GgufTensor
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.num_bytes * math.prod(self.shape) // max(math.prod(self.tensor.shape), 1)
+
+    @property
+    def kind(self) -> str:
+        return str(self.tensor.kind.name)
+
+
+def _expert_rows(tensor: GgufTensor, names: TensorNames, layer: int, part: str) -> dict[str, _Rows]:
+    """The experts of a layer that ``tensor`` [experts, out, in] stacks, by Hugging Face's names."""
+    count, *shape = tensor.shape
+    gate, up = names.expert_gate_up
+    name = {"gate": gate, "up": up, "down": names.expert_down}[part]
+    prefix = names.layer.format(layer)
+    return {
+        f"{prefix}{names.expert.format(index)}{name}.weight": _Rows(tensor, tuple(shape), index * shape[0])
+        for index in range(count)
+    }
+
+
+def _layer_names(names: TensorNames) -> dict[str, str]:
+    """Hugging Face's names of a layer's tensors by those of ggml."""
+    queries, keys, values = names.qkv
+    gate, up = names.gate_up
+    return {
+        "attn_norm": names.attention_norm,
+        "post_attention_norm": names.attention_output_norm,
+        "ffn_norm": names.feed_forward_norm,
+        "post_ffw_norm": names.feed_forward_output_norm,
+        "attn_q": queries,
+        "attn_k": keys,
+        "attn_v": values,
+        "attn_output": names.attention_output,
+        "attn_q_norm": names.query_norm,
+        "attn_k_norm": names.key_norm,
+        "ffn_gate_inp": names.router,
+        "ffn_gate": gate,
+        "ffn_up": up,
+        "ffn_down": names.down,
+    }
+
+
+def _hugging_face_name(name: str, names: TensorNames, layer_names: Mapping[str, str]) -> str:
+    """Hugging Face's name of a GGUF tensor; a name that has none is kept, and shows up as left over."""
+    match = _LAYER_TENSOR.fullmatch(name)
+    if match and match[2] in layer_names:
+        return f"{names.layer.format(match[1])}{layer_names[match[2]]}.{match[3]}"
+    top_names = {"token_embd": names.embedding, "output_norm": names.final_norm, "output": names.head}
+    stem, _, kind = name.partition(".")
+    return f"{top_names[stem]}.{kind}" if stem in top_names else name

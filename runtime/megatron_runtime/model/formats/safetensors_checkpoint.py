@@ -1,0 +1,126 @@
+"""Safetensors, in one file or in a folder, whole or in shards, as a source of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from megatron_runtime.errors import CheckpointError
+from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.formats.config_fields import read_json
+from megatron_runtime.model.formats.tensor_names import name_of_tied_head, tensor_names
+from megatron_runtime.model.formats.weight_source import StoredTensor, row_pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_HEADER, _TENSORS = "np", "pt"
+"""What the library opens a file for: numpy has no bfloat16, but for names, types and shapes it needs no torch."""
+_COMPUTED_ELSEWHERE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Buffers that old checkpoints carry though they follow from the configuration: rotary frequencies, causal masks."""
+
+
+class SafetensorsWeights:
+    """The tensors of a checkpoint's folder, or of one file.
+
+    Raises CheckpointError for files missing, damaged or of a wrong type.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self._path = path
+        self._config = config
+        self._last: tuple[tuple[Path, str], Any] | None = None
+
+    @property
+    def location(self) -> str:
+        """The path."""
+        return str(self._path)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """What the files hold, but for other parts of the model, the copy of a tied head, and implied buffers."""
+        names = tensor_names(self._config.architecture)
+        copy = name_of_tied_head(self._config)
+        found: dict[str, StoredTensor] = {}
+        for name, path in self._files.items():
+            of_no_use = name.endswith(_COMPUTED_ELSEWHERE) or name.startswith(names.passed_over) or name == copy
+            if not of_no_use:
+                found[self._missing_prefix + name] = self._describe(name, self._open(path))
+        return found
+
+    def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
+        """Copy a part into ``into`` piece by piece; yields the elements of each."""
+        in_file = name.removeprefix(self._missing_prefix)
+        view = self._open(self._files[in_file], _TENSORS).get_slice(in_file)
+        columns = [slice(begin, begin + size) for begin, size in zip(start[1:], into.shape[1:], strict=True)]
+        for part in row_pieces(tuple(into.shape)):
+            rows = slice(start[0] + part.start, start[0] + part.stop)
+            into[part] = view[(rows, *columns)].to(device=into.device, dtype=into.dtype)
+            yield into[part].numel()
+
+    @cached_property
+    def _missing_prefix(self) -> str:
+        """What the names lack in a checkpoint that was saved without a head, as that of GPT-2 was."""
+        prefix, _, embedding = tensor_names(self._config.architecture).embedding.partition(".")
+        return f"{prefix}." if f"{embedding}.weight" in self._files else ""
+
+    @cached_property
+    def _files(self) -> dict[str, Path]:
+        """The file that holds each tensor."""
+        files: dict[str, Path] = {}
+        for path in self._paths():
+            files |= dict.fromkeys(_names(self._open(path)), path)
+        return files
+
+    def _open(self, path: Path, contents: str = _HEADER) -> Any:
+        """The file, mapped rather than read. One at a time: what was read of a mapped file counts as memory in use."""
+        if self._last is None or self._last[0] != (path, contents):
+            self._last = None
+            try:
+                self._last = ((path, contents), safe_open(path, framework=contents))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path}: can't be read as safetensors ({error}). Fetch the file again") from None
+        return self._last[1]
+
+    def _paths(self) -> list[Path]:
+        if self._path.is_file():
+            return [self._path]
+        if (index := self._path / _INDEX).exists():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+                raise CheckpointError(f"{index}: weight_map is missing or damaged. Fetch the file again")
+            paths = [self._path / name for name in sorted(set(shards.values()))]
+            if missing := [path.name for path in paths if not path.exists()]:
+                raise CheckpointError(f"{self._path}: {', '.join(missing)} missing, named by {_INDEX}. Fetch them")
+            return paths
+        if (single := self._path / _SINGLE).exists():
+            return [single]
+        raise CheckpointError(
+            f"{self._path}: neither {_SINGLE} nor {_INDEX} found. "
+            "Weights are read from safetensors only: convert a checkpoint of another kind"
+        )
+
+    def _describe(self, name: str, file: Any) -> StoredTensor:
+        view = file.get_slice(name)
+        kind, shape = view.get_dtype(), tuple(view.get_shape())
+        if kind not in _ELEMENT_BYTES:
+            known = ", ".join(_ELEMENT_BYTES)
+            raise CheckpointError(
+                f"{self._path}: tensor {name} has type {kind}, expected one of {known}. "
+                "Choose a checkpoint that isn't quantized, or a GGUF file"
+            )
+        num_bytes = _ELEMENT_BYTES[kind]
+        for size in shape:
+            num_bytes *= size
+        return StoredTensor(shape, num_bytes, kind)
+
+
+def _names(file: Any) -> list[str]:
+    return list(file.keys())

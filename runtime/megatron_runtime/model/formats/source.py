@@ -1,0 +1,71 @@
+"""Getting a checkpoint onto this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
+
+_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*"]
+_OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
+"""The same weights once more, in formats that aren't read."""
+
+
+def resolve_source(
+    *,
+    path: Path | str | None = None,
+    hf_repo: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> Path:
+    """The local path of a checkpoint: ``path`` itself, or the Hugging Face repository ``hf_repo``, downloaded.
+
+    Exactly one of the two is given, else ConfigurationError. A repository is kept in the library's own cache, and
+    served from there when the hub can't be reached. CheckpointError says what is wrong with the path or the repository.
+    """
+    if (path is None) == (hf_repo is None):
+        raise ConfigurationError(
+            "model source: expected exactly one of a path and a Hugging Face repository", field="model"
+        )
+    if path is not None:
+        return checkpoint_path(path)
+    assert hf_repo is not None
+    # Not above: checkpoints that are here already are opened without the library, which takes a while to import.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    named = hf_repo if revision is None else f"{hf_repo} at revision {revision}"
+    try:
+        found = snapshot_download(
+            hf_repo, revision=revision, token=token, allow_patterns=_WANTED_FILES, ignore_patterns=_OTHER_FORMATS
+        )
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise CheckpointError(f"Hugging Face repository {named}: {_explain(error)}") from error
+    return checkpoint_path(found)
+
+
+def _explain(error: Exception) -> str:
+    """What to do about a failed download. Order matters: the library's errors inherit from each other."""
+    from huggingface_hub import errors
+
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    explanations: list[tuple[type[Exception] | tuple[type[Exception], ...], str]] = [
+        (errors.HFValidationError, "is no valid name, expected the form owner/name"),
+        (errors.GatedRepoError, "is gated. Accept its terms on huggingface.co and give a token that may read it"),
+        (
+            errors.RepositoryNotFoundError,
+            "does not exist, or is private. Check the name, or give a token that may read it",
+        ),
+        (errors.RevisionNotFoundError, "this revision does not exist. Name a branch, a tag or a commit"),
+        (
+            (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled),
+            "the hub can't be reached and there is no copy in the cache. Check the network, or name a path instead",
+        ),
+        (errors.EntryNotFoundError, "lacks a file that was expected"),
+        (errors.HfHubHTTPError, "the hub refused"),
+    ]
+    for kind, explanation in explanations:
+        if isinstance(error, kind):
+            return f"{explanation} ({reason})"
+    return f"the download failed ({reason}). Check the network and the cache folder's free space"

@@ -1,0 +1,105 @@
+"""How Megatron lays out the weights of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_runtime.model.config import ExpertsConfig, ModelConfig
+from megatron_runtime.model.formats.tensor_names import TensorNames
+
+Rows = tuple[range, ...]
+"""Which rows of a tensor, in order."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of the ``total`` rows of a tensor that Megatron keeps under one of the names made of this."""
+
+    stem: str
+    """What stands before ``weight`` or ``bias``; a number may stand in the place of braces."""
+    rows: Rows
+    total: int
+    expert: int | None = None
+    ending: str = ""
+    """What stands behind ``weight`` or ``bias``."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of Hugging Face's tensors, less the layer's prefix and the kind; its pieces in order, in each known way."""
+
+    name: str
+    ways: tuple[tuple[Piece, ...], ...]
+
+
+def whole(stem: str, name: str, rows: int) -> Entry:
+    """A tensor that both sides hold alike."""
+    return Entry(name, ((Piece(stem, (range(rows),), rows),),))
+
+
+def layer_layout(config: ModelConfig, names: TensorNames, experts: ExpertsConfig | None) -> Iterator[Entry]:
+    """The tensors of a layer, with ``experts`` or without; the router, which tells their number, before the experts.
+
+    Norms stand under two names, since Transformer Engine keeps them with the matrix behind them; layers without it
+    write its names too, even before experts, where there is no such matrix.
+    """
+    hidden = config.hidden_size
+    yield whole("input_layernorm.", names.attention_norm, hidden)
+    yield whole("self_attention.linear_qkv.layer_norm_", names.attention_norm, hidden)
+    yield from _queries_keys_values(config, names)
+    yield whole("self_attention.q_layernorm.", names.query_norm, config.head_dim)
+    yield whole("self_attention.k_layernorm.", names.key_norm, config.head_dim)
+    yield whole("self_attention.linear_proj.", names.attention_output, hidden)
+    yield whole("pre_mlp_layernorm.", names.feed_forward_norm, hidden)
+    yield whole("mlp.linear_fc1.layer_norm_", names.feed_forward_norm, hidden)
+    if experts is None:
+        yield from _widening("mlp.", names.gate_up, config.intermediate_size, gated=config.gated_feed_forward)
+        yield whole("mlp.linear_fc2.", names.down, hidden)
+        return
+    yield whole("mlp.router.", names.router, experts.count)
+    for index in range(experts.count):
+        yield from _expert(index, experts, names, hidden)
+
+
+def _queries_keys_values(config: ModelConfig, names: TensorNames) -> list[Entry]:
+    """One matrix, in which each group holds the queries that share a key head, then the key, then the value."""
+    queries, size = config.queries_per_kv_head * config.head_dim, config.head_dim
+    group = queries + 2 * size
+    total = config.num_kv_heads * group
+    starts = range(0, total, group)
+    kinds: list[Rows] = [
+        tuple(range(start, start + queries) for start in starts),
+        tuple(range(start + queries, start + queries + size) for start in starts),
+        tuple(range(start + queries + size, start + group) for start in starts),
+    ]
+    if len(names.qkv) == 1:
+        kinds = [sum(kinds, ())]
+    stem = "self_attention.linear_qkv."
+    return [Entry(name, ((Piece(stem, rows, total),),)) for name, rows in zip(names.qkv, kinds, strict=True)]
+
+
+def _expert(index: int, experts: ExpertsConfig, names: TensorNames, hidden: int) -> Iterator[Entry]:
+    """Whether run one by one or grouped, experts are kept alike: in a tensor each, or along a dimension of one."""
+    prefix, stem = names.expert.format(index), "mlp.experts.experts.{}"
+    gate_up = tuple(prefix + name for name in names.expert_gate_up)
+    yield from _widening(stem, gate_up, experts.intermediate_size, gated=True, expert=index)
+    down = Piece(f"{stem}linear_fc2.", (range(hidden),), hidden, index)
+    yield Entry(prefix + names.expert_down, ((down,),))
+
+
+def _widening(
+    stem: str, names: tuple[str, ...], size: int, *, gated: bool, expert: int | None = None
+) -> Iterator[Entry]:
+    """One matrix, the gate's rows first; or, newer and of gated networks alone, gate and up apart, as w and v."""
+    stem += "linear_fc1."
+    if not gated:
+        yield whole(stem, names[0], size)
+        return
+    together = [Piece(stem, (range(half * size, (half + 1) * size),), 2 * size, expert) for half in range(2)]
+    apart = [Piece(stem, (range(size),), size, expert, ending) for ending in ("_w", "_v")]
+    if len(names) == 1:
+        yield Entry(names[0], (tuple(together), tuple(apart)))
+        return
+    for name, one, other in zip(names, together, apart, strict=True):
+        yield Entry(name, ((one,), (other,)))

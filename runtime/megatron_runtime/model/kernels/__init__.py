@@ -1,0 +1,1 @@
+"""Attention and row operations: this package's own kernels for CPUs, PyTorch's elsewhere."""

@@ -1,0 +1,217 @@
+"""Attention over the cache's blocks where they lie, compiled for the processor at hand.
+
+What a query sees is computed in stretches of CHUNK positions, each with its own maximum (Milakov and Gimelshein, Online
+normalizer calculation for softmax), in an order that its own position alone decides. So its bits depend neither on the
+rest of the batch, nor on how its prompt was cut, nor on where its blocks are or how large they are.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import float32, int32, int64, njit, prange, void
+
+from megatron_runtime.model.kernels.compiled import (
+    Kernel,
+    compile_kernel,
+    exponential,
+    narrowed,
+    rounded,
+    scalar,
+    widen,
+)
+from megatron_runtime.model.kernels.prefetch import prefetch
+
+CHUNK = 64
+"""Positions between two looks at the maximum."""
+
+
+@cache
+def attention_kernel(head_dim: int, narrow: bool) -> Kernel:
+    """``attend(heads, seen, keys, values, slots, tables, tiles, rows, pairs, cosines, sines, window, soft_cap)``.
+
+    Args of the kernel:
+        heads: [T, heads + 2 * kv heads, head_dim], each token's queries, keys and values, none turned yet.
+        seen: [T, heads, head_dim], written.
+        keys, values: [num_blocks, kv heads, block_size_tokens, head_dim]; the new ones are written at ``slots``.
+        slots: int64 [T].
+        tables: int32 [R, W], blocks of each request.
+        tiles: int32 [N, 4], neighbouring queries of a request: its row in ``tables``, the first query's row and
+            position, and how many they are.
+        rows: int64 [threads + 1], where the threads' shares of the T rows begin.
+        pairs: int64 [threads + 1], the same of the N * kv heads pairs of a tile and a kv head.
+        cosines, sines: [T, rotated channels] by which queries and keys are turned; may have no channels.
+        window: Positions that a query looks back over, itself included.
+        soft_cap: Scores are squeezed into plus or minus this; 0 for not at all.
+
+    ``narrow``: What isn't integers is the bits of bfloat16 as uint16; else float32.
+    """
+
+    def attend(
+        heads: Any, seen: Any, keys: Any, values: Any, slots: Any, tables: Any, tiles: Any, rows: Any, pairs: Any,
+        cosines: Any, sines: Any, window: int, soft_cap: Any,
+    ) -> None:  # fmt: skip
+        for share in prange(len(rows) - 1):
+            _store(heads, keys, values, slots, rows[share], rows[share + 1], cosines, sines, head_dim)
+        for share in prange(len(pairs) - 1):
+            _attend(
+                heads, seen, keys, values, tables, tiles, pairs[share], pairs[share + 1], cosines, sines, window,
+                soft_cap, head_dim,
+            )  # fmt: skip
+
+    stored = scalar(narrow)
+    tokens, pool, turns = stored[:, :, ::1], stored[:, :, :, ::1], stored[:, ::1]
+    table, bounds = int32[:, ::1], int64[::1]
+    return compile_kernel(
+        attend,
+        void(tokens, tokens, pool, pool, bounds, table, table, bounds, bounds, turns, turns, int64, float32),
+    )
+
+
+@njit(inline="always")
+def _store(
+    heads: Any, keys: Any, values: Any, slots: Any, first: int, last: int, cosines: Any, sines: Any, head_dim: int
+) -> None:  # fmt: skip
+    """Put the keys, turned, and the values of some rows into their blocks."""
+    kv_heads, size = keys.shape[1], keys.shape[2]
+    first_key = heads.shape[1] - 2 * kv_heads
+    turned = np.empty(head_dim, np.float32)
+    for row in range(first, last):
+        block, offset = slots[row] // size, slots[row] % size
+        for kv_head in range(kv_heads):
+            _turn(heads[row, first_key + kv_head], cosines[row], sines[row], turned)
+            key, value = keys[block, kv_head, offset], values[block, kv_head, offset]
+            new_value = heads[row, first_key + kv_heads + kv_head]
+            for channel in range(head_dim):
+                key[channel] = narrowed(turned[channel], keys)
+                value[channel] = new_value[channel]
+
+
+@njit(inline="always")
+def _turn(head: Any, cosines: Any, sines: Any, turned: Any) -> None:
+    """Rotate a head's first channels, of n the i-th with the one at i + n / 2, and take over the others.
+
+    Rounded after each operation to the type of ``head``, as transformers does: bfloat16 has so few digits that a model
+    would say something else otherwise.
+    """
+    half = len(cosines) // 2
+    for channel in range(half):
+        one, other = widen(head[channel]), widen(head[half + channel])
+        ahead = rounded(one * widen(cosines[channel]), head) - rounded(other * widen(sines[channel]), head)
+        behind = rounded(other * widen(cosines[half + channel]), head) + rounded(
+            one * widen(sines[half + channel]), head
+        )
+        turned[channel], turned[half + channel] = rounded(ahead, head), rounded(behind, head)
+    for channel in range(2 * half, len(turned)):
+        turned[channel] = widen(head[channel])
+
+
+@njit(inline="always")
+def _attend(
+    heads: Any, seen: Any, keys: Any, values: Any, tables: Any, tiles: Any, first: int, last: int, cosines: Any,
+    sines: Any, window: int, soft_cap: Any, head_dim: int,
+) -> None:  # fmt: skip
+    """Compute some of the pairs of a tile and a kv head."""
+    zero, lowest = np.float32(0), np.float32(-np.inf)
+    kv_heads = keys.shape[1]
+    sharing = seen.shape[1] // kv_heads
+    widest = tiles[:, 3].max() * sharing
+    queries, sums = np.empty((widest, head_dim), np.float32), np.empty((widest, head_dim), np.float32)
+    totals, tops = np.empty(widest, np.float32), np.empty(widest, np.float32)
+    scores = np.empty(CHUNK, np.float32)
+    for item in range(first, last):
+        kv_head = item % kv_heads
+        request, first_row, first_position, rows = tiles[item // kv_heads]
+        table = tables[request]
+        sums[:], totals[:], tops[:] = zero, zero, lowest
+        for query in range(rows * sharing):
+            row, head = first_row + query // sharing, kv_head * sharing + query % sharing
+            _turn(heads[row, head], cosines[row], sines[row], queries[query])
+        start, stop = max(0, first_position - window + 1) // CHUNK * CHUNK, first_position + rows
+        for chunk in range(start, stop, CHUNK):
+            # What comes next: the head's next stretch, or the next head's first one.
+            ahead, ahead_head = chunk + CHUNK, kv_head
+            if ahead >= stop:
+                ahead, ahead_head = start, (kv_head + 1) % kv_heads
+            for query in range(rows * sharing):
+                position = first_position + query // sharing
+                begin, end = max(chunk, position - window + 1), min(chunk + CHUNK, position + 1)
+                if begin >= end:
+                    continue
+                _score(queries[query], keys, values, table, kv_head, begin, end, scores, head_dim)
+                top = tops[query]
+                for index in range(end - begin):
+                    if soft_cap != zero:
+                        scores[index] = _squeeze(scores[index], soft_cap)
+                    top = max(top, scores[index])
+                fade = exponential(tops[query] - top)
+                total = totals[query] * fade
+                for index in range(end - begin):
+                    scores[index] = exponential(scores[index] - top)
+                    total += scores[index]
+                tops[query], totals[query] = top, total
+                _mix(
+                    sums[query], fade, values, keys, table, kv_head, begin, end, scores, head_dim, ahead, ahead_head,
+                    stop - 1,
+                )  # fmt: skip
+        for query in range(rows * sharing):
+            result = seen[first_row + query // sharing, kv_head * sharing + query % sharing]
+            for channel in range(head_dim):
+                result[channel] = narrowed(sums[query, channel] / totals[query], seen)
+
+
+@njit(inline="always")
+def _score(
+    query: Any, keys: Any, values: Any, table: Any, kv_head: int, begin: int, end: int, scores: Any, head_dim: int
+) -> None:  # fmt: skip
+    """Fill in the products of a query with the keys from ``begin`` to ``end``, and fetch the values meanwhile."""
+    scale = np.float32(head_dim**-0.5)
+    size = keys.shape[2]
+    key = begin
+    while key < end:
+        offset = key % size
+        count = min(size - offset, end - key)
+        block = keys[table[key // size], kv_head, offset : offset + count]
+        ahead = values[table[key // size], kv_head, offset : offset + count]
+        for place in range(count):
+            prefetch(ahead[place])
+            product = np.float32(0)
+            for channel in range(head_dim):
+                product += query[channel] * widen(block[place, channel])
+            scores[key - begin + place] = product * scale
+        key += count
+
+
+@njit(inline="always")
+def _mix(
+    mixed: Any, fade: Any, values: Any, keys: Any, table: Any, kv_head: int, begin: int, end: int, shares: Any,
+    head_dim: int, ahead: int, ahead_head: int, furthest: int,
+) -> None:  # fmt: skip
+    """Fade what was mixed before, and add each value from ``begin`` to ``end`` by its share.
+
+    Meanwhile fetch as many keys of a head, from position ``ahead`` on but not past ``furthest``.
+    """
+    size = values.shape[2]
+    for channel in range(head_dim):
+        mixed[channel] *= fade
+    key = begin
+    while key < end:
+        offset = key % size
+        count = min(size - offset, end - key)
+        block = values[table[key // size], kv_head, offset : offset + count]
+        following = keys[table[min(ahead + key - begin, furthest) // size], ahead_head, offset : offset + count]
+        for place in range(count):
+            prefetch(following[place])
+            share = shares[key - begin + place]
+            for channel in range(head_dim):
+                mixed[channel] += share * widen(block[place, channel])
+        key += count
+
+
+@njit(inline="always")
+def _squeeze(score: Any, cap: Any) -> Any:
+    """``cap * tanh(score / cap)``."""
+    two = np.float32(2)
+    return cap * (np.float32(1) - two / (exponential(two * score / cap) + np.float32(1)))

@@ -1,0 +1,109 @@
+"""What kernels of our own are made of: how they are compiled, and float32 or bfloat16 in their arrays.
+
+A tensor of bfloat16 is to a kernel the uint16 of its bits; computed is in float32 whatever is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import float32, njit, types, uint16
+from numba.extending import overload
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_runtime.model.kernels.threads import can_share_threads, kernel_threads
+
+Kernel = Callable[..., None]
+
+KINDS = frozenset({torch.float32, torch.bfloat16})
+"""The types of tensors that there are kernels for."""
+
+# No promise that all is finite: a NaN in the weights has to come out as one. And no quotients by way of an estimate of
+# the reciprocal ("arcp"), whose last digit depends on who made the processor.
+_FAST = {"reassoc", "contract", "nsz"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy", "boundscheck": False}
+
+
+def compile_kernel(function: Callable[..., None], signature: Any, *, parallel: bool = True) -> Kernel:
+    """Compile for the processor at hand; a loop over ``prange`` runs on the threads that PyTorch uses."""
+    parallel = parallel and can_share_threads()
+    try:
+        compiled: Kernel = njit(signature, cache=True, parallel=parallel, **_OPTIONS)(function)
+    except RuntimeError:
+        # Numba's word for: no folder can be written to.
+        compiled = njit(signature, parallel=parallel, **_OPTIONS)(function)
+    return compiled
+
+
+def scalar(narrow: bool) -> Any:
+    """Numba's type of what the arrays hold: the bits of bfloat16 if ``narrow``, else float32."""
+    return uint16 if narrow else float32
+
+
+def as_array(tensor: Tensor) -> NDArray[Any]:
+    """The same memory for a kernel; ``tensor`` is of one of KINDS, or of integers."""
+    return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
+
+
+def even_shares(rows: int) -> NDArray[np.int64]:
+    """Where the threads' shares of ``rows`` equal rows begin, and the end: int64 [threads + 1]."""
+    threads = kernel_threads()
+    return np.arange(threads + 1) * rows // threads
+
+
+def widen(value: Any) -> Any:
+    """In compiled code: a float32 of itself, or of the bits of a bfloat16."""
+
+
+@overload(widen, strict=False)
+def _widen_by_type(value: Any) -> Any:
+    if isinstance(value, types.Integer):
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+def narrowed(value: Any, array: Any) -> Any:
+    """In compiled code: a float32 as ``array`` holds it, rounded to the nearest, half to even."""
+
+
+@overload(narrowed, strict=False)
+def _narrowed_by_type(_value: Any, array: Any) -> Any:
+    if isinstance(array.dtype, types.Integer):
+        return lambda _value, array: _bfloat16_bits(_value)  # noqa: ARG005
+    return lambda _value, array: _value  # noqa: ARG005
+
+
+@njit(inline="always")
+def rounded(value: Any, array: Any) -> Any:
+    """A float32 with as many digits as ``array`` can hold."""
+    return widen(narrowed(value, array))
+
+
+@njit(inline="always")
+def _bfloat16_bits(value: Any) -> Any:
+    bits = np.float32(value).view(np.uint32)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
+    # Rounding up could turn a NaN's bits into another number's.
+    return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
+
+
+@njit(inline="always")
+def exponential(x: Any) -> Any:
+    """e^x by a power of two and a polynomial (Cody and Waite), within 2 units in the last place."""
+    # A NaN is unequal to itself and has to stay.
+    x = max(min(x, np.float32(88.0)), np.float32(-87.0)) if x == x else x
+    power = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)
+    series = np.float32(1.9875691500e-4)
+    series = series * rest + np.float32(1.3981999507e-3)
+    series = series * rest + np.float32(8.3334519073e-3)
+    series = series * rest + np.float32(4.1665795894e-2)
+    series = series * rest + np.float32(1.6666665459e-1)
+    series = series * rest + np.float32(5.0000001201e-1)
+    series = series * rest * rest + rest + np.float32(1.0)
+    return series * np.int32((np.int32(power) + np.int32(127)) << np.int32(23)).view(np.float32)

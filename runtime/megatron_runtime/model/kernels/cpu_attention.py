@@ -1,0 +1,77 @@
+"""Attention of a flat batch on a CPU: our own kernels, on the threads that PyTorch may use."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kernels.attention_kernels import attention_kernel
+from megatron_runtime.model.kernels.compiled import KINDS, as_array, even_shares
+from megatron_runtime.model.kernels.threads import kernel_threads
+from megatron_runtime.model.kv_cache import LayerCache
+from megatron_runtime.model.rotary import Rotation
+
+TILE = 16
+"""Queries that meet a stretch of keys while it is near to the processor."""
+
+UNLIMITED = 1 << 40
+
+
+class CpuAttention:
+    """The rows of one batch in tiles of neighbours, which threads take in equal shares."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._slots = batch.slots.numpy()
+        self._tables = batch.block_tables.numpy()
+        starts, contexts = batch.query_starts.numpy(), batch.context_lengths.numpy()
+        lengths = np.diff(starts)
+        counts = -(-lengths // TILE)
+        requests = np.repeat(np.arange(len(lengths)), counts)
+        begins = (np.arange(len(requests)) - np.repeat(counts.cumsum() - counts, counts)) * TILE
+        rows = np.minimum(TILE, lengths[requests] - begins)
+        positions = (contexts - lengths)[requests] + begins
+        self._tiles = np.stack((requests, starts[requests] + begins, positions, rows), axis=1).astype(np.int32)
+        self._rows = even_shares(len(self._slots))
+        self._pairs: dict[int | None, NDArray[np.int64]] = {}
+
+    def attend(
+        self,
+        heads: Tensor,
+        rotation: Rotation | None,
+        cache: LayerCache,
+        window: int | None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """As in AttentionPlan."""
+        keys, values = (as_array(stored) for stored in cache)
+        kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        seen = heads.new_empty(len(heads), heads.shape[1] - 2 * kv_heads, head_dim)
+        cosines, sines = rotation or (heads.new_empty(len(heads), 0),) * 2
+        arrays = (as_array(heads), as_array(seen), keys, values, self._slots, self._tables, self._tiles, self._rows)
+        turns = as_array(cosines.flatten(1)), as_array(sines.flatten(1))
+        reach = UNLIMITED if window is None else window
+        attend = attention_kernel(head_dim, heads.dtype is torch.bfloat16)
+        attend(*arrays, self._pairs_of(window, kv_heads), *turns, reach, soft_cap or 0.0)
+        return seen
+
+    def _pairs_of(self, window: int | None, kv_heads: int) -> NDArray[np.int64]:
+        """Where the threads' shares of the pairs of a tile and a kv head begin and end, by what they look at."""
+        known = self._pairs.get(window)
+        if known is None:
+            ends = self._tiles[:, 2] + self._tiles[:, 3]
+            reach = ends if window is None else np.minimum(ends, window + TILE)
+            done = np.repeat(self._tiles[:, 3] * reach.astype(np.int64), kv_heads).cumsum()
+            threads = kernel_threads()
+            known = np.searchsorted(done, np.arange(threads + 1) * done[-1] // threads)
+            known[-1] = len(done)
+            self._pairs[window] = known
+        return known
+
+
+def prepare(head_dim: int, dtype: torch.dtype) -> None:
+    """Compile the kernel for a model now, lest its first request waits for it."""
+    if dtype in KINDS:
+        attention_kernel(head_dim, dtype is torch.bfloat16)

@@ -1,0 +1,96 @@
+"""What is done to each row by itself, in one pass over the memory where PyTorch's operators make several."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import float32, int64, prange, void
+from torch import Tensor
+
+from megatron_runtime.model.kernels.compiled import (
+    KINDS,
+    Kernel,
+    as_array,
+    compile_kernel,
+    even_shares,
+    exponential,
+    narrowed,
+    rounded,
+    scalar,
+    widen,
+)
+
+WORTH_SHARING = 1 << 17
+"""So many numbers take longer than waking another thread for half of them."""
+
+
+def has_row_kernels(tensor: Tensor) -> bool:
+    """Whether the kernels here can take tensors of this one's type and device."""
+    return tensor.device.type == "cpu" and tensor.dtype in KINDS
+
+
+def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension: [..., size] to [..., size].
+
+    The quotient is rounded to the type of ``rows`` before it meets the weight, as in the training of the models.
+    """
+    inputs = rows.contiguous()
+    outputs = torch.empty_like(inputs)
+    arrays = (as_array(part.view(-1, len(weight))) for part in (inputs, outputs))
+    kernel = _rms_norm_kernel(rows.dtype is torch.bfloat16, rows.numel() >= WORTH_SHARING)
+    kernel(*arrays, as_array(weight), even_shares(inputs.numel() // len(weight)), eps)
+    return outputs
+
+
+def gated_silu(gate_and_up: Tensor) -> Tensor:
+    """``silu(gate) * up``: [T, 2 * size], the gates before the others, to [T, size]."""
+    outputs = gate_and_up.new_empty(len(gate_and_up), gate_and_up.shape[1] // 2)
+    kernel = _gated_silu_kernel(gate_and_up.dtype is torch.bfloat16, outputs.numel() >= WORTH_SHARING)
+    kernel(as_array(gate_and_up), as_array(outputs), even_shares(len(outputs)))
+    return outputs
+
+
+def prepare(dtype: torch.dtype) -> None:
+    """Compile the kernels for a type now, lest the first request waits for it."""
+    if dtype in KINDS:
+        for parallel in (False, True):
+            _rms_norm_kernel(dtype is torch.bfloat16, parallel)
+            _gated_silu_kernel(dtype is torch.bfloat16, parallel)
+
+
+@cache
+def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
+    def normalize(inputs: Any, outputs: Any, weight: Any, bounds: Any, eps: Any) -> None:
+        size = inputs.shape[1]
+        for share in prange(len(bounds) - 1):
+            for row in range(bounds[share], bounds[share + 1]):
+                total = np.float32(0)
+                for channel in range(size):
+                    value = widen(inputs[row, channel])
+                    total += value * value
+                # Rounded once: every row is scaled by it, and in every norm.
+                inverse = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
+                for channel in range(size):
+                    scaled = rounded(widen(inputs[row, channel]) * inverse, outputs)
+                    outputs[row, channel] = narrowed(widen(weight[channel]) * scaled, outputs)
+
+    rows = scalar(narrow)[:, ::1]
+    return compile_kernel(normalize, void(rows, rows, scalar(narrow)[::1], int64[::1], float32), parallel=parallel)
+
+
+@cache
+def _gated_silu_kernel(narrow: bool, parallel: bool) -> Kernel:
+    def gate(inputs: Any, outputs: Any, bounds: Any) -> None:
+        size = outputs.shape[1]
+        for share in prange(len(bounds) - 1):
+            for row in range(bounds[share], bounds[share + 1]):
+                for channel in range(size):
+                    x = widen(inputs[row, channel])
+                    opened = rounded(x / (np.float32(1) + exponential(-x)), outputs)
+                    outputs[row, channel] = narrowed(opened * widen(inputs[row, size + channel]), outputs)
+
+    rows = scalar(narrow)[:, ::1]
+    return compile_kernel(gate, void(rows, rows, int64[::1]), parallel=parallel)

@@ -1,0 +1,146 @@
+"""Attention of a flat batch over the block-wise cache, in plain PyTorch, for any device and type."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kernels.capped_attention import capped_attention
+from megatron_runtime.model.kv_cache import LayerCache
+from megatron_runtime.model.rotary import Rotation, rotate
+
+
+class TorchAttention:
+    """The rows of one batch, request by request or in groups of them.
+
+    Decoding requests are grouped by the power of two of blocks that holds their context: one call serves a group, at
+    most half of it is padding, and the padding that a request sees depends on its own length, not on its neighbours'.
+    """
+
+    def __init__(self, batch: ForwardBatch, block_size_tokens: int) -> None:
+        self._blocks, self._offsets = batch.slots // block_size_tokens, batch.slots % block_size_tokens
+        self._prefills: list[PrefillRequest] = []
+        widths: dict[int, list[int]] = {}
+        starts, lengths = batch.query_starts.tolist(), batch.context_lengths.tolist()
+        tables = batch.block_tables.long()
+        for request, length in enumerate(lengths):
+            rows = slice(starts[request], starts[request + 1])
+            num_blocks = -(-length // block_size_tokens)
+            if rows.stop - rows.start == 1:
+                widths.setdefault(1 << (num_blocks - 1).bit_length(), []).append(request)
+            elif rows.stop > rows.start:
+                self._prefills.append(PrefillRequest(rows, length, tables[request, :num_blocks]))
+        self._groups = [DecodeGroup(batch, tables, requests, width) for width, requests in widths.items()]
+
+    def attend(
+        self,
+        heads: Tensor,
+        rotation: Rotation | None,
+        cache: LayerCache,
+        window: int | None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """As in AttentionPlan."""
+        kv_heads = cache[0].shape[1]
+        queries, keys, values = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if rotation is not None:
+            queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
+        for stored, new in zip(cache, (keys, values), strict=True):
+            stored[self._blocks, :, self._offsets] = new
+        seen = torch.empty_like(queries)
+        for prefill in self._prefills:
+            seen[prefill.rows] = prefill.attend(queries, keys, values, cache, window, soft_cap)
+        for group in self._groups:
+            seen[group.rows] = group.attend(queries, cache, window, soft_cap)
+        return seen
+
+
+class DecodeGroup:
+    """Requests with one new token each, their contexts padded to ``width`` blocks."""
+
+    def __init__(self, batch: ForwardBatch, tables: Tensor, requests: list[int], width: int) -> None:
+        members = torch.tensor(requests, device=tables.device)
+        self.rows = batch.query_starts.long()[members]
+        blocks = tables[members, :width]
+        self._blocks = pad(blocks, (0, width - blocks.shape[1])).flatten()
+        self._lengths = batch.context_lengths.long()[members]
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, queries: Tensor, cache: LayerCache, window: int | None, soft_cap: float | None) -> Tensor:
+        """What this group's rows of ``queries`` see: [group, heads, head_dim]."""
+        mine = queries[self.rows]
+        keys, values = (_gather(stored, self._blocks, len(mine)) for stored in cache)
+        # The query heads that share a key head take the place of its query rows, so that no key is repeated.
+        grouped = mine.view(len(mine), keys.shape[1], -1, mine.shape[-1])
+        if window not in self._masks:
+            self._masks[window] = self._mask(keys.shape[2], window, queries.dtype)
+        if soft_cap is not None:
+            return capped_attention(grouped, keys, values, self._masks[window], soft_cap).reshape(mine.shape)
+        return scaled_dot_product_attention(grouped, keys, values, attn_mask=self._masks[window]).view(mine.shape)
+
+    def _mask(self, padded_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        key_positions = torch.arange(padded_length, device=self._lengths.device)
+        lengths = self._lengths[:, None]
+        visible = key_positions < lengths
+        if window is not None:
+            visible &= key_positions >= lengths - window
+        return _additive(visible, dtype)[:, None, None, :]
+
+
+class PrefillRequest:
+    """One request with several new tokens, the last of a context of ``context_length``."""
+
+    def __init__(self, rows: slice, context_length: int, blocks: Tensor) -> None:
+        self.rows = rows
+        self._context_length = context_length
+        self._blocks = blocks
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        cache: LayerCache,
+        window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
+        """What this request's rows of ``queries`` see: [rows, heads, head_dim]."""
+        mine = queries[self.rows].transpose(0, 1)[None]
+        num_queries, length = mine.shape[2], self._context_length
+        whole = num_queries == length and (window is None or length <= window) and soft_cap is None
+        if whole:
+            own_keys, own_values = (new[self.rows].transpose(0, 1)[None] for new in (keys, values))
+        else:
+            own_keys, own_values = (_gather(stored, self._blocks, 1)[:, :, :length] for stored in cache)
+            if window not in self._masks:
+                self._masks[window] = self._mask(num_queries, window, queries)
+        if soft_cap is not None:
+            return capped_attention(mine, own_keys, own_values, self._masks[window], soft_cap)[0].transpose(0, 1)
+        mask = None if whole else self._masks[window]
+        seen = scaled_dot_product_attention(
+            mine, own_keys, own_values, attn_mask=mask, is_causal=whole, enable_gqa=True
+        )
+        return seen[0].transpose(0, 1)
+
+    def _mask(self, num_queries: int, window: int | None, like: Tensor) -> Tensor:
+        key_positions = torch.arange(self._context_length, device=like.device)
+        query_positions = key_positions[-num_queries:, None]
+        visible = key_positions <= query_positions
+        if window is not None:
+            visible &= key_positions > query_positions - window
+        return _additive(visible, like.dtype)
+
+
+def _gather(stored: Tensor, blocks: Tensor, requests: int) -> Tensor:
+    """The keys or values in ``blocks`` (flattened tables of ``requests``): [requests, kv heads, tokens, head_dim]."""
+    gathered = stored.index_select(0, blocks)
+    gathered = gathered.view(requests, -1, *gathered.shape[1:]).transpose(1, 2)
+    return gathered.flatten(2, 3)
+
+
+def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where ``visible``, minus infinity elsewhere; made once, where a boolean mask would be converted per layer."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))

@@ -1,0 +1,1 @@
+"""Request bodies: their fields, and what becomes of them."""

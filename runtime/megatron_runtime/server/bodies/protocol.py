@@ -1,0 +1,328 @@
+"""Bodies of the OpenAI endpoints as this server takes them.
+
+Fields of OpenAI's API that the engine does not implement are listed too, so that a client that sends one learns that
+it would be without effect; only a neutral value passes. Fields that nobody knows are ignored, as OpenAI's API does.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
+
+from megatron_runtime.server.bodies.tools import NamedTool, Tool, ToolCall, ToolChoice, ToolUse, tool_use
+
+MAX_CHOICES = 128
+"""Most choices (prompts x n) that one request may ask for."""
+
+
+class Only:
+    """Accepts the neutral values of a field that this server does not implement."""
+
+    def __init__(self, *neutral: object) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The field's own validation, and then ours."""
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """What may be sent, so that the description of the API says it too."""
+        return {**handler(schema), "enum": list(self._neutral)}
+
+    def _check(self, value: Any) -> Any:
+        if value not in self._neutral:
+            raise ValueError("is not supported by this server; leave it out")
+        return value
+
+
+StopString = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides its deltas."""
+
+    include_usage: bool = False
+    include_obfuscation: Annotated[bool, Only(False)] = False
+
+
+class JsonSchema(BaseModel):
+    """``json_schema`` of a ``response_format``; every schema is kept to strictly."""
+
+    name: str = "answer"
+    definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What form the answer has."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _a_schema_for_its_type(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes together with type json_schema, and with no other")
+        return self
+
+    @property
+    def schema_to_keep(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for text."""
+        if self.json_schema is not None:
+            return self.json_schema.definition
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's newer name for its ``guided_`` fields."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    schema_of_json: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: StopString | None = None
+    choice: Annotated[list[StopString], Field(min_length=1)] | None = None
+    grammar: StopString | None = None
+    json_object: Literal[True] | None = None
+    structural_tag: Annotated[Any, Only(None)] = None
+
+
+class GenerationBody(BaseModel, ABC):
+    """Fields that chat and text completions share."""
+
+    prompt_param: ClassVar[str]
+    """The field that the prompt comes from."""
+
+    model: str
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    min_tokens: int = Field(0, ge=0)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = None
+    stop: StopString | list[StopString] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    streaming_interval: int = Field(1, ge=1)
+    timeout: float | None = Field(None, gt=0)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    return_token_ids: bool = False
+    return_tokenized_data: bool = False
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: StopString | None = None
+    guided_choice: Annotated[list[StopString], Field(min_length=1)] | None = None
+    guided_grammar: StopString | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    multi_modal_data: Annotated[Any, Only(None, {})] = None
+
+    # Known to OpenAI's clients and without influence on the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_absent(cls, body: Any) -> Any:
+        """OpenAI's clients may send null for a field that they leave at its default."""
+        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @model_validator(mode="after")
+    def _stream_options_belong_to_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed together with stream: true")
+        return self
+
+    @model_validator(mode="after")
+    def _tools_go_together(self) -> GenerationBody:
+        _ = self.tool_use  # raises if they don't
+        return self
+
+    @property
+    @abstractmethod
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None means as many as fit."""
+
+    @property
+    def limit_param(self) -> str:
+        """The field that ``token_limit`` comes from."""
+        return "max_tokens"
+
+    @property
+    @abstractmethod
+    def top_n_log_probs(self) -> int | None:
+        """How many likeliest tokens are wanted beside the log probability of each; None for no log probabilities."""
+
+    @property
+    def format(self) -> tuple[str, dict[str, Any] | None]:
+        """The field that says what form the answer has, and the JSON schema of it, or None."""
+        return "response_format", None if self.response_format is None else self.response_format.schema_to_keep
+
+    @cached_property
+    def tool_use(self) -> ToolUse:
+        """Which tools there are, and which may be called: none, where an endpoint has none."""
+        return ToolUse()
+
+    @property
+    def is_echoed(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The stop strings as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that carries the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class ContentPart(BaseModel):
+    """One part of a message; text is the only kind that the served models read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message. Further fields are handed to the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str = Field(min_length=1)
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    generation_token_ids: list[TokenId] | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether this is an answer that came back with the tokens that it was made of."""
+        return self.role == "assistant" and bool(self.prompt_token_ids) and bool(self.generation_token_ids)
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: content is one string."""
+        message = self.model_dump(exclude_none=True, exclude={"prompt_token_ids", "generation_token_ids", "tool_calls"})
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if isinstance(self.content, list):
+            message["content"] = "".join(part.text for part in self.content)
+        message.setdefault("content", "")
+        if self.role == "developer":
+            message["role"] = "system"  # OpenAI's newer name for it, which templates do not know
+        return message
+
+
+class ChatCompletionBody(GenerationBody):
+    """``POST /v1/chat/completions``."""
+
+    prompt_param = "messages"
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    prevent_retokenization: bool = True
+
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice | NamedTool | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
+    functions: Annotated[list[Any] | None, Only(None, [])] = None
+    function_call: Annotated[Any, Only(None, "none", "auto")] = None
+    modalities: Annotated[list[str] | None, Only(None, ["text"])] = None
+    audio: Annotated[Any, Only(None)] = None
+    reasoning_effort: Annotated[str | None, Only(None, "none")] = None
+    verbosity: Annotated[str | None, Only(None, "medium")] = None
+    web_search_options: Annotated[Any, Only(None)] = None
+
+    @model_validator(mode="after")
+    def _top_logprobs_needs_logprobs(self) -> ChatCompletionBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed together with logprobs: true")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens to generate; None means as many as fit."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def limit_param(self) -> str:
+        """The field that ``token_limit`` comes from."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def top_n_log_probs(self) -> int | None:
+        """``top_logprobs``, if ``logprobs`` asks for any."""
+        return self.top_logprobs if self.logprobs else None
+
+    @cached_property
+    def tool_use(self) -> ToolUse:
+        """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` say together."""
+        choice = self.tool_choice
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        return tool_use(
+            [tool.function for tool in self.tools],
+            None if isinstance(choice, NamedTool) else choice,
+            named=named,
+            is_parallel=self.parallel_tool_calls,
+        )
+
+
+class CompletionBody(GenerationBody):
+    """``POST /v1/completions``."""
+
+    prompt_param = "prompt"
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: int = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    echo: bool = False
+
+    best_of: Annotated[int, Only(1)] = 1
+    suffix: Annotated[str | None, Only(None, "")] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """``max_tokens``."""
+        return self.max_tokens
+
+    @property
+    def top_n_log_probs(self) -> int | None:
+        """``logprobs``."""
+        return self.logprobs
+
+    @property
+    def is_echoed(self) -> bool:
+        """``echo``."""
+        return self.echo
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts one by one. A flat list of numbers is one tokenized prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]

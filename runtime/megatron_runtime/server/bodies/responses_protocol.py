@@ -1,0 +1,244 @@
+"""The body of ``POST /v1/responses`` as this server takes it: text and calls in and out, nothing kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from megatron_runtime.server.bodies.protocol import ChatMessage, ContentPart, GenerationBody, Only
+from megatron_runtime.server.bodies.tools import (
+    CalledFunction,
+    FunctionDefinition,
+    ToolCall,
+    ToolChoice,
+    ToolUse,
+    tool_use,
+)
+
+
+class InputPart(BaseModel):
+    """One part of an item's content: the user's text, or that of an earlier answer."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputItem(BaseModel):
+    """One message of the conversation so far; an item of an earlier answer's ``output`` is one too."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[InputPart]
+
+    def message(self) -> ChatMessage:
+        """The same as a message of a chat."""
+        return ChatMessage(role=self.role, content=_content(self.content))
+
+
+class CallItem(CalledFunction):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+
+    def call(self) -> ToolCall:
+        """The same as a call in a chat's message."""
+        return ToolCall(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
+
+
+class ResultItem(BaseModel):
+    """What came out of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputPart]
+
+    def message(self) -> ChatMessage:
+        """The same as a message of a chat."""
+        return ChatMessage.model_validate(
+            {"role": "tool", "tool_call_id": self.call_id, "content": _content(self.output)}
+        )
+
+
+class ThoughtPart(BaseModel):
+    """A piece of a model's thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ThoughtsItem(BaseModel):
+    """The thoughts of an earlier answer."""
+
+    type: Literal["reasoning"]
+    content: list[ThoughtPart] | None = None
+
+    def text(self) -> str:
+        """All of them."""
+        return "".join(part.text for part in self.content or [])
+
+
+def _kind_of_item(item: Any) -> str | None:
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return _ITEM_KINDS.get(kind) if isinstance(kind, str) else None
+
+
+_ITEM_KINDS = {
+    "message": "Message",
+    "function_call": "Call",
+    "function_call_output": "Result",
+    "reasoning": "Thoughts",
+}
+AnyItem = Annotated[
+    Annotated[InputItem, Tag("Message")]
+    | Annotated[CallItem, Tag("Call")]
+    | Annotated[ResultItem, Tag("Result")]
+    | Annotated[ThoughtsItem, Tag("Thoughts")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="item_type",
+        custom_error_message=f"an item has one of the types {', '.join(_ITEM_KINDS)}",
+    ),
+]
+
+
+class ResponseTool(FunctionDefinition):
+    """A tool: a function, whose fields are not one level deeper as in chats."""
+
+    type: Literal["function"]
+
+
+class NamedResponseTool(BaseModel):
+    """The one function that the model has to call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(BaseModel):
+    """What form the text of the answer has: that of a chat's ``response_format``, with the schema one level higher."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    definition: dict[str, Any] | None = Field(default=None, alias="schema")
+
+    @model_validator(mode="after")
+    def _a_schema_for_its_type(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.definition is not None):
+            raise ValueError("schema goes together with type json_schema, and with no other")
+        return self
+
+
+class TextOptions(BaseModel):
+    """What the text of the answer looks like."""
+
+    format: TextFormat = Field(default_factory=lambda: TextFormat(type="text"))
+    verbosity: Annotated[str | None, Only(None, "medium")] = None
+
+
+class ResponsesBody(GenerationBody):
+    """``POST /v1/responses``. Since nothing is kept, a conversation is sent whole each time, as ``input``."""
+
+    prompt_param = "input"
+
+    input: str | Annotated[list[AnyItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    top_logprobs: int = Field(0, ge=0, le=20)
+    include: list[str] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    text: TextOptions = Field(default_factory=TextOptions)
+    tools: list[ResponseTool] = Field(default_factory=list)
+    tool_choice: ToolChoice | NamedResponseTool = "auto"
+    parallel_tool_calls: bool = True
+
+    n: Annotated[int, Only(1)] = 1
+    previous_response_id: Annotated[Any, Only(None)] = None
+    conversation: Annotated[Any, Only(None)] = None
+    prompt: Annotated[Any, Only(None)] = None
+    background: Annotated[bool, Only(False)] = False
+    truncation: Annotated[str, Only("disabled")] = "disabled"
+    reasoning: Annotated[Any, Only(None, {})] = None
+
+    @cached_property
+    def tool_use(self) -> ToolUse:
+        """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` say together."""
+        choice = self.tool_choice
+        return tool_use(
+            self.tools,
+            None if isinstance(choice, NamedResponseTool) else choice,
+            named=choice.name if isinstance(choice, NamedResponseTool) else None,
+            is_parallel=self.parallel_tool_calls,
+        )
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """The conversation, the instructions first."""
+        opening = [] if self.instructions is None else [ChatMessage(role="system", content=self.instructions)]
+        if isinstance(self.input, str):
+            return [*opening, ChatMessage(role="user", content=self.input)]
+        return [*opening, *_conversation(self.input)]
+
+    @property
+    def token_limit(self) -> int | None:
+        """``max_output_tokens``."""
+        return self.max_output_tokens
+
+    @property
+    def format(self) -> tuple[str, dict[str, Any] | None]:
+        """``text.format`` and its JSON schema, or None."""
+        form = self.text.format
+        return "text.format", {"type": "object"} if form.type == "json_object" else form.definition
+
+    @property
+    def limit_param(self) -> str:
+        """The field that ``token_limit`` comes from."""
+        return "max_output_tokens"
+
+    @property
+    def top_n_log_probs(self) -> int | None:
+        """``top_logprobs``, which ``include`` may also ask for without any."""
+        return self.top_logprobs if self.top_logprobs or "message.output_text.logprobs" in self.include else None
+
+
+def _content(content: str | list[InputPart]) -> str | list[ContentPart]:
+    return content if isinstance(content, str) else [ContentPart(type="text", text=part.text) for part in content]
+
+
+def _conversation(items: Iterable[InputItem | CallItem | ResultItem | ThoughtsItem]) -> list[ChatMessage]:
+    """Messages, in which thoughts, words and calls that follow each other are one of the assistant's."""
+    messages: list[ChatMessage] = []
+    turn: ChatMessage | None = None
+    for item in items:
+        match item:
+            case InputItem(role="assistant"):
+                said = item.message()
+                if turn is not None and turn.content is None and not turn.tool_calls:
+                    turn.content = said.content
+                    continue
+                turn = said
+            case CallItem() | ThoughtsItem() if turn is not None:
+                _add_to(turn, item)
+                continue
+            case CallItem() | ThoughtsItem():
+                turn = ChatMessage(role="assistant")
+                _add_to(turn, item)
+            case InputItem() | ResultItem():
+                turn = None
+                messages.append(item.message())
+                continue
+        messages.append(turn)
+    return messages
+
+
+def _add_to(turn: ChatMessage, item: CallItem | ThoughtsItem) -> None:
+    if isinstance(item, CallItem):
+        turn.tool_calls = [*(turn.tool_calls or []), item.call()]
+    else:
+        assert turn.model_extra is not None
+        turn.model_extra["reasoning_content"] = item.text()

@@ -1,0 +1,83 @@
+"""From the fields of a request to the engine's sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.server.bodies.protocol import GenerationBody
+from megatron_runtime.server.errors import ApiError
+
+_SEEDS = 2**64
+
+
+def sampling_params(
+    body: GenerationBody, *, sample: int, limit: int, vocab_size: int, grammar: str | None = None
+) -> SamplingParams:
+    """The parameters of the ``sample``-th of ``n`` answers, which may have ``limit`` tokens and keeps to ``grammar``.
+
+    With a seed each sample gets its own, so that they differ from each other and repeat with the request.
+
+    Raises:
+        ApiError: 400, naming the field that the engine would refuse.
+    """
+    if body.min_tokens > limit:
+        message = f"min_tokens: {body.min_tokens} tokens are more than the {limit} that the answer may have"
+        raise ApiError(400, message, param="min_tokens")
+    top = body.top_n_log_probs
+    try:
+        params = SamplingParams(
+            temperature=body.temperature,
+            top_k=min(max(body.top_k, 0), vocab_size),
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+            frequency_penalty=body.frequency_penalty,
+            presence_penalty=body.presence_penalty,
+            logit_bias=body.logit_bias,  # type: ignore[arg-type]
+            priority=body.priority,
+            grammar=grammar,
+            min_tokens=body.min_tokens,
+            seed=None if body.seed is None else (body.seed + sample) % _SEEDS,
+            num_tokens_to_generate=limit,
+            stop=body.stop_strings,
+            stop_token_ids=body.stop_token_ids,
+            ignore_eos=body.ignore_eos,
+            return_log_probs=top is not None,
+            skip_prompt_log_probs=not body.is_echoed,
+            top_n_logprobs=top or 0,
+            streaming=body.stream,
+            streaming_interval=min(body.streaming_interval, max(limit, 1)),
+        )
+    except InvalidRequestError as error:
+        raise ApiError(400, str(error), param=error.field) from error
+    check_tokens(params.logit_bias or (), vocab_size, param="logit_bias")
+    check_tokens(params.stop_token_ids or (), vocab_size, param="stop_token_ids")
+    return params
+
+
+def check_tokens(tokens: Iterable[int], vocab_size: int, *, param: str) -> None:
+    """Raises ApiError 400 naming the first token that the model does not have."""
+    for token in tokens:
+        if token >= vocab_size:
+            message = f"{param}: token {token} is outside the vocabulary of {vocab_size} tokens"
+            raise ApiError(400, message, param=param)
+
+
+def token_limit(prompt_tokens: int, wanted: int | None, longest: int, *, param: str, prompt_param: str) -> int:
+    """How many tokens to generate; raises ApiError 400 when prompt and answer do not fit together."""
+    left = longest - prompt_tokens
+    if left < 1:
+        message = (
+            f"{prompt_param}: {prompt_tokens} tokens leave no room for an answer; prompt and answer together may have "
+            f"{longest} tokens"
+        )
+        raise ApiError(400, message, param=prompt_param, code="context_length_exceeded")
+    if wanted is not None and wanted > left:
+        message = (
+            f"{param}: {wanted} tokens after a prompt of {prompt_tokens} make {prompt_tokens + wanted}, but prompt and "
+            f"answer together may have {longest}; ask for at most {left}"
+        )
+        raise ApiError(400, message, param=param, code="context_length_exceeded")
+    return left if wanted is None else wanted

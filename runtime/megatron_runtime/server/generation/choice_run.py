@@ -1,0 +1,179 @@
+"""One choice as it is made: from a tokenized prompt to text, piece by piece or at once."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_runtime.errors import ContextOverflowError, InvalidRequestError
+from megatron_runtime.inference_client import InferenceClient, StreamUpdate
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.server.errors import ApiError, unavailable
+from megatron_runtime.server.generation.choice import ChoiceTask, Delta, TokenLogProb, token_log_probs
+from megatron_runtime.server.metrics import ChoiceTimer, FrontendMetrics
+
+if TYPE_CHECKING:
+    from megatron_runtime.inference_client.outstanding import RequestFuture
+    from megatron_runtime.inference_request import DynamicInferenceRequest
+
+RETRY_AFTER_ABORT = 5
+
+Deliver = Callable[[Delta | Exception], None]
+"""Takes the deltas of a choice as they come, with ``params.streaming`` several of them, or the error that ends it."""
+
+
+@dataclass(frozen=True)
+class ChoiceRunner:
+    """What all choices are made with."""
+
+    client: InferenceClient
+    tokenizer: Tokenizer
+    metrics: FrontendMetrics
+
+    def start(self, task: ChoiceTask, deliver: Deliver) -> ChoiceRun:
+        """Submits a choice. Errors as in InferenceClient.add_request."""
+        run = ChoiceRun(self, task, deliver)
+        run.start()
+        return run
+
+
+class ChoiceRun:
+    """One choice from its submission to its end."""
+
+    def __init__(self, runner: ChoiceRunner, task: ChoiceTask, deliver: Deliver) -> None:
+        self._client = runner.client
+        self._tokenizer = runner.tokenizer
+        self._timer = ChoiceTimer(runner.metrics, len(task.prompt))
+        self._task = task
+        self._deliver = deliver
+        self._detokenizer = self._tokenizer.incremental(shown=task.shown)
+        self._future: RequestFuture | None = None
+        self._sent_text = ""
+        self._sent_tokens = 0
+        self._held: list[int] = []  # tokens that have made no text yet
+        self._most_cached = len(task.prompt)
+
+    def start(self) -> None:
+        """Submits the request, or the first of two."""
+        if self._task.params.streaming and self._task.wants_scored_prompt:
+            self._score_prompt()
+        else:
+            self._submit(self._task.params, self._task.uuid, self._finish)
+
+    def close(self) -> None:
+        """Aborts what is not done; nothing is delivered any more."""
+        if self._future is not None:
+            self._future.cancel()
+
+    def _submit(
+        self, params: SamplingParams, name: bytes | None, take: Callable[[DynamicInferenceRequest], None]
+    ) -> None:
+        on_update = self._progress if params.streaming else None
+        self._future = self._client.add_request(list(self._task.prompt), params, request_uuid=name, on_update=on_update)
+        self._future.add_done_callback(partial(self._done, take))
+
+    def _done(self, take: Callable[[DynamicInferenceRequest], None], future: RequestFuture) -> None:
+        if future.cancelled():
+            return
+        try:
+            take(future.result()[-1])
+        except Exception as error:
+            self._deliver(error)
+
+    def _score_prompt(self) -> None:
+        """Have the log probabilities of the prompt before a stream begins.
+
+        An engine tells those with the end of a request: they are had from one that only scores the prompt, and what
+        it computed is in the prefix cache for the other.
+        """
+        only_scores = {"num_tokens_to_generate": 0, "min_tokens": 0, "grammar": None, "streaming": False}
+        name = self._task.uuid and uuid.uuid5(uuid.UUID(bytes=self._task.uuid), "prompt").bytes
+        self._submit(_changed(self._task.params, **only_scores), name, self._go_on_from_scored)
+
+    def _go_on_from_scored(self, request: DynamicInferenceRequest) -> None:
+        _raise_if_failed(request)
+        self._most_cached = request.num_cached_tokens
+        self._deliver(Delta(self._task.index, "", prompt_log_probs=self._prompt_log_probs(request)))
+        self._submit(_changed(self._task.params, skip_prompt_log_probs=True), self._task.uuid, self._finish)
+
+    def _progress(self, update: StreamUpdate) -> None:
+        if update.new_tokens:
+            self._timer.first_token()
+        if update.finished is not None:
+            return  # the future tells
+        self._held += update.new_tokens
+        text = self._detokenizer.push(update.new_tokens)
+        self._sent_text += text
+        self._sent_tokens += len(update.new_tokens)
+        log_probs = token_log_probs(update.new_tokens, update.new_log_probs, update.new_top_n_logprobs)
+        if text or log_probs:
+            held, self._held = self._held, []
+            self._deliver(Delta(self._task.index, text, log_probs, tuple(held)))
+
+    def _finish(self, request: DynamicInferenceRequest) -> None:
+        """Deliver what is left once the engine's word on the whole answer is there."""
+        self._timer.count(request)
+        _raise_if_failed(request)
+        tokens = request.generated_tokens
+        log_probs = token_log_probs(tokens, request.generated_log_probs, request.generated_top_n_logprobs)
+        if self._ended_by_token(tokens) and not self._task.with_every_token:
+            log_probs = log_probs[: len(tokens) - 1]
+        last = Delta(
+            self._task.index,
+            self._text(request).removeprefix(self._sent_text),
+            log_probs[self._sent_tokens :],
+            (*self._held, *tokens[self._sent_tokens :]),
+            self._prompt_log_probs(request),
+            finish_reason="length" if request.finish_reason == "length" else "stop",
+            generated_tokens=len(tokens),
+            cached_tokens=min(request.num_cached_tokens, self._most_cached),
+            weight_version=request.weight_version,
+        )
+        self._timer.stop()
+        self._deliver(last)
+
+    def _text(self, request: DynamicInferenceRequest) -> str:
+        """The answer's text, with those special tokens that are shown."""
+        text = request.generated_text or ""
+        tokens = request.generated_tokens
+        if not self._task.shown.intersection(tokens):
+            return text
+        told = tokens[: len(tokens) - 1] if self._ended_by_token(tokens) else tokens
+        detokenizer = self._tokenizer.incremental(shown=self._task.shown)
+        with_marks = detokenizer.push(told) + detokenizer.flush()
+        # The engine cut the text where a stop text begins, which may be within the tokens or beyond them.
+        excess = len(self._tokenizer.detokenize(told)) - len(text)
+        return with_marks[: len(with_marks) - excess] if excess >= 0 else with_marks + text[excess:]
+
+    def _prompt_log_probs(self, request: DynamicInferenceRequest) -> tuple[TokenLogProb, ...]:
+        return token_log_probs(self._task.prompt[1:], request.prompt_log_probs, request.prompt_top_n_logprobs)
+
+    def _ended_by_token(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of the answer's tokens is the one that ended it."""
+        return bool(tokens) and tokens[-1] in self._tokenizer.eos_token_ids and not self._task.params.ignore_eos
+
+
+def _changed(params: SamplingParams, **values: object) -> SamplingParams:
+    changed = copy.deepcopy(params)
+    changed.add_attributes(values)
+    return changed
+
+
+def _raise_if_failed(request: DynamicInferenceRequest) -> None:
+    """Turns the engine's refusal or failure into an answer."""
+    if request.finish_reason == "abort":
+        raise unavailable("the request was aborted", retry_after=RETRY_AFTER_ABORT, code="aborted")
+    if not request.failed():
+        return
+    match error := request.error:
+        case InvalidRequestError():
+            raise ApiError(400, str(error), param=error.field)
+        case ContextOverflowError(is_transient=False):
+            raise ApiError(400, str(error), code="context_length_exceeded")
+    message = f"the engine failed on this request: {error or 'it gave no reason'}"
+    raise ApiError(500, message, kind="server_error", code="engine_error")

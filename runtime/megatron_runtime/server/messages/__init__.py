@@ -1,0 +1,1 @@
+"""Chat messages: prompts, reasoning and tool calls."""

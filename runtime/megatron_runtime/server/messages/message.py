@@ -1,0 +1,97 @@
+"""One message of an answer, as its parts build it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_runtime.server.messages.message_form import Reading
+from megatron_runtime.server.messages.message_parts import CallArguments, CallStart, Content, Part, Reasoning
+
+
+@dataclass
+class Call:
+    """A call of a tool, with as much of its arguments as there is."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+    def body(self) -> dict[str, Any]:
+        """The call as OpenAI's API writes it."""
+        return _call_body(self.id, self.name, "".join(self.arguments))
+
+
+class MessageBuilder:
+    """Adds parts to a message, and says what is new in the words of a stream.
+
+    Args:
+        reading: How the message is read.
+        shows_reasoning: Whether the message has its thoughts.
+    """
+
+    def __init__(self, reading: Reading, *, shows_reasoning: bool = True) -> None:
+        self._call_id = reading.call_id
+        self._has_reasoning = reading.has_parser and shows_reasoning
+        self._named = reading.tools.named
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self.calls: list[Call] = []
+        """The calls so far."""
+
+    def add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
+        """Take parts; what each of them adds, as the ``delta`` of a chunk."""
+        return [delta for part in parts if (delta := self._add(part))]
+
+    def add_words(self, text: str) -> list[dict[str, Any]]:
+        """As ``add``, of words alone: most answers are nothing else."""
+        if not text:
+            return []
+        self._content.append(text)
+        return [{"content": text}]
+
+    def body(self) -> dict[str, Any]:
+        """The whole message."""
+        content = "".join(self._content)
+        thoughts = "".join(self._reasoning)
+        calls = {"tool_calls": [call.body() for call in self.calls]} if self.calls else {}
+        is_silent = not content and bool(thoughts or self.calls)
+        return {
+            "role": "assistant",
+            "content": None if is_silent else content,
+            "refusal": None,
+            **(_thoughts(thoughts or None) if self._has_reasoning else {}),
+            **calls,
+        }
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """``tool_calls`` where the message stops with calls of its own choice; OpenAI's API says so too."""
+        return "tool_calls" if reason == "stop" and self.calls and self._named is None else reason
+
+    def _add(self, part: Part) -> dict[str, Any]:
+        match part:
+            case Content(text):
+                self._content.append(text)
+                return {"content": text}
+            case Reasoning(text):
+                self._reasoning.append(text)
+                return _thoughts(text) if self._has_reasoning else {}
+            case CallStart(name):
+                self.calls.append(Call(self._call_id(), name))
+                return self._call_delta(_call_body(self.calls[-1].id, name, ""))
+            case CallArguments(text):
+                self.calls[-1].arguments.append(text)
+                return self._call_delta({"function": {"arguments": text}})
+
+    def _call_delta(self, new: dict[str, Any]) -> dict[str, Any]:
+        return {"tool_calls": [{"index": len(self.calls) - 1, **new}]}
+
+
+def _call_body(name: str, function: str, arguments: str) -> dict[str, Any]:
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+
+
+def _thoughts(text: str | None) -> dict[str, Any]:
+    """Under the name that DeepSeek gave the field, and under vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text}

@@ -1,0 +1,74 @@
+"""From the text of one answer to the parts of a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from megatron_runtime.server.messages.message_parts import CallStart, Content, Part, PartReader, joined
+
+
+class MessageReader:
+    """A ``PartReader`` out of two: thoughts come first, and calls are looked for only after them.
+
+    White space next to calls is left out.
+
+    Args:
+        thinking: Finds thoughts; None where there are none.
+        calls: Finds calls of tools; None where there are none.
+        most_calls: Calls beyond these are left out; None for no limit.
+    """
+
+    def __init__(
+        self, thinking: PartReader | None = None, calls: PartReader | None = None, *, most_calls: int | None = None
+    ) -> None:
+        self._thinking = thinking
+        self._calls = calls
+        self._most_calls = most_calls
+        self._num_calls = 0
+        self._space = ""
+        self._is_after_call = False
+
+    def push(self, text: str) -> list[Part]:
+        """See ``PartReader``."""
+        parts: Iterable[Part] = [Content(text)] if self._thinking is None else self._thinking.push(text)
+        return joined(self._find_calls(parts))
+
+    def finish(self) -> list[Part]:
+        """See ``PartReader``."""
+        parts: list[Part] = [] if self._thinking is None else self._thinking.finish()
+        found = list(self._find_calls(parts))
+        if self._calls is not None:
+            found += self._trim(self._calls.finish())
+            if self._num_calls == 0:
+                found.append(Content(self._space))
+        return joined(found)
+
+    def _find_calls(self, parts: Iterable[Part]) -> Iterator[Part]:
+        if self._calls is None:
+            yield from parts
+            return
+        for part in parts:
+            if isinstance(part, Content):
+                yield from self._trim(self._calls.push(part.text))
+            else:
+                yield part
+
+    def _trim(self, parts: Iterable[Part]) -> Iterator[Part]:
+        for part in parts:
+            if isinstance(part, Content):
+                yield Content(self._trimmed(part.text))
+                continue
+            if isinstance(part, CallStart):
+                self._num_calls += 1
+                self._space, self._is_after_call = "", True
+            if self._most_calls is None or self._num_calls <= self._most_calls:
+                yield part
+
+    def _trimmed(self, text: str) -> str:
+        """Text without the white space that may turn out to be next to a call."""
+        text = text.lstrip() if self._is_after_call else self._space + text
+        words = text.rstrip()
+        if words:
+            self._is_after_call = False
+        self._space = text[len(words) :]
+        return words

@@ -1,0 +1,138 @@
+"""Calls as Mistral writes them: ``[TOOL_CALLS]`` and a list of objects, or by newer models a name and an object."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from megatron_runtime.server.messages.markers import split_at
+from megatron_runtime.server.messages.message_parts import CallArguments, CallStart, Content, Part
+from megatron_runtime.server.messages.tool_parsers.json_call import JsonCall
+from megatron_runtime.server.messages.tool_parsers.json_value import JsonValue
+from megatron_runtime.server.messages.tool_parsers.stepped_reader import SteppedReader
+
+MARK = "[TOOL_CALLS]"
+ARGUMENTS = "[ARGS]"
+CALL_ID = "[CALL_ID]"
+
+
+class _Place(Enum):
+    WORDS = auto()
+    MARKED = auto()
+    LIST = auto()
+    OBJECT = auto()
+    NAME = auto()
+    ARGUMENTS = auto()
+
+
+class MistralReader(SteppedReader):
+    """A ``PartReader``. Each mark is followed by a list, or by one call; then there may be words again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._place = _Place.WORDS
+        self._opening = ""  # what was read since the mark, while there is no call
+        self._is_in_list = False
+        self._call = JsonCall()
+        self._value = JsonValue()
+
+    def finish(self) -> list[Part]:
+        """See ``PartReader``."""
+        match self._place:
+            case _Place.WORDS:
+                return [Content(self._held)]
+            case _Place.OBJECT:
+                parts = self._call.finish()
+                return [Content(self._opening + self._call.text)] if self._call.is_none else parts
+            case _Place.ARGUMENTS:
+                return []
+        return [Content(self._opening + self._held)]
+
+    def _step(self, parts: list[Part]) -> bool:
+        match self._place:
+            case _Place.WORDS:
+                before, mark, self._held = split_at(self._held, (MARK,))
+                parts.append(Content(before))
+                if mark is None:
+                    return False
+                self._place, self._opening, self._is_in_list = _Place.MARKED, MARK, False
+            case _Place.MARKED:
+                self._see_what_is_marked()
+            case _Place.LIST:
+                self._go_on_in_list(parts)
+            case _Place.OBJECT:
+                self._go_on_in_object(parts)
+            case _Place.NAME:
+                return self._find_arguments(parts)
+            case _Place.ARGUMENTS:
+                self._go_on_in_arguments(parts)
+        return True
+
+    def _see_what_is_marked(self) -> None:
+        char = self._held[0]
+        if char == "[" or char.isspace():
+            self._drop(char)
+            self._is_in_list = char == "["
+            self._place = _Place.LIST if self._is_in_list else _Place.MARKED
+        elif char == "{":
+            self._begin_object()
+        else:
+            self._place = _Place.NAME
+
+    def _go_on_in_list(self, parts: list[Part]) -> None:
+        rest = self._held.lstrip(" \t\r\n,")
+        self._drop(self._held[: len(self._held) - len(rest)])
+        if not rest:
+            return
+        if rest[0] == "{":
+            self._begin_object()
+            return
+        if rest[0] == "]":
+            self._drop("]")
+        parts.append(Content(self._opening))
+        self._place = _Place.WORDS
+
+    def _drop(self, text: str) -> None:
+        """Text before or between calls, which counts only where there is none."""
+        if self._opening:
+            self._opening += text
+        self._held = self._held[len(text) :]
+
+    def _begin_object(self) -> None:
+        self._call = JsonCall()
+        self._place = _Place.OBJECT
+
+    def _go_on_in_object(self, parts: list[Part]) -> None:
+        new, self._held = self._call.push(self._held)
+        parts += new
+        if not self._call.is_over:
+            return
+        if self._call.is_none:
+            parts.append(Content(self._opening + self._call.text))
+        self._place = _Place.LIST if self._is_in_list and not self._call.is_none else _Place.WORDS
+        self._opening = ""
+
+    def _find_arguments(self, parts: list[Part]) -> bool:
+        at = self._held.find("{")
+        if at < 0:
+            return False
+        header, rest = self._held[:at], self._held[at:]
+        name = header.removesuffix(ARGUMENTS).split(CALL_ID)[0].strip()
+        self._held = rest
+        if not name or any(char.isspace() for char in name):
+            parts.append(Content(self._opening + header))
+            self._place = _Place.WORDS
+        else:
+            parts.append(CallStart(name))
+            self._value, self._place = JsonValue(), _Place.ARGUMENTS
+        return True
+
+    def _go_on_in_arguments(self, parts: list[Part]) -> None:
+        for at, char in enumerate(self._held):
+            added = None if self._value.is_closed else self._value.take(char)
+            if added is None:
+                self._held = self._held[at:]
+                self._place = _Place.WORDS
+                return
+            parts.append(CallArguments(added))
+        self._held = ""
+        self._place = _Place.WORDS if self._value.is_closed else self._place

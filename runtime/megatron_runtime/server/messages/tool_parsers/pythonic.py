@@ -1,0 +1,153 @@
+"""Calls as Llama 3.2, Llama 4 and ToolACE write them: ``[f(a=1), g(b="x")]``, a list of Python's calls."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from enum import Enum, auto
+from typing import Any
+
+from megatron_runtime.server.messages.message_parts import CallArguments, CallStart, Content, Part
+
+BEGIN = "<|python_start|>"
+END = "<|python_end|>"
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+class _Place(Enum):
+    BEFORE = auto()
+    LIST = auto()
+    ENDING = auto()
+    WORDS = auto()
+
+
+class PythonicReader:
+    """A ``PartReader``. Only a text that begins with such a list has calls; each is told once it is whole."""
+
+    def __init__(self) -> None:
+        self._place = _Place.BEFORE
+        self._held = ""
+        self._opening = ""
+        self._list = _Elements()
+
+    def push(self, text: str) -> list[Part]:
+        """See ``PartReader``."""
+        self._held += text
+        parts: list[Part] = []
+        if self._place is _Place.BEFORE:
+            self._find_list()
+        if self._place is _Place.LIST:
+            parts += self._go_on()
+        if self._place is _Place.ENDING:
+            self._find_end()
+        if self._place is _Place.WORDS:
+            parts.append(Content(self._held))
+            self._held = ""
+        return parts
+
+    def finish(self) -> list[Part]:
+        """See ``PartReader``."""
+        return [Content(self._opening + self._list.text + self._held)]
+
+    def _find_list(self) -> None:
+        rest = self._held.lstrip()
+        if BEGIN.startswith(rest):
+            return
+        rest = rest.removeprefix(BEGIN).lstrip()
+        if rest.startswith("["):
+            self._opening, self._held = self._held[: len(self._held) - len(rest) + 1], rest[1:]
+            self._place = _Place.LIST
+        elif rest:
+            self._place = _Place.WORDS
+
+    def _find_end(self) -> None:
+        rest = self._held.lstrip()
+        if not END.startswith(rest) or rest == END:
+            self._held = rest.removeprefix(END)
+            self._place = _Place.WORDS
+
+    def _go_on(self) -> list[Part]:
+        parts: list[Part] = []
+        for at, char in enumerate(self._held):
+            if not self._list.take(char):
+                continue
+            call = _call(self._list.element)
+            is_end = char == "]"
+            if call is not None:
+                parts += call
+                self._opening = ""
+            elif not (is_end and not self._opening and not self._list.element):
+                self._place, self._held = _Place.WORDS, self._opening + self._list.text + self._held[at + 1 :]
+                self._opening = ""
+                self._list.clear()
+                return parts
+            self._list.clear()
+            if is_end:
+                self._place, self._held = _Place.ENDING, self._held[at + 1 :]
+                return parts
+        self._held = ""
+        return parts
+
+
+class _Elements:
+    """Cuts the inside of a list into its elements."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+
+    @property
+    def text(self) -> str:
+        """The element that is under way, with what ended it."""
+        return "".join(self._pieces)
+
+    @property
+    def element(self) -> str:
+        """The element that has just ended."""
+        return self.text[:-1].strip()
+
+    def take(self, char: str) -> bool:
+        """Whether the character ends an element; it is a comma then, or the list's end."""
+        self._pieces.append(char)
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self._quote:
+            self._is_escaped = char == "\\"
+            self._quote = "" if char == self._quote else self._quote
+        elif char in "\"'":
+            self._quote = char
+        elif char in "([{":
+            self._depth += 1
+        elif char in ")]}" and self._depth:
+            self._depth -= 1
+        else:
+            return self._depth == 0 and char in ",]"
+        return False
+
+    def clear(self) -> None:
+        """Begin the next element."""
+        self._pieces = []
+
+
+def _call(source: str) -> list[Part] | None:
+    """A call in Python's words; None for anything else."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd escapes in texts
+            tree = ast.parse(source, mode="eval").body
+        if not isinstance(tree, ast.Call) or tree.args or any(word.arg is None for word in tree.keywords):
+            return None
+        arguments = {word.arg: _value(word.value) for word in tree.keywords}
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+    return [CallStart(ast.unparse(tree.func)), CallArguments(text)]
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    return ast.literal_eval(node)

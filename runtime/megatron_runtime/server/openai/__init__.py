@@ -1,0 +1,1 @@
+"""OpenAI's routes, and the answers that they give."""

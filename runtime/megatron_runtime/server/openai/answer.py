@@ -1,0 +1,123 @@
+"""What all answers have in common: their head, their order, and their count of tokens."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from megatron_runtime.server.bodies.protocol import GenerationBody
+from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.generation.choice import Delta
+from megatron_runtime.server.messages.message_form import Reading
+from megatron_runtime.server.openai.streaming import Chunk
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to one HTTP request; all chunks of a stream share it."""
+
+    body: GenerationBody
+    prompts: Sequence[Sequence[int]]
+    id_prefix: str
+    reading: Reading = field(default_factory=Reading)
+    number: str = field(default_factory=partial(secrets.token_hex, 16))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def choices(self) -> int:
+        """How many there will be."""
+        return len(self.prompts) * self.body.n
+
+    def prompt_of(self, choice: int) -> list[int]:
+        """The prompt that a choice answers."""
+        return list(self.prompts[choice // self.body.n])
+
+    def whole(self, kind: str, deltas: Sequence[Delta], choice: Callable[[Delta], dict[str, Any]]) -> dict[str, Any]:
+        """The complete answer from the last delta of every choice; ``choice`` writes one as its endpoint does."""
+        usage = UsageMeter(self)
+        for delta in deltas:
+            usage.add(delta)
+        choices = [choice(delta) for delta in sorted(deltas, key=lambda delta: delta.choice)]
+        weights = _fingerprint(max((delta.weight_version for delta in deltas), default=0))
+        return {**self.head(kind), "choices": choices, "usage": usage.body(), **weights}
+
+    def head(self, kind: str) -> dict[str, Any]:
+        """What it begins with, whole or chunk by chunk."""
+        return {
+            "id": f"{self.id_prefix}-{self.number}",
+            "object": kind,
+            "created": self.created,
+            "model": self.body.model,
+        }
+
+
+def _fingerprint(weight_version: int) -> dict[str, Any]:
+    """Which weights made it, in OpenAI's field for what an answer may depend on beside the request."""
+    return {"system_fingerprint": f"weights-{weight_version}"}
+
+
+class UsageMeter:
+    """Adds up the usage of an answer from its deltas."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._generated = 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, delta: Delta) -> None:
+        """Count a delta, of which each choice has one last."""
+        self._generated += delta.generated_tokens
+        if delta.finish_reason is not None:
+            # A prompt counts once, however many choices it has, and what one of them computed was not cached.
+            prompt = delta.choice // self._answer.body.n
+            self._cached[prompt] = min(self._cached.get(prompt, delta.cached_tokens), delta.cached_tokens)
+
+    def body(self) -> dict[str, Any]:
+        """The usage of all deltas so far, as OpenAI's API writes it."""
+        prompt = self._answer.prompt_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._generated,
+            "total_tokens": prompt + self._generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+class AnswerChunks:
+    """The chunks of a stream: the openings, then the pieces of every delta, at last the usage if it is wanted."""
+
+    def __init__(
+        self, answer: Answer, kind: str, pieces: Callable[[Delta], Iterable[Chunk]], openings: Iterable[Chunk]
+    ) -> None:
+        self._pieces = pieces
+        self._openings = openings
+        self._usage = UsageMeter(answer)
+        self._include_usage = answer.body.include_usage
+        self._head = answer.head(kind) | ({"usage": None} if self._include_usage else {})
+
+    def opening(self) -> Iterable[Chunk]:
+        """See ``Chunks``."""
+        return [{**self._head, "choices": [opening]} for opening in self._openings]
+
+    def take(self, delta: Delta) -> Iterable[Chunk]:
+        """See ``Chunks``."""
+        self._usage.add(delta)
+        weights = {} if delta.finish_reason is None else _fingerprint(delta.weight_version)
+        return [{**self._head, "choices": [piece], **weights} for piece in self._pieces(delta)]
+
+    def ending(self) -> Iterable[Chunk]:
+        """See ``Chunks``."""
+        return [{**self._head, "choices": [], "usage": self._usage.body()}] if self._include_usage else []
+
+    def failure(self, error: ApiError) -> Iterable[Chunk]:
+        """See ``Chunks``."""
+        return [error.body()]

@@ -1,0 +1,106 @@
+"""``POST /v1/chat/completions``: from messages to a prompt, and from deltas to the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server.bodies.protocol import ChatCompletionBody
+from megatron_runtime.server.generation.choice import Delta, TokenLogProb
+from megatron_runtime.server.messages.message import MessageBuilder
+from megatron_runtime.server.messages.message_parts import joined
+from megatron_runtime.server.openai.answer import Answer, AnswerChunks
+from megatron_runtime.server.openai.token_ids import TokenIds
+
+
+def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The complete answer from the last delta of every choice."""
+    ids = TokenIds(answer)
+
+    def choice(delta: Delta) -> dict[str, Any]:
+        message = _Message(answer)
+        message.add(delta)
+        return {
+            "index": delta.choice,
+            "message": message.builder.body() | ids.of_whole(delta),
+            "logprobs": chat_logprobs(delta.log_probs, tokenizer),
+            "finish_reason": message.builder.finish_reason(delta.finish_reason),
+            **ids.of_piece(delta),
+        }
+
+    return answer.whole("chat.completion", deltas, choice) | ids.of_prompt(0)
+
+
+def chat_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
+    """The chunks of a stream: the role of every choice, its parts, its finish reason, at last the usage."""
+    ids = TokenIds(answer)
+    no_tokens = ids.of_piece(Delta(0, ""))
+    messages = [_Message(answer) for _ in range(answer.choices)]
+
+    def pieces(delta: Delta) -> Iterator[dict[str, Any]]:
+        message = messages[delta.choice]
+        new = ids.of_piece(delta)
+        whole = ids.of_whole(delta)
+        logprobs = chat_logprobs(delta.log_probs, tokenizer)
+        changes = message.add(delta)
+        if not changes and (logprobs or new.get("token_ids")):
+            changes = [message.nothing]
+        for at, change in enumerate(changes):
+            if at:
+                logprobs, new = None, no_tokens
+            yield _piece(delta.choice, change, logprobs) | new
+        if delta.finish_reason is not None:
+            yield _piece(delta.choice, whole, finish_reason=message.builder.finish_reason(delta.finish_reason))
+
+    openings = [
+        _piece(choice, {"role": "assistant", "content": ""}) | ids.of_prompt(choice) | no_tokens
+        for choice in range(answer.choices)
+    ]
+    return AnswerChunks(answer, "chat.completion.chunk", pieces, openings)
+
+
+class _Message:
+    """The message of one choice, which its deltas build up."""
+
+    def __init__(self, answer: Answer) -> None:
+        assert isinstance(answer.body, ChatCompletionBody)
+        self._reader = None if answer.reading.is_plain else answer.reading.new_reader()
+        self.builder = MessageBuilder(answer.reading, shows_reasoning=answer.body.include_reasoning)
+        self.nothing: dict[str, Any] = {"content": ""} if self._reader is None else {}
+        """The ``delta`` of a chunk that has no part of the message."""
+
+    def add(self, delta: Delta) -> list[dict[str, Any]]:
+        """Take a delta; the ``delta`` of each chunk that it makes."""
+        if self._reader is None:
+            return self.builder.add_words(delta.text)
+        parts = self._reader.push(delta.text)
+        if delta.finish_reason is not None:
+            parts = joined([*parts, *self._reader.finish()])
+        return self.builder.add(parts)
+
+
+def chat_logprobs(entries: Sequence[TokenLogProb], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Log probabilities in the form of the chat endpoint; None for none."""
+    if not entries:
+        return None
+    return {"content": [token_logprob(entry, tokenizer) for entry in entries], "refusal": None}
+
+
+def token_logprob(entry: TokenLogProb, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A token with its log probability, its bytes, and those that were likeliest in its place."""
+    text = tokenizer.detokenize([entry.token], skip_special_tokens=False)
+    return {
+        **_token(text, entry.log_prob),
+        "top_logprobs": [_token(text, value) for text, value in entry.top.items()],
+    }
+
+
+def _piece(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _token(text: str, log_prob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}

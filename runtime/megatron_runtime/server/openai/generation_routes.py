@@ -1,0 +1,117 @@
+"""Routes that generate: chats, completions and responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server import documentation
+from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody, GenerationBody
+from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
+from megatron_runtime.server.body_route import BodyRoute
+from megatron_runtime.server.documentation import answers, request_example
+from megatron_runtime.server.generation.choice import Delta
+from megatron_runtime.server.generation.generation import Generation
+from megatron_runtime.server.generation.repetition import request_name
+from megatron_runtime.server.json_response import JsonResponse
+from megatron_runtime.server.messages.conversation import chat_prompt, render
+from megatron_runtime.server.messages.message_form import Reading
+from megatron_runtime.server.openai.answer import Answer
+from megatron_runtime.server.openai.chat import chat_chunks, chat_completion
+from megatron_runtime.server.openai.completions import completion, completion_chunks, completion_prompts
+from megatron_runtime.server.openai.responses import ResponseEvents, response
+from megatron_runtime.server.openai.streaming import Chunks, ClientLeft, EventStream, UntilClientLeaves
+from megatron_runtime.server.parts import Frontend
+from megatron_runtime.server.request_log import CLIENT_CLOSED_REQUEST
+
+
+@dataclass(frozen=True)
+class _Style:
+    """How an endpoint writes its answers."""
+
+    id_prefix: str
+    whole: Callable[[Answer, Sequence[Delta], Tokenizer], dict[str, Any]]
+    chunks: Callable[[Answer, Tokenizer], Chunks]
+    names_events: bool = False
+
+
+_CHAT = _Style("chatcmpl", chat_completion, chat_chunks)
+_COMPLETION = _Style("cmpl", completion, completion_chunks)
+_RESPONSE = _Style("resp", response, ResponseEvents, names_events=True)
+
+
+def generation_routes(frontend: Frontend, **common: Any) -> APIRouter:
+    """The routes; ``common`` is what they have in common, as APIRouter takes it."""
+    router = APIRouter(tags=["generation"], route_class=BodyRoute, **common)
+
+    @router.post(
+        "/chat/completions",
+        responses=answers(documentation.CHAT_ANSWER, streams=True),
+        openapi_extra=request_example(documentation.CHAT_REQUEST),
+    )
+    async def chat_completions(body: ChatCompletionBody, request: Request) -> Response:
+        frontend.check_model(body.model)
+        prompt = chat_prompt(body, frontend.tokenizer)
+        reading = frontend.message_form.reading(body.tool_use, prompt)
+        return await _answer(frontend, body, request, [prompt], _CHAT, reading)
+
+    @router.post(
+        "/completions",
+        responses=answers(documentation.COMPLETION_ANSWER, streams=True),
+        openapi_extra=request_example(documentation.COMPLETION_REQUEST),
+    )
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        frontend.check_model(body.model)
+        return await _answer(frontend, body, request, completion_prompts(body, frontend.tokenizer), _COMPLETION)
+
+    @router.post(
+        "/responses",
+        responses=answers(documentation.RESPONSE_ANSWER, streams=True),
+        openapi_extra=request_example(documentation.RESPONSE_REQUEST),
+    )
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        frontend.check_model(body.model)
+        prompt = render(
+            body.messages,
+            frontend.tokenizer,
+            body.chat_template_kwargs,
+            param="input",
+            tools=body.tool_use.for_template(),
+        )
+        reading = frontend.message_form.reading(body.tool_use, prompt)
+        return await _answer(frontend, body, request, [prompt], _RESPONSE, reading)
+
+    return router
+
+
+async def _answer(
+    frontend: Frontend,
+    body: GenerationBody,
+    request: Request,
+    prompts: list[list[int]],
+    style: _Style,
+    reading: Reading | None = None,
+) -> Response:
+    generation = frontend.generation(body, prompts, request_name(request, body), reading)
+    answer = Answer(body, prompts, style.id_prefix, reading or Reading())
+    try:
+        async with UntilClientLeaves(request.receive):
+            await frontend.admission.admit(generation.size)
+            if not body.stream:
+                deltas = await _collect(generation)
+                return JsonResponse(style.whole(answer, deltas, frontend.tokenizer))
+    except ClientLeft:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    chunks = style.chunks(answer, frontend.tokenizer)
+    return EventStream(generation.deltas(), chunks, names_events=style.names_events)
+
+
+async def _collect(generation: Generation) -> list[Delta]:
+    async with aclosing(generation.deltas()) as deltas:
+        return [delta async for arrived in deltas for delta in arrived]

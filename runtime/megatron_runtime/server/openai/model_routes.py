@@ -1,0 +1,89 @@
+"""Routes that tell about the served model and its tokens, and about what it can't do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from megatron_runtime.server import documentation
+from megatron_runtime.server.documentation import answers, request_example
+from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.openai.tokenization import (
+    DetokenizeBody,
+    TokenizeBody,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
+from megatron_runtime.server.parts import Frontend
+
+
+class EmbeddingsBody(BaseModel):
+    """``POST /v1/embeddings``, as far as it is read before it is refused."""
+
+    model: str
+
+
+def model_routes(frontend: Frontend, **common: Any) -> APIRouter:
+    """The routes that OpenAI's API has; ``common`` is what they have in common, as APIRouter takes it."""
+    router = APIRouter(tags=["model"], **common)
+
+    @router.get("/models", responses=answers(documentation.MODELS_ANSWER))
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(frontend)]}
+
+    @router.get("/models/{name:path}", responses=answers(documentation.MODEL_ANSWER))
+    async def model(name: str) -> dict[str, Any]:
+        frontend.check_model(name)
+        return _model(frontend)
+
+    @router.post("/embeddings", responses=answers({}), summary="Refused: the served model has no embeddings")
+    async def embeddings(body: EmbeddingsBody) -> None:
+        frontend.check_model(body.model)
+        message = f"model: {body.model!r} generates text and has no embeddings; serve a model for embeddings elsewhere"
+        raise ApiError(400, message, param="model", code="unsupported_endpoint")
+
+    return router
+
+
+def token_routes(frontend: Frontend, **common: Any) -> APIRouter:
+    """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``; ``common`` as for ``model_routes``."""
+    router = APIRouter(tags=["model"], **common)
+
+    @router.post(
+        "/tokenize",
+        name="tokenize",
+        responses=answers(documentation.TOKENIZE_ANSWER),
+        openapi_extra=request_example(documentation.TOKENIZE_REQUEST),
+    )
+    async def to_tokens(body: TokenizeBody) -> dict[str, Any]:
+        frontend.check_model(body.model or frontend.options.served_name)
+        return tokenize(body, frontend.tokenizer, frontend.options.max_sequence_length)
+
+    @router.post(
+        "/detokenize",
+        name="detokenize",
+        responses=answers(documentation.DETOKENIZE_ANSWER),
+        openapi_extra=request_example(documentation.DETOKENIZE_REQUEST),
+    )
+    async def to_text(body: DetokenizeBody) -> dict[str, Any]:
+        frontend.check_model(body.model or frontend.options.served_name)
+        return detokenize(body, frontend.tokenizer)
+
+    @router.get("/tokenizer_info", name="tokenizer info", responses=answers(documentation.TOKENIZER_INFO_ANSWER))
+    async def info() -> dict[str, Any]:
+        return tokenizer_info(frontend.tokenizer, frontend.options.max_sequence_length)
+
+    return router
+
+
+def _model(frontend: Frontend) -> dict[str, Any]:
+    return {
+        "id": frontend.options.served_name,
+        "object": "model",
+        "created": frontend.started,
+        "owned_by": "megatron",
+        "max_model_len": frontend.options.max_sequence_length,
+    }

@@ -1,0 +1,171 @@
+"""``POST /v1/responses``: from deltas to a response, whole or as the events that build it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
+from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.generation.choice import Delta
+from megatron_runtime.server.messages.message_parts import CallStart, Content, Part, Reasoning
+from megatron_runtime.server.openai.answer import Answer, UsageMeter
+from megatron_runtime.server.openai.chat import token_logprob
+from megatron_runtime.server.openai.response_items import CallItem, Event, Item, MessageItem, ReasoningItem, item_number
+from megatron_runtime.server.openai.streaming import Chunk
+
+
+def response(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The complete response from the only delta of its only choice."""
+    builder = _Response(answer, tokenizer)
+    (delta,) = deltas
+    for _ in builder.add(delta):
+        pass
+    return builder.body()
+
+
+class ResponseEvents:
+    """The events of a stream, numbered; the last one has the complete response, or says why there is none."""
+
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        self._response = _Response(answer, tokenizer)
+        self._sent = 0
+
+    def opening(self) -> Iterator[Chunk]:
+        """See ``Chunks``."""
+        yield self._event("created", response=self._response.body())
+        yield self._event("in_progress", response=self._response.body())
+
+    def take(self, delta: Delta) -> Iterator[Chunk]:
+        """See ``Chunks``."""
+        for kind, fields in self._response.add(delta):
+            yield self._event(kind, **fields)
+
+    def ending(self) -> Iterator[Chunk]:
+        """See ``Chunks``."""
+        body = self._response.body()
+        yield self._event(body["status"], response=body)
+
+    def failure(self, error: ApiError) -> Iterator[Chunk]:
+        """See ``Chunks``."""
+        yield self._event("failed", response=self._response.failed(error))
+
+    def _event(self, kind: str, **fields: Any) -> Chunk:
+        self._sent += 1
+        return {"type": f"response.{kind}", "sequence_number": self._sent - 1, **fields}
+
+
+class _Response:
+    """A response that grows by deltas."""
+
+    def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
+        assert isinstance(answer.body, ResponsesBody)
+        self._request = answer.body
+        self._answer = answer
+        self._tokenizer = tokenizer
+        self._reader = answer.reading.new_reader()
+        self._items: list[Item] = []
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come yet
+        self._usage = UsageMeter(answer)
+        self._finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> Iterator[Event]:
+        """Take the next delta; the events that follow from it."""
+        self._usage.add(delta)
+        self._logprobs += [token_logprob(entry, self._tokenizer) for entry in delta.log_probs]
+        parts = self._reader.push(delta.text)
+        if delta.finish_reason is not None:
+            parts += self._reader.finish()
+        for part in parts:
+            yield from self._add(part)
+        if delta.finish_reason is None:
+            return
+        if not self._items:
+            yield from self._open(MessageItem(0, item_number()))
+        if self._logprobs and isinstance(last := self._items[-1], MessageItem):
+            yield last.add("", self._logprobs)
+        self._finish_reason = delta.finish_reason
+        yield from self._items[-1].closing(self._status)
+
+    def _add(self, part: Part) -> Iterator[Event]:
+        match part:
+            case Content(text):
+                if not self._items or not isinstance(self._items[-1], MessageItem):
+                    yield from self._open(MessageItem(len(self._items), item_number()))
+            case Reasoning(text):
+                if not self._items or not isinstance(self._items[-1], ReasoningItem):
+                    yield from self._open(ReasoningItem(len(self._items), item_number()))
+            case CallStart(name):
+                called = {"name": name, "call_id": self._answer.reading.call_id()}
+                yield from self._open(CallItem(len(self._items), item_number(), **called))
+                return
+            case _:
+                text = part.text
+        logprobs, self._logprobs = self._logprobs, []
+        item = self._items[-1]
+        yield item.add(text, logprobs) if isinstance(item, MessageItem) else item.add(text)
+
+    def _open(self, item: Item) -> Iterator[Event]:
+        if self._items:
+            yield from self._items[-1].closing("completed")
+        self._items.append(item)
+        yield from item.opening()
+
+    def body(self) -> dict[str, Any]:
+        """The whole response as far as it is."""
+        request = self._request
+        is_over = self._finish_reason is not None
+        return {
+            "id": f"resp_{self._answer.number}",
+            "object": "response",
+            "created_at": self._answer.created,
+            "status": self._status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model,
+            "output": self._output() if is_over else [],
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": request.temperature,
+            "text": {"format": request.text.format.model_dump(exclude_none=True)},
+            "tool_choice": request.tool_choice if isinstance(request.tool_choice, str) else dict(request.tool_choice),
+            "tools": [tool.model_dump() for tool in request.tools],
+            "top_logprobs": request.top_logprobs,
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": self._usage_body() if is_over else None,
+            "user": request.user,
+        }
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The response that there will not be."""
+        reason = {"code": error.code or "server_error", "message": error.message}
+        return {**self.body(), "status": "failed", "error": reason}
+
+    @property
+    def _status(self) -> str:
+        if self._finish_reason is None:
+            return "in_progress"
+        return "incomplete" if self._finish_reason == "length" else "completed"
+
+    def _output(self) -> list[dict[str, Any]]:
+        *before, last = self._items
+        return [*(item.body("completed") for item in before), last.body(self._status)]
+
+    def _usage_body(self) -> dict[str, Any]:
+        usage = self._usage.body()
+        thoughts = [len(self._tokenizer.tokenize(item.text)) for item in self._items if isinstance(item, ReasoningItem)]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": sum(thoughts)},
+            "total_tokens": usage["total_tokens"],
+        }

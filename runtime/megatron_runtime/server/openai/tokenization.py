@@ -1,0 +1,82 @@
+"""``POST /tokenize``, ``/detokenize``, ``GET /tokenizer_info``: what the served model makes of text, and back."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server.bodies.protocol import ChatMessage, TokenId
+from megatron_runtime.server.bodies.sampling import check_tokens
+from megatron_runtime.server.bodies.tools import Tool
+from megatron_runtime.server.errors import check_text
+from megatron_runtime.server.messages.conversation import render
+
+
+class TokenizeBody(BaseModel):
+    """``POST /tokenize``: a prompt as for completions, or messages as for a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[Tool] = Field(default_factory=list)
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_prompt_and_messages(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
+    """The tokens, their count, and the most that a prompt and its answer may have."""
+    if body.messages is None:
+        check_text(body.prompt or "", param="prompt")
+        tokens = tokenizer.tokenize(body.prompt or "", add_special_tokens=body.add_special_tokens)
+    else:
+        tokens = render(
+            body.messages,
+            tokenizer,
+            body.chat_template_kwargs,
+            param="messages",
+            is_open=body.add_generation_prompt,
+            tools=[tool.function.for_template() for tool in body.tools] or None,
+        )
+    texts = None
+    if body.return_token_strs:
+        texts = [tokenizer.detokenize([token], skip_special_tokens=False) for token in tokens]
+    return {
+        "count": len(tokens),
+        "max_model_len": longest,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
+
+
+def detokenize(body: DetokenizeBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The text, special tokens included."""
+    check_tokens(body.tokens, tokenizer.vocab_size, param="tokens")
+    return {"prompt": tokenizer.detokenize(body.tokens, skip_special_tokens=False)}
+
+
+def tokenizer_info(tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
+    """What a client needs that makes prompts itself: the chat template, and the special tokens by their names."""
+    template = tokenizer.chat_template(has_tools=False)
+    return {
+        "eos_token": tokenizer.detokenize([tokenizer.eod], skip_special_tokens=False),
+        **tokenizer.special_token_names,
+        "chat_template": None if template is None else template.source,
+        "model_max_length": longest,
+    }
