@@ -16,7 +16,7 @@ from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.inference_request import DynamicInferenceRequest, Status
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.bodies import Stretch
+from megatron_runtime.wire.bodies import TokenChunk
 from megatron_runtime.wire.codec import Message, pack_body, unpack_body
 from megatron_runtime.wire.items import Assignment, EngineLoad, items
 
@@ -55,7 +55,7 @@ class Engine:
         finished = []
         for assignment, body in zip(items(message, Assignment.parse), message.bodies, strict=True):
             wanted = unpack_body(body)[1]["num_tokens_to_generate"]
-            request = LoopRequest(assignment.uuid, 0, assignment.dispatch, SamplingParams(), Stretch())
+            request = LoopRequest(assignment.uuid, 0, assignment.dispatch, SamplingParams(), TokenChunk())
             if assignment.streaming:
                 self._streams.append((request, wanted))
             else:
@@ -68,7 +68,7 @@ class Engine:
         going_on = [(request, wanted) for request, wanted in self._streams if len(request.made.tokens) < wanted]
         ended = [request for request, wanted in self._streams if len(request.made.tokens) >= wanted]
         self._streams = going_on
-        self._link.send_progress([(request, len(request.made.tokens) - 1, Stretch([1])) for request, _ in going_on])
+        self._link.send_progress([(request, len(request.made.tokens) - 1, TokenChunk([1])) for request, _ in going_on])
         self._link.send_replies([self._finish(request, request.made.tokens) for request in ended])
 
     def _finish(self, request: LoopRequest, tokens: list[int]) -> LoopRequest:

@@ -26,8 +26,8 @@ from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.worker.lock_step import LockStepEngine, follow
 from megatron_runtime.launch.ports import free_loopback_port
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.parallel.join import join_replica
 from megatron_runtime.parallel.layout import ParallelSizes
-from megatron_runtime.parallel.rendezvous import join_replica
 from megatron_runtime.sampling_params import SamplingParams
 from peers.protocol import answer_requests, versions
 from ranks.timed_ranks import BEGIN, END, TimedRanks
@@ -87,7 +87,7 @@ class Group:
         if self._together is None:
             self._ranks.barrier(name)
         else:
-            self._together.assemble(name)
+            self._together.barrier(name)
 
     def _note(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds

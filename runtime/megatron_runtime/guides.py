@@ -13,7 +13,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from megatron_runtime.call_form import CallForm
+from megatron_runtime.call_format import CallFormat
 from megatron_runtime.errors import InvalidRequestError
 
 _NO_TOKENS: Mapping[str, int] = {}
@@ -54,7 +54,7 @@ def lark_grammar(grammar: str) -> str:
 
 
 def calls_grammar(
-    form: CallForm,
+    form: CallFormat,
     functions: Mapping[str, Mapping[str, Any]],
     *,
     several: bool = True,
@@ -96,29 +96,29 @@ def either_grammar(*grammars: str) -> str:
     return _composed(f"start: {' | '.join(f'@{name}' for name in names)}", dict(zip(names, grammars, strict=True)))
 
 
-def after_thinking_grammar(
-    grammar: str, *, begin: str, end: str, is_thinking: bool, tokens: Mapping[str, int] = _NO_TOKENS
+def after_reasoning_grammar(
+    grammar: str, *, begin: str, end: str, in_reasoning: bool, tokens: Mapping[str, int] = _NO_TOKENS
 ) -> str:
-    """Text of a grammar after thoughts that are free, up to the mark that ends them.
+    """Text of a grammar after free reasoning, up to the mark that ends it.
 
-    ``is_thinking`` says that there are thoughts, whose first mark may be missing; else there may be none.
+    ``in_reasoning`` says that there is reasoning, whose first mark may be missing; else there may be none.
     """
-    start = "start: thoughts SPACE @answer" if is_thinking else "start: (thoughts SPACE)? @answer"
-    free = "(?s:.*)" if is_thinking else f"\\s*{re.escape(begin)}(?s:.*)"
+    start = "start: reasoning SPACE @answer" if in_reasoning else "start: (reasoning SPACE)? @answer"
+    free = "(?s:.*)" if in_reasoning else f"\\s*{re.escape(begin)}(?s:.*)"
     if end in tokens:
-        thoughts = (
-            f"thoughts: ({_marked(begin, tokens)}){'?' * is_thinking} FREE? {_marked(end, tokens)}\nFREE: /(?s:.*)/"
+        reasoning = (
+            f"reasoning: ({_marked(begin, tokens)}){'?' * in_reasoning} FREE? {_marked(end, tokens)}\nFREE: /(?s:.*)/"
         )
     else:
-        thoughts = f"thoughts[lazy]: {_regex(free + re.escape(end))}"
-    return _composed(f"{start}\nSPACE: /\\s{{0,4}}/\n{thoughts}", {"answer": grammar})
+        reasoning = f"reasoning[lazy]: {_regex(free + re.escape(end))}"
+    return _composed(f"{start}\nSPACE: /\\s{{0,4}}/\n{reasoning}", {"answer": grammar})
 
 
 def check_grammar(grammar: str) -> None:
     """Raises InvalidRequestError with llguidance's words when it can't keep to a grammar."""
-    complaint = LLMatcher.validate_grammar(grammar)
-    if complaint and not complaint.startswith("WARNING"):
-        raise InvalidRequestError(f"the grammar can't be kept to: {complaint}", field="grammar")
+    defect = LLMatcher.validate_grammar(grammar)
+    if defect and not defect.startswith("WARNING"):
+        raise InvalidRequestError(f"the grammar can't be kept to: {defect}", field="grammar")
 
 
 def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
         raise InvalidRequestError(f"the parameters of {name!r}: {error}", field="grammar") from error
 
 
-def _words_before(form: CallForm, rest: str, tokens: Mapping[str, int]) -> list[str]:
+def _words_before(form: CallFormat, rest: str, tokens: Mapping[str, int]) -> list[str]:
     """Rules for words without the mark, or up to it and then calls."""
     opening = form.opening + form.begin
     mark = next((text for text in tokens if opening.startswith(text)), form.mark.rstrip())

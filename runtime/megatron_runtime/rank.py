@@ -153,13 +153,13 @@ def _choose_device(link: ParentLink) -> torch.device:
 
 def _join_replica(link: ParentLink) -> Ranks:
     """Meets the other ranks of this copy of the model, if there are any."""
-    from megatron_runtime.parallel.lone_rank import LoneRank
-    from megatron_runtime.parallel.rendezvous import join_replica
+    from megatron_runtime.parallel.join import join_replica
+    from megatron_runtime.parallel.single_rank import SingleRank
 
     sizes = _sizes(link)
     if sizes.ranks_per_replica == 1:
-        return LoneRank(link.options["group"])
-    host, port = link.options["meeting_place"]
+        return SingleRank(link.options["group"])
+    host, port = link.options["rendezvous_address"]
     _report_phase(link, RankPhase.RENDEZVOUS)
     try:
         return join_replica(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.parallel.lone_rank import LoneRank
+from megatron_runtime.parallel.single_rank import LoneRank
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 

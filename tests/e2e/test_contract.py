@@ -43,7 +43,7 @@ from megatron_runtime.launch.options import (
     ModelSource,
 )
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
-from megatron_runtime.launch.tasks import first_rank, meeting_place
+from megatron_runtime.launch.tasks import first_rank, rendezvous_address
 from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT
 from megatron_runtime.processes.supervisor import ChildEnd
@@ -161,7 +161,7 @@ def test_the_pods_of_a_group_are_understood_as_parts_of_one_copy() -> None:
     options = [options_of(rendered(replace(LEADER, index=index, leader=not index), **spread)) for index in range(3)]
     assert [(first_rank(each), each.group_ranks) for each in options] == [(0, 3), (3, 3), (6, 2)]
     assert [each.spans_pods for each in options] == [True] * 3
-    places = [meeting_place(each) for each in options]
+    places = [rendezvous_address(each) for each in options]
     assert places == [(HOST, names.RENDEZVOUS_PORT), *[("smollm2-0-3-0.smollm2-pods.default.svc", 29500)] * 2]
     assert [port["containerPort"] for port in rendered()["ports"] if port["name"] == "rendezvous"] == [29500]
     for each in options:

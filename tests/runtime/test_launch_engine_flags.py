@@ -15,7 +15,7 @@ from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.tasks import rank_plan, rank_task
-from megatron_runtime.parallel.lone_rank import LoneRank
+from megatron_runtime.parallel.single_rank import SingleRank
 
 FACTS = CheckpointFacts(
     path="/m", architecture="llama", parameters=1000, longest=512, layers=4, kv_heads=2, head_dim=16
@@ -58,7 +58,7 @@ def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_kind_of_log_probs_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], mode: str) -> None:
     given = rank_options(*flags)
     sizes = {name: given[name] for name in ("max_sequence_length", "kv_cache_bytes")}
-    assert rank._inference_config(given["engine"] | sizes, LoneRank()).logprobs_mode == mode
+    assert rank._inference_config(given["engine"] | sizes, SingleRank()).logprobs_mode == mode
 
 
 def test_an_unknown_kind_of_log_probs_is_refused_in_words(tmp_path: Path) -> None:

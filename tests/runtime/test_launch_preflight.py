@@ -15,7 +15,13 @@ from megatron_runtime.launch.memory import AvailableMemory, available_memory, us
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.preflight import RANK_OVERHEAD, element_bytes, plan_engine
 from megatron_runtime.launch.quantity import format_bytes, parse_bytes
-from megatron_runtime.launch.tasks import compute_environment, first_rank, meeting_place, rank_task, threads_per_rank
+from megatron_runtime.launch.tasks import (
+    compute_environment,
+    first_rank,
+    rank_task,
+    rendezvous_address,
+    threads_per_rank,
+)
 
 FACTS = CheckpointFacts(
     path="/m", architecture="llama", parameters=1000, longest=512, layers=4, kv_heads=2, head_dim=16
@@ -176,12 +182,12 @@ def test_the_ranks_of_a_copy_are_counted_through_its_pods(options: LaunchOptions
 
 
 def test_the_pods_of_a_copy_meet_in_the_first_one(options: LaunchOptions) -> None:
-    assert meeting_place(pod_of_three_ranks(options, 0)) == ("127.0.0.1", 29500)
-    assert meeting_place(pod_of_three_ranks(options, 1)) == ("first.pod", 29500)
-    alone = meeting_place(with_engine(options, tensor_parallel=2))
+    assert rendezvous_address(pod_of_three_ranks(options, 0)) == ("127.0.0.1", 29500)
+    assert rendezvous_address(pod_of_three_ranks(options, 1)) == ("first.pod", 29500)
+    alone = rendezvous_address(with_engine(options, tensor_parallel=2))
     assert alone is not None
     assert alone[0] == "127.0.0.1"
-    assert meeting_place(options) is None
+    assert rendezvous_address(options) is None
 
 
 @pytest.mark.parametrize(

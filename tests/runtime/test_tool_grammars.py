@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from megatron_runtime import guides
-from megatron_runtime.call_form import CallForm
+from megatron_runtime.call_format import CallFormat
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
 from megatron_runtime.server.messages.tool_parsers.formats import TOOL_FORMATS
@@ -41,7 +41,7 @@ def lets_through(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-def written(form: CallForm, *calls: tuple[str, Any]) -> str:
+def written(form: CallFormat, *calls: tuple[str, Any]) -> str:
     objects = (json.dumps({"name": name, form.arguments: value}, ensure_ascii=False) for name, value in calls)
     return form.opening + form.separator.join(form.begin + text + form.end for text in objects) + form.closing
 
@@ -65,11 +65,11 @@ def test_only_calls_of_the_functions_with_arguments_of_their_schemas_pass(tokeni
     [
         (TOOL_FORMATS["hermes"].form, {}),
         (TOOL_FORMATS["mistral"].form, {}),
-        (CallForm(begin=IMAGINED, end="|"), {IMAGINED: 1}),
-        (CallForm(opening=f"{IMAGINED}[", separator=", ", closing="]"), {IMAGINED: 1}),
+        (CallFormat(begin=IMAGINED, end="|"), {IMAGINED: 1}),
+        (CallFormat(opening=f"{IMAGINED}[", separator=", ", closing="]"), {IMAGINED: 1}),
     ],
 )
-def test_words_may_come_before_calls_or_alone(tokenizer: Tokenizer, form: CallForm, tokens: dict[str, int]) -> None:
+def test_words_may_come_before_calls_or_alone(tokenizer: Tokenizer, form: CallFormat, tokens: dict[str, int]) -> None:
     assert tokens == tokenizer.special_tokens(tokens)
     grammar = guides.calls_grammar(form, FUNCTIONS, or_words=True, tokens=tokens)
     calls = written(form, ("weather", {"city": "Paris"}))
@@ -85,12 +85,12 @@ def test_thoughts_are_free_and_what_follows_is_not(
 ) -> None:
     marks = tokenizer.special_tokens([begin, end]) if tokens is None else tokens
     answer = guides.either_grammar(guides.json_schema_grammar(FUNCTIONS["weather"]), guides.lark_grammar('start: "no"'))
-    for is_thinking, opening in ((True, ""), (True, begin), (False, begin)):
-        grammar = guides.after_thinking_grammar(answer, begin=begin, end=end, is_thinking=is_thinking, tokens=marks)
+    for in_reasoning, opening in ((True, ""), (True, begin), (False, begin)):
+        grammar = guides.after_reasoning_grammar(answer, begin=begin, end=end, in_reasoning=in_reasoning, tokens=marks)
         assert lets_through(tokenizer, grammar, opening + f'a {{}} "/" b{end}\n\n{{"city": "Paris"}}')
         assert lets_through(tokenizer, grammar, opening + f"{end}no")
         assert not lets_through(tokenizer, grammar, opening + f"a{end}yes")
-        assert lets_through(tokenizer, grammar, "no") is not is_thinking
+        assert lets_through(tokenizer, grammar, "no") is not in_reasoning
 
 
 def test_parameters_that_can_not_be_kept_to_are_refused_with_their_function() -> None:

@@ -127,7 +127,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         """Load other weights into the model in place; every rank calls it, with the same.
 
         Between `pause` and `unpause`, also while suspended. On an error the model keeps what it has.
-        Cached prefixes are forgotten; requests under way go on with the new weights, and, unless a suspension dropped
+        Cached prefixes are forgotten; requests in flight go on with the new weights, and, unless a suspension dropped
         them, with the keys and values that they have.
 
         Args:

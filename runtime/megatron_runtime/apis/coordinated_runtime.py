@@ -208,7 +208,7 @@ class CoordinatedRuntime:
                 async with asyncio.timeout(TRANSITION_SECONDS):
                     await asyncio.wait({self._attached.task})
                 self._client.shutdown_coordinator()
-        await asyncio.to_thread(self._group.dismiss)
+        await asyncio.to_thread(self._group.release_followers)
         await self.close()
 
     async def close(self) -> None:

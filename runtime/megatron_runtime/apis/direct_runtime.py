@@ -87,13 +87,13 @@ class DirectRuntime:
         first = self._ranks.position.is_first
         shared = self._ranks.share_inbox(msgpack.packb((seeds, mine)) if first else None)
         seeds, theirs = msgpack.unpackb(shared)
-        complaint = None
+        mismatch = None
         if theirs != mine:
-            complaint = (
+            mismatch = (
                 f"{self._ranks.position} is asked for something else than rank 0 of its replica; in direct mode every "
                 "rank of a replica calls generate with the same prompts and parameters"
             )
-        if (heard := self._ranks.first_complaint(complaint)) is not None:
+        if (heard := self._ranks.first_error(mismatch)) is not None:
             raise InvalidRequestError(heard, field="prompts")
         return [_with_seed(each, seed) for each, seed in zip(params, seeds, strict=True)]
 

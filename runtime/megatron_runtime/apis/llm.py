@@ -88,7 +88,7 @@ class MegatronLLM(_MegatronLLMBase):
         """Load other weights into the model in place; every rank calls it, with the same.
 
         In coordinator mode between `pause` and `unpause`, also while suspended. On an error the model keeps what it
-        has. Cached prefixes are forgotten; requests under way go on with the new weights, and, unless a suspension
+        has. Cached prefixes are forgotten; requests in flight go on with the new weights, and, unless a suspension
         dropped them, with the keys and values that they have.
 
         Args:

@@ -21,7 +21,7 @@ def split_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     if isinstance(prompts, str):
         return [prompts], True
     if not isinstance(prompts, list):
-        raise TypeError(_complaint(f"a {type(prompts).__name__}"))
+        raise TypeError(_wrong_type(f"a {type(prompts).__name__}"))
     if not prompts:
         return [], False
     if all(_is_token(item) for item in prompts):
@@ -30,7 +30,7 @@ def split_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
         return prompts, False
     if all(isinstance(item, list) and all(_is_token(token) for token in item) for item in prompts):
         return prompts, False
-    raise TypeError(_complaint(f"a list of {', '.join(sorted({type(item).__name__ for item in prompts}))}"))
+    raise TypeError(_wrong_type(f"a list of {', '.join(sorted({type(item).__name__ for item in prompts}))}"))
 
 
 def refuse_media(multi_modal_data: Any) -> None:
@@ -63,5 +63,5 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _complaint(found: str) -> str:
+def _wrong_type(found: str) -> str:
     return f"prompts must be text, a list of token ids, a list of texts or a list of token id lists, not {found}"

@@ -16,7 +16,7 @@ from megatron_runtime.data_parallel_inference_coordinator import states
 from megatron_runtime.data_parallel_inference_coordinator.core import CoordinatorSettings, Core
 from megatron_runtime.data_parallel_inference_coordinator.handlers import handlers
 from megatron_runtime.data_parallel_inference_coordinator.socket_loop import RouterSocket
-from megatron_runtime.data_parallel_inference_coordinator.weight_updates import ServiceWeights
+from megatron_runtime.data_parallel_inference_coordinator.weight_rollout import ServiceWeights
 from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.inference_request import compute_block_hashes
 
@@ -116,7 +116,7 @@ class DataParallelInferenceCoordinator:
         first_revision = time.time_ns() // 1_000_000
         self._core = Core(settings, handlers(), time.monotonic, first_revision, self.compute_request_hashes)
         self._router_socket = RouterSocket(host, inference_coordinator_port, key)
-        self._router_socket.on_refused = lambda: self._core.complaints.add("a connection without the right key")
+        self._router_socket.on_refused = lambda: self._core.protocol_errors.add("a connection without the right key")
         self.address = self._router_socket.address
         """Where engines and clients connect to: ``tcp://host:port``."""
         self.on_tick: Callable[[], None] = lambda: None
@@ -158,7 +158,7 @@ class DataParallelInferenceCoordinator:
     @property
     def state(self) -> states.CoordinatorState:
         """Where the service is, or is on its way to."""
-        return self._core.service.wish
+        return self._core.lifecycle.wish
 
     # Routing
 
@@ -227,7 +227,7 @@ class DataParallelInferenceCoordinator:
     # The loop
 
     def start(self) -> None:
-        """Run until told to end; then write the schedule and close the socket."""
+        """Run until told to end; then write the routing trace and close the socket."""
         core = self._core
         next_tick = core.clock()
         try:
@@ -243,7 +243,7 @@ class DataParallelInferenceCoordinator:
                 core.tell_subscribers()
                 self._flush()
         finally:
-            core.schedule.write()
+            core.routing_trace.write()
             self._router_socket.close()
 
     def _flush(self) -> None:

@@ -37,7 +37,7 @@ def main() -> None:
         sys.exit(EXIT_FAILURE)
     signal.signal(signal.SIGTERM, lambda *_: coordinator.stop())
     if link.options.get("schedule_output_path") is not None:
-        link.take_death_of_parent_as(signal.SIGTERM)  # the schedule is written at the end
+        link.take_death_of_parent_as(signal.SIGTERM)  # the routing trace is written at the end
     coordinator.on_tick = partial(_tick, link, coordinator)
     coordinator.on_weights = lambda weights: link.report(weights=weights)
     link.report(phase="Serving", address=coordinator.address)

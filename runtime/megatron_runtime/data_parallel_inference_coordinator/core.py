@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator.dispatcher import Dispatcher
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.lifecycle_controller import LifecycleController
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
-from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedule
-from megatron_runtime.data_parallel_inference_coordinator.service import Service
+from megatron_runtime.data_parallel_inference_coordinator.routing_trace import RoutingTrace
 from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
-from megatron_runtime.data_parallel_inference_coordinator.weight_updates import ServiceWeights, WeightUpdates
+from megatron_runtime.data_parallel_inference_coordinator.weight_rollout import ServiceWeights, WeightRollout
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage, Message, decode
-from megatron_runtime.wire.complaints import Complaints
+from megatron_runtime.wire.protocol_errors import ProtocolErrors
 from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
@@ -86,28 +86,30 @@ class Core:
         self.epoch = secrets.token_hex(8)
         self.stopping = False
         self.outbox = Outbox()
-        self.complaints = Complaints(clock)
+        self.protocol_errors = ProtocolErrors(clock)
         self.clients: dict[bytes, ClientEntry] = {}
         self.engines = EngineRegistry(sort_by_group=settings.deterministic_mode)
         self.router = Router(settings.policy, alpha=settings.routing_alpha, max_requests=settings.max_requests)
-        self.schedule = Schedule(settings.schedule_output_path, settings.policy.value, settings.data_parallel_size)
+        self.routing_trace = RoutingTrace(
+            settings.schedule_output_path, settings.policy.value, settings.data_parallel_size
+        )
         self.dispatcher = Dispatcher(
             engines=self.engines,
             clients=self.clients,
             router=self.router,
             outbox=self.outbox,
-            complaints=self.complaints,
-            schedule=self.schedule,
+            protocol_errors=self.protocol_errors,
+            routing_trace=self.routing_trace,
             request_timeout=settings.request_timeout,
         )
-        self.weights = WeightUpdates(
+        self.weights = WeightRollout(
             engines=self.engines,
             outbox=self.outbox,
             latest=settings.initial_weights,
-            is_idle=lambda: self.service.is_idle,
-            state=lambda: self.service.state,
+            is_idle=lambda: self.lifecycle.is_idle,
+            state=lambda: self.lifecycle.state,
         )
-        self.service = Service(
+        self.lifecycle = LifecycleController(
             engines=self.engines,
             outbox=self.outbox,
             wish=settings.initial_state,
@@ -126,10 +128,10 @@ class Core:
                 raise MalformedMessage(f"{message.header.name} is not for the coordinator")
             handler(self, peer, message)
         except MalformedMessage as defect:
-            self.complaints.add(str(defect))
+            self.protocol_errors.add(str(defect))
         except Exception as failure:
             # The last line of defence: a defect of ours must cost one message, not the service.
-            self.complaints.add("a handler of the coordinator failed", failure)
+            self.protocol_errors.add("a handler of the coordinator failed", failure)
 
     def tick(self, now: float) -> None:
         """What time alone brings; call it about twice a second."""
@@ -144,13 +146,13 @@ class Core:
             else:
                 self.outbox.put(client.identity, Headers.BEAT, self.epoch)
         self.dispatcher.expire(now)
-        self.service.expire(now)
+        self.lifecycle.expire(now)
         self.weights.expire(now)
         self.outbox.release()
 
     def tell_subscribers(self) -> None:
         """Send the state of the service to those who wait for changes and have not seen this one."""
-        revision = self.service.revision
+        revision = self.lifecycle.revision
         behind = [client for client in self.clients.values() if client.subscribed and client.told_revision < revision]
         if behind:
             content = self.service_state().serialize()
@@ -161,14 +163,14 @@ class Core:
     def service_state(self) -> ServiceState:
         """The state of the service now."""
         return ServiceState(
-            state=self.service.state,
-            revision=self.service.revision,
+            state=self.lifecycle.state,
+            revision=self.lifecycle.revision,
             epoch=self.epoch,
             engines=tuple(engine.view() for engine in self.engines),
             unassigned_requests=len(self.dispatcher.waiting),
             outstanding_requests=len(self.dispatcher.requests),
             accepted_requests=self.dispatcher.next_request_id,
-            dropped_messages=self.complaints.total(),
+            dropped_messages=self.protocol_errors.total(),
         )
 
     def lose_engine(self, identity: bytes, reason: str, *, failed: bool = False) -> EngineEntry | None:
@@ -180,7 +182,7 @@ class Core:
             self.outbox.forget(identity)
             self.router.forget(identity)
             self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", now, failed=failed)
-            self.service.engine_gone(engine)
+            self.lifecycle.engine_gone(engine)
             self.weights.engine_gone(engine)
         return engine
 

@@ -8,12 +8,12 @@ from megatron_runtime.data_parallel_inference_coordinator.engines import EngineE
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry, RequestEntry
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
-from megatron_runtime.data_parallel_inference_coordinator.schedule import Schedule
+from megatron_runtime.data_parallel_inference_coordinator.routing_trace import RoutingTrace
 from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage
-from megatron_runtime.wire.complaints import Complaints
 from megatron_runtime.wire.items import Assignment, Failure, Finished, Forwarded, Progress, Submission
+from megatron_runtime.wire.protocol_errors import ProtocolErrors
 
 CLAIM_SECONDS = 30.0
 """How long an engine that registers with unknown requests is let work on them, until their client shows up."""
@@ -39,16 +39,16 @@ class Dispatcher:
         clients: Mapping[bytes, ClientEntry],
         router: Router,
         outbox: Outbox,
-        complaints: Complaints,
-        schedule: Schedule,
+        protocol_errors: ProtocolErrors,
+        routing_trace: RoutingTrace,
         request_timeout: float,
     ) -> None:
         self._engines = engines
         self._clients = clients
         self._router = router
         self._outbox = outbox
-        self._complaints = complaints
-        self._schedule = schedule
+        self._protocol_errors = protocol_errors
+        self._routing_trace = routing_trace
         self._request_timeout = request_timeout
         self.requests: dict[bytes, RequestEntry] = {}
         self.waiting: dict[bytes, RequestEntry] = {}
@@ -90,7 +90,7 @@ class Dispatcher:
             try:
                 missing = entry.made_since(submission.received)
             except MalformedMessage as defect:
-                self._complaints.add(f"stored tokens: {defect}")
+                self._protocol_errors.add(f"stored tokens: {defect}")
                 return
             item = Forwarded(entry.uuid, submission.received, len(missing.tokens))
             self._outbox.add(client.identity, Headers.ENGINE_REPLY_PARTIAL, item, missing.pack())
@@ -143,7 +143,7 @@ class Dispatcher:
             # Messages in between were lost with a connection: the engine answers a repeated hand-out with all of them.
             self._hand_out(entry, engine)
             return
-        entry.stretches.append(body)
+        entry.chunks.append(body)
         entry.token_count += item.length
         if entry.streaming and entry.client:
             forwarded = Forwarded(item.uuid, item.start, item.length)
@@ -170,11 +170,11 @@ class Dispatcher:
         if entry is not None and entry.engine == engine.identity:
             if entry.dispatch == dispatch:
                 return entry
-            self._complaints.add("reply to an earlier hand-out")
+            self._protocol_errors.add("reply to an earlier hand-out")
             return None
         claim = self._claims.get(uuid)
         if claim is None or claim[0] is not engine:
-            self._complaints.add("reply to a request that this engine does not own")
+            self._protocol_errors.add("reply to a request that this engine does not own")
             self._release(engine, uuid)
         return None
 
@@ -230,14 +230,14 @@ class Dispatcher:
             self.waiting[entry.uuid] = entry
             return
         self._router.record(engine.identity, entry.hashes)
-        self._schedule.record(entry.server_id, engine.group, len(entry.hashes))
+        self._routing_trace.record(entry.server_id, engine.group, len(entry.hashes))
         self._hand_out(entry, engine)
 
     def _hand_out(self, entry: RequestEntry, engine: EngineEntry) -> None:
         try:
             body = entry.body_to_hand_out()
         except MalformedMessage as defect:
-            self._complaints.add(f"stored request: {defect}")
+            self._protocol_errors.add(f"stored request: {defect}")
             self.fail(entry, EngineError(f"its tokens so far can't be handed to another engine: {defect}"))
             return
         entry.dispatch += 1

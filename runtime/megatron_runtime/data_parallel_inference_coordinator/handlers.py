@@ -103,12 +103,12 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
     engine = core.engines.register(peer, registration, now)
     logger.info("%s registered, %s", engine.name, engine.state.value)
     core.outbox.put(peer, Headers.REGISTER_ACK, core.epoch)
-    core.service.touch()
+    core.lifecycle.touch()
     core.dispatcher.reconcile(engine, registration.claims, now)
     for outdated in core.weights.engine_registered(engine, registration.weights_path):
         outdated.ready = False
-        core.service.steer(outdated, now)
-    core.service.steer(engine, now)
+        core.lifecycle.steer(outdated, now)
+    core.lifecycle.steer(engine, now)
 
 
 def _heartbeat(core: Core, peer: bytes, message: Message) -> None:
@@ -119,7 +119,7 @@ def _heartbeat(core: Core, peer: bytes, message: Message) -> None:
     engine = _engine(core, peer)
     state, load = arguments(message, 2)
     engine.load = EngineLoad.parse(load)
-    core.service.engine_reports(engine, engine_state(state), core.clock())
+    core.lifecycle.engine_reports(engine, engine_state(state), core.clock())
 
 
 def _submit(core: Core, peer: bytes, message: Message) -> None:
@@ -137,7 +137,7 @@ def _hashes(core: Core, body: bytes) -> list[int]:
     try:
         return core.hash_prompt(RequestBody.unpack(body).prompt)
     except Exception as failure:
-        core.complaints.add("a prompt that can't be hashed", failure)
+        core.protocol_errors.add("a prompt that can't be hashed", failure)
         return []
 
 
@@ -169,7 +169,7 @@ def _state(core: Core, peer: bytes, message: Message) -> None:
     elif state is EngineState.RESUMED:
         raise MalformedMessage("RESUMED is an event, not a state")
     else:
-        core.service.engine_reports(engine, state, core.clock())
+        core.lifecycle.engine_reports(engine, state, core.clock())
 
 
 def _signal(core: Core, peer: bytes, message: Message) -> None:
@@ -177,7 +177,7 @@ def _signal(core: Core, peer: bytes, message: Message) -> None:
     call_id, timeout = arguments(message, 2)
     now = core.clock()
     deadline = now + seconds(timeout, "timeout")
-    core.service.signal(client.identity, natural(call_id, "call id"), message.header, deadline, now)
+    core.lifecycle.signal(client.identity, natural(call_id, "call id"), message.header, deadline, now)
 
 
 def _update_weights(core: Core, peer: bytes, message: Message) -> None:
@@ -191,8 +191,8 @@ def _weights_updated(core: Core, peer: bytes, message: Message) -> None:
     engine = _engine(core, peer)
     version, error = arguments(message, 2)
     if core.weights.engine_reports(engine, natural(version, "version"), text(error, "error")):
-        core.service.touch()
-        core.service.steer(engine, core.clock())
+        core.lifecycle.touch()
+        core.lifecycle.steer(engine, core.clock())
         return
     reason = f"it can't have the weights that the others have: {error}"
     logger.warning("refused %s: %s", engine.name, reason)
@@ -205,7 +205,7 @@ def _service_state(core: Core, peer: bytes, message: Message) -> None:
     call_id, subscribe = arguments(message, 2)
     call_id = natural(call_id, "call id")
     client.subscribed = client.subscribed or flag(subscribe, "subscribe")
-    client.told_revision = core.service.revision
+    client.told_revision = core.lifecycle.revision
     core.outbox.put(peer, Headers.SERVICE_STATE, call_id, core.service_state().serialize())
 
 
@@ -214,7 +214,7 @@ def _drain(core: Core, peer: bytes, message: Message) -> None:
     arguments(message, 0)
     engine.draining = True
     core.outbox.release()
-    core.service.touch()
+    core.lifecycle.touch()
 
 
 def _disconnect(core: Core, peer: bytes, message: Message) -> None:

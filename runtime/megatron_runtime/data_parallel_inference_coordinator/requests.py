@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_runtime.wire.bodies import RequestBody, Stretch
+from megatron_runtime.wire.bodies import RequestBody, TokenChunk
 
 
 @dataclass(eq=False, slots=True)
@@ -25,11 +25,11 @@ class RequestEntry:
     streaming: bool
     body: bytes
     token_count: int
-    """Tokens made so far: those in the body and those in ``stretches``."""
+    """Tokens made so far: those in the body and those in ``chunks``."""
     hashes: list[int]
     waiting_since: float
     """When it last began to wait for an engine."""
-    stretches: list[bytes] = field(default_factory=list)
+    chunks: list[bytes] = field(default_factory=list)
     engine: bytes | None = None
     dispatch: int = 0
     losses: int = 0
@@ -45,16 +45,16 @@ class RequestEntry:
         Raises:
             MalformedMessage: The body or a partial reply can't be read.
         """
-        if self.stretches:
+        if self.chunks:
             request = RequestBody.unpack(self.body)
-            for packed in self.stretches:
-                request.generated.extend(Stretch.unpack(packed))
+            for packed in self.chunks:
+                request.generated.extend(TokenChunk.unpack(packed))
             self.body = request.pack()
             self.token_count = len(request.generated.tokens)
-            self.stretches = []
+            self.chunks = []
         return self.body
 
-    def made_since(self, start: int) -> Stretch:
+    def made_since(self, start: int) -> TokenChunk:
         """The tokens from number ``start`` on, for a client that lost some partial replies.
 
         Raises:

@@ -59,7 +59,7 @@ class DynamicInferenceEngine(RunningEngine):
             block_size_tokens=context.block_size_tokens,
             chunked_prefill=self.config.enable_chunked_prefill,
             paused_blocks=context.limits.paused_blocks,
-            passes_under_way=controller.model.ranks.position.sizes.pipeline,
+            passes_in_flight=controller.model.ranks.position.sizes.pipeline,
         )
         self.scheduler = Scheduler(limits, context.allocator)
         self._admission = Admission(
@@ -162,7 +162,7 @@ class DynamicInferenceEngine(RunningEngine):
     def step_modern(self) -> StepResult:
         """Advance every running request by one pass, and report what ended and what came.
 
-        In a pipeline a pass is begun, and the oldest of those that are under way, one for each stage, is settled.
+        In a pipeline a pass is begun, and the oldest of those that are in flight, one for each stage, is settled.
 
         Raises:
             EngineSuspendedError: The engine is suspended.
@@ -174,8 +174,8 @@ class DynamicInferenceEngine(RunningEngine):
         self._passes.run_pass()
         result = self._report(started)
         if self._log.note_step(self, result):
-            # A request gets one token while each of the passes that are under way takes a step.
-            seconds = result["step_time"] * (self._passes.num_under_way + 1)
+            # A request gets one token while each of the passes that are in flight takes a step.
+            seconds = result["step_time"] * (self._passes.num_in_flight + 1)
             self._requests.note_step_time(result["active_request_ids"], seconds)
         return result
 
@@ -197,8 +197,8 @@ class DynamicInferenceEngine(RunningEngine):
         unused = (request_id for request_id in self._ids if request_id not in self._requests)
         return serve_batch(self, unused, prompts, sampling_params)
 
-    def assemble(self, occasion: str) -> None:
-        """Settle the passes of a pipeline that are under way; an engine of one rank has none, and waits for nobody."""
+    def barrier(self, occasion: str) -> None:
+        """Settle the passes of a pipeline that are in flight; an engine of one rank has none, and waits for nobody."""
         del occasion
         self._passes.settle_all()
 
@@ -320,7 +320,7 @@ class DynamicInferenceEngine(RunningEngine):
             prompt_tokens_total=self._passes.prompt_tokens_total,
             generated_tokens_total=self._passes.generated_tokens_total,
             evictions_total=self._passes.evictions_total,
-            kv_blocks_evictable=self.context.allocator.num_resting,
+            kv_blocks_evictable=self.context.allocator.num_evictable,
             cached_tokens_total=self._passes.cached_tokens_total,
             prefix_hits_total=self._passes.prefix_hits_total,
             paused=self.scheduler.num_paused,

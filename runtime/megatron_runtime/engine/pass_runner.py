@@ -1,4 +1,4 @@
-"""One pass after the other: schedule, run, settle. In a pipeline a pass for each stage is under way."""
+"""One pass after the other: schedule, run, settle. In a pipeline a pass for each stage is in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 
 @dataclass(frozen=True)
 class _Pass:
-    """One that is under way."""
+    """One that is in flight."""
 
     slices: list[SequenceSlice]
     requests: list[TrackedRequest]
@@ -48,7 +48,7 @@ class PassRunner:
         self._context = context
         self._scheduler = scheduler
         self._requests = requests
-        self._under_way: deque[_Pass] = deque()
+        self._in_flight: deque[_Pass] = deque()
         self.prompt_tokens_total = 0
         self.generated_tokens_total = 0
         self.evictions_total = 0
@@ -56,12 +56,12 @@ class PassRunner:
         self.prefix_hits_total = 0
 
     @property
-    def num_under_way(self) -> int:
+    def num_in_flight(self) -> int:
         """Passes that are begun and not settled."""
-        return len(self._under_way)
+        return len(self._in_flight)
 
     def run_pass(self) -> None:
-        """Begin a pass, and settle the oldest one, unless there is work for another one that may be under way.
+        """Begin a pass, and settle the oldest one, unless there is work for another one that may be in flight.
 
         Once each running request has been in a pass, one pass begins as another one ends. A pass that the model fails
         can be repeated.
@@ -69,15 +69,15 @@ class PassRunner:
         schedule = self._scheduler.schedule()
         self._apply(schedule)
         if schedule.slices:
-            self._under_way.append(self._begin(schedule.slices))
-        is_full = len(self._under_way) == self._scheduler.limits.passes_under_way
-        if self._under_way and (is_full or not schedule.slices or not self._scheduler.has_idle):
-            self._settle(self._under_way.popleft())
+            self._in_flight.append(self._begin(schedule.slices))
+        is_full = len(self._in_flight) == self._scheduler.limits.passes_in_flight
+        if self._in_flight and (is_full or not schedule.slices or not self._scheduler.has_idle):
+            self._settle(self._in_flight.popleft())
 
     def settle_all(self) -> None:
-        """Wait for the passes that are under way."""
-        while self._under_way:
-            self._settle(self._under_way.popleft())
+        """Wait for the passes that are in flight."""
+        while self._in_flight:
+            self._settle(self._in_flight.popleft())
 
     def evict_all(self) -> None:
         """Take every running request's cache away; they are computed again from their tokens."""
@@ -190,6 +190,6 @@ class PassRunner:
             token,
             blocks_total=allocator.num_blocks,
             blocks_hashed_total=known,
-            blocks_hashed_active=None if known is None else known - allocator.num_resting,
+            blocks_hashed_active=None if known is None else known - allocator.num_evictable,
             blocks_ref_count=None if known is None else allocator.num_owners,
         )

@@ -37,7 +37,7 @@ class RunningEngine(ABC):
         """End every unfinished request with the error."""
 
     @abstractmethod
-    def assemble(self, occasion: str) -> None:
+    def barrier(self, occasion: str) -> None:
         """Wait until everything that came before is done."""
 
     def attach(self, loop: AttachedLoop) -> None:

@@ -86,7 +86,7 @@ class StepLog:
 
 def _block_figures(allocator: BlockAllocator) -> Figures:
     """Allocated are the blocks that hold something, active those that a request owns."""
-    allocated = allocator.num_used + allocator.num_resting
+    allocated = allocator.num_used + allocator.num_evictable
     return {
         "total_blocks": allocator.num_blocks,
         "allocated_blocks": allocated,

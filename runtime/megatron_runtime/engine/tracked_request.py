@@ -72,7 +72,7 @@ class TrackedRequest:
 
     @property
     def current(self) -> DynamicInferenceRequest:
-        """The segment that is under way."""
+        """The segment that is in flight."""
         return self.record[-1]
 
     def begin(self, sequence: Sequence) -> FinishReason | None:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron_runtime.bell import Bell
 from megatron_runtime.errors import (
     CheckpointError,
     CoordinatorError,
@@ -18,6 +17,7 @@ from megatron_runtime.errors import (
     TransitionTimeoutError,
 )
 from megatron_runtime.headers import Headers
+from megatron_runtime.notifier import Notifier
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import arguments, natural
@@ -39,7 +39,7 @@ _ARRIVED = {
 
 
 @dataclass(eq=False)
-class _Call:
+class _PendingCall:
     header: Headers
     args: tuple[Any, ...]
     answer: asyncio.Future[Any]
@@ -59,10 +59,10 @@ class ClientCalls:
         self._dealer = dealer
         self._why_unreachable = why_unreachable
         self._transition_timeout = transition_timeout
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _PendingCall] = {}
         self._ids = itertools.count()
         self._latest: ServiceState | None = None
-        self._news = Bell()
+        self._news = Notifier()
         self.is_open = False
 
     def open(self) -> None:
@@ -117,7 +117,7 @@ class ClientCalls:
         call_id, content = arguments(message, 2)
         if message.header is Headers.SERVICE_STATE:
             self._latest = ServiceState.deserialize(content)
-            self._news.ring()
+            self._news.notify()
         elif not _is_signal_reply(content):
             raise MalformedMessage("not the answer to a signal")
         if call_id is None:
@@ -139,8 +139,8 @@ class ClientCalls:
         task.add_done_callback(_log_ignored_failure)
         return task
 
-    def _start(self, header: Headers, *args: Any) -> _Call:
-        call = _Call(header, args, asyncio.get_running_loop().create_future())
+    def _start(self, header: Headers, *args: Any) -> _PendingCall:
+        call = _PendingCall(header, args, asyncio.get_running_loop().create_future())
         call_id = next(self._ids)
         self._calls[call_id] = call
         call.answer.add_done_callback(lambda _: self._calls.pop(call_id, None))
@@ -148,7 +148,7 @@ class ClientCalls:
             self._dealer.send(header, call_id, *args)
         return call
 
-    async def _answer(self, call: _Call, limit: float) -> Any:
+    async def _answer(self, call: _PendingCall, limit: float) -> Any:
         try:
             async with asyncio.timeout(limit):
                 return await call.answer
@@ -156,7 +156,7 @@ class ClientCalls:
             why = "the coordinator is silent" if self.is_open else self._why_unreachable()
             raise CoordinatorError(f"no answer to {call.header.name.lower()} within {limit:g} s: {why}") from None
 
-    async def _await_done(self, call: _Call, limit: float) -> Any:
+    async def _await_done(self, call: _PendingCall, limit: float) -> Any:
         content = await self._answer(call, limit + ANSWER_GRACE_SECONDS)
         name, state = call.header.name.lower(), content["state"]
         if content["outcome"] == "timeout":

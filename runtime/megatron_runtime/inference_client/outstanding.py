@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_runtime.inference_client.result import StreamUpdate
-from megatron_runtime.wire.bodies import RequestBody, Stretch
+from megatron_runtime.wire.bodies import RequestBody, TokenChunk
 
 
 class RequestFuture(asyncio.Future[Any]):
@@ -43,7 +43,7 @@ class Outstanding:
     submitted: float = field(default_factory=time.perf_counter)
 
     @property
-    def received(self) -> Stretch:
+    def received(self) -> TokenChunk:
         """The tokens that the client has seen; part of the body, so that a resubmission carries them."""
         return self.body.generated
 

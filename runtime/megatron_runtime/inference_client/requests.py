@@ -23,7 +23,7 @@ from megatron_runtime.inference_client.outstanding import Outstanding, RequestFu
 from megatron_runtime.inference_client.result import InferenceResult, StreamUpdate
 from megatron_runtime.inference_request import DynamicInferenceRequest, compute_block_hashes
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.bodies import Prompt, RequestBody, Stretch
+from megatron_runtime.wire.bodies import Prompt, RequestBody, TokenChunk
 from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, is_list_of_integers, unpack_body
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import Failure, Forwarded, Submission, items, uuid_bytes
@@ -152,10 +152,10 @@ class ClientRequests:
         known = len(entry.received.tokens)
         if item.start > known or item.start + item.length <= known:
             return  # the final reply fills a gap; what is known is not repeated
-        stretch = Stretch.unpack(body)
-        if len(stretch.tokens) != item.length:
-            raise MalformedMessage("a stretch of tokens is not as long as its item says")
-        self._deliver(entry, stretch.since(known - item.start), finished=None)
+        chunk = TokenChunk.unpack(body)
+        if len(chunk.tokens) != item.length:
+            raise MalformedMessage("a chunk of tokens is not as long as its item says")
+        self._deliver(entry, chunk.since(known - item.start), finished=None)
 
     def _finish(self, request_uuid: bytes, body: bytes) -> None:
         entry = self._outstanding.get(request_uuid)
@@ -175,7 +175,7 @@ class ClientRequests:
         request = DynamicInferenceRequest.deserialize(content)
         if entry.on_update is not None:
             known = len(entry.received.tokens)
-            whole = Stretch(
+            whole = TokenChunk(
                 request.generated_tokens,
                 list(request.generated_log_probs or []),
                 request.generated_top_n_logprobs or [],
@@ -184,7 +184,7 @@ class ClientRequests:
         entry.future.set_result(InferenceResult([request], request.latency))
 
     @staticmethod
-    def _deliver(entry: Outstanding, news: Stretch, *, finished: DynamicInferenceRequest | None) -> None:
+    def _deliver(entry: Outstanding, news: TokenChunk, *, finished: DynamicInferenceRequest | None) -> None:
         assert entry.on_update is not None
         entry.received.extend(news)
         entry.on_update(StreamUpdate(news.tokens, news.log_probs, news.top_n_logprobs, finished))

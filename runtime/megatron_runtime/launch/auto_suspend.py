@@ -72,7 +72,7 @@ class AutoSuspend:
         self.is_asleep = is_idle
 
     def _advance(self) -> None:
-        """Take the step that leads on from where the service stands, unless one is under way."""
+        """Take the step that leads on from where the service stands, unless one is in flight."""
         if self._service is None or not self.is_asleep or self._sending is not None:
             return
         is_wanted = self._service.outstanding_requests > 0

@@ -18,10 +18,10 @@ from megatron_runtime.launch.inspection import CheckpointFacts, inspect_source
 from megatron_runtime.launch.leadership import Leadership
 from megatron_runtime.launch.memory import AvailableMemory, available_memory, usable_cores
 from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime.launch.pod_ranks import PodRanks
 from megatron_runtime.launch.pod_state import PodFacts, PodState
 from megatron_runtime.launch.ports import bind_control
 from megatron_runtime.launch.preflight import plan_engine
-from megatron_runtime.launch.rank_group import RankGroup
 from megatron_runtime.launch.tasks import RankPlan, rank_plan
 from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.processes.parent_link import EXIT_DRAINED, EXIT_FAILURE
@@ -66,7 +66,7 @@ class Launcher:
             options, self._state, key=self._key, on_failure=self._child_failed, on_change=self._note_restarts
         )
         self._frontends: PodFrontends | None = None
-        self._ranks: RankGroup | None = None
+        self._ranks: PodRanks | None = None
 
     async def run(self) -> int:
         """Serves until told to end or until it can't go on; returns the exit code. No process is left then."""
@@ -115,7 +115,7 @@ class Launcher:
 
     def _start_ranks(self, planned: RankPlan) -> None:
         """Starts the ranks, which take longest until they can begin; they load nothing before there is the plan."""
-        self._ranks = RankGroup(self._options, self._state, on_end=self._rank_ended, on_change=self._note_restarts)
+        self._ranks = PodRanks(self._options, self._state, on_end=self._rank_ended, on_change=self._note_restarts)
         self._ranks.start(planned, key=self._key)
 
     async def _bind(self) -> None:

@@ -220,9 +220,9 @@ class LaunchOptions:
                 f"fit into fewer pods of --ranks-per-pod {self.ranks_per_pod or ranks}"
             )
         if self.spans_pods:
-            self._check_meeting_place()
+            self._check_rendezvous_address()
 
-    def _check_meeting_place(self) -> None:
+    def _check_rendezvous_address(self) -> None:
         """What a pod has to know to meet the others of its group."""
         identity, ranks = self.identity, self.engine.ranks_per_group
         split = f"--ranks-per-pod {self.ranks_per_pod}: the {ranks} ranks of a copy of the model are in several pods"

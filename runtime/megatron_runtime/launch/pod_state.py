@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from megatron_runtime.bell import Bell
 from megatron_runtime.headers import EngineState
+from megatron_runtime.notifier import Notifier
 
 
 class RankPhase(StrEnum):
@@ -142,7 +142,7 @@ class PodState:
     def __init__(self, facts: PodFacts) -> None:
         self.facts = facts
         self.revision = 1
-        self._changed = Bell()
+        self._changed = Notifier()
 
     def update(self, **changes: Any) -> None:
         """Replaces fields of the facts; the revision grows if that makes a difference."""
@@ -150,7 +150,7 @@ class PodState:
         if self.facts == before:
             return
         self.revision += 1
-        self._changed.ring()
+        self._changed.notify()
 
     def update_rank(self, rank: int, **changes: Any) -> None:
         """Replaces fields of one rank's state; a rank not seen before starts in ``Starting``."""

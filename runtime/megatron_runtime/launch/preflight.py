@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_runtime.cpu_features import has_bfloat16
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions
 from megatron_runtime.launch.quantity import format_bytes
-from megatron_runtime.processor import has_bfloat16
 
 USUAL_KV_CACHE = 2**30
 RANK_OVERHEAD = 300 * 2**20

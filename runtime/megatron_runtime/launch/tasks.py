@@ -63,11 +63,11 @@ def rank_plan(facts: CheckpointFacts, plan: EnginePlan, *, address: str) -> dict
 
 def replica_tasks(options: LaunchOptions, plan: RankPlan, *, ranks: range, key: str | None) -> list[ChildTask]:
     """The ranks of one replica that are in this pod, for one start."""
-    place = meeting_place(options)
+    place = rendezvous_address(options)
     return [rank_task(options, plan, rank=rank, key=key, meeting=place) for rank in ranks]
 
 
-def meeting_place(options: LaunchOptions) -> tuple[str, int] | None:
+def rendezvous_address(options: LaunchOptions) -> tuple[str, int] | None:
     """Host and port where the ranks of a replica meet for one start; within a pod no other start uses the port."""
     identity = options.identity
     if options.engine.ranks_per_group == 1:
@@ -98,7 +98,7 @@ def rank_task(
             "group": rank // options.engine.ranks_per_group,
             "attempt": options.identity.attempt,
             "local_rank": rank - first_rank(options),
-            "meeting_place": meeting,
+            "rendezvous_address": meeting,
             "rendezvous_timeout": options.rendezvous_timeout,
             "parallel_sizes": options.engine.parallel_sizes,
             "engine": asdict(options.engine),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_runtime.cpu_features import has_bfloat16
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder import Decoder
@@ -26,7 +27,6 @@ from megatron_runtime.model.formats.weight_source import WeightSource
 from megatron_runtime.model.tokenizer import load_tokenizer
 from megatron_runtime.model.weights import ProgressCallback, load_weights
 from megatron_runtime.parallel.ranks import Ranks
-from megatron_runtime.processor import has_bfloat16
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What ``dtype`` may name, beside ``auto``."""

@@ -19,8 +19,8 @@ from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
 from megatron_runtime.model.shard import Shard
-from megatron_runtime.parallel.lone_rank import LoneRank
 from megatron_runtime.parallel.ranks import Ranks
+from megatron_runtime.parallel.single_rank import SingleRank
 
 
 class Decoder(nn.Module):
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = dtype
-        self.ranks: Ranks = LoneRank() if ranks is None else ranks
+        self.ranks: Ranks = SingleRank() if ranks is None else ranks
         self.shard = Shard(config, self.ranks.position)
         """What of the model is here."""
         self.embedding: Embedding | None = None

@@ -32,7 +32,7 @@ class KVCache:
         self.block_size_tokens = block_size_tokens
         self.dtype = dtype
         self.device = torch.device(device)
-        # Heads before tokens: what one head sees of a block is one stretch of memory.
+        # Heads before tokens: what one head sees of a block is one chunk of memory.
         self._shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size_tokens, config.head_dim)
         self._storage: Tensor | None = None
         self._offloaded: tuple[Tensor, Tensor] | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megatron_runtime.cpu_features import has_tiles
 from megatron_runtime.model.layers import Linear
-from megatron_runtime.processor import has_tiles
 
 _TILED_ROWS = 32
 """So many rows, or fewer, oneDNN's kernels of tiles (AMX) add up in one order; beyond, the order depends on how many

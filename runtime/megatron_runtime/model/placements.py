@@ -22,15 +22,15 @@ class Placement:
     view: Tensor
     """Into the weights."""
     stored: tuple[range, ...]
-    """Which stretches of the tensor's dimension ``dim`` fill the view, in order; of the other dimension all does."""
+    """Which chunks of the tensor's dimension ``dim`` fill the view, in order; of the other dimension all does."""
     dim: int = 0
 
     def pieces(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
         """Parts of the view, and where in the tensor the part begins that fills each."""
-        for part, stretch in zip(
+        for part, chunk in zip(
             torch.split(self.view, [len(each) for each in self.stored], self.dim), self.stored, strict=True
         ):
-            yield part, tuple(stretch.start if dim == self.dim else 0 for dim in range(self.view.dim()))
+            yield part, tuple(chunk.start if dim == self.dim else 0 for dim in range(self.view.dim()))
 
 
 Placements = Iterator[tuple[str, Placement]]
@@ -73,11 +73,11 @@ def norm_placements(norm: nn.Module, name: str, channels: range | None = None) -
 class _Part:
     """Some rows or columns of a stored matrix that has ``total``."""
 
-    stretch: range
+    chunk: range
     total: int
 
     def shift(self, by: int) -> range:
-        return range(self.stretch.start + by, self.stretch.stop + by)
+        return range(self.chunk.start + by, self.chunk.stop + by)
 
 
 def _attention(attention: SelfAttention, names: TensorNames, shard: Shard) -> Placements:
@@ -86,10 +86,8 @@ def _attention(attention: SelfAttention, names: TensorNames, shard: Shard) -> Pl
     keys = _heads(shard.kv_heads, config.num_kv_heads, size)
     if attention.query_norm is not None and attention.key_norm is not None:
         together = attention.norms_whole_projection
-        yield from norm_placements(
-            attention.query_norm, names.query_norm, queries.stretch if together else None
-        ).items()
-        yield from norm_placements(attention.key_norm, names.key_norm, keys.stretch if together else None).items()
+        yield from norm_placements(attention.query_norm, names.query_norm, queries.chunk if together else None).items()
+        yield from norm_placements(attention.key_norm, names.key_norm, keys.chunk if together else None).items()
     yield from _rows(attention.qkv, names.qkv, [queries, keys, keys], names)
     yield from _columns(attention.output, names.attention_output, queries, names)
 
@@ -121,23 +119,23 @@ def _experts(experts: Experts, names: TensorNames, shard: Shard) -> Placements:
 def _rows(linear: Linear, stored: Sequence[str], parts: Sequence[_Part], names: TensorNames) -> Placements:
     """The rows of a fused matrix, and of its bias if it has one: ``parts`` of as many tensors, or of one with all."""
     if len(stored) == len(parts):
-        stretches: list[tuple[range, ...]] = [(part.stretch,) for part in parts]
+        chunks: list[tuple[range, ...]] = [(part.chunk,) for part in parts]
     else:
         before = [sum(part.total for part in parts[:index]) for index in range(len(parts))]
-        stretches = [tuple(part.shift(by) for part, by in zip(parts, before, strict=True))]
-    sizes = [sum(map(len, each)) for each in stretches]
-    for name, weight, each in zip(stored, torch.split(linear.weight, sizes), stretches, strict=True):
+        chunks = [tuple(part.shift(by) for part, by in zip(parts, before, strict=True))]
+    sizes = [sum(map(len, each)) for each in chunks]
+    for name, weight, each in zip(stored, torch.split(linear.weight, sizes), chunks, strict=True):
         yield f"{name}.weight", _matrix(weight, each, 0, names)
     if linear.bias is not None:
-        for name, bias, each in zip(stored, torch.split(linear.bias, sizes), stretches, strict=True):
+        for name, bias, each in zip(stored, torch.split(linear.bias, sizes), chunks, strict=True):
             yield f"{name}.bias", Placement(bias, each)
 
 
 def _columns(linear: Linear, stored: str, part: _Part, names: TensorNames) -> Placements:
-    yield f"{stored}.weight", _matrix(linear.weight, (part.stretch,), 1, names)
+    yield f"{stored}.weight", _matrix(linear.weight, (part.chunk,), 1, names)
     if linear.bias is not None:
         yield f"{stored}.bias", whole(linear.bias)
 
 
-def _matrix(weight: Tensor, stretches: tuple[range, ...], dim: int, names: TensorNames) -> Placement:
-    return Placement(weight.t(), stretches, 1 - dim) if names.transposed else Placement(weight, stretches, dim)
+def _matrix(weight: Tensor, chunks: tuple[range, ...], dim: int, names: TensorNames) -> Placement:
+    return Placement(weight.t(), chunks, 1 - dim) if names.transposed else Placement(weight, chunks, dim)

@@ -115,12 +115,12 @@ def _read(model: Decoder, weights: Weights) -> Decoder:
         fresh = _read_here(model, weights)
     except Exception as error:  # whatever it is, the other ranks must not take what this one can't
         failure = error
-    complaint = None if failure is None else str(failure)
-    heard = model.ranks.first_complaint(complaint, READ_TIMEOUT)
+    error = None if failure is None else str(failure)
+    shared = model.ranks.first_error(error, READ_TIMEOUT)
     if failure is not None:
         raise failure
-    if heard is not None or fresh is None:
-        raise CheckpointError(f"on another rank: {heard}")
+    if shared is not None or fresh is None:
+        raise CheckpointError(f"on another rank: {shared}")
     return fresh
 
 

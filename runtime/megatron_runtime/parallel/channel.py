@@ -18,7 +18,7 @@ _HEADER = struct.Struct("=QQ")
 
 
 @dataclass(frozen=True)
-class Message:
+class OutcomeMessage:
     """What came, and the number that was sent with it."""
 
     body: bytes
@@ -57,10 +57,10 @@ class Channel:
         for end in self.ends:
             end.sendall(message)
 
-    def receive(self) -> Message:
+    def receive(self) -> OutcomeMessage:
         """The next message."""
         length, checksum = _HEADER.unpack(read(self.ends[0], _HEADER.size))
-        return Message(read(self.ends[0], length), checksum)
+        return OutcomeMessage(read(self.ends[0], length), checksum)
 
     def close(self) -> None:
         """What was sent still arrives."""

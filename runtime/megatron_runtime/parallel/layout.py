@@ -194,7 +194,7 @@ class RankPosition:
 
 
 def share(total: int, parts: int, index: int) -> range:
-    """The ``index``-th of ``parts`` stretches of ``range(total)``, which differ by at most one; longer ones first."""
+    """The ``index``-th of ``parts`` chunks of ``range(total)``, which differ by at most one; longer ones first."""
     size, longer = divmod(total, parts)
     start = index * size + min(index, longer)
     return range(start, start + size + (index < longer))

@@ -44,7 +44,7 @@ class Ranks(Protocol):
     def share_outcome(self, outcome: bytes | None, *, checksum: int) -> Pending:
         """What the rank that samples gives, on all ranks; the others give None. Nobody waits before ``wait``.
 
-        So the outcomes of as many passes can be under way as there are stages; they come in the order in which they
+        So the outcomes of as many passes can be in flight as there are stages; they come in the order in which they
         were shared, and are to be waited for in it. Each is compared by ``checksum`` (64
         bits, unsigned) of the schedule it comes from: LockStepError on the rank whose own is another.
         """
@@ -58,8 +58,8 @@ class Ranks(Protocol):
         """The smallest of the numbers that the ranks give."""
         ...
 
-    def first_complaint(self, complaint: str | None, timeout: float | None = None) -> str | None:
-        """What the first rank of those that complain says, on all ranks; None when nobody does.
+    def first_error(self, error: str | None, timeout: float | None = None) -> str | None:
+        """The error of the lowest rank that gives one, on all ranks; None when no rank does.
 
         LostRankError after ``timeout`` seconds, or those of the group.
         """
@@ -77,7 +77,7 @@ class Ranks(Protocol):
         ...
 
     def send(self, hidden: Tensor) -> None:
-        """Hand activations to the next stage, without waiting for it unless a batch per stage is under way.
+        """Hand activations to the next stage, without waiting for it unless a batch per stage is in flight.
 
         ``hidden`` must not be written to any more.
         """

@@ -1,126 +1,190 @@
-"""How the ranks of a replica find each other, and what kind of process groups they get: chosen here alone."""
+"""Rendezvous: the ranks of a replica group in a store that its first rank serves, those of a world in torchrun's."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+import contextlib
+import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.parallel.interface import address_towards, use_interface_towards
-from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
-from megatron_runtime.parallel.lone_rank import LoneRank
-from megatron_runtime.parallel.meeting_place import MeetingPlace
-from megatron_runtime.parallel.ranks import Ranks
-from megatron_runtime.parallel.replica_group import ProcessGroups, ReplicaGroup
-from megatron_runtime.parallel.roll_call import RollCall
-from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TIMEOUT
+from megatron_runtime.errors import ConfigurationError, LostRankError
+from megatron_runtime.parallel.layout import RankPosition
 
-_ADDRESS_BYTES = 128
+_PAUSE = 0.2
+_GRACE = 5.0
+"""Seconds that the first rank may be later than this one in giving up."""
+_MISSING, _NOBODY = "missing", "nobody"
+_ATTEMPT = 15.0
+"""Seconds after which a connection is tried anew. On the way torch asks for the names of addresses, for its log, and
+an answer that is lost takes 5."""
 
 
-def join_replica(
-    position: RankPosition,
-    *,
-    host: str,
-    port: int,
-    attempt: int = 0,
-    device_type: str = "cpu",
-    timeout: float = COLLECTIVE_TIMEOUT,
-    rendezvous_timeout: float = RENDEZVOUS_TIMEOUT,
-) -> Ranks:
-    """Meet the other ranks of a replica that is a world of its own. A replica of one rank starts nothing.
+class Rendezvous:
+    """A key-value store at ``host`` and ``port``; on the first rank it is opened here, and lives as long as this.
 
     Args:
         position: Who this is.
-        host: Where the replica's first rank is, as this rank sees it; on the first one the address to listen at.
-        port: Where it listens.
+        host: Where the first rank is, as seen by all.
+        port: Where it listens; on the first rank 0 chooses one.
         attempt: Which try of this replica it is; ranks of another one are not met.
-        device_type: ``cpu``, or ``cuda``, where the current device is this rank's.
-        timeout: Seconds that another rank may be late in anything later.
-        rendezvous_timeout: Seconds within which all have to come.
+
+    Raises:
+        ConfigurationError: The port can't be listened at.
+    """
+
+    def __init__(self, position: RankPosition, host: str, port: int, *, attempt: int = 0) -> None:
+        self._position = position
+        self._host = host
+        self._prefix = f"attempt/{attempt}"
+        self._server: TCPStore | None = None
+        if position.is_first:
+            try:
+                self._server = _serve(host, port)
+            except (RuntimeError, OSError) as error:
+                raise _no_port(host, port, error) from None
+        self.port = port if self._server is None else self._server.port
+
+    @property
+    def address(self) -> str:
+        """``host:port``."""
+        return f"{self._host}:{self.port}"
+
+    def connect(self, timeout: float) -> Store:
+        """A connection of its own, for one thread; what it asks for fails after ``timeout`` seconds."""
+        return self._connect(_ATTEMPT, timeout)
+
+    def await_all(self, timeout: float) -> Store:
+        """Wait until every rank is here; LostRankError names those who aren't after ``timeout`` seconds."""
+        position = self._position
+        where = f"{position}: rendezvous at {self.address}"
+        meeting = StoreBarrier(position.rank, position.sizes.ranks_per_replica, where, timeout)
+        store = meeting.reach(lambda patience: self._connect(patience, timeout))
+        meeting.await_all(store)
+        return store
+
+    def _connect(self, patience: float, timeout: float) -> Store:
+        client = _client(self._host, self.port, patience)
+        client.set_timeout(timedelta(seconds=timeout))
+        return PrefixStore(self._prefix, client)
+
+
+def meet_world(rank: int, size: int, host: str, port: int, *, timeout: float, is_kept: bool) -> Store:
+    """The store of a world of ``size`` ranks, once all of them have come to it.
+
+    Args:
+        rank: Who this is.
+        size: How many ranks there are.
+        host: Where the store is.
+        port: Where it listens.
+        timeout: Seconds within which all have to come.
+        is_kept: Whether the store is there without rank 0, which opens it otherwise.
 
     Raises:
         LostRankError: Ranks didn't come; they are named.
         ConfigurationError: The port can't be listened at.
     """
-    if position.sizes.ranks_per_replica == 1:
-        return LoneRank(position.replica)
-    place = MeetingPlace(position, host, port, attempt=attempt)
-    store, limit = place.await_all(rendezvous_timeout), timedelta(seconds=timeout)
-    store.set_timeout(limit)  # from here on nobody waits as long as for those who may still have to be started
-    use_interface_towards(host)  # whose name may not have been known before
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore("torch", store),
-        rank=position.rank,
-        world_size=position.sizes.ranks_per_replica,
-        timeout=limit,
-    )
-    groups = _make_groups([position.replica], position, device_type, limit, owns_world=True)
-    address = address_towards(host) or host
-    roll_call = RollCall(place, position)
-    return ReplicaGroup(position, groups, roll_call, address=address, device_type=device_type, timeout=timeout)
+    meeting = StoreBarrier(rank, size, f"rank {rank} of the world: rendezvous at {host}:{port}", timeout)
+    store: Store
+    if rank == 0 and not is_kept:
+        try:
+            store = TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        except RuntimeError as error:
+            raise _no_port(host, port, error) from None
+    else:
+        store = meeting.reach(lambda patience: _client(host, port, patience))
+    store.set_timeout(timedelta(seconds=timeout))
+    meeting.await_all(store)
+    return store
 
 
-def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT) -> Ranks:
-    """This rank's replica in a world over all replicas, which the caller has initialised; to be called on all ranks.
+class StoreBarrier:
+    """One rank's connection to a store, and its wait there until all ranks are connected.
 
-    Raises:
-        ConfigurationError: The world is not there, or has another size than ``sizes`` need.
+    Args:
+        rank: Who this is.
+        ranks: How many have to come.
+        where: The rank and the address: the beginning of errors.
+        timeout: Seconds from now within which all have to come.
     """
-    if not dist.is_initialized() and sizes.world_size > 1:
-        raise ConfigurationError(
-            f"{sizes.world_size} ranks are asked for, but torch.distributed has no world; call init_process_group on "
-            "every rank before, as torchrun's programs do",
-            field="world_size",
-        )
-    position = RankPosition(sizes)
-    if dist.is_initialized():
-        sizes.check_world(dist.get_world_size())
-        position = sizes.position(dist.get_rank())
-    if sizes.ranks_per_replica == 1:
-        return LoneRank(position.replica)
-    towards = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    use_interface_towards(towards)
-    groups = _make_groups(range(sizes.data), position, device_type, timedelta(seconds=timeout), owns_world=False)
-    address = address_towards(towards) or towards
-    place = _open_place(position, address, groups)
-    place.await_all(timeout)
-    roll_call = RollCall(place, position)
-    return ReplicaGroup(position, groups, roll_call, address=address, device_type=device_type, timeout=timeout)
+
+    def __init__(self, rank: int, ranks: int, where: str, timeout: float) -> None:
+        self._rank = rank
+        self._ranks = ranks
+        self._where = where
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+
+    def reach(self, connect: Callable[[float], Store]) -> Store:
+        """What ``connect`` gives, which may take so many seconds, and is tried until the time is over."""
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                return connect(min(max(left, 0.001), _ATTEMPT))
+            except RuntimeError as error:
+                if left <= _PAUSE:
+                    raise LostRankError(
+                        f"{self._where}: rank 0 did not answer within {self._timeout:g} s ({_first_line(error)})",
+                        missing=[0],
+                    ) from None
+                time.sleep(_PAUSE)
+
+    def await_all(self, store: Store) -> None:
+        """Wait until every rank is here; LostRankError names those who aren't when the time is over."""
+        if missing := self._hear(store) if self._rank else self._count(store):
+            named = ", ".join(f"rank {rank}" for rank in missing)
+            raise LostRankError(f"{self._where}: {named} did not come within {self._timeout:g} s", missing=missing)
+
+    def _count(self, store: Store) -> list[int]:
+        """The first rank waits for the others, and says who is missing; it is there a while for them to hear it."""
+        others = {rank: _here(rank) for rank in range(1, self._ranks)}
+        with contextlib.suppress(DistStoreError):
+            store.wait(list(others.values()), _until(self._deadline))
+        missing = [rank for rank, key in others.items() if not store.check([key])]
+        store.set(_MISSING, ",".join(map(str, missing)) or _NOBODY)
+        if missing:
+            time.sleep(_PAUSE)
+        return missing
+
+    def _hear(self, store: Store) -> list[int]:
+        try:
+            store.set(_here(self._rank), "")
+            store.wait([_MISSING], _until(self._deadline + _GRACE))
+            found = store.get(_MISSING).decode()
+        except RuntimeError:
+            return [0]
+        return [] if found == _NOBODY else [int(rank) for rank in found.split(",")]
 
 
-def _make_groups(
-    replicas: Iterable[int], mine: RankPosition, device_type: str, timeout: timedelta, *, owns_world: bool
-) -> ProcessGroups:
-    """The groups of this rank; all ranks of torch's world make the groups of all, as it demands."""
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    size, tensor = mine.sizes.ranks_per_replica, mine.sizes.tensor
-    made: dict[int, ProcessGroups] = {}
-    for place, replica in enumerate(replicas):
-        ranks = range(place * size, (place + 1) * size)
-        control = dist.new_group(ranks, timeout, "gloo")
-        pipeline = dist.new_group(ranks, timeout, backend)
-        stages = [dist.new_group(ranks[start : start + tensor], timeout, backend) for start in range(0, size, tensor)]
-        made[replica] = ProcessGroups(control, pipeline, stages[mine.stage], ranks[0], owns_world)
-    return made[mine.replica]
+def _serve(host: str, port: int) -> TCPStore:
+    """Listens at the host's address alone: beside it, another replica may have the same port of another address."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    # The store closes the descriptor when it ends.
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _open_place(position: RankPosition, address: str, groups: ProcessGroups) -> MeetingPlace:
-    """A meeting place for one replica of several; where it is goes through the process group that there is already."""
-    message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-    opened = None
-    if position.is_first:
-        opened = MeetingPlace(position, address, 0)
-        text = opened.address.encode()
-        message.numpy()[: len(text)] = bytearray(text)
-    dist.broadcast(message, groups.first, groups.control)
-    if opened is not None:
-        return opened
-    host, _, port = message.numpy().tobytes().rstrip(b"\0").decode().rpartition(":")
-    return MeetingPlace(position, host, int(port))
+def _client(host: str, port: int, patience: float) -> TCPStore:
+    """A connection; RuntimeError when there is none after so many seconds."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
+
+
+def _no_port(host: str, port: int, error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"rendezvous at {host}:{port}: can't listen there ({_first_line(error)}); choose a free port", field="port"
+    )
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _until(deadline: float) -> timedelta:
+    return timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

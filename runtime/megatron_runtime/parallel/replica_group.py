@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_runtime.errors import LockStepError, LostRankError
-from megatron_runtime.parallel.channel import Channel, Message
+from megatron_runtime.parallel.channel import Channel, OutcomeMessage
 from megatron_runtime.parallel.exchange import Exchange
+from megatron_runtime.parallel.failure_detector import COMPUTING, FailureDetector
 from megatron_runtime.parallel.layout import RankPosition
 from megatron_runtime.parallel.link_watch import LinkWatch
-from megatron_runtime.parallel.roll_call import COMPUTING, RollCall
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class ReplicaGroup:
     Args:
         position: Who this is.
         groups: Its process groups.
-        roll_call: Finds out who is missing.
+        failure_detector: Finds out who is missing.
         address: Of this machine, as the other ranks see it.
         device_type: ``cuda`` or ``cpu``.
         timeout: Seconds after which another rank is late.
@@ -59,7 +59,7 @@ class ReplicaGroup:
         self,
         position: RankPosition,
         groups: ProcessGroups,
-        roll_call: RollCall,
+        failure_detector: FailureDetector,
         *,
         address: str,
         device_type: str,
@@ -67,7 +67,7 @@ class ReplicaGroup:
     ) -> None:
         self.position = position
         self._groups = groups
-        self._roll_call = roll_call
+        self._failure_detector = failure_detector
         self._on_cpu = device_type == "cpu"
         self._device = (
             torch.device(device_type, torch.cuda.current_device()) if not self._on_cpu else torch.device("cpu")
@@ -78,7 +78,7 @@ class ReplicaGroup:
         self._outcome = self._open_channel("outcome", position.sampler, address)
         self._exchange: Exchange | None = None
         if self._on_cpu and position.sizes.tensor > 1:
-            opening = partial(Exchange, roll_call.store, position, address=address, timeout=timeout)
+            opening = partial(Exchange, failure_detector.store, position, address=address, timeout=timeout)
             self._exchange = self._do("opening the connections of a layer", opening)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._meetings = 0
@@ -109,16 +109,16 @@ class ReplicaGroup:
         """As in Ranks."""
         return min(int(card) for card in self._meet("finding the least number", str(number).encode()))
 
-    def first_complaint(self, complaint: str | None, timeout: float | None = None) -> str | None:
-        """As in Ranks; a long complaint loses its end."""
-        cards = self._meet("hearing complaints", (complaint or "").encode(), timeout)
+    def first_error(self, error: str | None, timeout: float | None = None) -> str | None:
+        """As in Ranks; a long error is cut."""
+        cards = self._meet("sharing errors", (error or "").encode(), timeout)
         return next((card.decode(errors="ignore") for card in cards if card), None)
 
     def sum(self, part: Tensor) -> Tensor:
         """As in Ranks.
 
         On a CPU the parts are added in the order of the ranks: a ring, which is what gloo's reduction is, begins at
-        another rank for each stretch of a tensor, and a row's bits would depend on the rows beside it.
+        another rank for each chunk of a tensor, and a row's bits would depend on the rows beside it.
         """
         if self.position.sizes.tensor == 1:
             return part
@@ -145,7 +145,7 @@ class ReplicaGroup:
         """As in Ranks."""
 
         def tell(error: OSError) -> None:
-            act(self._roll_call.lost(f"{self._roll_call.doing}, while a connection failed", error))
+            act(self._failure_detector.lost(f"{self._failure_detector.doing}, while a connection failed", error))
 
         self._watch = LinkWatch([*self._inbox.ends, *self._outcome.ends], tell)
 
@@ -161,7 +161,7 @@ class ReplicaGroup:
                 self._sent.popleft()[0].wait()
         except RuntimeError:
             pass  # somebody is gone, who needs nothing any more
-        self._roll_call.close()  # first, so that whoever finds a connection closed finds nobody who answers
+        self._failure_detector.close()  # first, so that whoever finds a connection closed finds nobody who answers
         for opened in (self._inbox, self._outcome, self._exchange):
             if opened is not None:
                 opened.close()
@@ -172,21 +172,21 @@ class ReplicaGroup:
             dist.destroy_process_group(group)
 
     def _open_channel(self, name: str, source: int, address: str) -> Channel:
-        store, timeout = self._roll_call.store, self._timeout
+        store, timeout = self._failure_detector.store, self._timeout
         opening = partial(Channel, store, name, self.position, source=source, address=address, timeout=timeout)
         return self._do(f"opening the channel of the {name}", opening)
 
     def _do(self, doing: str, operation: Callable[..., T], *args: Any) -> T:
         """Run what may wait for others; what torch.distributed raises becomes an error that names who is missing."""
-        self._roll_call.doing = doing
+        self._failure_detector.doing = doing
         try:
             return operation(*args)
         except (RuntimeError, OSError) as error:
-            raise self._roll_call.lost(doing, error) from error
+            raise self._failure_detector.lost(doing, error) from error
         finally:
-            self._roll_call.doing = COMPUTING
+            self._failure_detector.doing = COMPUTING
 
-    def _checked(self, message: Message, checksum: int) -> bytes:
+    def _checked(self, message: OutcomeMessage, checksum: int) -> bytes:
         if message.checksum != checksum:
             raise LockStepError(
                 f"{self.position}: its schedule has the checksum {checksum:x}, that of rank {self.position.sampler} "
@@ -226,15 +226,15 @@ class ReplicaGroup:
         """Everybody's card, by rank. Who comes leaves a note in the store, to be found by those who wait in vain."""
         self._meetings += 1
         prefix, seconds = f"meeting/{self._meetings}/", self._timeout if timeout is None else timeout
-        self._roll_call.doing = f"in {doing}"
+        self._failure_detector.doing = f"in {doing}"
         try:
-            self._roll_call.store.set(prefix + str(self.position.rank), "")
+            self._failure_detector.store.set(prefix + str(self.position.rank), "")
             cards = self._swap_cards(doing.encode() + b"\0" + card, time.monotonic() + seconds)
         except RuntimeError as error:
             what = f"{doing}, for up to {seconds:g} s"
-            raise self._roll_call.lost(what, error, self._absent(prefix) or None) from error
+            raise self._failure_detector.lost(what, error, self._absent(prefix) or None) from error
         finally:
-            self._roll_call.doing = COMPUTING
+            self._failure_detector.doing = COMPUTING
         meetings = [card.partition(b"\0") for card in cards]
         for rank, (meeting, _, _) in enumerate(meetings):
             if meeting != meetings[self.position.rank][0]:
@@ -258,7 +258,7 @@ class ReplicaGroup:
     def _absent(self, prefix: str) -> list[int]:
         """Who has left no note."""
         try:
-            return [rank for rank in self._others if not self._roll_call.store.check([f"{prefix}{rank}"])]
+            return [rank for rank in self._others if not self._failure_detector.store.check([f"{prefix}{rank}"])]
         except RuntimeError:
             return []
 

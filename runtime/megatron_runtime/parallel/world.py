@@ -13,10 +13,10 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.interface import use_interface_towards
+from megatron_runtime.parallel.join import replica_of_world
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
-from megatron_runtime.parallel.meeting_place import Meeting, meet_world
 from megatron_runtime.parallel.ranks import Ranks
-from megatron_runtime.parallel.rendezvous import replica_of_world
+from megatron_runtime.parallel.rendezvous import StoreBarrier, meet_world
 from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, LOAD_TIMEOUT, RENDEZVOUS_TIMEOUT
 
 _meetings = count()
@@ -119,7 +119,7 @@ class World:
             A store of this meeting's own.
         """
         place = PrefixStore(f"meeting/{next(_meetings)}", distributed_c10d._get_default_store())
-        Meeting(self.rank, self.size, f"rank {self.rank} of the world, at {occasion}", timeout).await_all(place)
+        StoreBarrier(self.rank, self.size, f"rank {self.rank} of the world, at {occasion}", timeout).await_all(place)
         return place
 
     def share(self, value: Any, occasion: str) -> Any:

@@ -55,7 +55,7 @@ class WorldGroup:
         threading.Thread(target=self._await_primary, args=(end,), name="primary-watch", daemon=True).start()
         return end
 
-    def dismiss(self) -> None:
+    def release_followers(self) -> None:
         """On rank 0: say that this is the end, to who is still there."""
         for other in self._others:
             with contextlib.suppress(OSError), other:

@@ -6,10 +6,10 @@ import asyncio
 import logging
 from typing import Protocol
 
-from megatron_runtime.bell import Bell
 from megatron_runtime.errors import MegatronInferenceError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.notifier import Notifier
 from megatron_runtime.server.errors import ApiError, unavailable
 from megatron_runtime.wire.service_state import ServiceState
 
@@ -34,7 +34,7 @@ class Abandonable(Protocol):
         ...
 
 
-class Admission:
+class AdmissionController:
     """Follows the service's state and knows the requests in flight.
 
     Paused and suspended engines take requests: those wait in the engines' queues.
@@ -48,7 +48,7 @@ class Admission:
         self._replica_wait = replica_wait
         self._retry_after = retry_after
         self._service: ServiceState | None = None
-        self._changed = Bell()
+        self._changed = Notifier()
         self._watcher: asyncio.Task[None] | None = None
         self._in_flight: set[Abandonable] = set()
         self._idle = asyncio.Event()
@@ -97,11 +97,11 @@ class Admission:
     async def drain(self, *, refuse: bool = True) -> None:
         """Turns new requests away from now on, and returns when those in flight have ended.
 
-        Without ``refuse`` those that are under way to it are taken, for a server that takes no new connections.
+        Without ``refuse`` those that are in flight to it are taken, for a server that takes no new connections.
         A paused engine would answer nothing before it is too late: its requests end now, so that they can be retried.
         """
         self._draining = refuse
-        self._changed.ring()
+        self._changed.notify()
         frozen_watch = asyncio.create_task(self._abandon_when_frozen())
         await self._idle.wait()
         frozen_watch.cancel()
@@ -162,4 +162,4 @@ class Admission:
             except (MegatronInferenceError, TimeoutError) as error:
                 logger.warning("the coordinator does not answer: %s", error)
                 await asyncio.sleep(RETRY_SECONDS)
-            self._changed.ring()
+            self._changed.notify()

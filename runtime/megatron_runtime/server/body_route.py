@@ -52,8 +52,8 @@ async def _content(request: Request) -> Any:
         raw = await request.body()
         return json.loads(raw) if raw and _is_json(request.headers.get("content-type", "")) else raw
     except json.JSONDecodeError as error:
-        complaint = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
-        raise RequestValidationError([complaint]) from error
+        error_item = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
+        raise RequestValidationError([error_item]) from error
     except HTTPException:
         raise
     except Exception as error:

@@ -110,7 +110,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's complaints, preferring the deepest: unions report one for every alternative."""
+    """The first of pydantic's errors, preferring the deepest: unions report one for every alternative."""
     nothing: Mapping[str, Any] = {"loc": (), "msg": "invalid body"}
     first: Mapping[str, Any] = max(errors, key=lambda error: len(_path(error["loc"])), default=nothing)
     if first.get("type") == "json_invalid":
@@ -128,7 +128,7 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _leading_field(text: str) -> str | None:
-    """The field that a complaint about the whole body starts with."""
+    """The field that an error about the whole body starts with."""
     word = text.split(" ", 1)[0]
     return word if "_" in word or word in ("logprobs", "tools") else None
 

@@ -19,7 +19,7 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.tokenizer import load_tokenizer
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.processes.supervisor import error_report
-from megatron_runtime.server.admission import Admission
+from megatron_runtime.server.admission import AdmissionController
 from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.app import create_app
 from megatron_runtime.server.http_server import HttpServer
@@ -57,7 +57,7 @@ async def _serve(link: ParentLink) -> int:
         logger.error("%s", error)
         return EXIT_FAILURE
     client.start()
-    admission = Admission(
+    admission = AdmissionController(
         client,
         replica_wait=options.replica_wait,
         retry_after=options.retry_after,
@@ -90,7 +90,7 @@ class _Drain:
     another one.
     """
 
-    def __init__(self, server: HttpServer, admission: Admission, *, hands_over: bool) -> None:
+    def __init__(self, server: HttpServer, admission: AdmissionController, *, hands_over: bool) -> None:
         self._server = server
         self._admission = admission
         self._hands_over = hands_over

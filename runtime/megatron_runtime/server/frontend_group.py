@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_runtime.bell import Bell
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
+from megatron_runtime.notifier import Notifier
 from megatron_runtime.processes.child import ChildTask
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, Supervisor
 from megatron_runtime.server.api_keys import ApiKeys
@@ -52,7 +52,7 @@ class FrontendGroup:
         self._key = key
         self._on_change = on_change
         self._attached: set[int] = set()
-        self._changed = Bell()
+        self._changed = Notifier()
         self._supervisors = [
             Supervisor(
                 partial(self._task, index),
@@ -158,5 +158,5 @@ class FrontendGroup:
         self._wake()
 
     def _wake(self) -> None:
-        self._changed.ring()
+        self._changed.notify()
         self._on_change()

@@ -27,7 +27,7 @@ class HttpOptions:
     access_log: str = "off"
     """A line per request: ``off``, ``text`` or ``json``."""
     parsers: tuple[str, ...] = ()
-    """What finds thoughts and calls of tools in the model's words: names of ``parsers.py``, one of each kind."""
+    """What finds reasoning and calls of tools in the model's words: names of ``parsers.py``, one of each kind."""
     page: bool = True
     """Whether ``/`` is a page to chat with the model and to watch the service."""
 

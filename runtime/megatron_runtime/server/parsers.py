@@ -1,4 +1,4 @@
-"""The names of ``--parsers``: what finds thoughts and calls of tools in what the model says."""
+"""The names of ``--parsers``: what finds reasoning and calls of tools in what the model says."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from fastapi import Request
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.server.admission import Admission
+from megatron_runtime.server.admission import AdmissionController
 from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.bodies.guided import asked_form
 from megatron_runtime.server.bodies.protocol import MAX_CHOICES, GenerationBody
@@ -20,8 +20,8 @@ from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import ChoiceTask
 from megatron_runtime.server.generation.choice_run import ChoiceRunner
 from megatron_runtime.server.generation.generation import Generation
-from megatron_runtime.server.generation.repetition import RequestName, already_running
-from megatron_runtime.server.messages.message_form import MessageForm, Reading
+from megatron_runtime.server.generation.idempotency import IdempotencyKey, already_running
+from megatron_runtime.server.messages.message_format import MessageFormat, ResponseParsing
 from megatron_runtime.server.metrics import FrontendMetrics
 from megatron_runtime.server.options import FrontendOptions
 
@@ -33,15 +33,15 @@ class Frontend:
     options: FrontendOptions
     client: InferenceClient
     tokenizer: Tokenizer
-    admission: Admission
+    admission: AdmissionController
     api_keys: ApiKeys | None = None
     metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
     started: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
-    def message_form(self) -> MessageForm:
+    def message_format(self) -> MessageFormat:
         """How the model writes its messages."""
-        return MessageForm(self.tokenizer, self.options.http.parsers)
+        return MessageFormat(self.tokenizer, self.options.http.parsers)
 
     async def check_key(self, request: Request) -> None:
         """Raises ApiError 401 when keys are asked for and the request has none of them.
@@ -61,24 +61,24 @@ class Frontend:
         self,
         body: GenerationBody,
         prompts: list[list[int]],
-        name: RequestName | None = None,
-        reading: Reading | None = None,
+        key: IdempotencyKey | None = None,
+        parsing: ResponseParsing | None = None,
     ) -> Generation:
         """The choices that ``body`` asks for: ``n`` for every prompt, in the order of the prompts."""
         if len(prompts) * body.n > MAX_CHOICES:
             message = f"n: {len(prompts)} prompts times {body.n} are more than {MAX_CHOICES} answers"
             raise ApiError(400, message, param="n")
-        reading = reading or Reading()
-        grammar = reading.grammar(asked_form(body))
-        shown = reading.shown_tokens
+        parsing = parsing or ResponseParsing()
+        grammar = parsing.grammar(asked_form(body))
+        shown = parsing.shown_tokens
         tasks = [
             self._task(
-                index * body.n + sample, prompt, self._sampling_params(body, prompt, sample, grammar), body, name, shown
+                index * body.n + sample, prompt, self._sampling_params(body, prompt, sample, grammar), body, key, shown
             )
             for index, prompt in enumerate(prompts)
             for sample in range(body.n)
         ]
-        if name is not None:
+        if key is not None:
             running = {future.request_uuid for future in self.client.completion_futures.values()}
             if any(task.uuid in running for task in tasks):
                 raise already_running()
@@ -93,13 +93,13 @@ class Frontend:
         prompt: list[int],
         params: SamplingParams,
         body: GenerationBody,
-        name: RequestName | None,
+        key: IdempotencyKey | None,
         shown: frozenset[int],
     ) -> ChoiceTask:
-        if name is not None and params.seed is None:
-            params.seed = name.seed(index)
+        if key is not None and params.seed is None:
+            params.seed = key.seed(index)
         every_token = body.is_echoed or body.return_token_ids or body.return_tokenized_data
-        uuid = None if name is None else name.uuid(index)
+        uuid = None if key is None else key.uuid(index)
         return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token, shown=shown)
 
     def _sampling_params(

@@ -64,7 +64,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = _Call(scope)
+        call = _RequestLine(scope)
 
         async def noted(message: Message) -> None:
             call.note(message)
@@ -81,14 +81,14 @@ class RequestLog:
         finally:
             self._end(call)
 
-    def _end(self, call: _Call) -> None:
+    def _end(self, call: _RequestLine) -> None:
         if call.counted_path is not None:
             self._metrics.requests.labels(call.counted_path, str(call.status)).inc()
         if self._write is not None:
             self._write(call.entry())
 
 
-class _Call:
+class _RequestLine:
     """One request and how far its answer is."""
 
     def __init__(self, scope: Scope) -> None:

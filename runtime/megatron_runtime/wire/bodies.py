@@ -1,4 +1,4 @@
-"""What the body frames hold: a request on its way in, and a stretch of generated tokens on its way out."""
+"""What the body frames hold: a request on its way in, and a chunk of generated tokens on its way out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TopLogProbs = list[dict[str, float]]
 
 
 @dataclass
-class Stretch:
+class TokenChunk:
     """Consecutive generated tokens of one request, with a log probability and a top-n dict for each if asked."""
 
     tokens: list[int] = field(default_factory=list)
@@ -21,15 +21,15 @@ class Stretch:
     top_n_logprobs: TopLogProbs = field(default_factory=list)
     """As long as ``tokens``, or empty if nobody asked."""
 
-    def extend(self, other: Stretch) -> None:
+    def extend(self, other: TokenChunk) -> None:
         """Append what came after."""
         self.tokens += other.tokens
         self.log_probs += other.log_probs
         self.top_n_logprobs += other.top_n_logprobs
 
-    def since(self, start: int, end: int | None = None) -> Stretch:
+    def since(self, start: int, end: int | None = None) -> TokenChunk:
         """The part from token ``start`` to before ``end``."""
-        return Stretch(self.tokens[start:end], self.log_probs[start:end], self.top_n_logprobs[start:end])
+        return TokenChunk(self.tokens[start:end], self.log_probs[start:end], self.top_n_logprobs[start:end])
 
     def pack(self) -> bytes:
         """As a body frame."""
@@ -40,20 +40,20 @@ class Stretch:
         return [self.tokens, self.log_probs, self.top_n_logprobs]
 
     @classmethod
-    def from_content(cls, content: Any) -> Stretch:
+    def from_content(cls, content: Any) -> TokenChunk:
         """The inverse of `content`.
 
         Raises:
             MalformedMessage: Not three lists, or no list of token ids first.
         """
         if not isinstance(content, list) or len(content) != 3 or set(map(type, content)) != {list}:
-            raise MalformedMessage("a stretch of tokens is no three lists")
+            raise MalformedMessage("a chunk of tokens is no three lists")
         if not is_list_of_integers(content[0]):
             raise MalformedMessage("token ids are no integers")
         return cls(*content)
 
     @classmethod
-    def unpack(cls, body: bytes) -> Stretch:
+    def unpack(cls, body: bytes) -> TokenChunk:
         """The inverse of `pack`.
 
         Raises:
@@ -68,7 +68,7 @@ class RequestBody:
 
     prompt: Prompt
     sampling_params: dict[str, Any]
-    generated: Stretch = field(default_factory=Stretch)
+    generated: TokenChunk = field(default_factory=TokenChunk)
     trace: dict[str, str] = field(default_factory=dict)
     """The context of the trace that it belongs to, as `tracing.carrier` has it."""
 
@@ -97,4 +97,4 @@ class RequestBody:
             raise MalformedMessage("sampling parameters are no map")
         if not isinstance(trace, dict) or not all(isinstance(word, str) for pair in trace.items() for word in pair):
             raise MalformedMessage("the trace's context is no map of texts")
-        return cls(prompt, sampling_params, Stretch.from_content(generated), trace)
+        return cls(prompt, sampling_params, TokenChunk.from_content(generated), trace)

@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire import codec, sockets
-from megatron_runtime.wire.complaints import Complaints
+from megatron_runtime.wire.protocol_errors import ProtocolErrors
 from megatron_runtime.wire.security import coordinator_address, is_loopback, require_key_or_loopback, secure_client
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Dealer:
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
         self._tasks: list[asyncio.Task[None]] = []
-        self.complaints = Complaints(time.monotonic)
+        self.protocol_errors = ProtocolErrors(time.monotonic)
         """What arrived and was dropped."""
         self.context: zmq.asyncio.Context | None = None
         self.socket: zmq.asyncio.Socket | None = None
@@ -105,9 +105,9 @@ class Dealer:
             try:
                 self._on_message(codec.decode(frames))
             except codec.MalformedMessage as defect:
-                self.complaints.add(f"from the coordinator: {defect}")
+                self.protocol_errors.add(f"from the coordinator: {defect}")
             except Exception as failure:
-                self.complaints.add("from the coordinator: it could not be handled", failure)
+                self.protocol_errors.add("from the coordinator: it could not be handled", failure)
             # Receiving doesn't yield while messages are there: a flood of them must not starve everybody else.
             await asyncio.sleep(0)
 

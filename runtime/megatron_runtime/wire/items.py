@@ -122,7 +122,7 @@ class Finished(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """engine -> coordinator: tokens of one request, from number ``start`` on; the body is a packed Stretch."""
+    """engine -> coordinator: tokens of one request, from number ``start`` on; the body is a packed TokenChunk."""
 
     uuid: bytes
     dispatch: int

@@ -181,7 +181,7 @@ def test_aborting_who_shares_a_prefix_leaves_it_to_the_others(make_engine: MakeE
         engine.check_integrity()
     assert tokens_of([future.result(timeout=0)]) == expected
     assert engine.stats().prefix_hits_total == 1
-    assert engine.context.allocator.num_resting == 0
+    assert engine.context.allocator.num_evictable == 0
 
 
 def test_a_pass_whose_values_are_not_finite_leaves_nothing_to_share(

@@ -141,13 +141,13 @@ class RandomSharing(SchedulerLives):
         self.scheduler.evict_all()
         self.scheduler.forget_prefixes()
         self.memory.clear()
-        assert self.scheduler.allocator.num_used == self.scheduler.allocator.num_resting == 0
+        assert self.scheduler.allocator.num_used == self.scheduler.allocator.num_evictable == 0
 
     @rule()
     def change_the_weights(self) -> None:
         self.memory.weights += 1
         self.scheduler.forget_prefixes()
-        assert self.scheduler.allocator.num_resting == 0
+        assert self.scheduler.allocator.num_evictable == 0
 
 
 TestRandomSharing = RandomSharing.TestCase
@@ -229,7 +229,7 @@ def test_the_policy_decides_whether_a_prefix_outlives_its_last_owner(
     scheduler.add(sequence_of(0, [1] * 9))
     run_pass(scheduler)
     assert scheduler.allocator.num_used == 0
-    assert scheduler.allocator.num_resting == start // BLOCK
+    assert scheduler.allocator.num_evictable == start // BLOCK
     scheduler.add(sequence_of(1, [1] * 9))
     assert starts_of(run_pass(scheduler)[0]) == {1: start}
 
@@ -239,7 +239,7 @@ def test_what_was_unused_for_longest_goes_first_and_leaves_before_their_parents(
     for request_id, prompt in enumerate(([1] * 13, [2] * 8)):
         scheduler.add(sequence_of(request_id, prompt))
         run_pass(scheduler)
-    assert scheduler.allocator.num_resting == 5
+    assert scheduler.allocator.num_evictable == 5
     scheduler.add(sequence_of(2, [3] * 12))  # needs three blocks, and one was free
     run_pass(scheduler)
     prefixes = scheduler.allocator.prefixes

@@ -25,8 +25,8 @@ from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import codec
-from megatron_runtime.wire.complaints import QUIET_SECONDS
 from megatron_runtime.wire.items import Assignment, EngineLoad, Finished, Submission, items
+from megatron_runtime.wire.protocol_errors import QUIET_SECONDS
 
 KEY = "k" * 40
 MESSAGES = repeated(5_000, 20_000)
@@ -183,8 +183,8 @@ async def test_clients_and_engines_survive_whatever_a_coordinator_says(caplog: p
         answer = client.add_request(SECRET, params)
         await asyncio.to_thread(pass_on, false, *names)
         assert (await answer).generated_tokens == expected_tokens(SECRET, params)
-        await until(lambda: loop._link.complaints.total() == sent, "the engine's count")
-        assert client._dealer.complaints.total() == sent
+        await until(lambda: loop._link.protocol_errors.total() == sent, "the engine's count")
+        assert client._dealer.protocol_errors.total() == sent
     finally:
         client.stop()
         working.cancel()

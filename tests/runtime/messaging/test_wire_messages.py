@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.wire import codec
-from megatron_runtime.wire.bodies import RequestBody, Stretch
-from megatron_runtime.wire.complaints import QUIET_SECONDS, Complaints
+from megatron_runtime.wire.bodies import RequestBody, TokenChunk
 from megatron_runtime.wire.items import EngineLoad, Registration, Submission, items
+from megatron_runtime.wire.protocol_errors import QUIET_SECONDS, ProtocolErrors
 from megatron_runtime.wire.security import coordinator_address, derive_keys, is_loopback, require_key_or_loopback
 from megatron_runtime.wire.service_state import EngineView, ServiceState
 
@@ -30,7 +30,7 @@ def test_a_message_survives_the_way(header: Headers, args: list[int], bodies: li
 
 @given(st.one_of(st.text(), tokens), tokens)
 def test_a_request_body_survives_the_way(prompt: str | list[int], made: list[int]) -> None:
-    body = RequestBody(prompt, {"temperature": 0.5}, Stretch(made))
+    body = RequestBody(prompt, {"temperature": 0.5}, TokenChunk(made))
     assert RequestBody.unpack(body.pack()) == body
 
 
@@ -45,7 +45,7 @@ def test_arbitrary_bytes_are_a_message_or_malformed_and_nothing_else(frames: lis
 
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_a_body_or_malformed_and_nothing_else(body: bytes) -> None:
-    for kind in (RequestBody, Stretch):
+    for kind in (RequestBody, TokenChunk):
         try:
             content = kind.unpack(body)
         except codec.MalformedMessage:
@@ -164,16 +164,16 @@ def test_a_service_state_with_a_field_of_another_kind_is_malformed(changes: dict
 
 def test_a_failure_is_logged_without_its_words_and_not_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
     now, words = 0.0, "somebody's prompt"
-    complaints = Complaints(lambda: now)
+    protocol_errors = ProtocolErrors(lambda: now)
     for _ in range(3):
         try:
             int(words)
         except ValueError as failure:
-            complaints.add("it could not be handled", failure)
+            protocol_errors.add("it could not be handled", failure)
     assert len(caplog.records) == 1
     assert "it could not be handled (1 so far): ValueError" in caplog.text
     assert "test_wire_messages.py" in caplog.text
     assert words not in caplog.text
     now = QUIET_SECONDS
-    complaints.add("it could not be handled")
+    protocol_errors.add("it could not be handled")
     assert "(4 so far)" in caplog.text

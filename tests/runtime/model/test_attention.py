@@ -111,7 +111,7 @@ def plain(one: Request, window: int | None, soft_cap: float | None) -> Tensor:
 
 
 def mixed(dtype: torch.dtype = torch.float32) -> list[Request]:
-    """Decoding, whole prompts and later pieces of prompts, one longer than a stretch and a tile."""
+    """Decoding, whole prompts and later pieces of prompts, one longer than a chunk and a tile."""
     return [request(context, new, dtype) for context, new in ((11, 1), (1, 1), (9, 9), (100, 37), (70, 1), (20, 5))]
 
 

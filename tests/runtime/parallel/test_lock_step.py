@@ -16,7 +16,7 @@ from suite_support.worker import free_port
 from megatron_runtime.engine.worker.lock_step import LockStepEngine
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.layout import ParallelSizes
-from megatron_runtime.parallel.lone_rank import LoneRank
+from megatron_runtime.parallel.single_rank import SingleRank
 
 TENSOR, PIPELINE, BOTH = ParallelSizes(tensor=2), ParallelSizes(pipeline=2), ParallelSizes(tensor=2, pipeline=2)
 TENSOR_4 = ParallelSizes(tensor=4)
@@ -99,4 +99,4 @@ def test_ranks_without_requests_use_no_processor(tiny: Path) -> None:
 def test_a_timeout_of_requests_is_refused_since_ranks_have_no_clock_in_common(tiny: Path) -> None:
     engine = lock_step_scenarios.build(tiny, request_timeout=3.0)
     with pytest.raises(ConfigurationError, match=r"request_timeout=3\.0: the ranks of a replica have no clock"):
-        LockStepEngine(engine, LoneRank())
+        LockStepEngine(engine, SingleRank())

@@ -13,9 +13,9 @@ from runtime_support.rank_processes import run_ranks
 from suite_support.worker import free_port
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.parallel.join import join_replica, replica_of_world
 from megatron_runtime.parallel.layout import ParallelSizes
-from megatron_runtime.parallel.lone_rank import LoneRank
-from megatron_runtime.parallel.rendezvous import join_replica, replica_of_world
+from megatron_runtime.parallel.single_rank import SingleRank
 
 
 @cache
@@ -108,9 +108,9 @@ def test_waiting_ranks_use_no_processor() -> None:
 
 def test_a_lone_rank_starts_nothing() -> None:
     ranks = join_replica(ParallelSizes().position_in_replica(0, 5), host="nowhere.invalid", port=1)
-    assert isinstance(ranks, LoneRank)
+    assert isinstance(ranks, SingleRank)
     assert ranks.position.replica == 5
-    assert isinstance(replica_of_world(ParallelSizes()), LoneRank)
+    assert isinstance(replica_of_world(ParallelSizes()), SingleRank)
     assert not torch.distributed.is_initialized()
     part = torch.ones(2, 3)
     assert ranks.sum(part) is part
@@ -118,7 +118,7 @@ def test_a_lone_rank_starts_nothing() -> None:
     assert ranks.share_inbox(b"it") == b"it"
     assert ranks.share_outcome(b"it", checksum=1).wait() == b"it"
     assert ranks.least(3) == 3
-    assert ranks.first_complaint("no") == "no"
+    assert ranks.first_error("no") == "no"
     ranks.barrier("resume")
     ranks.close()
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_runtime.errors import LockStepError, LostRankError
+from megatron_runtime.parallel.join import join_replica, replica_of_world
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.ranks import Ranks
-from megatron_runtime.parallel.rendezvous import join_replica, replica_of_world
 
 
 def join(sizes: ParallelSizes, rank: int, port: int, **settings: Any) -> Ranks:
@@ -37,8 +37,8 @@ def speak(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
     said["outcomes"] = [outcome.wait() == expected for outcome, expected in zip(pending, outcomes, strict=True)]
     ranks.barrier("suspend")
     said["least"] = ranks.least(100 - rank)
-    said["complaint"] = ranks.first_complaint(f"rank {rank} has something to say" if rank else None)
-    said["no complaint"] = ranks.first_complaint(None)
+    said["complaint"] = ranks.first_error(f"rank {rank} has something to say" if rank else None)
+    said["no complaint"] = ranks.first_error(None)
     torch.manual_seed(position.tensor_rank)
     part = torch.randn(7, 5)
     said["sum"] = ranks.sum(part.clone())

@@ -111,7 +111,7 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
 
         def interrupt(step: int) -> None:
             if step == 12:
-                first.assemble("pause")
+                first.barrier("pause")
             if step == 15:
                 first.suspend()
                 first.resume()
@@ -129,9 +129,9 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
             first.add_request(request_id, [request_id], SamplingParams(num_tokens_to_generate=2, ignore_eos=True))
         first.step_modern()
         said["tokens of a step"] = first.stats().generated_tokens_total - known
-        first.assemble("pause")
+        first.barrier("pause")
         said["tokens before a pause"] = first.stats().generated_tokens_total - known
-        first.dismiss()
+        first.release_followers()
     engine.check_integrity()
     said["stats"] = engine.stats()
     ranks.close()
@@ -154,7 +154,7 @@ def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> d
                 said.setdefault("complaints", []).append(str(error))
         said["version"] = first.update_weights(new)
         said["answers"] = serve(first)
-        first.dismiss()
+        first.release_followers()
     said["own version"] = engine.weight_version
     ranks.close()
     return said
@@ -204,5 +204,5 @@ def wait_idle(rank: int, sizes: ParallelSizes, port: int, path: Path) -> float:
         follow(engine, ranks)
         return time.process_time() - before
     time.sleep(3.0)
-    first.dismiss()
+    first.release_followers()
     return time.process_time() - before

@@ -103,10 +103,10 @@ def generate_together(rank: int, world_size: int, port: int, sizes: ParallelSize
             except RuntimeError as error:
                 said["refused"] = str(error)
         with ThreadPoolExecutor() as pool:
-            under_way = pool.submit(tokens, llm, ENDLESS) if llm.is_primary_rank else None
+            in_flight = pool.submit(tokens, llm, ENDLESS) if llm.is_primary_rank else None
             for step in (llm.pause, llm.suspend, llm.resume, llm.unpause, llm.pause, llm.unpause):
                 step()
-            said["through it all"] = None if under_way is None else under_way.result()
+            said["through it all"] = None if in_flight is None else in_flight.result()
         llm.pause()
         for weights in (old / "nowhere", {"strange": torch.zeros(1)}):
             try:

@@ -23,11 +23,11 @@ from suite_support.repetition import repeated, seed_of_run
 from transformers import AutoModelForCausalLM
 
 from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.bell import Bell
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.data_parallel_inference_coordinator.core import CoordinatorSettings
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+from megatron_runtime.notifier import Notifier
 from megatron_runtime.sampling_params import SamplingParams
 
 REQUESTS = repeated(150, 500)
@@ -128,7 +128,7 @@ class Crowd:
             http_client=httpx.AsyncClient(trust_env=False, timeout=DEADLINE),
         )
         self._room = asyncio.Semaphore(IN_FLIGHT)
-        self._answered = Bell()
+        self._answered = Notifier()
         self.answers: dict[int, list[Any]] = {}
         self.broken: list[tuple[int, str]] = []
 
@@ -149,7 +149,7 @@ class Crowd:
         answer = await (self._over_http(job) if job.http else self._through_the_client(job))
         self.answers.setdefault(job.number, []).append(answer)
         self._room.release()
-        self._answered.ring()
+        self._answered.notify()
 
     async def _through_the_client(self, job: Job) -> list[int]:
         if not job.stream:

@@ -11,7 +11,7 @@ from megatron_runtime.server.bodies.protocol import ChatCompletionBody
 from megatron_runtime.server.bodies.tools import FunctionDefinition, ToolChoice, ToolUse
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.messages.conversation import chat_prompt
-from megatron_runtime.server.messages.message_form import MessageForm
+from megatron_runtime.server.messages.message_format import MessageFormat
 
 QWEN = r"""{%- if tools %}{{ "within <tool_call></tool_call>\n<tool_call>\n{\"name\": <function-name>}" }}{% endif %}"""
 LLAMA = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{%- if tools is not none %}
@@ -44,26 +44,26 @@ def use(choice: ToolChoice) -> ToolUse:
     ],
 )
 def test_a_template_shows_how_calls_are_written(template: str, expected: str) -> None:
-    written = MessageForm(tokenizer(template)).reading(use("auto"), []).format
+    written = MessageFormat(tokenizer(template)).parsing(use("auto"), []).format
     assert written is not None
     assert written.name == expected
 
 
 def test_a_parser_that_was_chosen_counts_more_than_the_template() -> None:
-    written = MessageForm(tokenizer(QWEN), ["pythonic"]).reading(use("auto"), []).format
+    written = MessageFormat(tokenizer(QWEN), ["pythonic"]).parsing(use("auto"), []).format
     assert written is not None
     assert written.name == "pythonic"
 
 
 def test_a_way_of_calling_that_nobody_knows_is_refused_unless_calls_are_forced() -> None:
-    form = MessageForm(tokenizer(UNKNOWN))
+    form = MessageFormat(tokenizer(UNKNOWN))
     with pytest.raises(ApiError, match="--parsers hermes") as caught:
-        form.reading(use("auto"), [])
+        form.parsing(use("auto"), [])
     assert caught.value.param == "tools"
-    forced = form.reading(use("required"), []).format
+    forced = form.parsing(use("required"), []).format
     assert forced is not None
     assert forced.name == "hermes"
-    assert form.reading(use("none"), []).is_plain
+    assert form.parsing(use("none"), []).is_plain
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_way_of_calling_that_nobody_knows_is_refused_unless_calls_are_forced()
 )
 def test_the_end_of_a_prompt_says_whether_the_model_thinks(parser: str, prompt: str, thoughts: bool | None) -> None:
     known = tokenizer(QWEN)
-    assert MessageForm(known, [parser]).reading(ToolUse(), known.tokenize(prompt)).thoughts is thoughts
+    assert MessageFormat(known, [parser]).parsing(ToolUse(), known.tokenize(prompt)).starts_with_reasoning is thoughts
 
 
 RENDERED = """{% for tool in tools %}{{ tool | tojson }};{{ tool.function.parameters.properties.keys() | list }}

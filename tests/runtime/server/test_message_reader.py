@@ -21,7 +21,7 @@ from megatron_runtime.server.messages.message_parts import (
     joined,
 )
 from megatron_runtime.server.messages.message_reader import MessageReader
-from megatron_runtime.server.messages.thinking import ThinkingReader
+from megatron_runtime.server.messages.reasoning import ReasoningReader
 from megatron_runtime.server.messages.tool_parsers.formats import TOOL_FORMATS
 
 HERMES, LLAMA, MISTRAL, PYTHONIC = (TOOL_FORMATS[name] for name in ("hermes", "llama3_json", "mistral", "pythonic"))
@@ -133,7 +133,7 @@ def test_calls_are_told_from_words(name: str, text: str, expected: list[Part]) -
 
 
 @pytest.mark.parametrize(
-    ("is_thinking", "text", "expected"),
+    ("in_reasoning", "text", "expected"),
     [
         (False, "<think>\nHm.\n</think>\n\nYes. ", [Reasoning("Hm."), Content("Yes. ")]),
         (False, "Yes.", [Content("Yes.")]),
@@ -145,14 +145,14 @@ def test_calls_are_told_from_words(name: str, text: str, expected: list[Part]) -
         (True, "", []),
     ],
 )
-def test_thoughts_are_told_from_words(is_thinking: bool, text: str, expected: list[Part]) -> None:
-    assert read(ThinkingReader(is_thinking=is_thinking), text) == expected
-    assert read(ThinkingReader(is_thinking=is_thinking), *text) == expected
+def test_thoughts_are_told_from_words(in_reasoning: bool, text: str, expected: list[Part]) -> None:
+    assert read(ReasoningReader(in_reasoning=in_reasoning), text) == expected
+    assert read(ReasoningReader(in_reasoning=in_reasoning), *text) == expected
 
 
 def test_calls_are_looked_for_after_the_thoughts_only() -> None:
     said = '<tool_call>{"name": "a"}</tool_call>'
-    reader = MessageReader(ThinkingReader(is_thinking=True), HERMES.reader({}))
+    reader = MessageReader(ReasoningReader(in_reasoning=True), HERMES.reader({}))
     assert read(reader, f"I could {said}</think>\n{said}") == [Reasoning(f"I could {said}"), *call("a", "{}")]
 
 
@@ -201,8 +201,8 @@ texts = st.lists(st.sampled_from(SCRAPS) | st.text(max_size=6), max_size=12).map
 
 READERS: dict[str, Callable[[], PartReader]] = {
     **{name: lambda name=name: calls_reader(name) for name in TOOL_FORMATS},  # type: ignore[misc]
-    "thinking": lambda: ThinkingReader(is_thinking=True),
-    "both": lambda: MessageReader(ThinkingReader(is_thinking=False), HERMES.reader({}), most_calls=2),
+    "thinking": lambda: ReasoningReader(in_reasoning=True),
+    "both": lambda: MessageReader(ReasoningReader(in_reasoning=False), HERMES.reader({}), most_calls=2),
 }
 
 

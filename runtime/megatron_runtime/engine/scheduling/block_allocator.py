@@ -27,13 +27,13 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns, resting ones among them."""
-        return len(self._free) + self.num_resting
+        """Blocks that nobody owns, evictable ones among them."""
+        return len(self._free) + self.num_evictable
 
     @property
-    def num_resting(self) -> int:
+    def num_evictable(self) -> int:
         """Free blocks that the prefix cache keeps for their contents."""
-        return 0 if self.prefixes is None else self.prefixes.num_resting
+        return 0 if self.prefixes is None else self.prefixes.num_evictable
 
     @property
     def num_used(self) -> int:
@@ -46,14 +46,14 @@ class BlockAllocator:
         return sum(self._owners)
 
     def held(self) -> list[int]:
-        """The blocks whose contents somebody may still want: owned ones, and resting ones."""
+        """The blocks whose contents somebody may still want: owned ones, and evictable ones."""
         free = set(self._free)
         return [block for block in range(self.num_blocks) if block not in free]
 
     def can_allocate(self, count: int, *, besides: Iterable[int] = ()) -> bool:
         """True if so many blocks are free that are not among others, which may rest or be owned."""
-        resting = 0 if self.prefixes is None else sum(self.prefixes.is_resting(block) for block in besides)
-        return count <= self.num_free - resting
+        evictable = 0 if self.prefixes is None else sum(self.prefixes.is_evictable(block) for block in besides)
+        return count <= self.num_free - evictable
 
     def allocate(self, count: int) -> list[int]:
         """Take so many free blocks; can_allocate has to be true. Resting ones go last, and lose their contents."""
@@ -72,7 +72,7 @@ class BlockAllocator:
         """Own blocks that others own, or that rest, once more."""
         assert self.prefixes is not None, "nothing is shared without a prefix cache"
         for block in blocks:
-            if self.prefixes.is_resting(block):
+            if self.prefixes.is_evictable(block):
                 self.prefixes.wake(block)
             else:
                 assert self._owners[block], f"block {block} is free and can't be shared"

@@ -42,7 +42,7 @@ class PrefixCache:
         self._block_size = block_size_tokens
         self._by_hash: dict[int, _Entry] = {}
         self._by_block: dict[int, _Entry] = {}
-        self._resting: OrderedDict[int, None] = OrderedDict()
+        self._evictable: OrderedDict[int, None] = OrderedDict()
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
@@ -53,9 +53,9 @@ class PrefixCache:
         return len(self._by_block)
 
     @property
-    def num_resting(self) -> int:
+    def num_evictable(self) -> int:
         """Blocks that nobody owns and that are kept for their contents."""
-        return len(self._resting)
+        return len(self._evictable)
 
     def match(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest known prefix that the sequence may skip, first block first.
@@ -109,29 +109,29 @@ class PrefixCache:
         if block not in self._by_block:
             return False
         if self._policy is PrefixCachingEvictionPolicy.LRU:
-            self._resting[block] = None
+            self._evictable[block] = None
             return True
         self._forget(block)
         return False
 
-    def is_resting(self, block: int) -> bool:
+    def is_evictable(self, block: int) -> bool:
         """True if nobody owns the block and it is kept for its contents."""
-        return block in self._resting
+        return block in self._evictable
 
     def wake(self, block: int) -> None:
         """Somebody owns the block again."""
-        del self._resting[block]
+        del self._evictable[block]
 
     def evict(self) -> int:
         """Forget the block that has rested for longest, which has no children, and return it."""
-        block, _ = self._resting.popitem(last=False)
+        block, _ = self._evictable.popitem(last=False)
         self._forget(block)
         return block
 
     def clear(self) -> list[int]:
         """Forget everything; the blocks that rested, which are free now."""
-        rested = list(self._resting)
-        self._resting.clear()
+        rested = list(self._evictable)
+        self._evictable.clear()
         self._by_block.clear()
         self._by_hash.clear()
         return rested
@@ -147,13 +147,13 @@ class PrefixCache:
         for block, entry in self._by_block.items():
             assert entry.block == block, f"block {block} is known by the name of another"
             assert self._by_hash[entry.block_hash] is entry, f"the hash of block {block} leads to another"
-            assert (owners[block] == 0) == (block in self._resting), f"block {block} rests and is owned, or neither"
+            assert (owners[block] == 0) == (block in self._evictable), f"block {block} rests and is owned, or neither"
             if entry.parent != _NO_PARENT:
                 assert entry.parent in self._by_block, f"block {block} is known, but not what comes before it"
                 assert owners[entry.parent] >= owners[block], f"block {block} is owned without what comes before it"
-        assert self._resting.keys() <= self._by_block.keys(), "a block rests that nobody can find"
+        assert self._evictable.keys() <= self._by_block.keys(), "a block rests that nobody can find"
         gone: set[int] = set()
-        for block in self._resting:
+        for block in self._evictable:
             assert self._by_block[block].parent not in gone, f"block {block} would be evicted after its parent"
             gone.add(block)
 

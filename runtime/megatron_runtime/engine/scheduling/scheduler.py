@@ -19,7 +19,7 @@ class SchedulerLimits:
     chunked_prefill: bool
     paused_blocks: int = 0
     """Most blocks that sequences may own while they wait for further ones."""
-    passes_under_way: int = 1
+    passes_in_flight: int = 1
     """Most passes that are begun before the first of them is settled; each computes its share of the sequences."""
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ _Upcoming = dict[int, tuple[int, ...]]
 class Scheduler:
     """By priority, then first come, first served, over a fixed pool of blocks; pure bookkeeping.
 
-    Every running sequence gets at least one token in every pass, or, where several passes are under way, in one of
+    Every running sequence gets at least one token in every pass, or, where several passes are in flight, in one of
     them: each takes the most urgent sequences that are not waiting for their next token, so many that there are enough
     for all passes. When the pool is exhausted, who needs a block pauses with those that it owns, as far as the limits
     allow; otherwise the least urgent running sequence gives way. Either way the most urgent proceeds, and nobody new
@@ -91,7 +91,7 @@ class Scheduler:
 
     @property
     def has_idle(self) -> bool:
-        """True if another pass might compute something before those under way are settled."""
+        """True if another pass might compute something before those in flight are settled."""
         return bool(self._waiting) or any(sequence.num_left for sequence in self._running)
 
     @property
@@ -155,7 +155,7 @@ class Scheduler:
         return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
 
     def settle(self, slices: list[SequenceSlice]) -> None:
-        """Note that the oldest of the passes that are under way was computed."""
+        """Note that the oldest of the passes that are in flight was computed."""
         for part in slices:
             if part.counts:
                 part.sequence.num_computed = part.end
@@ -163,7 +163,7 @@ class Scheduler:
                     self._prefixes.register(part.sequence)
 
     def withdraw(self, slices: list[SequenceSlice]) -> None:
-        """Note that the newest of the passes that are under way will not be computed."""
+        """Note that the newest of the passes that are in flight will not be computed."""
         for part in slices:
             if part.counts:
                 part.sequence.num_begun = part.start
@@ -202,8 +202,8 @@ class Scheduler:
         self._check_sharing()
 
     def _share(self, sequences: int) -> int:
-        """How many of the sequences one pass takes, so that there are some for each of those that may be under way."""
-        return -(-sequences // self.limits.passes_under_way)
+        """How many of the sequences one pass takes, so that there are some for each of those that may be in flight."""
+        return -(-sequences // self.limits.passes_in_flight)
 
     def _begin_slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
         part = SequenceSlice.next_of(sequence, budget)

@@ -30,7 +30,7 @@ class Sequence:
     num_computed: int = 0
     """Leading tokens whose keys and values are in the cache."""
     num_begun: int = 0
-    """Leading tokens that are in the cache or being computed by passes under way."""
+    """Leading tokens that are in the cache or being computed by passes in flight."""
     num_cached: int = 0
     """Leading tokens that were computed already, by others or before an eviction, when it last began to run."""
     num_registered: int = 0

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from megatron_runtime.engine.worker.loop_requests import LoopRequest
 from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.wire.bodies import Stretch
+from megatron_runtime.wire.bodies import TokenChunk
 from megatron_runtime.wire.codec import Message
-from megatron_runtime.wire.complaints import Complaints
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import EngineLoad, Finished, Progress, Registration
+from megatron_runtime.wire.protocol_errors import ProtocolErrors
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -60,9 +60,9 @@ class CoordinatorConnection:
         """Set while the coordinator knows this engine over the connection that there is now."""
 
     @property
-    def complaints(self) -> Complaints:
+    def protocol_errors(self) -> ProtocolErrors:
         """What arrived and was dropped."""
-        return self._dealer.complaints
+        return self._dealer.protocol_errors
 
     def open(self) -> None:
         """Start connecting, on the running loop."""
@@ -97,13 +97,13 @@ class CoordinatorConnection:
         if self.registered.is_set():
             self._dealer.send(Headers.DRAIN)
 
-    def send_progress(self, news: list[tuple[LoopRequest, int, Stretch]]) -> None:
+    def send_progress(self, news: list[tuple[LoopRequest, int, TokenChunk]]) -> None:
         """Report new tokens: (request, number of the first token, tokens)."""
         if news and self.registered.is_set():
             progress = [
-                Progress(request.uuid, request.dispatch, start, len(stretch.tokens)) for request, start, stretch in news
+                Progress(request.uuid, request.dispatch, start, len(chunk.tokens)) for request, start, chunk in news
             ]
-            bodies = [stretch.pack() for _, _, stretch in news]
+            bodies = [chunk.pack() for _, _, chunk in news]
             self._dealer.send(Headers.ENGINE_REPLY_PARTIAL, progress, bodies=bodies)
 
     def send_replies(self, requests: list[LoopRequest]) -> None:

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_runtime.bell import Bell
 from megatron_runtime.engine.worker.coordinator_connection import CoordinatorConnection
 from megatron_runtime.engine.worker.loop_requests import LoopRequests
 from megatron_runtime.engine.worker.protocol import Engine
-from megatron_runtime.engine.worker.weight_updates import WeightUpdates
+from megatron_runtime.engine.worker.weight_updates import WeightUpdateQueue
 from megatron_runtime.errors import EngineError
 from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.notifier import Notifier
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.items import Assignment, EngineLoad, arguments, items, natural, text, uuid_bytes
@@ -84,9 +84,9 @@ class EngineLoop:
         self._requests = LoopRequests(engine)
         self._inbox: deque[Message] = deque()
         self._signals: deque[Headers] = deque()
-        self._weights = WeightUpdates(engine, lambda: self.state)
+        self._weights = WeightUpdateQueue(engine, lambda: self.state)
         self._news = asyncio.Event()
-        self._changed = Bell()
+        self._changed = Notifier()
         self._step_started: float | None = None
         self._draining = False
         self._leave_reason: str | None = None
@@ -232,9 +232,9 @@ class EngineLoop:
                     act = self._requests.abort if message.header is Headers.ABORT_REQUEST else self._requests.forget
                     for request_uuid in items(message, uuid_bytes, with_bodies=False):
                         act(request_uuid)
-                    self._changed.ring()
+                    self._changed.notify()
             except MalformedMessage as defect:
-                self._link.complaints.add(f"from the coordinator: {defect}")
+                self._link.protocol_errors.add(f"from the coordinator: {defect}")
 
     def _take_request(self, assignment: Assignment, packed: bytes) -> None:
         try:
@@ -261,10 +261,10 @@ class EngineLoop:
             return False
         match signal:
             case Headers.PAUSE:
-                await self._in_thread(partial(self._engine.assemble, "pause"))
+                await self._in_thread(partial(self._engine.barrier, "pause"))
                 self._reach(EngineState.PAUSED)
             case Headers.UNPAUSE:
-                await self._in_thread(partial(self._engine.assemble, "unpause"))
+                await self._in_thread(partial(self._engine.barrier, "unpause"))
                 self._reach(EngineState.RUNNING)
             case Headers.SUSPEND:
                 self._reach(EngineState.SUSPENDING)
@@ -283,7 +283,7 @@ class EngineLoop:
             self._link.tell_state(self.state)
             return False
         self._reach(EngineState.STOPPING)
-        await self._in_thread(partial(self._engine.assemble, "stop"))
+        await self._in_thread(partial(self._engine.barrier, "stop"))
         for request in self._requests.unfinished():
             self._requests.abort(request.uuid)
         self._report(*self._engine.take_reports())
@@ -296,7 +296,7 @@ class EngineLoop:
             self._link.tell_state(self.state)
         if self._on_state is not None:
             self._on_state(state)
-        self._changed.ring()
+        self._changed.notify()
 
     # Reports
 

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_runtime.bell import Bell
 from megatron_runtime.engine.worker.lock_step import Turn, follow
 from megatron_runtime.engine.worker.weight_updates import require_idle
 from megatron_runtime.errors import CheckpointError, EngineError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.model.refit import READ_TIMEOUT, Weights
+from megatron_runtime.notifier import Notifier
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.worker.protocol import RankEngine
@@ -49,7 +49,7 @@ class FollowerLoop:
         self._ranks = ranks
         self._prepare_thread = prepare_thread
         self._on_state = on_state
-        self._changed = Bell()
+        self._changed = Notifier()
         self._updates: deque[int | CheckpointError] = deque()
         self._given: queue.SimpleQueue[Weights] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -138,7 +138,7 @@ class FollowerLoop:
 
     def _note_turn(self, action: str, args: list[Any], refusal: CheckpointError | None) -> None:
         match action:
-            case Turn.ASSEMBLE if args[0] in _MEETINGS:
+            case Turn.BARRIER if args[0] in _MEETINGS:
                 if args[0] == "pause":
                     self._updates.clear()
                 self._reach(_MEETINGS[args[0]])
@@ -149,7 +149,7 @@ class FollowerLoop:
                 self._reach(EngineState.PAUSED)
             case Turn.UPDATE_WEIGHTS:
                 self._updates.append(refusal or self._engine.weight_version)
-                self._on_loop(self._changed.ring)
+                self._on_loop(self._changed.notify)
 
     def _reach(self, state: EngineState) -> None:
         self.state = state
@@ -165,4 +165,4 @@ class FollowerLoop:
     def _announce(self, state: EngineState) -> None:
         if self._on_state is not None:
             self._on_state(state)
-        self._changed.ring()
+        self._changed.notify()

@@ -41,7 +41,7 @@ class Turn(StrEnum):
     SUSPEND = "suspend"
     RESUME = "resume"
     UPDATE_WEIGHTS = "update weights"
-    ASSEMBLE = "assemble"
+    BARRIER = "barrier"
     LEAVE = "leave"
 
 
@@ -128,9 +128,9 @@ class LockStepEngine:
         """All ranks take their memory again; LostRankError names those that don't in time."""
         self._take_turn(lambda: _resume(self._engine, self._ranks), Turn.RESUME)
 
-    def assemble(self, occasion: str) -> None:
+    def barrier(self, occasion: str) -> None:
         """Wait until all ranks have done all that came before; LostRankError names those that haven't in time."""
-        self._take_turn(lambda: _assemble(self._engine, self._ranks, occasion), Turn.ASSEMBLE, occasion)
+        self._take_turn(lambda: _barrier(self._engine, self._ranks, occasion), Turn.BARRIER, occasion)
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
         """As DynamicInferenceEngine does, from files that all ranks see, or tensors that all are given.
@@ -146,12 +146,12 @@ class LockStepEngine:
             lambda: self._engine.update_weights(weights, version=version), Turn.UPDATE_WEIGHTS, path, version
         )
 
-    def dismiss(self) -> None:
+    def release_followers(self) -> None:
         """Let the other ranks go; nothing may come after it."""
         self._take_turn(lambda: None, Turn.LEAVE)
 
     def leave(self) -> None:
-        """Go without a word, after the turn under way: the others find the connections closed."""
+        """Go without a word, after the turn in flight: the others find the connections closed."""
         with self._turn:
             self._ranks.close()
 
@@ -194,7 +194,7 @@ async def lead(loop: EngineLoop, engine: LockStepEngine) -> None:
     for end in ends:
         if isinstance(end, Exception):
             raise end
-    await asyncio.to_thread(engine.dismiss)
+    await asyncio.to_thread(engine.release_followers)
 
 
 def refuse_request_timeout(config: InferenceConfig) -> None:
@@ -261,8 +261,8 @@ def _act(engine: RankEngine, ranks: Ranks, action: str, args: list[Any]) -> Chec
             _suspend(engine, ranks)
         case Turn.RESUME:
             _resume(engine, ranks)
-        case Turn.ASSEMBLE:
-            _assemble(engine, ranks, args[0])
+        case Turn.BARRIER:
+            _barrier(engine, ranks, args[0])
         case Turn.UPDATE_WEIGHTS:
             try:
                 engine.update_weights(args[0], version=args[1])
@@ -273,8 +273,8 @@ def _act(engine: RankEngine, ranks: Ranks, action: str, args: list[Any]) -> Chec
     return None
 
 
-def _assemble(engine: RankEngine, ranks: Ranks, occasion: str) -> None:
-    engine.assemble(occasion)
+def _barrier(engine: RankEngine, ranks: Ranks, occasion: str) -> None:
+    engine.barrier(occasion)
     ranks.barrier(occasion)
 
 

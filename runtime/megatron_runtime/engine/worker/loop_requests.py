@@ -12,7 +12,7 @@ from megatron_runtime import tracing
 from megatron_runtime.engine.worker.protocol import RequestTaker
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.bodies import RequestBody, Stretch
+from megatron_runtime.wire.bodies import RequestBody, TokenChunk
 from megatron_runtime.wire.codec import pack_body
 from megatron_runtime.wire.items import Assignment
 
@@ -39,7 +39,7 @@ class LoopRequest:
     local_id: int
     dispatch: int
     params: SamplingParams
-    made: Stretch
+    made: TokenChunk
     """All tokens so far, also those that were made elsewhere."""
     trace: dict[str, str] = field(default_factory=dict)
     """The context of the trace that it belongs to."""
@@ -110,13 +110,13 @@ class LoopRequests:
             if request.reply is None:
                 self._engine.abort_request(request.local_id)
 
-    def progress(self, local_id: int, partial: Partial) -> tuple[LoopRequest, int, Stretch] | None:
+    def progress(self, local_id: int, partial: Partial) -> tuple[LoopRequest, int, TokenChunk] | None:
         """Note new tokens: the request, the number of the first, and the tokens; None if the request was let go."""
         request = self._by_id.get(local_id)
         if request is None:
             return None
         start = len(request.made.tokens)
-        news = Stretch(partial.new_tokens, partial.new_log_probs or [], partial.new_top_n_logprobs or [])
+        news = TokenChunk(partial.new_tokens, partial.new_log_probs or [], partial.new_top_n_logprobs or [])
         request.made.extend(news)
         return request, start, news
 
@@ -136,7 +136,7 @@ class LoopRequests:
     def refuse(self, assignment: Assignment, error: Exception) -> LoopRequest:
         """Keep, as the result, that this request can't be served."""
         self.forget(assignment.uuid)
-        request = self._keep(assignment, SamplingParams(), Stretch())
+        request = self._keep(assignment, SamplingParams(), TokenChunk())
         failed = DynamicInferenceRequest(
             request_id=request.local_id, status=Status.FAILED, finish_reason="error", generated_text=""
         )
@@ -145,7 +145,7 @@ class LoopRequests:
         request.reply = pack_body(failed.serialize())
         return request
 
-    def _keep(self, assignment: Assignment, params: SamplingParams, made: Stretch) -> LoopRequest:
+    def _keep(self, assignment: Assignment, params: SamplingParams, made: TokenChunk) -> LoopRequest:
         request = LoopRequest(assignment.uuid, next(self._ids), assignment.dispatch, params, made)
         self._by_uuid[request.uuid] = self._by_id[request.local_id] = request
         return request

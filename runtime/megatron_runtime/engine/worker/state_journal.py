@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from megatron_runtime.bell import Bell
 from megatron_runtime.headers import EngineState
+from megatron_runtime.notifier import Notifier
 
 _KEPT = 64
 """States that are remembered for somebody who asks for none."""
@@ -20,12 +20,12 @@ class StateJournal:
 
     def __init__(self) -> None:
         self._reached: deque[EngineState] = deque(maxlen=_KEPT)
-        self._changed = Bell()
+        self._changed = Notifier()
 
     def note(self, state: EngineState) -> None:
         """A state was reached."""
         self._reached.append(state)
-        self._changed.ring()
+        self._changed.notify()
 
     async def next_of(self, *states: EngineState) -> EngineState:
         """Which of these was reached first since the one that was asked for last; waits for it."""

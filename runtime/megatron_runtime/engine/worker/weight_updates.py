@@ -28,7 +28,7 @@ def require_idle(state: EngineState) -> None:
         )
 
 
-class WeightUpdates:
+class WeightUpdateQueue:
     """The updates that are wanted, in their order.
 
     Args:

@@ -104,7 +104,7 @@ class TorchDistWeights:
         yield into.numel()
 
     def _copy(self, found: _Found, wanted: list[tuple[int, range]], within: tuple[slice, ...], to: Tensor) -> None:
-        """The ``wanted`` rows of a stored tensor, each stretch to the row that stands before it."""
+        """The ``wanted`` rows of a stored tensor, each chunk to the row that stands before it."""
         if not wanted:
             return
         lowest = min(rows.start for _, rows in wanted)

@@ -1,6 +1,6 @@
 """Attention over the cache's blocks where they lie, compiled for the processor at hand.
 
-What a query sees is computed in stretches of CHUNK positions, each with its own maximum (Milakov and Gimelshein, Online
+What a query sees is computed in chunks of CHUNK positions, each with its own maximum (Milakov and Gimelshein, Online
 normalizer calculation for softmax), in an order that its own position alone decides. So its bits depend neither on the
 rest of the batch, nor on how its prompt was cut, nor on where its blocks are or how large they are.
 """
@@ -131,7 +131,7 @@ def _attend(
             _turn(heads[row, head], cosines[row], sines[row], queries[query])
         start, stop = max(0, first_position - window + 1) // CHUNK * CHUNK, first_position + rows
         for chunk in range(start, stop, CHUNK):
-            # What comes next: the head's next stretch, or the next head's first one.
+            # What comes next: the head's next chunk, or the next head's first one.
             ahead, ahead_head = chunk + CHUNK, kv_head
             if ahead >= stop:
                 ahead, ahead_head = start, (kv_head + 1) % kv_heads

@@ -15,7 +15,7 @@ from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.rotary import Rotation
 
 TILE = 16
-"""Queries that meet a stretch of keys while it is near to the processor."""
+"""Queries that meet a chunk of keys while it is near to the processor."""
 
 UNLIMITED = 1 << 40
 

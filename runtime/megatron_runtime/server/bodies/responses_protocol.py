@@ -63,18 +63,18 @@ class ResultItem(BaseModel):
         )
 
 
-class ThoughtPart(BaseModel):
-    """A piece of a model's thoughts."""
+class ReasoningPart(BaseModel):
+    """A piece of a model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class ThoughtsItem(BaseModel):
-    """The thoughts of an earlier answer."""
+class PastReasoning(BaseModel):
+    """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    content: list[ThoughtPart] | None = None
+    content: list[ReasoningPart] | None = None
 
     def text(self) -> str:
         """All of them."""
@@ -90,13 +90,13 @@ _ITEM_KINDS = {
     "message": "Message",
     "function_call": "Call",
     "function_call_output": "Result",
-    "reasoning": "Thoughts",
+    "reasoning": "Reasoning",
 }
 AnyItem = Annotated[
     Annotated[InputItem, Tag("Message")]
     | Annotated[CallItem, Tag("Call")]
     | Annotated[ResultItem, Tag("Result")]
-    | Annotated[ThoughtsItem, Tag("Thoughts")],
+    | Annotated[PastReasoning, Tag("Reasoning")],
     Discriminator(
         _kind_of_item,
         custom_error_type="item_type",
@@ -210,8 +210,8 @@ def _content(content: str | list[InputPart]) -> str | list[ContentPart]:
     return content if isinstance(content, str) else [ContentPart(type="text", text=part.text) for part in content]
 
 
-def _conversation(items: Iterable[InputItem | CallItem | ResultItem | ThoughtsItem]) -> list[ChatMessage]:
-    """Messages, in which thoughts, words and calls that follow each other are one of the assistant's."""
+def _conversation(items: Iterable[InputItem | CallItem | ResultItem | PastReasoning]) -> list[ChatMessage]:
+    """Messages, in which reasoning, words and calls that follow each other are one of the assistant's."""
     messages: list[ChatMessage] = []
     turn: ChatMessage | None = None
     for item in items:
@@ -222,10 +222,10 @@ def _conversation(items: Iterable[InputItem | CallItem | ResultItem | ThoughtsIt
                     turn.content = said.content
                     continue
                 turn = said
-            case CallItem() | ThoughtsItem() if turn is not None:
+            case CallItem() | PastReasoning() if turn is not None:
                 _add_to(turn, item)
                 continue
-            case CallItem() | ThoughtsItem():
+            case CallItem() | PastReasoning():
                 turn = ChatMessage(role="assistant")
                 _add_to(turn, item)
             case InputItem() | ResultItem():
@@ -236,7 +236,7 @@ def _conversation(items: Iterable[InputItem | CallItem | ResultItem | ThoughtsIt
     return messages
 
 
-def _add_to(turn: ChatMessage, item: CallItem | ThoughtsItem) -> None:
+def _add_to(turn: ChatMessage, item: CallItem | PastReasoning) -> None:
     if isinstance(item, CallItem):
         turn.tool_calls = [*(turn.tool_calls or []), item.call()]
     else:

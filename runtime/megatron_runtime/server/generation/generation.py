@@ -12,18 +12,18 @@ from megatron_runtime.errors import (
     MegatronInferenceError,
     RequestTimeoutError,
 )
-from megatron_runtime.server.admission import Admission
+from megatron_runtime.server.admission import AdmissionController
 from megatron_runtime.server.errors import ApiError, too_late, unavailable
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta
 from megatron_runtime.server.generation.choice_run import ChoiceRun, ChoiceRunner
-from megatron_runtime.server.generation.repetition import already_running
+from megatron_runtime.server.generation.idempotency import already_running
 
 
 class Generation:
     """Runs the choices of one request. Leaving it early aborts what still runs, so nothing is computed for nobody."""
 
     def __init__(
-        self, runner: ChoiceRunner, tasks: Sequence[ChoiceTask], *, timeout: float, admission: Admission
+        self, runner: ChoiceRunner, tasks: Sequence[ChoiceTask], *, timeout: float, admission: AdmissionController
     ) -> None:
         self._runner = runner
         self._tasks = tasks

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_runtime.server.messages.message_form import Reading
+from megatron_runtime.server.messages.message_format import ResponseParsing
 from megatron_runtime.server.messages.message_parts import CallArguments, CallStart, Content, Part, Reasoning
 
 
@@ -27,14 +27,14 @@ class MessageBuilder:
     """Adds parts to a message, and says what is new in the words of a stream.
 
     Args:
-        reading: How the message is read.
-        shows_reasoning: Whether the message has its thoughts.
+        parsing: How the message is read.
+        shows_reasoning: Whether the message has its reasoning.
     """
 
-    def __init__(self, reading: Reading, *, shows_reasoning: bool = True) -> None:
-        self._call_id = reading.call_id
-        self._has_reasoning = reading.has_parser and shows_reasoning
-        self._named = reading.tools.named
+    def __init__(self, parsing: ResponseParsing, *, shows_reasoning: bool = True) -> None:
+        self._call_id = parsing.call_id
+        self._has_reasoning = parsing.has_parser and shows_reasoning
+        self._named = parsing.tools.named
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self.calls: list[Call] = []
@@ -54,14 +54,14 @@ class MessageBuilder:
     def body(self) -> dict[str, Any]:
         """The whole message."""
         content = "".join(self._content)
-        thoughts = "".join(self._reasoning)
+        reasoning = "".join(self._reasoning)
         calls = {"tool_calls": [call.body() for call in self.calls]} if self.calls else {}
-        is_silent = not content and bool(thoughts or self.calls)
+        is_silent = not content and bool(reasoning or self.calls)
         return {
             "role": "assistant",
             "content": None if is_silent else content,
             "refusal": None,
-            **(_thoughts(thoughts or None) if self._has_reasoning else {}),
+            **(_reasoning_field(reasoning or None) if self._has_reasoning else {}),
             **calls,
         }
 
@@ -76,7 +76,7 @@ class MessageBuilder:
                 return {"content": text}
             case Reasoning(text):
                 self._reasoning.append(text)
-                return _thoughts(text) if self._has_reasoning else {}
+                return _reasoning_field(text) if self._has_reasoning else {}
             case CallStart(name):
                 self.calls.append(Call(self._call_id(), name))
                 return self._call_delta(_call_body(self.calls[-1].id, name, ""))
@@ -92,6 +92,6 @@ def _call_body(name: str, function: str, arguments: str) -> dict[str, Any]:
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
 
 
-def _thoughts(text: str | None) -> dict[str, Any]:
+def _reasoning_field(text: str | None) -> dict[str, Any]:
     """Under the name that DeepSeek gave the field, and under vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}

@@ -1,4 +1,4 @@
-"""What a message is made of, in the order in which the model says it: thoughts, words, and calls of tools."""
+"""What a message is made of, in the order in which the model says it: reasoning, words, and calls of tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Thoughts before the words."""
+    """Reasoning before the words."""
 
     text: str
 

@@ -8,20 +8,20 @@ from megatron_runtime.server.messages.message_parts import CallStart, Content, P
 
 
 class MessageReader:
-    """A ``PartReader`` out of two: thoughts come first, and calls are looked for only after them.
+    """A ``PartReader`` out of two: reasoning comes first, and calls are looked for only after them.
 
     White space next to calls is left out.
 
     Args:
-        thinking: Finds thoughts; None where there are none.
+        reasoning: Finds reasoning; None where there is none.
         calls: Finds calls of tools; None where there are none.
         most_calls: Calls beyond these are left out; None for no limit.
     """
 
     def __init__(
-        self, thinking: PartReader | None = None, calls: PartReader | None = None, *, most_calls: int | None = None
+        self, reasoning: PartReader | None = None, calls: PartReader | None = None, *, most_calls: int | None = None
     ) -> None:
-        self._thinking = thinking
+        self._reasoning = reasoning
         self._calls = calls
         self._most_calls = most_calls
         self._num_calls = 0
@@ -30,12 +30,12 @@ class MessageReader:
 
     def push(self, text: str) -> list[Part]:
         """See ``PartReader``."""
-        parts: Iterable[Part] = [Content(text)] if self._thinking is None else self._thinking.push(text)
+        parts: Iterable[Part] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
         return joined(self._find_calls(parts))
 
     def finish(self) -> list[Part]:
         """See ``PartReader``."""
-        parts: list[Part] = [] if self._thinking is None else self._thinking.finish()
+        parts: list[Part] = [] if self._reasoning is None else self._reasoning.finish()
         found = list(self._find_calls(parts))
         if self._calls is not None:
             found += self._trim(self._calls.finish())

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.generation.choice import Delta
-from megatron_runtime.server.messages.message_form import Reading
+from megatron_runtime.server.messages.message_format import ResponseParsing
 from megatron_runtime.server.openai.streaming import Chunk
 
 
@@ -23,7 +23,7 @@ class Answer:
     body: GenerationBody
     prompts: Sequence[Sequence[int]]
     id_prefix: str
-    reading: Reading = field(default_factory=Reading)
+    parsing: ResponseParsing = field(default_factory=ResponseParsing)
     number: str = field(default_factory=partial(secrets.token_hex, 16))
     created: int = field(default_factory=lambda: int(time.time()))
 

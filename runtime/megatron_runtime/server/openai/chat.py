@@ -65,8 +65,8 @@ class _Message:
 
     def __init__(self, answer: Answer) -> None:
         assert isinstance(answer.body, ChatCompletionBody)
-        self._reader = None if answer.reading.is_plain else answer.reading.new_reader()
-        self.builder = MessageBuilder(answer.reading, shows_reasoning=answer.body.include_reasoning)
+        self._reader = None if answer.parsing.is_plain else answer.parsing.new_reader()
+        self.builder = MessageBuilder(answer.parsing, shows_reasoning=answer.body.include_reasoning)
         self.nothing: dict[str, Any] = {"content": ""} if self._reader is None else {}
         """The ``delta`` of a chunk that has no part of the message."""
 

@@ -18,10 +18,10 @@ from megatron_runtime.server.body_route import BodyRoute
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.generation.choice import Delta
 from megatron_runtime.server.generation.generation import Generation
-from megatron_runtime.server.generation.repetition import request_name
+from megatron_runtime.server.generation.idempotency import idempotency_key
 from megatron_runtime.server.json_response import JsonResponse
 from megatron_runtime.server.messages.conversation import chat_prompt, render
-from megatron_runtime.server.messages.message_form import Reading
+from megatron_runtime.server.messages.message_format import ResponseParsing
 from megatron_runtime.server.openai.answer import Answer
 from megatron_runtime.server.openai.chat import chat_chunks, chat_completion
 from megatron_runtime.server.openai.completions import completion, completion_chunks, completion_prompts
@@ -58,8 +58,8 @@ def generation_routes(frontend: Frontend, **common: Any) -> APIRouter:
     async def chat_completions(body: ChatCompletionBody, request: Request) -> Response:
         frontend.check_model(body.model)
         prompt = chat_prompt(body, frontend.tokenizer)
-        reading = frontend.message_form.reading(body.tool_use, prompt)
-        return await _answer(frontend, body, request, [prompt], _CHAT, reading)
+        parsing = frontend.message_format.parsing(body.tool_use, prompt)
+        return await _answer(frontend, body, request, [prompt], _CHAT, parsing)
 
     @router.post(
         "/completions",
@@ -84,8 +84,8 @@ def generation_routes(frontend: Frontend, **common: Any) -> APIRouter:
             param="input",
             tools=body.tool_use.for_template(),
         )
-        reading = frontend.message_form.reading(body.tool_use, prompt)
-        return await _answer(frontend, body, request, [prompt], _RESPONSE, reading)
+        parsing = frontend.message_format.parsing(body.tool_use, prompt)
+        return await _answer(frontend, body, request, [prompt], _RESPONSE, parsing)
 
     return router
 
@@ -96,10 +96,10 @@ async def _answer(
     request: Request,
     prompts: list[list[int]],
     style: _Style,
-    reading: Reading | None = None,
+    parsing: ResponseParsing | None = None,
 ) -> Response:
-    generation = frontend.generation(body, prompts, request_name(request, body), reading)
-    answer = Answer(body, prompts, style.id_prefix, reading or Reading())
+    generation = frontend.generation(body, prompts, idempotency_key(request, body), parsing)
+    answer = Answer(body, prompts, style.id_prefix, parsing or ResponseParsing())
     try:
         async with UntilClientLeaves(request.receive):
             await frontend.admission.admit(generation.size)

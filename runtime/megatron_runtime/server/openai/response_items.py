@@ -1,4 +1,4 @@
-"""Items of a response's output: thoughts, a message, and calls of tools, each with the events that build it up."""
+"""Items of a response's output: reasoning, a message, and calls of tools, each with the events that build it up."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class MessageItem(_TextItem):
 
 
 class ReasoningItem(_TextItem):
-    """Thoughts."""
+    """Reasoning."""
 
     prefix = "rs"
     kind = "reasoning_text"

@@ -64,7 +64,7 @@ class _Response:
         self._request = answer.body
         self._answer = answer
         self._tokenizer = tokenizer
-        self._reader = answer.reading.new_reader()
+        self._reader = answer.parsing.new_reader()
         self._items: list[Item] = []
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come yet
         self._usage = UsageMeter(answer)
@@ -97,7 +97,7 @@ class _Response:
                 if not self._items or not isinstance(self._items[-1], ReasoningItem):
                     yield from self._open(ReasoningItem(len(self._items), item_number()))
             case CallStart(name):
-                called = {"name": name, "call_id": self._answer.reading.call_id()}
+                called = {"name": name, "call_id": self._answer.parsing.call_id()}
                 yield from self._open(CallItem(len(self._items), item_number(), **called))
                 return
             case _:
@@ -161,11 +161,13 @@ class _Response:
 
     def _usage_body(self) -> dict[str, Any]:
         usage = self._usage.body()
-        thoughts = [len(self._tokenizer.tokenize(item.text)) for item in self._items if isinstance(item, ReasoningItem)]
+        reasoning = [
+            len(self._tokenizer.tokenize(item.text)) for item in self._items if isinstance(item, ReasoningItem)
+        ]
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": sum(thoughts)},
+            "output_tokens_details": {"reasoning_tokens": sum(reasoning)},
             "total_tokens": usage["total_tokens"],
         }

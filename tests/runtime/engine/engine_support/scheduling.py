@@ -45,7 +45,7 @@ class Passes:
     def __init__(self, scheduler: Scheduler, compute: Compute = compute_nothing) -> None:
         self._scheduler = scheduler
         self._compute = compute
-        self._under_way: deque[list[SequenceSlice]] = deque()
+        self._in_flight: deque[list[SequenceSlice]] = deque()
 
     def run(self) -> tuple[Schedule, list[Sequence]]:
         """Compute, append a token where one was sampled, forget what is done."""
@@ -53,10 +53,10 @@ class Passes:
         self._scheduler.check_integrity()
         self._compute(schedule)
         if schedule.slices:
-            self._under_way.append(schedule.slices)
-        is_full = len(self._under_way) == self._scheduler.limits.passes_under_way
-        if self._under_way and (is_full or not schedule.slices or not self._scheduler.has_idle):
-            return schedule, self._settle(self._under_way.popleft())
+            self._in_flight.append(schedule.slices)
+        is_full = len(self._in_flight) == self._scheduler.limits.passes_in_flight
+        if self._in_flight and (is_full or not schedule.slices or not self._scheduler.has_idle):
+            return schedule, self._settle(self._in_flight.popleft())
         return schedule, []
 
     def _settle(self, slices: list[SequenceSlice]) -> list[Sequence]:
@@ -74,8 +74,8 @@ class Passes:
 
 
 def run_pass(scheduler: Scheduler, compute: Compute = compute_nothing) -> tuple[Schedule, list[Sequence]]:
-    """One pass of a scheduler that has one under way."""
-    assert scheduler.limits.passes_under_way == 1
+    """One pass of a scheduler that has one in flight."""
+    assert scheduler.limits.passes_in_flight == 1
     return Passes(scheduler, compute).run()
 
 
@@ -109,7 +109,7 @@ class SchedulerLives(RuleBasedStateMachine):
         assert sum(part.length for part in schedule.slices) <= self.scheduler.limits.max_tokens
         assert len(schedule.slices) <= self.scheduler.limits.max_requests
         assert all(part.length > 0 for part in schedule.slices)
-        assert bool(schedule.slices) == bool(self.alive) or self.scheduler.limits.passes_under_way > 1
+        assert bool(schedule.slices) == bool(self.alive) or self.scheduler.limits.passes_in_flight > 1
         for sequence in done:
             del self.alive[sequence.request_id]
 
@@ -131,7 +131,7 @@ class SchedulerLives(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         tokens = sum(sequence.max_length for sequence in self.alive.values())
-        for _ in range(tokens * self.passes_per_token * self.scheduler.limits.passes_under_way):
+        for _ in range(tokens * self.passes_per_token * self.scheduler.limits.passes_in_flight):
             for sequence in self.passes.run()[1]:
                 del self.alive[sequence.request_id]
         assert not self.alive

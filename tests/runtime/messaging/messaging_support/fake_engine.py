@@ -108,7 +108,7 @@ class FakeEngine:
     def suspend(self) -> None:
         self.is_suspended = True
 
-    def assemble(self, occasion: str) -> None:
+    def barrier(self, occasion: str) -> None:
         """It is alone."""
 
     def resume(self) -> None:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_runtime.call_form import CallForm
+from megatron_runtime.call_format import CallFormat
 from megatron_runtime.server.messages.message_parts import PartReader
 from megatron_runtime.server.messages.tool_parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
 from megatron_runtime.server.messages.tool_parsers.qwen3_coder import Schemas
@@ -34,7 +34,7 @@ class ToolFormat:
     """Texts that tell calls from words; they may be special tokens of the model."""
     signs: tuple[tuple[str, ...], ...] = ()
     """Texts in a chat template from which it follows, all of any of these."""
-    form: CallForm | None = None
+    form: CallFormat | None = None
     """How calls are enforced; None where that is not possible in the model's own way."""
     call_id: Callable[[], str] = _call_id
 
@@ -44,7 +44,7 @@ HERMES = ToolFormat(
     lambda _: hermes.HermesReader(),
     (hermes.BEGIN, hermes.END),
     (("<tool_call>",),),
-    CallForm(begin="<tool_call>\n", end="\n</tool_call>", separator="\n"),
+    CallFormat(begin="<tool_call>\n", end="\n</tool_call>", separator="\n"),
 )
 TOOL_FORMATS = {
     form.name: form
@@ -55,14 +55,14 @@ TOOL_FORMATS = {
             lambda _: llama3_json.Llama3JsonReader(),
             (llama3_json.TAG,),
             (("<|python_tag|>",), ('{"name": function name, "parameters": ',)),
-            CallForm(separator="; ", arguments="parameters"),
+            CallFormat(separator="; ", arguments="parameters"),
         ),
         ToolFormat(
             "mistral",
             lambda _: mistral.MistralReader(),
             (mistral.MARK, mistral.ARGUMENTS, mistral.CALL_ID),
             ((mistral.MARK,),),
-            CallForm(opening=f"{mistral.MARK}[", separator=", ", closing="]"),
+            CallFormat(opening=f"{mistral.MARK}[", separator=", ", closing="]"),
             _short_call_id,
         ),
         ToolFormat(

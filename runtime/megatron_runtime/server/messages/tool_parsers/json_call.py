@@ -11,7 +11,7 @@ from megatron_runtime.server.messages.tool_parsers.json_value import JsonValue
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-class _Place(Enum):
+class _JsonCallState(Enum):
     BEFORE = auto()
     BETWEEN = auto()
     KEY = auto()
@@ -28,7 +28,7 @@ class JsonCall:
 
     def __init__(self, *, needs_arguments: bool = False) -> None:
         self._needs_arguments = needs_arguments
-        self._place = _Place.BEFORE
+        self._state = _JsonCallState.BEFORE
         self._read: list[str] = []
         self._key = ""
         self._value = JsonValue()
@@ -39,7 +39,7 @@ class JsonCall:
     @property
     def is_over(self) -> bool:
         """Whether nothing that follows belongs to it."""
-        return self._place is _Place.AFTER
+        return self._state is _JsonCallState.AFTER
 
     @property
     def is_none(self) -> bool:
@@ -67,36 +67,36 @@ class JsonCall:
         parts: list[Part] = []
         if self._has_begun and not self.is_over:
             self._tell_arguments(parts, is_whole=True)
-        self._place = _Place.AFTER
+        self._state = _JsonCallState.AFTER
         return parts
 
     def _take(self, char: str, parts: list[Part]) -> bool:
         """Whether the character belongs to the object."""
-        match self._place:
-            case _Place.BEFORE:
+        match self._state:
+            case _JsonCallState.BEFORE:
                 return self._take_before(char)
-            case _Place.KEY:
+            case _JsonCallState.KEY:
                 return self._take_key(char)
-            case _Place.VALUE:
+            case _JsonCallState.VALUE:
                 return self._take_value(char, parts)
         return self._take_between(char, parts)
 
     def _take_before(self, char: str) -> bool:
         if char == "{":
-            self._place = _Place.BETWEEN
+            self._state = _JsonCallState.BETWEEN
         elif not char.isspace():
-            self._place = _Place.AFTER
+            self._state = _JsonCallState.AFTER
         return not self.is_over
 
     def _take_between(self, char: str, parts: list[Part]) -> bool:
         if char == '"':
             self._value = JsonValue()
             self._value.take(char)
-            self._place = _Place.KEY
+            self._state = _JsonCallState.KEY
         elif char == "}":
             self._end(parts)
         elif not (char.isspace() or char == ","):
-            self._place = _Place.AFTER
+            self._state = _JsonCallState.AFTER
             return False
         return True
 
@@ -105,9 +105,9 @@ class JsonCall:
             return True
         key = _loaded(self._value.text)
         if char != ":" or not isinstance(key, str):
-            self._place = _Place.AFTER
+            self._state = _JsonCallState.AFTER
             return False
-        self._key, self._value, self._place = key, JsonValue(), _Place.VALUE
+        self._key, self._value, self._state = key, JsonValue(), _JsonCallState.VALUE
         return True
 
     def _take_value(self, char: str, parts: list[Part]) -> bool:
@@ -123,7 +123,7 @@ class JsonCall:
             name = _loaded(self._value.text)
             self._name = name if isinstance(name, str) and name else None
             self._tell_arguments(parts, is_whole=True)
-        self._place = _Place.BETWEEN
+        self._state = _JsonCallState.BETWEEN
         return self._take_between(char, parts)
 
     def _tell_arguments(self, parts: list[Part], *, is_whole: bool = False) -> None:
@@ -136,7 +136,7 @@ class JsonCall:
             parts.append(CallArguments(text))
 
     def _end(self, parts: list[Part]) -> None:
-        self._place = _Place.AFTER
+        self._state = _JsonCallState.AFTER
         if self._name is not None and not self._has_begun and not self._needs_arguments:
             self._has_begun = True
             parts += [CallStart(self._name), CallArguments("{}")]

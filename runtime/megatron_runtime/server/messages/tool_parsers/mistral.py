@@ -15,7 +15,7 @@ ARGUMENTS = "[ARGS]"
 CALL_ID = "[CALL_ID]"
 
 
-class _Place(Enum):
+class _MistralState(Enum):
     WORDS = auto()
     MARKED = auto()
     LIST = auto()
@@ -29,7 +29,7 @@ class MistralReader(SteppedReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._place = _Place.WORDS
+        self._state = _MistralState.WORDS
         self._opening = ""  # what was read since the mark, while there is no call
         self._is_in_list = False
         self._call = JsonCall()
@@ -37,33 +37,33 @@ class MistralReader(SteppedReader):
 
     def finish(self) -> list[Part]:
         """See ``PartReader``."""
-        match self._place:
-            case _Place.WORDS:
+        match self._state:
+            case _MistralState.WORDS:
                 return [Content(self._held)]
-            case _Place.OBJECT:
+            case _MistralState.OBJECT:
                 parts = self._call.finish()
                 return [Content(self._opening + self._call.text)] if self._call.is_none else parts
-            case _Place.ARGUMENTS:
+            case _MistralState.ARGUMENTS:
                 return []
         return [Content(self._opening + self._held)]
 
     def _step(self, parts: list[Part]) -> bool:
-        match self._place:
-            case _Place.WORDS:
+        match self._state:
+            case _MistralState.WORDS:
                 before, mark, self._held = split_at(self._held, (MARK,))
                 parts.append(Content(before))
                 if mark is None:
                     return False
-                self._place, self._opening, self._is_in_list = _Place.MARKED, MARK, False
-            case _Place.MARKED:
+                self._state, self._opening, self._is_in_list = _MistralState.MARKED, MARK, False
+            case _MistralState.MARKED:
                 self._see_what_is_marked()
-            case _Place.LIST:
+            case _MistralState.LIST:
                 self._go_on_in_list(parts)
-            case _Place.OBJECT:
+            case _MistralState.OBJECT:
                 self._go_on_in_object(parts)
-            case _Place.NAME:
+            case _MistralState.NAME:
                 return self._find_arguments(parts)
-            case _Place.ARGUMENTS:
+            case _MistralState.ARGUMENTS:
                 self._go_on_in_arguments(parts)
         return True
 
@@ -72,11 +72,11 @@ class MistralReader(SteppedReader):
         if char == "[" or char.isspace():
             self._drop(char)
             self._is_in_list = char == "["
-            self._place = _Place.LIST if self._is_in_list else _Place.MARKED
+            self._state = _MistralState.LIST if self._is_in_list else _MistralState.MARKED
         elif char == "{":
             self._begin_object()
         else:
-            self._place = _Place.NAME
+            self._state = _MistralState.NAME
 
     def _go_on_in_list(self, parts: list[Part]) -> None:
         rest = self._held.lstrip(" \t\r\n,")
@@ -89,7 +89,7 @@ class MistralReader(SteppedReader):
         if rest[0] == "]":
             self._drop("]")
         parts.append(Content(self._opening))
-        self._place = _Place.WORDS
+        self._state = _MistralState.WORDS
 
     def _drop(self, text: str) -> None:
         """Text before or between calls, which counts only where there is none."""
@@ -99,7 +99,7 @@ class MistralReader(SteppedReader):
 
     def _begin_object(self) -> None:
         self._call = JsonCall()
-        self._place = _Place.OBJECT
+        self._state = _MistralState.OBJECT
 
     def _go_on_in_object(self, parts: list[Part]) -> None:
         new, self._held = self._call.push(self._held)
@@ -108,7 +108,7 @@ class MistralReader(SteppedReader):
             return
         if self._call.is_none:
             parts.append(Content(self._opening + self._call.text))
-        self._place = _Place.LIST if self._is_in_list and not self._call.is_none else _Place.WORDS
+        self._state = _MistralState.LIST if self._is_in_list and not self._call.is_none else _MistralState.WORDS
         self._opening = ""
 
     def _find_arguments(self, parts: list[Part]) -> bool:
@@ -120,10 +120,10 @@ class MistralReader(SteppedReader):
         self._held = rest
         if not name or any(char.isspace() for char in name):
             parts.append(Content(self._opening + header))
-            self._place = _Place.WORDS
+            self._state = _MistralState.WORDS
         else:
             parts.append(CallStart(name))
-            self._value, self._place = JsonValue(), _Place.ARGUMENTS
+            self._value, self._state = JsonValue(), _MistralState.ARGUMENTS
         return True
 
     def _go_on_in_arguments(self, parts: list[Part]) -> None:
@@ -131,8 +131,8 @@ class MistralReader(SteppedReader):
             added = None if self._value.is_closed else self._value.take(char)
             if added is None:
                 self._held = self._held[at:]
-                self._place = _Place.WORDS
+                self._state = _MistralState.WORDS
                 return
             parts.append(CallArguments(added))
         self._held = ""
-        self._place = _Place.WORDS if self._value.is_closed else self._place
+        self._state = _MistralState.WORDS if self._value.is_closed else self._state

@@ -15,7 +15,7 @@ END = "<|python_end|>"
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
-class _Place(Enum):
+class _PythonicState(Enum):
     BEFORE = auto()
     LIST = auto()
     ENDING = auto()
@@ -26,7 +26,7 @@ class PythonicReader:
     """A ``PartReader``. Only a text that begins with such a list has calls; each is told once it is whole."""
 
     def __init__(self) -> None:
-        self._place = _Place.BEFORE
+        self._state = _PythonicState.BEFORE
         self._held = ""
         self._opening = ""
         self._list = _Elements()
@@ -35,13 +35,13 @@ class PythonicReader:
         """See ``PartReader``."""
         self._held += text
         parts: list[Part] = []
-        if self._place is _Place.BEFORE:
+        if self._state is _PythonicState.BEFORE:
             self._find_list()
-        if self._place is _Place.LIST:
+        if self._state is _PythonicState.LIST:
             parts += self._go_on()
-        if self._place is _Place.ENDING:
+        if self._state is _PythonicState.ENDING:
             self._find_end()
-        if self._place is _Place.WORDS:
+        if self._state is _PythonicState.WORDS:
             parts.append(Content(self._held))
             self._held = ""
         return parts
@@ -57,15 +57,15 @@ class PythonicReader:
         rest = rest.removeprefix(BEGIN).lstrip()
         if rest.startswith("["):
             self._opening, self._held = self._held[: len(self._held) - len(rest) + 1], rest[1:]
-            self._place = _Place.LIST
+            self._state = _PythonicState.LIST
         elif rest:
-            self._place = _Place.WORDS
+            self._state = _PythonicState.WORDS
 
     def _find_end(self) -> None:
         rest = self._held.lstrip()
         if not END.startswith(rest) or rest == END:
             self._held = rest.removeprefix(END)
-            self._place = _Place.WORDS
+            self._state = _PythonicState.WORDS
 
     def _go_on(self) -> list[Part]:
         parts: list[Part] = []
@@ -78,13 +78,13 @@ class PythonicReader:
                 parts += call
                 self._opening = ""
             elif not (is_end and not self._opening and not self._list.element):
-                self._place, self._held = _Place.WORDS, self._opening + self._list.text + self._held[at + 1 :]
+                self._state, self._held = _PythonicState.WORDS, self._opening + self._list.text + self._held[at + 1 :]
                 self._opening = ""
                 self._list.clear()
                 return parts
             self._list.clear()
             if is_end:
-                self._place, self._held = _Place.ENDING, self._held[at + 1 :]
+                self._state, self._held = _PythonicState.ENDING, self._held[at + 1 :]
                 return parts
         self._held = ""
         return parts
@@ -101,7 +101,7 @@ class _Elements:
 
     @property
     def text(self) -> str:
-        """The element that is under way, with what ended it."""
+        """The element that has begun, with what ended it."""
         return "".join(self._pieces)
 
     @property

@@ -24,7 +24,7 @@ PARAMETER_END = "</parameter>"
 Schemas = Mapping[str, Mapping[str, Any]]
 
 
-class _Place(Enum):
+class _Qwen3CoderState(Enum):
     WORDS = auto()
     MARKED = auto()
     NAME = auto()
@@ -44,7 +44,7 @@ class Qwen3CoderReader(SteppedReader):
     def __init__(self, schemas: Schemas) -> None:
         super().__init__()
         self._schemas = schemas
-        self._place = _Place.WORDS
+        self._state = _Qwen3CoderState.WORDS
         self._opening = ""
         self._is_open = False
         self._properties: Mapping[str, Any] = {}
@@ -54,26 +54,26 @@ class Qwen3CoderReader(SteppedReader):
 
     def finish(self) -> list[Part]:
         """See ``PartReader``."""
-        match self._place:
-            case _Place.WORDS | _Place.MARKED | _Place.NAME:
+        match self._state:
+            case _Qwen3CoderState.WORDS | _Qwen3CoderState.MARKED | _Qwen3CoderState.NAME:
                 return [Content(self._opening + self._held)]
-            case _Place.TEXT:
+            case _Qwen3CoderState.TEXT:
                 return [CallArguments(_escaped(self._unstarted(self._held)))]
         return []
 
     def _step(self, parts: list[Part]) -> bool:
-        match self._place:
-            case _Place.WORDS:
+        match self._state:
+            case _Qwen3CoderState.WORDS:
                 return self._find_mark(parts)
-            case _Place.MARKED:
+            case _Qwen3CoderState.MARKED:
                 return self._find_function(parts)
-            case _Place.NAME:
+            case _Qwen3CoderState.NAME:
                 return self._find_name(parts)
-            case _Place.PARAMETERS:
+            case _Qwen3CoderState.PARAMETERS:
                 return self._find_parameter(parts)
-            case _Place.KEY:
+            case _Qwen3CoderState.KEY:
                 return self._find_key(parts)
-            case _Place.VALUE:
+            case _Qwen3CoderState.VALUE:
                 return self._find_value(parts)
         return self._go_on_in_text(parts)
 
@@ -85,7 +85,7 @@ class Qwen3CoderReader(SteppedReader):
             return False
         self._is_open = False
         if mark != END:
-            self._place = _Place.MARKED if mark == BEGIN else _Place.NAME
+            self._state = _Qwen3CoderState.MARKED if mark == BEGIN else _Qwen3CoderState.NAME
             self._opening = mark
         return True
 
@@ -95,7 +95,7 @@ class Qwen3CoderReader(SteppedReader):
             return False
         if rest.startswith(FUNCTION):
             self._opening += self._held[: len(self._held) - len(rest)] + FUNCTION
-            self._held, self._place = rest[len(FUNCTION) :], _Place.NAME
+            self._held, self._state = rest[len(FUNCTION) :], _Qwen3CoderState.NAME
         else:
             self._give_up(parts)
         return True
@@ -107,7 +107,7 @@ class Qwen3CoderReader(SteppedReader):
             return True
         if not end:
             return False
-        self._held, self._opening, self._place = rest, "", _Place.PARAMETERS
+        self._held, self._opening, self._state = rest, "", _Qwen3CoderState.PARAMETERS
         self._properties = self._schemas.get(name.strip(), {}).get("properties", {})
         self._has_values = False
         parts += [CallStart(name.strip()), CallArguments("{")]
@@ -118,10 +118,10 @@ class Qwen3CoderReader(SteppedReader):
         if any(mark.startswith(rest) and rest != mark for mark in (PARAMETER, FUNCTION_END)):
             return False
         if rest.startswith(PARAMETER):
-            self._held, self._place = rest[len(PARAMETER) :], _Place.KEY
+            self._held, self._state = rest[len(PARAMETER) :], _Qwen3CoderState.KEY
             return True
         parts.append(CallArguments("}"))
-        self._held, self._place = rest.removeprefix(FUNCTION_END), _Place.WORDS
+        self._held, self._state = rest.removeprefix(FUNCTION_END), _Qwen3CoderState.WORDS
         self._is_open = True
         return True
 
@@ -136,7 +136,7 @@ class Qwen3CoderReader(SteppedReader):
         quote = '"' if is_text else ""
         parts.append(CallArguments(f"{separator}{_json(key)}: {quote}"))
         self._has_values = True
-        self._place, self._is_at_start = (_Place.TEXT if is_text else _Place.VALUE), True
+        self._state, self._is_at_start = (_Qwen3CoderState.TEXT if is_text else _Qwen3CoderState.VALUE), True
         return True
 
     def _find_value(self, parts: list[Part]) -> bool:
@@ -144,7 +144,7 @@ class Qwen3CoderReader(SteppedReader):
         if not end:
             return False
         parts.append(CallArguments(_json(_value(value.strip("\n"), self._types))))
-        self._held, self._place = rest, _Place.PARAMETERS
+        self._held, self._state = rest, _Qwen3CoderState.PARAMETERS
         return True
 
     def _go_on_in_text(self, parts: list[Part]) -> bool:
@@ -153,7 +153,7 @@ class Qwen3CoderReader(SteppedReader):
         if mark is None:
             return False
         parts.append(CallArguments('"'))
-        self._place = _Place.PARAMETERS
+        self._state = _Qwen3CoderState.PARAMETERS
         return True
 
     def _unstarted(self, text: str) -> str:
@@ -165,7 +165,7 @@ class Qwen3CoderReader(SteppedReader):
 
     def _give_up(self, parts: list[Part]) -> None:
         parts.append(Content(self._opening))
-        self._opening, self._place = "", _Place.WORDS
+        self._opening, self._state = "", _Qwen3CoderState.WORDS
 
 
 def _types(schema: Any) -> frozenset[str]:

@@ -21,7 +21,7 @@ FOLLOWER_GRACE = 10.0
 """The same for ranks whose first one, in another pod, lets them go when it has drained."""
 
 
-class RankGroup:
+class PodRanks:
     """Starts the ranks, and those of a replica again together, within the budget that all replicas share.
 
     Args:

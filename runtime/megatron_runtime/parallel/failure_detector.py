@@ -1,4 +1,4 @@
-"""Finding out who is missing, once something has failed: every rank that lives answers."""
+"""Detects which ranks are lost once something has failed: every live rank answers a call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 
 from megatron_runtime.errors import LostRankError
 from megatron_runtime.parallel.layout import RankPosition
-from megatron_runtime.parallel.meeting_place import MeetingPlace
+from megatron_runtime.parallel.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +26,20 @@ _CLOSED = "closed"
 _EVERYBODY = "-"
 
 
-class RollCall:
-    """One rank's part in it. A thread waits in the store, without using the processor, for the call that ends it all.
+class FailureDetector:
+    """One rank's detector. A thread waits in the store, without using the processor, for a call.
 
-    The first rank that meets a failure calls; what it finds is the verdict of all, so that those who fail because it
-    leaves don't blame it.
+    The first rank that fails calls all others. Its result is the verdict of all ranks, so that ranks that fail because
+    it leaves do not blame it.
 
     Args:
-        place: Where the ranks meet; kept as long as this lives.
-        position: Who this is.
+        rendezvous: Gives connections to the store; kept as long as this lives.
+        position: This rank's.
     """
 
-    def __init__(self, place: MeetingPlace, position: RankPosition) -> None:
-        self._place = place
-        self.store = place.connect(PATIENCE)
+    def __init__(self, rendezvous: Rendezvous, position: RankPosition) -> None:
+        self._rendezvous = rendezvous
+        self.store = rendezvous.connect(PATIENCE)
         self.doing = COMPUTING
         """What this rank is at, for the others to read."""
         self._position = position
@@ -48,7 +48,7 @@ class RollCall:
         self._calling = threading.Lock()
         self._is_cut_off = False
         self._thread = threading.Thread(
-            target=self._answer, args=(place.connect(PATIENCE),), name="roll-call", daemon=True
+            target=self._answer, args=(rendezvous.connect(PATIENCE),), name="failure-detector", daemon=True
         )
         self._thread.start()
 
@@ -105,7 +105,7 @@ class RollCall:
                 places.put(0)
 
         if not self._is_cut_off:
-            threading.Thread(target=take, name="roll-call-place", daemon=True).start()
+            threading.Thread(target=take, name="failure-detector-place", daemon=True).start()
         try:
             place = places.get(timeout=PATIENCE)
         except Empty:
@@ -132,7 +132,7 @@ class RollCall:
             store.wait([_call(self._position.rank)], _FOREVER)
             if store.get(_call(self._position.rank)).decode() == _CLOSED:
                 return
-            logger.warning("%s answers a roll call: %s", self._position, self.doing)
+            logger.warning("%s answers the failure detector: %s", self._position, self.doing)
             store.set(f"answer/{self._position.rank}", self.doing)
             self._verdict = self._wait_for_verdict(store)
 

@@ -32,7 +32,7 @@ class _Update:
     succeeded: int = 0
 
 
-class WeightUpdates:
+class WeightRollout:
     """Sends updates to the engines, and brings those that come later up to date before they get requests.
 
     A coordinator that replaces one that died is told the service's weights by whoever starts it, and hears of them from

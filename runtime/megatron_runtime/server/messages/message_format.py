@@ -11,9 +11,9 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.guided import AskedForm
 from megatron_runtime.server.bodies.tools import ToolUse
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.messages import thinking
+from megatron_runtime.server.messages import reasoning
 from megatron_runtime.server.messages.message_reader import MessageReader
-from megatron_runtime.server.messages.thinking import ThinkingReader
+from megatron_runtime.server.messages.reasoning import ReasoningReader
 from megatron_runtime.server.messages.tool_parsers.formats import HERMES, TOOL_FORMATS, ToolFormat, format_of_template
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS, chosen_parser
 
@@ -22,23 +22,23 @@ _TAIL = 64
 
 
 @dataclass(frozen=True)
-class Reading:
+class ResponseParsing:
     """How the answers to one request are read; by default they are nothing but words."""
 
     tools: ToolUse = field(default_factory=ToolUse)
     format: ToolFormat | None = None
     """How calls are written, if there may be any."""
-    thoughts: bool | None = None
-    """Whether the answer begins with thoughts; None where they are not told from words, or there are none."""
+    starts_with_reasoning: bool | None = None
+    """Whether the answer begins with reasoning; None where reasoning is not told from words, or there is none."""
     has_parser: bool = False
-    """Whether messages have a field for thoughts."""
+    """Whether messages have a field for reasoning."""
     tokens: dict[str, int] = field(default_factory=dict)
     """Marks that are special tokens of the model."""
 
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing to find in an answer but words."""
-        return self.format is None and self.thoughts is None
+        return self.format is None and self.starts_with_reasoning is None
 
     def call_id(self) -> str:
         """The id of a call that begins."""
@@ -53,7 +53,7 @@ class Reading:
     def new_reader(self) -> MessageReader:
         """What reads one answer."""
         return MessageReader(
-            None if self.thoughts is None else ThinkingReader(is_thinking=self.thoughts),
+            None if self.starts_with_reasoning is None else ReasoningReader(in_reasoning=self.starts_with_reasoning),
             None
             if self.format is None
             else self.format.reader(
@@ -74,12 +74,16 @@ class Reading:
         grammar = None if words is None else words.grammar
         if self.format is not None:
             grammar = self._with_calls(self.format, words)
-        if grammar is None or self.thoughts is None:
+        if grammar is None or self.starts_with_reasoning is None:
             return grammar
         from megatron_runtime import guides  # not above: most services are never asked for any
 
-        return guides.after_thinking_grammar(
-            grammar, begin=thinking.BEGIN, end=thinking.END, is_thinking=self.thoughts, tokens=self.tokens
+        return guides.after_reasoning_grammar(
+            grammar,
+            begin=reasoning.BEGIN,
+            end=reasoning.END,
+            in_reasoning=self.starts_with_reasoning,
+            tokens=self.tokens,
         )
 
     def _with_calls(self, written: ToolFormat, words: AskedForm | None) -> str | None:
@@ -114,7 +118,7 @@ class Reading:
         )
 
 
-class MessageForm:
+class MessageFormat:
     """What is known of the served model's messages, from its chat template and from the parsers that were chosen."""
 
     def __init__(self, tokenizer: Tokenizer, parsers: Sequence[str] = ()) -> None:
@@ -122,17 +126,23 @@ class MessageForm:
         self._tool_parser = chosen_parser(parsers, TOOL_PARSERS)
         self._reasoning_parser = chosen_parser(parsers, REASONING_PARSERS)
 
-    def reading(self, tools: ToolUse, prompt: Sequence[int]) -> Reading:
+    def parsing(self, tools: ToolUse, prompt: Sequence[int]) -> ResponseParsing:
         """How answers to a prompt are read.
 
         Raises:
             ApiError: 400 when nobody knows how the model calls tools.
         """
         written = self._format(tools)
-        thoughts = self._thoughts(prompt)
-        marks = [*(written.marks if written else ()), *((thinking.BEGIN, thinking.END) if thoughts is not None else ())]
-        return Reading(
-            tools, written, thoughts, self._reasoning_parser is not None, self._tokenizer.special_tokens(marks)
+        starts_with_reasoning = self._starts_with_reasoning(prompt)
+        marks = list(written.marks if written else ())
+        if starts_with_reasoning is not None:
+            marks += [reasoning.BEGIN, reasoning.END]
+        return ResponseParsing(
+            tools=tools,
+            format=written,
+            starts_with_reasoning=starts_with_reasoning,
+            has_parser=self._reasoning_parser is not None,
+            tokens=self._tokenizer.special_tokens(marks),
         )
 
     def _format(self, tools: ToolUse) -> ToolFormat | None:
@@ -157,10 +167,10 @@ class MessageForm:
             return HERMES  # in which the server itself tells it of tools
         return format_of_template(template.source)
 
-    def _thoughts(self, prompt: Sequence[int]) -> bool | None:
+    def _starts_with_reasoning(self, prompt: Sequence[int]) -> bool | None:
         if self._reasoning_parser is None:
             return None
         tail = self._tokenizer.detokenize(prompt[-_TAIL:], skip_special_tokens=False).rstrip()
-        if tail.endswith(thinking.END):
+        if tail.endswith(reasoning.END):
             return None
-        return self._reasoning_parser == "deepseek_r1" or tail.endswith(thinking.BEGIN)
+        return self._reasoning_parser == "deepseek_r1" or tail.endswith(reasoning.BEGIN)

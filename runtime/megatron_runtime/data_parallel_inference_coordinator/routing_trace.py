@@ -8,7 +8,7 @@ from pathlib import Path
 MOST_RECORDS = 1_000_000
 
 
-class Schedule:
+class RoutingTrace:
     """The routing decisions in order; nothing is kept when no path is given."""
 
     def __init__(self, path: str | None, policy: str, data_parallel_size: int) -> None:

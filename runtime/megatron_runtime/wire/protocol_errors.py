@@ -13,7 +13,7 @@ QUIET_SECONDS = 10.0
 MOST_KINDS = 256
 
 
-class Complaints:
+class ProtocolErrors:
     """Dropped messages by kind. A kind is a short text of ours and never repeats what a message said."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class CallForm:
+class CallFormat:
     """How a model writes calls of functions: each one is a JSON object with a ``name``, and something around it."""
 
     begin: str = ""

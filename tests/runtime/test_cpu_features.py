@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.processor import BFLOAT16, TILES, reports_any
+from megatron_runtime.cpu_features import BFLOAT16, TILES, reports_any
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,13 @@ SIGNAL_REPEAT_SECONDS = 2.0
 
 
 @dataclass(eq=False)
-class _Call:
+class _PendingSignal:
     client: bytes
     call_id: int
     deadline: float
 
 
-class Service:
+class LifecycleController:
     """Where the engines are wished to be, and who waits to hear that they are there.
 
     Args:
@@ -52,7 +52,7 @@ class Service:
         self._outbox = outbox
         self._became_ready = became_ready
         self._before_ready = before_ready
-        self._calls: list[_Call] = []
+        self._calls: list[_PendingSignal] = []
         self._missing: set[bytes] = set()
         self.wish = wish
         self.moving: Headers | None = None
@@ -69,7 +69,7 @@ class Service:
         self.revision += 1
 
     def signal(self, client: bytes, call_id: int, signal: Headers, deadline: float, now: float) -> None:
-        """Start moving the engines, or join a move that is under way, or answer why not."""
+        """Start moving the engines, or join a move that is in flight, or answer why not."""
         if self.moving is not None and signal != self.moving:
             self._refuse(client, call_id, signal, allowed=[self.moving])
             return
@@ -82,7 +82,7 @@ class Service:
                 self._refuse(client, call_id, signal, allowed=edges)
                 return
             self._start(signal, edges[signal], now)
-        self._calls.append(_Call(client, call_id, deadline))
+        self._calls.append(_PendingSignal(client, call_id, deadline))
         self._settle()
 
     def _start(self, signal: Headers, wish: CoordinatorState, now: float) -> None:

@@ -1,4 +1,4 @@
-"""A replica of one rank: nobody to speak with, so everything is done at once and costs nothing."""
+"""A replica group of one rank: there is no other rank, so everything is done at once and costs nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Done:
         return self.message
 
 
-class LoneRank:
+class SingleRank:
     """The `Ranks` of a replica that has one. No process group is made."""
 
     def __init__(self, replica: int = 0) -> None:
@@ -41,16 +41,16 @@ class LoneRank:
         return Done(outcome)
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
-        """Nobody to wait for."""
+        """Nothing to wait for."""
 
     def least(self, number: int) -> int:
         """The number."""
         return number
 
-    def first_complaint(self, complaint: str | None, timeout: float | None = None) -> str | None:
-        """The complaint."""
+    def first_error(self, error: str | None, timeout: float | None = None) -> str | None:
+        """Its own."""
         del timeout
-        return complaint
+        return error
 
     def sum(self, part: Tensor) -> Tensor:
         """The part is all."""
@@ -64,15 +64,15 @@ class LoneRank:
     def send(self, hidden: Tensor) -> None:
         """There is no next stage."""
         del hidden
-        raise AssertionError("a lone rank has no next stage")
+        raise AssertionError("a single rank has no next stage")
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """There is no stage before."""
         del shape, dtype
-        raise AssertionError("a lone rank has no stage before it")
+        raise AssertionError("a single rank has no stage before it")
 
     def watch(self, act: Callable[[LostRankError], None]) -> None:
-        """Nobody to miss."""
+        """No other rank to watch."""
 
     def close(self) -> None:
         """Nothing to leave."""

@@ -1,4 +1,4 @@
-"""What the processor of this machine can do, without torch."""
+"""Features of this machine's CPU, read without torch."""
 
 from __future__ import annotations
 

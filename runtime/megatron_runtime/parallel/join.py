@@ -1,0 +1,126 @@
+"""Joins the ranks of a replica group: rendezvous, process groups and failure detector, chosen here alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.parallel.failure_detector import FailureDetector
+from megatron_runtime.parallel.interface import address_towards, use_interface_towards
+from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
+from megatron_runtime.parallel.ranks import Ranks
+from megatron_runtime.parallel.rendezvous import Rendezvous
+from megatron_runtime.parallel.replica_group import ProcessGroups, ReplicaGroup
+from megatron_runtime.parallel.single_rank import SingleRank
+from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TIMEOUT
+
+_ADDRESS_BYTES = 128
+
+
+def join_replica(
+    position: RankPosition,
+    *,
+    host: str,
+    port: int,
+    attempt: int = 0,
+    device_type: str = "cpu",
+    timeout: float = COLLECTIVE_TIMEOUT,
+    rendezvous_timeout: float = RENDEZVOUS_TIMEOUT,
+) -> Ranks:
+    """Meet the other ranks of a replica that is a world of its own. A replica of one rank starts nothing.
+
+    Args:
+        position: Who this is.
+        host: Where the replica's first rank is, as this rank sees it; on the first one the address to listen at.
+        port: Where it listens.
+        attempt: Which try of this replica it is; ranks of another one are not met.
+        device_type: ``cpu``, or ``cuda``, where the current device is this rank's.
+        timeout: Seconds that another rank may be late in anything later.
+        rendezvous_timeout: Seconds within which all have to come.
+
+    Raises:
+        LostRankError: Ranks didn't come; they are named.
+        ConfigurationError: The port can't be listened at.
+    """
+    if position.sizes.ranks_per_replica == 1:
+        return SingleRank(position.replica)
+    rendezvous = Rendezvous(position, host, port, attempt=attempt)
+    store, limit = rendezvous.await_all(rendezvous_timeout), timedelta(seconds=timeout)
+    store.set_timeout(limit)  # from here on nobody waits as long as for those who may still have to be started
+    use_interface_towards(host)  # whose name may not have been known before
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("torch", store),
+        rank=position.rank,
+        world_size=position.sizes.ranks_per_replica,
+        timeout=limit,
+    )
+    groups = _make_groups([position.replica], position, device_type, limit, owns_world=True)
+    address = address_towards(host) or host
+    failure_detector = FailureDetector(rendezvous, position)
+    return ReplicaGroup(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
+
+
+def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT) -> Ranks:
+    """This rank's replica in a world over all replicas, which the caller has initialised; to be called on all ranks.
+
+    Raises:
+        ConfigurationError: The world is not there, or has another size than ``sizes`` need.
+    """
+    if not dist.is_initialized() and sizes.world_size > 1:
+        raise ConfigurationError(
+            f"{sizes.world_size} ranks are asked for, but torch.distributed has no world; call init_process_group on "
+            "every rank before, as torchrun's programs do",
+            field="world_size",
+        )
+    position = RankPosition(sizes)
+    if dist.is_initialized():
+        sizes.check_world(dist.get_world_size())
+        position = sizes.position(dist.get_rank())
+    if sizes.ranks_per_replica == 1:
+        return SingleRank(position.replica)
+    towards = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    use_interface_towards(towards)
+    groups = _make_groups(range(sizes.data), position, device_type, timedelta(seconds=timeout), owns_world=False)
+    address = address_towards(towards) or towards
+    rendezvous = _open_rendezvous(position, address, groups)
+    rendezvous.await_all(timeout)
+    failure_detector = FailureDetector(rendezvous, position)
+    return ReplicaGroup(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
+
+
+def _make_groups(
+    replicas: Iterable[int], mine: RankPosition, device_type: str, timeout: timedelta, *, owns_world: bool
+) -> ProcessGroups:
+    """The groups of this rank; all ranks of torch's world make the groups of all, as it demands."""
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    size, tensor = mine.sizes.ranks_per_replica, mine.sizes.tensor
+    made: dict[int, ProcessGroups] = {}
+    for place, replica in enumerate(replicas):
+        ranks = range(place * size, (place + 1) * size)
+        control = dist.new_group(ranks, timeout, "gloo")
+        pipeline = dist.new_group(ranks, timeout, backend)
+        stages = [dist.new_group(ranks[start : start + tensor], timeout, backend) for start in range(0, size, tensor)]
+        made[replica] = ProcessGroups(control, pipeline, stages[mine.stage], ranks[0], owns_world)
+    return made[mine.replica]
+
+
+def _open_rendezvous(position: RankPosition, address: str, groups: ProcessGroups) -> Rendezvous:
+    """A meeting place for one replica of several; where it is goes through the process group that there is already."""
+    message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    opened = None
+    if position.is_first:
+        opened = Rendezvous(position, address, 0)
+        text = opened.address.encode()
+        message.numpy()[: len(text)] = bytearray(text)
+    dist.broadcast(message, groups.first, groups.control)
+    if opened is not None:
+        return opened
+    host, _, port = message.numpy().tobytes().rstrip(b"\0").decode().rpartition(":")
+    return Rendezvous(position, host, int(port))
