@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.parallel.single_rank import LoneRank
+from megatron_runtime.parallel.single_rank import SingleRank
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 
@@ -33,7 +33,7 @@ def test_the_clock_counts_between_the_begin_and_the_end_of_a_turn() -> None:
     timed = importlib.import_module("ranks.timed_ranks")
     told: list[dict[str, float]] = []
 
-    class SlowRank(LoneRank):
+    class SlowRank(SingleRank):
         def least(self, number: int) -> int:
             time.sleep(0.01)
             return number

@@ -115,8 +115,8 @@ def _read(model: Decoder, weights: Weights) -> Decoder:
         fresh = _read_here(model, weights)
     except Exception as error:  # whatever it is, the other ranks must not take what this one can't
         failure = error
-    error = None if failure is None else str(failure)
-    shared = model.ranks.first_error(error, READ_TIMEOUT)
+    own = None if failure is None else str(failure)
+    shared = model.ranks.first_error(own, READ_TIMEOUT)
     if failure is not None:
         raise failure
     if shared is not None or fresh is None:

@@ -138,7 +138,7 @@ class ReasoningItem(_TextItem):
         return {"type": "reasoning", "id": self.id, "status": status, "summary": [], "content": self.content()}
 
 
-class CallItem(Item):
+class FunctionCallItem(Item):
     """A call of a tool; its text is the arguments."""
 
     prefix = "fc"

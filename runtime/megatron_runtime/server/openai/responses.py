@@ -12,7 +12,14 @@ from megatron_runtime.server.generation.choice import Delta
 from megatron_runtime.server.messages.message_parts import CallStart, Content, Part, Reasoning
 from megatron_runtime.server.openai.answer import Answer, UsageMeter
 from megatron_runtime.server.openai.chat import token_logprob
-from megatron_runtime.server.openai.response_items import CallItem, Event, Item, MessageItem, ReasoningItem, item_number
+from megatron_runtime.server.openai.response_items import (
+    Event,
+    FunctionCallItem,
+    Item,
+    MessageItem,
+    ReasoningItem,
+    item_number,
+)
 from megatron_runtime.server.openai.streaming import Chunk
 
 
@@ -98,7 +105,7 @@ class _Response:
                     yield from self._open(ReasoningItem(len(self._items), item_number()))
             case CallStart(name):
                 called = {"name": name, "call_id": self._answer.parsing.call_id()}
-                yield from self._open(CallItem(len(self._items), item_number(), **called))
+                yield from self._open(FunctionCallItem(len(self._items), item_number(), **called))
                 return
             case _:
                 text = part.text
@@ -161,13 +168,13 @@ class _Response:
 
     def _usage_body(self) -> dict[str, Any]:
         usage = self._usage.body()
-        reasoning = [
-            len(self._tokenizer.tokenize(item.text)) for item in self._items if isinstance(item, ReasoningItem)
-        ]
+        reasoning = [item.text for item in self._items if isinstance(item, ReasoningItem)]
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": sum(reasoning)},
+            "output_tokens_details": {
+                "reasoning_tokens": sum(len(self._tokenizer.tokenize(text)) for text in reasoning)
+            },
             "total_tokens": usage["total_tokens"],
         }
