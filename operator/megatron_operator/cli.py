@@ -1,4 +1,4 @@
-"""``megatron-operator``: the operator, the same resource without a cluster, the CRD, and commands for people."""
+"""``megatron-operator``: the operator, the same resource without a cluster, the CRD, and user commands."""
 
 from __future__ import annotations
 
@@ -30,15 +30,22 @@ app = typer.Typer(
 
 @app.command()
 def local(
-    file: Annotated[Path, typer.Option("--file", "-f", help="YAML file with one MegatronInference; it is watched.")],
+    file: Annotated[
+        Path,
+        typer.Option(
+            "--file", "-f", help="YAML file with one MegatronInference. Edits of the file take effect at once."
+        ),
+    ],
     map_path: Annotated[
         list[str] | None,
-        typer.Option("--map-path", metavar="PATH=FOLDER", help="What a container's path is on this machine."),
+        typer.Option(
+            "--map-path", metavar="PATH=FOLDER", help="Folder on this machine that stands for a path in the container."
+        ),
     ] = None,
 ) -> None:
-    """Serve a resource on this machine: the same pods as on a cluster, run as processes.
+    """Serve a resource on this machine: the pods of a cluster, run as processes.
 
-    Edits of the file take effect while it runs. Ctrl-C ends everything.
+    Edits of the file take effect while the command runs. Ctrl-C stops everything.
     """
     sys.exit(asyncio.run(serve_locally(file, path_map(map_path or []), Console())))
 
@@ -46,22 +53,25 @@ def local(
 @app.command()
 def run(
     namespace: Annotated[
-        list[str] | None, typer.Option("--namespace", "-n", help="Watch this namespace; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option("--namespace", "-n", help="Namespace to watch; may be repeated. Default: all namespaces."),
     ] = None,
     metrics_host: Annotated[str, typer.Option(help="Address of /metrics and /healthz.")] = "0.0.0.0",
-    metrics_port: Annotated[int | None, typer.Option(help="Their port; without one they are not served.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port of /metrics and /healthz; they are not served without it.")
+    ] = None,
     lease: Annotated[
         str | None,
         typer.Option(
             metavar="NAMESPACE/NAME",
             envvar=LEASE_VARIABLE,
-            help="Of several operators, the one that holds this Lease acts. Without one there must be no other.",
+            help="Lease for leader election among several operators. Without it, run only one operator.",
         ),
     ] = None,
     lease_seconds: Annotated[
         int,
         typer.Option(
-            min=1, envvar=LEASE_SECONDS_VARIABLE, help="How long it is granted for; another takes over after that."
+            min=1, envvar=LEASE_SECONDS_VARIABLE, help="Duration of the Lease; another operator takes over after that."
         ),
     ] = LeaseTimings.seconds,
     watch_silence: Annotated[
@@ -69,12 +79,12 @@ def run(
         typer.Option(
             min=1,
             envvar=WATCH_SILENCE_VARIABLE,
-            help="Seconds after which a watch that says nothing is opened anew; a bookmark comes each minute.",
+            help="Seconds without an event after which a watch restarts; the API server sends a bookmark each minute.",
         ),
     ] = 70,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every step.")] = False,
 ) -> None:
-    """Run the operator against the cluster of KUBECONFIG, or the one around this pod."""
+    """Run the operator against the cluster of KUBECONFIG, or the cluster of this pod."""
     from megatron_operator import handlers
 
     try:
@@ -99,7 +109,7 @@ cli_options.register(app)
 
 plugin_app = typer.Typer(
     name=PLUGIN,
-    help="Ask and steer the language models that MegatronInference resources serve.",
+    help="Inspect and control the language models that MegatronInference resources serve.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -108,7 +118,7 @@ cli_options.register(plugin_app)
 
 
 def path_map(words: list[str]) -> PathMap:
-    """Reads ``PATH=FOLDER``. Ends the program with words when one of them is something else."""
+    """Parse ``PATH=FOLDER``. Exits with an error message when an entry is invalid."""
     paths = PathMap()
     for word in words:
         container_path, separator, here = word.partition("=")
@@ -122,13 +132,13 @@ def path_map(words: list[str]) -> PathMap:
 
 
 def refuse(words: str) -> NoReturn:
-    """Say what is wrong with the command line, and end."""
+    """Print what is wrong with the command line, and exit."""
     print(f"megatron-operator: {words}", file=sys.stderr)
     sys.exit(BAD_USAGE)
 
 
 async def serve_locally(file: Path, paths: PathMap, console: Console) -> int:
-    """Run a session with the view that suits the console; the exit code."""
+    """Run a session with the view that fits the console; returns the exit code."""
     from megatron_operator.local.terminal import session_on
 
     with session_on(console, file, paths) as (session, _):
@@ -136,12 +146,12 @@ async def serve_locally(file: Path, paths: PathMap, console: Console) -> int:
 
 
 def main() -> None:
-    """The console script. Mistakes come out as words, not as tracebacks."""
+    """The console script ``megatron-operator``. Users' mistakes end in an error message, not in a traceback."""
     _run(app, OPERATOR)
 
 
 def plugin() -> None:
-    """The console script ``kubectl-megatron``, which kubectl finds by its name: ``kubectl megatron``."""
+    """The console script ``kubectl-megatron``; kubectl runs it as ``kubectl megatron``."""
     _run(plugin_app, PLUGIN)
 
 

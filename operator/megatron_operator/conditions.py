@@ -35,7 +35,7 @@ class ConditionState:
 
 
 AS_EXPECTED = ConditionState("False", "AsExpected", "")
-"""What a condition that tells of trouble says while there is none."""
+"""The state of a negative condition, such as Degraded, while nothing is wrong."""
 
 
 def compute_conditions(inputs: StatusInputs) -> dict[ConditionType, ConditionState]:
@@ -54,18 +54,18 @@ def compute_conditions(inputs: StatusInputs) -> dict[ConditionType, ConditionSta
 def written(
     findings: dict[ConditionType, ConditionState], before: Status, generation: int, now: float
 ) -> list[Condition]:
-    """The findings as conditions; the time of one whose status is as before stays."""
+    """The API objects of the conditions. A condition whose status is unchanged keeps its transition time."""
     return [_written(kind, finding, before.condition(kind), generation, now) for kind, finding in findings.items()]
 
 
 def is_auto_suspended(status: Status) -> bool:
-    """Whether a status tells of an engine that is suspended until the next request."""
+    """Whether the engine is suspended because it was idle."""
     condition = status.condition(ConditionType.READY)
     return condition is not None and condition.reason == AUTO_SUSPENDED
 
 
 def ready(inputs: StatusInputs) -> ConditionState:
-    """True while requests are answered."""
+    """True while the resource answers requests."""
     if not inputs.should_have_pods:
         return _leaving(inputs)
     if inputs.leading_group.given_up is not None:
@@ -78,7 +78,7 @@ def ready(inputs: StatusInputs) -> ConditionState:
 
 
 def available(inputs: StatusInputs) -> ConditionState:
-    """True while requests are answered, by however few groups."""
+    """True while the resource answers requests, with at least one replica group."""
     found = ready(inputs)
     if found.status == "True":
         reason = found.reason if found.reason == AUTO_SUSPENDED else "EngineRunning"
@@ -87,23 +87,24 @@ def available(inputs: StatusInputs) -> ConditionState:
 
 
 def progressing(inputs: StatusInputs) -> ConditionState:
-    """True while something is on its way to the wished state."""
+    """True while the resource moves towards its desired state."""
     if not inputs.should_have_pods:
         found = _leaving(inputs)
         return ConditionState("True" if inputs.world.pods else "False", found.reason, found.message)
     if inputs.has_no_keys:
         secret = names.keys_secret(inputs.resource.name)
-        words = f"the Secret {secret} was removed: all pods finish their requests and end, then others get new keys"
+        words = f"the Secret {secret} was removed: all pods drain and end, then new pods start with new keys"
         return ConditionState("True", "RotatingKeys", words)
     moving = [view for view in inputs.groups if view.state is not ReplicaGroupState.READY and view.given_up is None]
     if moving:
         return _why("True", moving[0], inputs)
     if inputs.surplus_groups:
         groups = _listed(inputs.surplus_groups)
-        return ConditionState("True", "ScalingDown", f"group {groups} finishes its requests and is removed")
+        return ConditionState("True", "ScalingDown", f"replica group {groups} drains and is removed")
     given_up = [view for view in inputs.groups if view.given_up is not None]
     if inputs.outdated_groups and not given_up:
-        words = f"group {_listed(inputs.outdated_groups)} still runs the former template; one is replaced at a time"
+        groups = _listed(inputs.outdated_groups)
+        words = f"replica group {groups} still runs the previous template; one is replaced at a time"
         return ConditionState("True", "RollingOut", words)
     if inputs.leading_group.given_up is None:
         found = _lifecycle_progress(inputs)
@@ -113,17 +114,17 @@ def progressing(inputs: StatusInputs) -> ConditionState:
 
 
 def paused(inputs: StatusInputs) -> ConditionState:
-    """True while the engine holds its requests."""
+    """True while the engine holds requests."""
     return _engine_condition(inputs, HOLDS_REQUESTS, "requests are held until the engine is unpaused")
 
 
 def suspended(inputs: StatusInputs) -> ConditionState:
-    """True while the memory of the KV cache is given back."""
-    return _engine_condition(inputs, (EngineState.SUSPENDED,), "the memory of the KV cache is given back")
+    """True while the memory of the KV cache is released."""
+    return _engine_condition(inputs, (EngineState.SUSPENDED,), "the memory of the KV cache is released")
 
 
 def degraded(inputs: StatusInputs) -> ConditionState:
-    """True while something does not work as it should, and the operator is on it or needs help."""
+    """True while a part of the resource fails; the operator repairs it, or the message says what to do."""
     if not inputs.should_have_pods:
         return AS_EXPECTED
     if inputs.problems:
@@ -142,7 +143,7 @@ def degraded(inputs: StatusInputs) -> ConditionState:
 
 
 def failed(inputs: StatusInputs) -> ConditionState:
-    """True when nothing is served and the operator has given up."""
+    """True when the resource serves nothing and the operator has given up."""
     if inputs.should_have_pods and inputs.leading_group.given_up is not None:
         return _why("True", inputs.leading_group, inputs)
     return AS_EXPECTED
@@ -152,7 +153,7 @@ def _leaving(inputs: StatusInputs) -> ConditionState:
     left = ", ".join(pod.name for pod in inputs.world.pods)
     if inputs.resource.deleting:
         return ConditionState(
-            "False", "Terminating", f"the resource is being deleted; waiting for {left or 'nothing more'}"
+            "False", "Terminating", f"the resource is being deleted; waiting for {left or 'its last children'}"
         )
     if left:
         return ConditionState("False", "Stopping", f"lifecycle is Stopped; waiting for {left} to finish and end")
@@ -164,8 +165,9 @@ def _leaving(inputs: StatusInputs) -> ConditionState:
 def _unreachable(inputs: StatusInputs) -> ConditionState:
     assert inputs.leader is not None
     engine = inputs.world.engine
-    cause = engine.message if engine is not None else "its control API was not asked"
-    message = f"the leader {inputs.leader.name} runs but does not answer ({cause}); no signal is sent meanwhile"
+    cause = engine.message if engine is not None else "its control API has not been polled yet"
+    words = f"the leader {inputs.leader.name} runs but its control API does not answer"
+    message = f"{words} ({cause}); no signal is sent until it does"
     return ConditionState("Unknown", ENGINE_UNREACHABLE, message)
 
 
@@ -174,7 +176,7 @@ def _not_up_yet(inputs: StatusInputs) -> ConditionState:
         return ConditionState("False", "ApplyFailed", "; ".join(inputs.problems))
     view = inputs.leading_group
     if inputs.leader is None and inputs.ready_groups:
-        words = "no pod leads at the moment: the first pod of a group that serves is about to; requests wait meanwhile"
+        words = "no pod is the leader; the first pod of a ready replica group is being promoted; requests wait"
         return ConditionState("False", "LeaderMoving", words)
     if view.state is ReplicaGroupState.READY and inputs.leader is not None:
         words = f"{inputs.leader.name} is up; waiting for its engine to register with the coordinator"
@@ -186,7 +188,7 @@ def _by_engine_state(inputs: StatusInputs) -> ConditionState:
     state = inputs.engine_state
     if inputs.is_auto_suspended and not inputs.unrecovered_groups:
         return ConditionState(
-            "True", AUTO_SUSPENDED, "the engine is suspended for want of requests; the next one wakes it"
+            "True", AUTO_SUSPENDED, "the engine was suspended because it was idle; the next request resumes it"
         )
     match state:
         case EngineState.RUNNING if inputs.unrecovered_groups:
@@ -199,7 +201,7 @@ def _by_engine_state(inputs: StatusInputs) -> ConditionState:
         case EngineState.SUSPENDED:
             return ConditionState("False", "Suspended", "the engine is suspended: requests are accepted and wait")
         case EngineState.STOPPED | None:
-            return ConditionState("False", "EngineStopped", "the engine has stopped; its pods are about to end")
+            return ConditionState("False", "EngineStopped", "the engine has stopped; its pods are ending")
         case _:
             reason = TRANSITION_REASONS[state]
             return ConditionState("False", reason, f"the engine is {state}{_waiting_for_groups(inputs)}; requests wait")
@@ -211,10 +213,10 @@ def _lifecycle_progress(inputs: StatusInputs) -> ConditionState:
         return _unreachable(inputs)
     if inputs.is_auto_suspended:
         return ConditionState(
-            "False", "Settled", f"{_ready_groups(inputs)} and the engine sleeps until the next request"
+            "False", "Settled", f"{_ready_groups(inputs)} and the engine is suspended until the next request"
         )
     if state is SETTLED_STATE[desired]:
-        return ConditionState("False", "Settled", f"{_ready_groups(inputs)} and the engine is {state}, as wished")
+        return ConditionState("False", "Settled", f"{_ready_groups(inputs)} and the engine is {state}, as desired")
     if state in TRANSITION_REASONS:
         return ConditionState(
             "True",
@@ -226,7 +228,7 @@ def _lifecycle_progress(inputs: StatusInputs) -> ConditionState:
         return ConditionState(
             "True",
             IN_PROGRESS_REASONS[signal],
-            f"the engine is {state} and is asked to {signal}; the wish is {desired}",
+            f"the engine is {state}; the operator sends {signal} to reach {desired}",
         )
     return ConditionState("True", "Starting", "the pods are ready; waiting for the engine to report its state")
 
@@ -240,7 +242,7 @@ def _engine_condition(inputs: StatusInputs, states: tuple[EngineState, ...], wor
 
 
 def _why(status: ConditionStatus, view: ReplicaGroupView, inputs: StatusInputs) -> ConditionState:
-    """What an unready group waits for, as the finding of a condition."""
+    """The condition of a replica group that is not ready."""
     cause = wait_reason(view, inputs)
     return ConditionState(status, cause.reason, cause.message)
 
@@ -250,10 +252,10 @@ def _ready_groups(inputs: StatusInputs) -> str:
 
 
 def _waiting_for_groups(inputs: StatusInputs) -> str:
-    """The groups that have not got to the state that most transitions end in, for transitions that hang."""
+    """The replica groups that have not reached the target state, for the message of a transition that hangs."""
     engine, target = inputs.world.engine, SETTLED_STATE.get(inputs.desired)
     behind = [replica.group for replica in (engine.replicas if engine else ()) if replica.state is not target]
-    return f", waiting for group {_listed(behind)}" if behind else ""
+    return f", waiting for replica group {_listed(behind)}" if behind else ""
 
 
 def _listed(groups: list[int] | tuple[int, ...]) -> str:

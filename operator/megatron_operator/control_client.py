@@ -1,4 +1,4 @@
-"""Client of the control API that the launcher in every pod answers on port 9000."""
+"""Client of the control API, which the launcher of each pod serves on port 9000."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ from megatron_operator.world import (
 CONNECT_TIMEOUT = 2.0
 ANSWER_TIMEOUT = 5.0
 KEEPALIVE_TIMEOUT = 6
-"""Seconds without a sign of life after which a connection counts as broken."""
+"""Seconds without a keepalive reply after which the kernel breaks a connection."""
 KEEPALIVE_PROBES = 3
-"""How many are asked for in vain by then, a second apart."""
+"""Keepalive probes that the kernel sends in that time, one per second."""
 
 
 class ControlApiUnreachable(WorldError):
-    """The control API did not answer, or not in its own language."""
+    """The control API did not answer, or sent an invalid answer."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank process of a pod. ``phase`` is one of ``RANK_PHASES``; the bytes are of its weights."""
+    """One rank process of a pod. ``phase`` is one of ``RANK_PHASES``; the bytes are those of its weights."""
 
     rank: int
     phase: str
     loaded_bytes: int = 0
     total_bytes: int = 0
     registered: bool = False
-    """Whether a coordinator knows its engine over a connection that lasts; only first ranks of a group have one."""
+    """Whether its engine is registered with a coordinator over an open connection. Only the first rank of a group has
+    one."""
 
 
 @dataclass(frozen=True)
 class PodReport:
-    """What the operator reads of the answer to ``GET /v1/state``; ``revision`` grows with every change."""
+    """The fields of ``GET /v1/state`` that the operator reads. ``revision`` grows with every change."""
 
     revision: int
     ready: bool
@@ -66,7 +67,7 @@ class PodReport:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Raises KeyError, TypeError or ValueError when ``body`` is no such answer."""
+        """Raises KeyError, TypeError or ValueError when ``body`` is not such an answer."""
         state, requests = body.get("engineState"), body.get("requests") or {}
         return cls(
             revision=int(body["revision"]),
@@ -85,23 +86,23 @@ class PodReport:
 
     @property
     def rank_phase(self) -> str | None:
-        """The least advanced phase among the ranks; None before there is one."""
+        """The least advanced phase of the ranks; None before a rank exists."""
         return min((rank.phase for rank in self.ranks), key=_progress, default=None)
 
     @property
     def registered(self) -> bool:
-        """Whether a rank of the pod hears a coordinator that knows it."""
+        """Whether a rank of the pod is registered with a coordinator."""
         return any(rank.registered for rank in self.ranks)
 
     @property
     def loading(self) -> Loading | None:
-        """Bytes of weights read by all ranks; None before the sizes are known."""
+        """Bytes of weights that all ranks have read; None before the sizes are known."""
         total = sum(rank.total_bytes for rank in self.ranks)
         return Loading(sum(rank.loaded_bytes for rank in self.ranks), total) if total else None
 
     @property
     def engine(self) -> ObservedEngine:
-        """What a leader's report says about the engine."""
+        """The engine as the leader reports it."""
         return ObservedEngine(
             reachable=True,
             state=self.engine_state,
@@ -114,11 +115,11 @@ class PodReport:
 
 
 def pod_http_client() -> httpx.AsyncClient:
-    """For any number of pods, also of many resources, with a long poll open to each. The kernel asks idle connections
-    for a sign of life, so that a poll of a pod that is cut off ends soon, and costs nobody anything until then.
+    """One client for the pods of all resources, with a long poll open to each. TCP keepalive ends a poll of an
+    unreachable pod within seconds.
 
-    Pods are reached directly, since a proxy of the operator's own environment has no way to them, and by plain HTTP:
-    certificates, which take long to load, are of no use.
+    The client ignores proxies of the environment, which have no route to pods. It loads no certificates, because the
+    control API speaks plain HTTP.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     transport = httpx.AsyncHTTPTransport(
@@ -140,9 +141,9 @@ def _keepalive_options() -> list[tuple[int, int, int]]:
 
 
 class ControlClient:
-    """Talks to the launchers of one resource's pods; ``token`` is the Secret's control-token.
+    """Client of the control APIs of one resource's pods; ``token`` is the control token of the keys Secret.
 
-    An ``http`` that is handed in stays open; see ``pod_http_client``.
+    The caller closes an ``http`` that it passes in; see ``pod_http_client``.
     """
 
     def __init__(self, token: str | None, *, port: int = CONTROL_PORT, http: httpx.AsyncClient | None = None) -> None:
@@ -158,14 +159,14 @@ class ControlClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes its own connections."""
+        """Close the connections that this client opened."""
         if self._owns_http:
             await self._http.aclose()
 
     async def state(self, address: str, *, after: int | None = None, wait: float = 0.0) -> PodReport:
-        """The pod's report; with ``after``, waits up to ``wait`` seconds for a revision beyond it.
+        """The pod's report. With ``after``, waits up to ``wait`` seconds for a newer revision.
 
-        Raises EngineUnreachable.
+        Raises ControlApiUnreachable.
         """
         query = {} if after is None else {"after": str(after), "timeout": f"{wait:g}"}
         answer = await self._request("GET", address, "/v1/state", query, patience=ANSWER_TIMEOUT + wait)
@@ -174,41 +175,35 @@ class ControlClient:
         try:
             return PodReport.parse(answer.json())
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ControlApiUnreachable(
-                f"control API at {address} sent a state that makes no sense: {error}"
-            ) from error
+            raise ControlApiUnreachable(f"control API at {address} sent an invalid state: {error}") from error
 
     async def try_state(self, address: str) -> PodReport | ControlApiUnreachable:
-        """The pod's report, or why there is none."""
+        """The pod's report, or the error."""
         try:
             return await self.state(address)
         except ControlApiUnreachable as error:
             return error
 
     async def signal(self, address: str, signal: Signal) -> None:
-        """Asks for a transition and returns once it is accepted; its end shows in the state.
+        """Request a transition. Returns when the leader has accepted it; the state shows its end.
 
-        Raises SignalRefused when the engine's state forbids it, EngineUnreachable otherwise.
+        Raises SignalRefused when the engine's state forbids the signal, ControlApiUnreachable otherwise.
         """
         answer = await self._request("POST", address, f"/v1/{signal}", {}, patience=ANSWER_TIMEOUT)
         if answer.status_code == httpx.codes.CONFLICT:
             raise SignalRefused(_message(answer), _allowed(answer))
         if not answer.is_success:
-            raise ControlApiUnreachable(
-                f"{signal} at {address} was answered with {answer.status_code}: {_message(answer)}"
-            )
+            raise ControlApiUnreachable(f"{signal} at {address} failed with {answer.status_code}: {_message(answer)}")
 
     async def set_role(self, address: str, *, leader: bool, epoch: int, lifecycle: Lifecycle) -> None:
-        """Tells a pod whether it leads; one that knows of a later decision refuses, and is left alone.
+        """Send the role to a pod. A pod that has a newer epoch refuses it, which is not an error.
 
-        Raises EngineUnreachable.
+        Raises ControlApiUnreachable.
         """
         path, body = ("/v1/lead", {"lifecycle": lifecycle.value}) if leader else ("/v1/follow", {})
         answer = await self._request("POST", address, path, {}, ANSWER_TIMEOUT, {"epoch": epoch, **body})
         if not answer.is_success and answer.status_code != httpx.codes.CONFLICT:
-            raise ControlApiUnreachable(
-                f"{path} at {address} was answered with {answer.status_code}: {_message(answer)}"
-            )
+            raise ControlApiUnreachable(f"{path} at {address} failed with {answer.status_code}: {_message(answer)}")
 
     async def _request(
         self,

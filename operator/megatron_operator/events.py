@@ -1,4 +1,4 @@
-"""Events: what is worth telling about the difference between two statuses, once for each transition."""
+"""Kubernetes events for the differences between two statuses, one for each transition."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron_operator.api.v1alpha1 import Condition, ConditionType, Phase, Repl
 from megatron_operator.conditions import GROUP_FAILED
 
 REPORTED_PROGRESS = ("ScalingDown", "RollingOut", "RotatingKeys")
-"""Reasons of Progressing that a user did not see coming from another event."""
+"""Reasons of Progressing that have an event of their own."""
 
 
 class EventType(StrEnum):
-    """Kubernetes' two types of events."""
+    """The two event types of Kubernetes."""
 
     NORMAL = "Normal"
     WARNING = "Warning"
@@ -22,7 +22,7 @@ class EventType(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """One line in ``kubectl describe``."""
+    """One event, without the object that it is about."""
 
     type: EventType
     reason: str
@@ -30,7 +30,7 @@ class Event:
 
 
 def events_between(before: Status, after: Status) -> tuple[Event, ...]:
-    """The events of one step; none when nothing worth telling has changed."""
+    """The events for the change from ``before`` to ``after``."""
     return (
         *_group_events(before, after),
         *_leader_events(before, after),
@@ -47,24 +47,24 @@ def _group_events(before: Status, after: Status) -> Iterator[Event]:
         failure = group.last_failure
         if failure is not None and failure != old.last_failure:
             rank = "" if failure.rank is None else f" rank {failure.rank}"
-            place = f"group {group.index}, attempt {failure.attempt}, {failure.pod}{rank}"
+            place = f"replica group {group.index}, attempt {failure.attempt}, {failure.pod}{rank}"
             words = f"{place}: {failure.reason}: {failure.message}"
             yield Event(EventType.WARNING, GROUP_FAILED, words)
         if group.attempt is not None and group.attempt != old.attempt:
-            words = f"group {group.index} starts attempt {group.attempt} on {group.total_pods} pod(s)"
+            words = f"replica group {group.index} starts attempt {group.attempt} on {group.total_pods} pod(s)"
             yield Event(EventType.NORMAL, "AttemptStarted", words)
 
 
 def _leader_events(before: Status, after: Status) -> Iterator[Event]:
-    """A new attempt of the group that led is told as that."""
+    """The leader moved to another replica group. A new attempt of the same group has its own event."""
     was, now = before.leader, after.leader
     if was is not None and now is not None and was.replica_group != now.replica_group:
-        words = f"{now.pod} leads now, after {was.pod}: it runs the coordinator (epoch {now.epoch})"
+        words = f"{now.pod} is the leader, after {was.pod}: it runs the coordinator (epoch {now.epoch})"
         yield Event(EventType.NORMAL, "LeaderMoved", words)
 
 
 def _warnings(before: Status, after: Status) -> Iterator[Event]:
-    """Trouble that the groups' own events do not tell."""
+    """Conditions that no event of a replica group covers."""
     told: set[str] = {GROUP_FAILED}
     for kind in (ConditionType.FAILED, ConditionType.DEGRADED):
         condition = after.condition(kind)
@@ -88,7 +88,7 @@ def _engine_events(before: Status, after: Status) -> Iterator[Event]:
         return
     told = {
         Phase.PAUSED: ("Paused", "the engine is paused; requests wait"),
-        Phase.SUSPENDED: ("Suspended", "the engine is suspended; the memory of its KV cache is given back"),
+        Phase.SUSPENDED: ("Suspended", "the engine is suspended; the memory of its KV cache is released"),
         Phase.STOPPED: ("Stopped", "all pods have ended"),
     }
     if after.phase in told:

@@ -1,4 +1,4 @@
-"""Why a pod ended: the launcher's last words, or, without any, what the exit code says."""
+"""Why a pod ended: the launcher's termination message, or the exit code."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ FIELD_OF_FLAG = {
     "--rendezvous-timeout": "spec.failurePolicy.startupTimeout",
     "--restart-reset-after": "spec.failurePolicy.resetAfter",
 }
-"""The launcher speaks of its flags; who wrote a resource knows its fields."""
+"""The launcher's messages name its flags; a condition names the fields of the resource."""
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 
 
 def read_failure(exit_code: int | None, reason: str, message: str) -> Failure:
-    """From a container's exit code, the reason that the kubelet gives, and the termination message.
+    """From a container's exit code, the kubelet's reason, and the termination message.
 
-    The launcher writes its message as JSON: ``{"reason", "message", "rank", "exitCode"}``. Anything else is taken as
-    text, such as the end of the log. What it says about bad input is put into the resource's own words.
+    The launcher writes JSON: ``{"reason", "message", "rank", "exitCode"}``. Other text, such as the end of the log, is
+    used as the message. A message about invalid input names fields of the resource instead of flags.
     """
     words = _launcher_words(message)
     if words is None:
@@ -71,7 +71,7 @@ def read_failure(exit_code: int | None, reason: str, message: str) -> Failure:
 
 
 def in_fields(reason: str, message: str) -> str:
-    """The launcher's ``message`` with the fields of the resource in place of its flags."""
+    """The launcher's ``message``, with fields of the resource in place of flags."""
     told = FLAG.sub(lambda flag: FIELD_OF_FLAG.get(flag[0], flag[0]), message)
     if reason == CHECKPOINT_ERROR and SOURCE_FIELD not in told:
         return f"{SOURCE_FIELD}: {told}"

@@ -1,9 +1,9 @@
-"""What kopf calls: every event of a resource or of one of its children wakes the resource's loop.
+"""kopf handlers: each event of a resource or of one of its children wakes the loop of that resource.
 
-There are only event handlers here. kopf therefore writes nothing into the resources: no finalizer, no annotation, no
-progress. Children go with their owner by Kubernetes' garbage collection, whether an operator runs or not.
+The operator uses event handlers only, so kopf writes neither finalizers nor annotations nor progress into resources.
+Kubernetes' garbage collection deletes the children, with or without a running operator.
 
-Runs by ``megatron-operator run`` and by ``kopf run -m megatron_operator.handlers``.
+Run it with ``megatron-operator run`` or ``kopf run -m megatron_operator.handlers``.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ METRICS_PORT_VARIABLE = "MEGATRON_OPERATOR_METRICS_PORT"
 logger = logging.getLogger("megatron_operator")
 
 PAUSE = 1.0
-"""Seconds until the operator begins anew when it ended by itself."""
+"""Seconds before kopf restarts after it ended on its own."""
 OURS = {names.NAME_LABEL: kopf.PRESENT}
 CHILDREN = tuple(map(group_version_plural, ("Pod", "Service", "NetworkPolicy", *names.ROUTE_KINDS)))
-"""What is watched beside the resources themselves; Secrets are not: that takes the right to read all."""
+"""Kinds that kopf watches besides the resource. Secrets are not among them: that would need the right to list all
+Secrets."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the operator runs: for these namespaces, or for all where there are none.
+    """Options of the operator. No ``namespaces`` means all namespaces.
 
-    ``metrics_port`` None serves neither metrics nor ``/healthz``. Without a ``lease`` this is the only operator.
-    A watch that says nothing for ``watch_silence`` seconds is opened anew: API servers send a bookmark each minute.
+    Without ``metrics_port`` the operator serves neither metrics nor ``/healthz``. Without a ``lease`` there is no
+    leader election. A watch without an event for ``watch_silence`` seconds is restarted; API servers send a bookmark
+    each minute.
     """
 
     namespaces: tuple[str, ...] = ()
@@ -59,7 +61,7 @@ class Options:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """For ``kopf run``, whose own options say which namespaces are watched. Raises ValueError."""
+        """Options for ``kopf run``, which takes the namespaces from its own flags. Raises ValueError."""
         lease = environment.get(LEASE_VARIABLE)
         return cls(
             metrics_host=environment.get(METRICS_HOST_VARIABLE) or cls.metrics_host,
@@ -75,22 +77,22 @@ class Options:
 def _number(environment: Mapping[str, str], variable: str, wanted: str) -> int | None:
     text = environment.get(variable) or None
     if text is not None and not text.isdigit():
-        raise ValueError(f"{variable}: {text} is no number; set it to {wanted}")
+        raise ValueError(f"{variable}: {text} is not a number; set it to {wanted}")
     return None if text is None else int(text)
 
 
 class RetryForever(Iterable[float]):
-    """Seconds between attempts to reach the API server: an outage, however long, ends no watch."""
+    """Seconds between attempts to reach the API server. Watches survive an outage of any length."""
 
     def __iter__(self) -> Iterator[float]:
         return itertools.chain((1, 1, 2, 3, 5, 8, 13), itertools.repeat(20))
 
 
 def run(options: Options, *, verbose: bool) -> None:
-    """Run the operator until SIGTERM or SIGINT; raises what keeps it from starting.
+    """Run the operator until SIGTERM or SIGINT. Raises errors of the start.
 
-    kopf ends with some answers that pass: an API server that has just started knows no CustomResourceDefinition yet,
-    for one, and answers 404. Its watches then begin anew.
+    kopf ends on some transient answers, such as a 404 for the CustomResourceDefinition from an API server that has just
+    started. The operator then starts it again.
     """
     kopf.configure(verbose=verbose)
     namespaces = options.namespaces
@@ -108,7 +110,7 @@ def run(options: Options, *, verbose: bool) -> None:
         except Exception as error:
             if "loops" not in memo:
                 raise
-            logger.warning("the watches ended and begin anew: %r", error)
+            logger.warning("the watches ended and restart: %r", error)
             time.sleep(PAUSE)
         else:
             return
@@ -116,7 +118,7 @@ def run(options: Options, *, verbose: bool) -> None:
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
-    """Connect, open the port, and tell kopf how patient to be."""
+    """Connect to the API server, serve metrics, and configure kopf."""
     options: Options = memo.get("options") or Options.from_environment()
     configure(settings, options)
     reduce_logging()
@@ -125,10 +127,11 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     memo.metrics_server = MetricsServer(meters)
     if options.metrics_port is not None:
         await memo.metrics_server.start(options.metrics_host, options.metrics_port)
-    # ``kopf run`` takes no list of kinds from outside: there, one that comes later is watched if kopf finds it itself.
+    # ``kopf run`` does not accept a list of kinds. There, kopf watches a kind that appears later only if it discovers
+    # it.
     watched: WatchedKinds = memo.get("watched") or WatchedKinds()
     memo.api, memo.loops = api, ResourceLoops(api, Settings.from_environment(), meters, watched.add)
-    memo.discovery_task = asyncio.create_task(watched.keep(KIND, api.knows), name=f"look for {KIND}")
+    memo.discovery_task = asyncio.create_task(watched.keep(KIND, api.knows), name=f"discovery of {KIND}")
     if options.lease is None:
         memo.loops.start_leading()
         return
@@ -136,12 +139,12 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
         api, options.lease, options.lease_timings, memo.loops.start_leading, memo.loops.stop_leading
     )
     api.check_may_act = memo.election.check
-    memo.election_task = asyncio.create_task(memo.election.run(), name=f"election by Lease {options.lease}")
+    memo.election_task = asyncio.create_task(memo.election.run(), name=f"leader election by Lease {options.lease}")
 
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Let go of everything, the Lease last; pods and resources stay as they are."""
+    """Stop all loops and release the Lease last. Pods and resources stay as they are."""
     if "loops" not in memo:
         return
     await _end_watchers()
@@ -158,7 +161,8 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 
 async def _end_watchers() -> None:
-    """When one has failed, kopf goes on to close the session of the others, which may wait for another one for ever."""
+    """Cancel all watchers first: when one fails, kopf closes the session of the others, and may then wait for one
+    forever."""
     watchers = [task for task in asyncio.all_tasks() if task.get_name().startswith("watcher for ")]
     for watcher in watchers:
         watcher.cancel()
@@ -167,12 +171,12 @@ async def _end_watchers() -> None:
 
 @kopf.on.event(GROUP, VERSION, PLURAL)
 async def resource_changed(memo: kopf.Memo, event: kopf.RawEvent, type: str | None, **_: Any) -> None:
-    """The resource was seen for the first time, changed, or deleted."""
+    """The resource was added, modified or deleted."""
     memo.loops.resource_changed(dict(event["object"]), gone=type == "DELETED")
 
 
 async def child_changed(memo: kopf.Memo, namespace: str | None, labels: kopf.Labels, **_: Any) -> None:
-    """A child appeared, changed or is gone."""
+    """A child was added, modified or deleted."""
     assert namespace is not None
     memo.loops.wake(namespace, labels[names.NAME_LABEL])
 
@@ -182,7 +186,7 @@ for child in CHILDREN:
 
 
 def configure(settings: kopf.OperatorSettings, options: Options) -> None:
-    """kopf's settings: finite timeouts, endless patience, and no events or peering of its own."""
+    """Configure kopf: finite timeouts, unlimited retries, no events and no peering."""
     settings.posting.enabled = False
     settings.persistence.diffbase_storage = NullDiffBaseStorage()
     settings.persistence.progress_storage = NullProgressStorage()
@@ -190,19 +194,19 @@ def configure(settings: kopf.OperatorSettings, options: Options) -> None:
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 10
     settings.networking.error_backoffs = RetryForever()
-    # As kubectl and the other client do.
+    # The other clients of the API server, such as kubectl, honour the proxy variables as well.
     settings.networking.trust_env = True
     settings.watching.server_timeout = 300
     settings.watching.connect_timeout = 10
     settings.watching.inactivity_timeout = options.watch_silence
     for child in CHILDREN:
         settings.watching.label_selectors[child] = names.NAME_LABEL
-    # With a Role in each namespace, and nothing cluster-wide, there is nothing to scan.
+    # With a Role in each namespace and no ClusterRole, the operator may not scan for kinds.
     settings.scanning.disabled = bool(options.namespaces)
 
 
 def reduce_logging() -> None:
-    """Keep the log to what the loops say, unless everything was asked for."""
+    """Log what the loops report and nothing else, unless --verbose is set."""
     logging.getLogger("kopf._core.reactor.observation").addFilter(_is_news)
     if logging.getLogger().level > logging.DEBUG:
         for chatty in ("httpx", "kopf.objects"):
@@ -210,14 +214,14 @@ def reduce_logging() -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False when kopf warns of nothing but the Gateway API, which most clusters can do without."""
+    """False for kopf's warning that the Gateway API is missing; most clusters do not need it."""
     words = record.getMessage()
     unresolved = words.startswith("Unresolved resources")
     return not (unresolved and words.count("Selector(") == 1 and "'httproutes'" in words)
 
 
 async def _connected(options: Options) -> ApiServer:
-    """Without scanning, kopf would watch nothing, without a word, where the resource is not defined yet."""
+    """Check that the kind is defined: without scanning, kopf would silently watch nothing."""
     try:
         api = await ApiServer.connect()
         for namespace in options.namespaces:

@@ -1,9 +1,10 @@
-"""Who leads: which group's first pod runs the coordinator, and the steps by which that role goes to another one.
+"""Leader selection: which replica group's first pod runs the coordinator, and the steps that move the role.
 
-The Service of the coordinator selects the pod whose label says leader, so the label decides, and the pod is told. Every
-decision has a number, the epoch, and pods obey none that is older than the last they heard of. At each moment at most
-one pod is selected: the label is taken from one before another one gets it. A former leader goes on until its successor
-leads, so that a healthy one is replaced without a gap; one that is cut off is told when it answers again.
+The coordinator's Service selects the pod with the leader label. The label decides; the operator then notifies the pod's
+launcher. Each decision has a number, the epoch, and a launcher rejects an epoch older than the last one it received. At
+most one pod has the label at any time: the operator removes it from one pod before it sets it on another. The previous
+leader runs until its successor has the role, so that a planned move has no gap. A previous leader that was unreachable
+is notified when it answers again.
 """
 
 from __future__ import annotations
@@ -16,32 +17,31 @@ from megatron_operator.replica_groups import SERVING, ReplicaGroup, ReplicaGroup
 from megatron_operator.world import Action, ObservedPod, PodPhase, SendRole, SetRoleLabel, World
 
 FAILOVER_DELAY = 4.0
-"""Seconds that a leader may be silent before another pod takes over.
+"""Seconds without an answer from the leader before another pod takes over.
 
-One that answers keeps its coordinator alive by itself, or learns that it leads, whatever its ranks are at. One whose
-coordinator is heard by other pods' engines goes on, since they would not leave it: then the operator alone does not
-hear it.
+A leader that answers keeps its coordinator alive, or learns its role, whatever its ranks do. A leader whose coordinator
+still has engines of other pods registered keeps the role, because those engines would not leave it.
 """
 RECHECK_INTERVAL = 1.0
-"""Seconds until it is asked again whether they still do."""
+"""Seconds before the operator checks again whether engines are still registered."""
 LOADED = ("Registering", SERVING)
-"""Phases of ranks that have their model; without a coordinator they get no further than to the first."""
+"""Phases of ranks that have loaded their model. Without a coordinator they stay in the first."""
 
 
 def current_leader(pods: Iterable[ObservedPod]) -> ObservedPod | None:
-    """The pod that is selected; of several, which only a stale look can lead to, that of the last decision."""
+    """The pod with the leader label. A stale list may show several; then the one with the highest epoch."""
     labelled = [pod for pod in pods if pod.leader and not pod.finished]
     return max(labelled, key=lambda pod: (pod.epoch, pod.attempt, -pod.group), default=None)
 
 
 def running_leader(world: World) -> ObservedPod | None:
-    """The same while it runs and stays."""
+    """The leader pod while it runs and is not being deleted."""
     pod = current_leader(world.pods)
     return pod if pod is not None and pod.phase is PodPhase.RUNNING and not pod.deleting else None
 
 
 def leading_group(resource: MegatronInference, world: World) -> int:
-    """The group that leads; while none does the one that did last, if it is still wished for."""
+    """Index of the group whose first pod is the leader, or was the last leader if that group still exists."""
     leader, before = current_leader(world.pods), resource.status.leader
     known = [leader.group] if leader is not None else []
     known += [before.replica_group] if before is not None else []
@@ -49,7 +49,7 @@ def leading_group(resource: MegatronInference, world: World) -> int:
 
 
 def next_epoch(resource: MegatronInference, world: World) -> int:
-    """The number of the next decision: greater than all that anybody has heard of."""
+    """The epoch of the next decision: greater than any epoch in use."""
     before = resource.status.leader
     heard = [pod.epoch for pod in world.pods] + [pod.known_epoch for pod in world.pods]
     return 1 + max([0 if before is None else before.epoch, *heard])
@@ -57,11 +57,11 @@ def next_epoch(resource: MegatronInference, world: World) -> int:
 
 @dataclass(frozen=True)
 class LeaderSelection:
-    """The role as the world shows it, and where it should go.
+    """The leader role as observed, and the steps that move it.
 
     Args:
-        standings: Of ``groups``, in the same order.
-        rolling: The group that is about to be replaced for its outdated template.
+        states: States of ``groups``, in the same order.
+        rolling: The group that the rollout replaces next.
     """
 
     resource: MegatronInference
@@ -73,18 +73,18 @@ class LeaderSelection:
 
     @property
     def leader(self) -> ObservedPod | None:
-        """The pod that is selected."""
+        """The pod with the leader label."""
         return current_leader(self.world.pods)
 
     @property
     def initial_leader_group(self) -> int | None:
-        """The group whose next first pod leads from its start on; None while somebody else leads, or can."""
+        """The group whose next first pod starts as the leader; None while a leader or a successor exists."""
         if self.leader is not None or self._successor() is not None:
             return None
         return leading_group(self.resource, self.world)
 
     def steps(self) -> Iterator[Action]:
-        """What to do now. Each step is decided anew from what is there, so that the walk can end and begin anywhere."""
+        """The next actions. Each plan decides anew from the observed state."""
         leader, extra = self.leader, self._extra_leaders()
         yield from (SetRoleLabel(pod.name, pod.uid, leader=False) for pod in extra)
         if any(not pod.finished for pod in extra):
@@ -97,7 +97,7 @@ class LeaderSelection:
             yield from self._notify(leader)
 
     def is_needed(self, group: int) -> bool:
-        """Whether pods of a group that is to be removed are needed until another one leads."""
+        """Whether a group to be removed still has to serve until another group has the leader."""
         pods = [pod for pod in self.world.pods if pod.group == group and (pod.leader or pod.reports_leader)]
         leader = self.leader
         if not any(_is_running(pod) for pod in pods):
@@ -106,7 +106,7 @@ class LeaderSelection:
         return is_elsewhere or self._successor() is not None
 
     def failover_time(self) -> float | None:
-        """When a silent leader may lose the role; None for one that answers, or that nobody could follow."""
+        """When an unreachable leader may lose the role; None for a leader that answers, or without a successor."""
         leader = self.leader
         if leader is None or leader.unreachable_since is None or self._successor() is None:
             return None
@@ -114,7 +114,7 @@ class LeaderSelection:
         return at if at > self.world.now else self.world.now + RECHECK_INTERVAL
 
     def _extra_leaders(self) -> list[ObservedPod]:
-        """Pods with the label that must not keep it."""
+        """Pods that have the leader label besides the leader."""
         return [pod for pod in self.world.pods if pod.leader and self.leader not in (None, pod)]
 
     def _promote(self, pod: ObservedPod | None) -> Iterator[Action]:
@@ -122,12 +122,14 @@ class LeaderSelection:
             yield SetRoleLabel(pod.name, pod.uid, leader=True, epoch=next_epoch(self.resource, self.world))
 
     def _notify(self, leader: ObservedPod) -> Iterator[Action]:
-        """Pods that have not heard of the decision; what does not answer hears of it later."""
+        """Notify pods that do not have the decision yet. The operator retries those that do not answer."""
         lifecycle = self.resource.spec.lifecycle
         if leader.deleting or leader.address is None or leader.reports_leader is None or lifecycle is Lifecycle.STOPPED:
             return
         if not leader.reports_leader and leader.known_epoch >= leader.epoch:
-            yield from self._promote(leader)  # It has heard of a later decision, so it needs another one.
+            yield from self._promote(
+                leader
+            )  # The launcher has a newer epoch than the label, so the decision needs a new number.
             return
         if leader.known_epoch < leader.epoch:
             yield SendRole(leader.address, leader=True, epoch=leader.epoch, lifecycle=lifecycle)
@@ -148,7 +150,8 @@ class LeaderSelection:
         return self._is_cut_off(leader)
 
     def _is_cut_off(self, leader: ObservedPod) -> bool:
-        """Whether nobody hears a leader any more. While another pod leads as well, engines may be hearing that one."""
+        """Whether no engine is registered with an unreachable leader. While another pod also acts as leader, engines
+        may be registered there."""
         if leader.unreachable_since is None or self.world.now < leader.unreachable_since + FAILOVER_DELAY:
             return False
         others = [pod for pod in self.world.pods if pod != leader]
@@ -159,7 +162,7 @@ class LeaderSelection:
         return is_surplus or (self.rolling is not None and leader.group == self.rolling.index)
 
     def _successor(self) -> ObservedPod | None:
-        """The pod that leads next. A leader that is well gives way only to one that serves."""
+        """The next leader. A healthy leader gives way only to a pod that is ready."""
         leader = self.leader
         leader_is_healthy = (
             leader is not None and _is_running(leader) and leader.ready and leader.unreachable_since is None

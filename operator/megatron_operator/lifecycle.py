@@ -1,4 +1,4 @@
-"""The wish and the engine's state: which signal leads one legal step nearer."""
+"""Desired lifecycle and engine state: which signal takes the engine one legal step closer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SETTLED_STATE = {
     Lifecycle.PAUSED: EngineState.PAUSED,
     Lifecycle.SUSPENDED: EngineState.SUSPENDED,
 }
-"""The engine's state in which a wish is fulfilled. Stopped has none: its pods are gone."""
+"""The engine state that fulfils a lifecycle. Stopped has none: there are no pods."""
 
 _STEPS = {
     (Lifecycle.RUNNING, EngineState.PAUSED): Signal.UNPAUSE,
@@ -28,14 +28,14 @@ TRANSITION_REASONS = {
     EngineState.RESUMING: "Resuming",
     EngineState.STOPPING: "Stopping",
 }
-"""States that end by themselves, and their names as reasons."""
+"""States that end by themselves, and the reasons that conditions use for them."""
 
 
 def next_signal(desired: Lifecycle, state: EngineState | None, *, auto_suspended: bool = False) -> Signal | None:
-    """The one signal to send now; None when the wish is fulfilled, or the engine has to get somewhere first.
+    """The signal to send now; None when the engine is in the desired state, or a transition is running.
 
-    An engine that sleeps for want of requests runs as far as the wish is concerned. One that shall be suspended is told
-    so although it is: then no request wakes it any more.
+    An engine that was suspended because it was idle counts as Running. If Suspended is desired, the operator sends the
+    signal again, so that no request resumes the engine.
     """
     if auto_suspended and desired is Lifecycle.RUNNING:
         return None

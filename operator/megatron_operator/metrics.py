@@ -1,4 +1,4 @@
-"""What the operator tells Prometheus and the kubelet about itself."""
+"""The operator's metrics and health endpoint."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_operator.api.v1alpha1 import Phase
 
 
 class Outcome(StrEnum):
-    """How a round ended."""
+    """Outcome of a reconcile round."""
 
     SUCCESS = "success"
     ERROR = "error"
-    """The API server did not do as asked; it is tried again."""
+    """The API server or a pod refused or failed; the operator retries."""
     BUG = "bug"
-    """The operator itself failed; it is tried again, and its log has the traceback."""
+    """The operator itself failed; it retries, and the log has the traceback."""
 
 
 @dataclass
@@ -40,13 +40,13 @@ class Meters:
         self.registry = CollectorRegistry()
         self._rounds = Counter(
             "megatron_operator_reconciles",
-            "Rounds of all resources, by how they ended.",
+            "Reconcile rounds of all resources, by outcome.",
             ["outcome"],
             registry=self.registry,
         )
         self._seconds = Histogram(
             "megatron_operator_reconcile_duration_seconds",
-            "Seconds that one round took, requests to the API server and to the pods included.",
+            "Duration of a reconcile round, including requests to the API server and to pods.",
             registry=self.registry,
         )
         self._resources = Gauge(
@@ -57,7 +57,7 @@ class Meters:
         )
         self._leading = Gauge(
             "megatron_operator_leading",
-            "Whether this operator acts (1), or stands by while another one holds the Lease (0).",
+            "1 while this operator holds the Lease and acts, 0 while it stands by.",
             registry=self.registry,
         )
         self._phases: dict[tuple[str, str], Phase] = {}
@@ -67,7 +67,7 @@ class Meters:
 
     @contextmanager
     def round(self) -> Iterator[Measured]:
-        """Measures the block; the block may set another outcome than success."""
+        """Measures the block. The block may set another outcome than success."""
         started, measured = time.perf_counter(), Measured()
         try:
             yield measured
@@ -76,16 +76,16 @@ class Meters:
             self._rounds.labels(measured.outcome.value).inc()
 
     def set_leading(self, leading: bool) -> None:
-        """Whether this operator is the one that acts, from now on."""
+        """Set whether this operator holds the Lease."""
         self._leading.set(leading)
 
     def phase(self, namespace: str, name: str, phase: Phase) -> None:
-        """The resource's phase from now on."""
+        """Set the phase of a resource."""
         self._phases[namespace, name] = phase
         self._count_phases()
 
     def forget(self, namespace: str, name: str) -> None:
-        """The resource is gone."""
+        """Remove a resource that was deleted."""
         self._phases.pop((namespace, name), None)
         self._count_phases()
 
@@ -96,7 +96,7 @@ class Meters:
 
 
 class MetricsServer:
-    """Serves ``/metrics`` and ``/healthz`` from the operator's own event loop: one that hangs answers neither."""
+    """Serves ``/metrics`` and ``/healthz`` on the operator's event loop, so that a hanging operator fails its probe."""
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters

@@ -1,4 +1,4 @@
-"""Labels, annotations, ports, child names and hashes: the only place that spells them."""
+"""Labels, annotations, ports, child names and hashes. No other module spells them."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ ROLE_LABEL = f"{GROUP}/role"
 TEMPLATE_HASH_LABEL = f"{GROUP}/template-hash"
 RESTARTS_ANNOTATION = f"{GROUP}/restarts"
 EPOCH_ANNOTATION = f"{GROUP}/leader-epoch"
-"""Number of the decision by which a pod leads, or led last."""
+"""Epoch of the last decision that made the pod the leader."""
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
 
 LEADER = "leader"
 WORKER = "worker"
 
 ROUTE_KINDS = ("HTTPRoute", "Ingress")
-"""Children that lead clients from outside to the HTTP Service: few resources have them, and pods never need them."""
+"""Kinds of children that route external clients to the HTTP Service. Pods do not depend on them."""
 
 
 @dataclass(frozen=True)
 class PodIdentity:
-    """What a pod's labels and annotations say about its place."""
+    """A pod's identity, as its labels and annotations have it."""
 
     group: int
     attempt: int
@@ -54,7 +54,7 @@ class PodIdentity:
     template_hash: str
     restarts: int
     epoch: int = 0
-    """Number of the decision by which it leads, or led last."""
+    """Epoch of the last decision that made the pod the leader."""
 
 
 def pod_name(resource: str, group: int, attempt: int, index: int) -> str:
@@ -63,12 +63,12 @@ def pod_name(resource: str, group: int, attempt: int, index: int) -> str:
 
 
 def attempt_name(resource: str, group: int, attempt: int) -> str:
-    """Name of what the pods of one attempt are together."""
+    """Name of an attempt of a replica group: the common part of its pods' names."""
     return f"{resource}-{group}-{attempt}"
 
 
 def http_service(resource: str) -> str:
-    """Name of the Service that users talk to."""
+    """Name of the Service for clients of the OpenAI API."""
     return resource
 
 
@@ -93,7 +93,7 @@ def network_policy(resource: str) -> str:
 
 
 def route(resource: str) -> str:
-    """Name of whatever leads clients from outside to the HTTP Service."""
+    """Name of the Ingress or HTTPRoute."""
     return resource
 
 
@@ -147,23 +147,23 @@ def leader_labels(resource: str) -> dict[str, str]:
 
 
 def frontend_labels(resource: str) -> dict[str, str]:
-    """Labels that select the pods in which requests come in: the first one of every group."""
+    """Labels that select the pods with an HTTP frontend: the first pod of every replica group."""
     return {NAME_LABEL: resource, INDEX_LABEL: "0"}
 
 
 def role_metadata(leader: bool, epoch: int | None) -> dict[str, dict[str, str]]:
-    """Labels and annotations by which a pod gets a role; without an ``epoch`` that of its last decision stays."""
+    """Labels and annotations for a role; without an ``epoch`` the annotation is unchanged."""
     labels = {ROLE_LABEL: LEADER if leader else WORKER}
     return {"labels": labels, "annotations": {} if epoch is None else {EPOCH_ANNOTATION: str(epoch)}}
 
 
 def scale_selector(resource: str) -> str:
-    """Selector of one pod per group, as the scale subresource wants it: text."""
+    """Selector of one pod per replica group, as text for the scale subresource."""
     return f"{NAME_LABEL}={resource},{INDEX_LABEL}=0"
 
 
 def pod_identity(metadata: Mapping[str, Any]) -> PodIdentity | None:
-    """Reads a pod's metadata; None when the labels are not those of our pods (a user may have edited them)."""
+    """Identity from a pod's metadata; None for a pod that does not have the operator's labels."""
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
     try:
         return PodIdentity(
@@ -185,7 +185,7 @@ def applied_hash(metadata: Mapping[str, Any]) -> str:
 
 
 def hash_of(value: Any) -> str:
-    """A short hash of JSON-like data, the same in every process; fit for a label."""
+    """A short hash of JSON-like data, stable across processes and valid as a label value."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
@@ -193,7 +193,8 @@ def hash_of(value: Any) -> str:
 def template_hash(resource: MegatronInference, image: str) -> str:
     """Changes exactly when running pods have to be replaced.
 
-    Only what departs from the defaults counts, so that a newer operator, which knows more fields, replaces nothing.
+    It covers only fields that differ from their defaults, so that an upgrade of the operator that adds fields replaces
+    no pods.
     """
     spec = resource.spec.model_dump(
         mode="json",

@@ -1,7 +1,7 @@
-"""What to do next, from the resource and the observed world alone: no clock, no client, no memory.
+"""The next actions, as a pure function of the resource and the observed world: no clock, no client, no memory.
 
-Any event, or none, leads to the same place: a plan is made anew from what is there, and a plan that was carried out in
-part, twice or not at all is followed by one that ends where the first would have.
+The operator computes a plan anew after each observation. A plan that was carried out in part, twice or not at all leads
+to the same end state as one that was carried out once.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from megatron_operator.world import (
 
 @dataclass(frozen=True)
 class Plan:
-    """Actions in the order to carry them out, and the seconds after which time alone may ask for others."""
+    """Actions in the order to carry them out. After ``requeue_after`` seconds, time alone may require another plan."""
 
     actions: tuple[Action, ...] = ()
     requeue_after: float | None = None
 
 
 def plan(resource: MegatronInference, world: World, settings: Settings | None = None) -> Plan:
-    """The next step towards the wished state. Raises InvalidResource when the pod template has no pod's shape."""
+    """The next step towards the desired state. Raises InvalidResource when the pod template is not a valid pod."""
     return _Planner(resource, world, settings or Settings()).plan()
 
 
 class _Planner:
-    """One decision; holds what its parts share."""
+    """State that the steps of one plan share."""
 
     def __init__(self, resource: MegatronInference, world: World, settings: Settings) -> None:
         self.resource = resource
@@ -111,7 +111,7 @@ class _Planner:
                 yield DeletePod(pod.name, pod.uid, 0 if pod.finished else grace_seconds(self.resource))
 
     def _follow_loss_of_keys(self, pods: Sequence[ObservedPod]) -> Iterator[Action]:
-        """Pods with different keys do not hear each other, so all end before new keys are made for the next ones."""
+        """Pods with different keys cannot communicate, so all pods end before the operator makes new keys."""
         yield from self._delete_all(pods)
         self.deadlines += [at for pod in pods if (at := lost_at(pod)) is not None]
 
@@ -148,7 +148,7 @@ class _Planner:
     def _follow_start(self, group: ReplicaGroup) -> Iterator[Action]:
         assert group.attempt is not None
         if group.template_hash != self.template_hash:
-            # It serves nobody yet, so it need not wait for its turn.
+            # It does not serve yet, so it need not wait for its turn in the rollout.
             yield from self._delete_all(group.pods)
             return
         yield from self._create(group, group.attempt, group.restarts, group.missing)
@@ -156,18 +156,18 @@ class _Planner:
             self.deadlines.append(deadline)
 
     def _follow_leaving(self, group: ReplicaGroup) -> Iterator[Action]:
-        """The rest of the attempt goes as well; the next one starts when all are gone, or lost with their node."""
+        """Delete the rest of the attempt. The next one starts when all its pods are gone, or lost with their node."""
         yield from self._delete_all(group.pods)
         self.deadlines += [at for pod in group.pods if (at := lost_at(pod)) is not None]
 
     def _follow_failure(self, group: ReplicaGroup) -> Iterator[Action]:
-        """What still runs of the attempt ends. Pods that failed stay as evidence until the next attempt is seen."""
+        """Delete the running pods of the attempt. Failed pods stay for inspection until the next attempt exists."""
         failed = group.failure(self.policy, self.world.now)
         assert failed is not None
         decision = restart_decision(group, failed, self.policy, self.template_hash)
         match decision:
             case GiveUp() if failed.failure.reason == STARTUP_TIMEOUT:
-                return  # It may still come up, and nothing would take its place.
+                return  # The pods may still become ready, and nothing would replace them.
             case Retry(at=at) if at > self.world.now:
                 self.deadlines.append(at)
             case Retry(restarts=restarts) if not group.live_pods:
@@ -182,7 +182,7 @@ class _Planner:
             yield CreatePod(render_pod(self.resource, identity, self.settings))
 
     def _next_to_roll(self) -> ReplicaGroup | None:
-        """The one ready group that is replaced now: only while all the others are ready, and the leader's last."""
+        """The one group that the rollout replaces now: only while all others are ready, and the leader's group last."""
         if any(state is not ReplicaGroupState.READY for state in self.states):
             return None
         leads = leading_group(self.resource, self.world)

@@ -1,4 +1,4 @@
-"""One round: look at the world, decide, act, report. Shared by both adapters."""
+"""One reconcile round: observe, plan, act, report. Both adapters use it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megatron_operator.world import (
 )
 
 AFTER_ACTIONS = 1.0
-"""Seconds to the next look after something was done, in case its effect is not reported."""
+"""Seconds to the next round after an action, in case no event reports its effect."""
 AFTER_TROUBLE = 3.0
 AFTER_REFUSAL = 30.0
 WHILE_PROGRESSING = 5.0
@@ -40,41 +40,43 @@ WHILE_PROGRESSING = 5.0
 
 @dataclass(frozen=True)
 class ReconcileResult:
-    """What came out of a round."""
+    """The result of a round."""
 
     status: Status
     patch: Mapping[str, Any]
-    """The merge patch that makes this the resource's status; empty when it is so already."""
+    """The merge patch for the resource's status; empty when the status is unchanged."""
     requeue_after: float | None = None
-    """Seconds until the next look at the latest; None: only when something changes."""
+    """Seconds to the next round at the latest; None to wait for an event."""
     events: tuple[Event, ...] = ()
     world: World | None = None
-    """What was seen; None when the resource is invalid or nothing could be seen."""
+    """The observed world; None when the resource is invalid or the observation failed."""
     problems: tuple[str, ...] = ()
-    """What could not be seen or done, in words."""
+    """Failed observations and actions, as messages."""
 
 
 @dataclass(frozen=True)
 class _Outcome:
     problems: tuple[str, ...] = ()
     done: bool = False
-    """Whether something was."""
+    """Whether any action was carried out."""
     failed: bool = False
     refused: bool = False
 
 
 def validated(obj: Mapping[str, Any], settings: Settings) -> MegatronInference:
-    """The resource, whose pods can be rendered. Raises InvalidResource with field, value and mend."""
+    """The parsed resource, after a check that its pods can be rendered. Raises InvalidResource with field, value and
+    fix."""
     resource = parse_resource(obj)
     render_pod(resource, PodIdentity(0, 0, 0, True, "", 0), settings)
     return resource
 
 
 async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings | None = None) -> ReconcileResult:
-    """Looks, acts and reports once. Repeating it, at any time, is harmless.
+    """Run one round. It is idempotent.
 
-    ``obj`` is the resource with the status that was last written. An invalid resource changes nothing but its status.
-    Never raises WorldError: what could not be done is in the status, and is tried again after ``requeue_after``.
+    ``obj`` is the resource with the status that was last written. For an invalid resource, only the status changes.
+    Never raises WorldError: the status reports failed actions, and the next round retries them after ``requeue_after``
+    seconds.
     """
     settings = settings or Settings()
     try:
@@ -84,7 +86,7 @@ async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settin
     try:
         world = await port.observe(resource.name, resource.namespace)
     except WorldError as error:
-        # Without a look there is nothing new to say: the status stays as it is.
+        # Without an observation the status stays as it is.
         return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
     planned = plan(resource, world, settings)
     try:
@@ -101,10 +103,10 @@ async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settin
 
 
 async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings | None = None) -> None:
-    """The pods of a resource that nobody has reported on, and the Secret that they mount, before anything else.
+    """Create the pods of a new resource, and the Secret that they mount, before the first round.
 
-    They are made without a look: what is there already stays as it is. Whatever goes wrong is found by the look that
-    follows, which also makes the other children: thus many resources that come at once do not wait for each other's.
+    No observation precedes this, because existing objects stay as they are. The first round finds any failure and
+    creates the other children. Many new resources thus start their pods without waiting for each other's rounds.
     """
     settings = settings or Settings()
     try:
@@ -120,9 +122,9 @@ async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings |
 
 
 async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort) -> _Outcome:
-    """All actions in order; pods are not created while a child that they need could not be made.
+    """Carry out all actions in order. Skips pods when a child that they need could not be created.
 
-    Raises NamespaceEnds where nothing can be made any more.
+    Raises NamespaceTerminating when the namespace accepts no new objects.
     """
     problems: list[str] = []
     done = failed = refused = child_failed = False
@@ -133,11 +135,11 @@ async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort
             await port.apply(resource.name, resource.namespace, action)
             done = True
         except SignalRefused:
-            done = True  # The engine has moved on since it was observed; the next look decides anew.
+            done = True  # The engine changed its state after the observation; the next round decides anew.
         except NamespaceTerminating:
             raise
         except KindMissing as missing:
-            problems.append(str(missing))  # Whoever found out calls again.
+            problems.append(str(missing))  # The adapter wakes the loop when the kind is available.
         except WorldError as error:
             problems.append(str(error))
             failed = True
@@ -147,7 +149,7 @@ async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort
 
 
 def _on_its_way_out(obj: Mapping[str, Any]) -> dict[str, Any]:
-    """The resource goes with its namespace, though it may be the last of all and is not marked yet."""
+    """The resource as if it were being deleted: it goes with its namespace, but may not be marked yet."""
     return {**obj, "metadata": {**obj["metadata"], "deletionTimestamp": timestamp(time.time())}}
 
 
@@ -180,6 +182,6 @@ def _result(obj: Mapping[str, Any], status: Status) -> ReconcileResult:
 
 
 def status_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The merge patch that turns the status ``before`` into ``after``: lists whole, null for what is gone."""
+    """The merge patch from ``before`` to ``after``: lists are replaced, removed fields are null."""
     gone = {field: None for field in before if field not in after}
     return {**gone, **{field: value for field, value in after.items() if before.get(field) != value}}

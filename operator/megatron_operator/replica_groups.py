@@ -1,4 +1,4 @@
-"""Replica groups as the pods show them: which attempt is the latest, how it stands, and what follows from a failure."""
+"""Replica groups as observed: the latest attempt of each, its state, and its failure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from megatron_operator.timestamps import seconds
 from megatron_operator.world import Failure, ObservedPod, PodPhase, World
 
 LOST_AFTER = 30.0
-"""Seconds beyond its deletion deadline after which a pod counts as lost with its node."""
+"""Seconds after its deletion deadline at which a pod counts as lost with its node."""
 
 SERVING = "Serving"
 UNSCHEDULABLE = "Unschedulable"
 SCHEDULING_GATED = "SchedulingGated"
-"""A queue, or whoever put a gate there, holds the pod back."""
+"""A scheduling gate holds the pod back, such as the one of a queue."""
 STARTUP_TIMEOUT = "StartupTimeout"
 LOST_RANK = "LostRank"
-"""Why a pod ends whose ranks were left by another one: a consequence, and no cause."""
+"""Reason of a pod whose ranks lost a rank of another pod. It is a consequence, not a cause."""
 RENDEZVOUS_DONE = ("Loading", "Registering", SERVING)
-"""Phases of a rank that has met all the others of its group."""
+"""Phases of a rank that has completed the rendezvous of its group."""
 
 
 class ReplicaGroupState(StrEnum):
-    """How the latest attempt of a group stands."""
+    """State of the latest attempt of a replica group."""
 
     ABSENT = "Absent"
     STARTING = "Starting"
@@ -36,7 +36,7 @@ class ReplicaGroupState(StrEnum):
 
 @dataclass(frozen=True)
 class ReplicaGroupFailure:
-    """What ended an attempt, or will: ``time`` is when, in seconds since the epoch."""
+    """What ended an attempt, or will end it. ``time`` is in seconds since the epoch."""
 
     attempt: int
     pod: str
@@ -48,67 +48,67 @@ class ReplicaGroupFailure:
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """One replica group. ``pods`` are those of the latest attempt, without such as are lost with their node."""
+    """One replica group. ``pods`` are those of the latest attempt, except pods that are lost with their node."""
 
     index: int
     size: int
     attempt: int | None = None
-    """The latest attempt that was ever seen; None before the first."""
+    """The latest attempt that was ever observed; None before the first."""
     pods: tuple[ObservedPod, ...] = ()
     old_pods: tuple[ObservedPod, ...] = ()
     """Pods of earlier attempts."""
     memory: ReplicaGroupStatus | None = None
-    """What the last status said of the latest attempt."""
+    """The group's entry in the last status, if it is about the latest attempt."""
 
     @property
     def next_attempt(self) -> int:
-        """A number whose pods' names were never used before.
+        """A number whose pod names were never used.
 
-        It depends on what was seen alone, so that a creation decided twice is the same creation.
+        It depends on the observed state alone, so that two plans for the same state create the same pods.
         """
         return 0 if self.attempt is None else self.attempt + 1
 
     @property
     def restarts(self) -> int:
-        """Restarts counted against the budget: attempts, and ranks restarted in place.
+        """Restarts counted against the budget: attempts, and ranks that a launcher restarted in place.
 
-        The memory knows of those in place when the launcher that counted them has ended.
+        The last status keeps the in-place restarts of a launcher that has ended.
         """
         seen = max((pod.restarts for pod in self.pods), default=0) + sum(pod.launcher_restarts for pod in self.pods)
         return max(seen, self.memory.restarts if self.memory else 0)
 
     @property
     def first_pod(self) -> ObservedPod | None:
-        """Index 0 of the latest attempt."""
+        """The pod with index 0 of the latest attempt."""
         return next((pod for pod in self.pods if pod.index == 0), None)
 
     @property
     def live_pods(self) -> tuple[ObservedPod, ...]:
-        """Pods of the latest attempt that would go on if nobody ended them."""
+        """Pods of the latest attempt that run and are not being deleted."""
         return tuple(pod for pod in self.pods if not pod.finished and not pod.deleting)
 
     @property
     def ready_pods(self) -> int:
-        """Pods of the latest attempt that are ready and stay."""
+        """Number of ready pods of the latest attempt that are not being deleted."""
         return sum(pod_is_ready(pod) for pod in self.pods)
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Indices of the latest attempt that have no pod."""
+        """Indices of the latest attempt without a pod."""
         present = {pod.index for pod in self.pods}
         return tuple(index for index in range(self.size) if index not in present)
 
     @property
     def template_hash(self) -> str | None:
-        """Of the latest attempt; None when nothing is known of it."""
+        """Template hash of the latest attempt; None when it is unknown."""
         if self.pods:
             return self.pods[0].template_hash
         return self.memory.template_hash if self.memory else None
 
     def failure(self, policy: FailurePolicy, now: float) -> ReplicaGroupFailure | None:
-        """What ended the latest attempt: the first of its pods that finished, or a start that takes too long.
+        """The failure of the latest attempt: the first pod that ended, or a startup timeout.
 
-        Pods that only complain about others are asked last. When the pods are gone, the memory of it counts.
+        Pods that report a lost rank of another pod come last. Without pods, the failure in the last status counts.
         """
         ended = [pod for pod in self.pods if pod.finished and not pod.deleting and not self._ended_with_first_pod(pod)]
         if ended:
@@ -123,9 +123,9 @@ class ReplicaGroup:
         return self.recorded_failure if not self.pods else None
 
     def startup_deadline(self, policy: FailurePolicy) -> float | None:
-        """When unready pods count as failed; None when there are none, or while one of them waits for a place.
+        """When unready pods count as failed; None without such pods, or while one is not scheduled.
 
-        Pods that are placed wait for the others, so their time begins with that of the last one.
+        Scheduled pods wait for the others, so the timeout begins with the pod that was scheduled last.
         """
         late = self._late_pods
         if not late or any(
@@ -140,7 +140,7 @@ class ReplicaGroup:
 
     @property
     def recorded_failure(self) -> ReplicaGroupFailure | None:
-        """The failure of the latest attempt as the last status tells it."""
+        """The failure of the latest attempt as the last status has it."""
         last = self.memory.last_failure if self.memory else None
         if last is None or last.attempt != self.attempt:
             return None
@@ -149,11 +149,11 @@ class ReplicaGroup:
 
     @property
     def _is_missing_a_pod(self) -> bool:
-        """Whether somebody removed a pod whose ranks the others have met; they can't meet those of another one."""
+        """Whether a pod was deleted whose ranks had joined the group. The others cannot join the ranks of a new pod."""
         return bool(self.missing) and any(pod.finished or pod.rank_phase in RENDEZVOUS_DONE for pod in self.pods)
 
     def _ended_with_first_pod(self, pod: ObservedPod) -> bool:
-        """Whether its ranks ended well because the first pod, which somebody deleted, was at its end."""
+        """Whether a pod ended successfully because the first pod of its group was deleted."""
         first = self.first_pod
         return pod.phase is PodPhase.SUCCEEDED and pod.index > 0 and (first is None or first.deleting)
 
@@ -164,7 +164,7 @@ class ReplicaGroup:
         return ReplicaGroupFailure(pod.attempt, pod.name, failure, when, 0 if lived_long else self.restarts)
 
     def state(self, policy: FailurePolicy, now: float) -> ReplicaGroupState:
-        """How the latest attempt stands. A pod that failed outweighs one that is being deleted."""
+        """State of the latest attempt. A failed pod outweighs one that is being deleted."""
         if self.failure(policy, now) is not None:
             return ReplicaGroupState.FAILED
         if any(pod.deleting for pod in self.pods) or self._is_missing_a_pod:
@@ -175,7 +175,7 @@ class ReplicaGroup:
 
 
 def observe_replica_groups(resource: MegatronInference, world: World) -> tuple[ReplicaGroup, ...]:
-    """The wished groups, by index."""
+    """The desired replica groups, by index."""
     memories = {group.index: group for group in resource.status.replica_groups}
     return tuple(
         _observe_replica_group(resource, world, index, memories.get(index)) for index in range(resource.spec.replicas)
@@ -199,26 +199,27 @@ def _observe_replica_group(
 
 
 def pod_is_ready(pod: ObservedPod) -> bool:
-    """Whether the pod and the ranks in it serve."""
+    """Whether the pod is ready and its ranks serve."""
     serves = pod.rank_phase in (None, SERVING)
     return pod.phase is PodPhase.RUNNING and pod.ready and serves and not pod.deleting
 
 
 def lost_at(pod: ObservedPod) -> float | None:
-    """When a pod that is being deleted counts as lost with its node; None for one that is not being deleted."""
+    """When a pod that is being deleted counts as lost with its node; None for other pods."""
     return None if pod.deletion_deadline is None else pod.deletion_deadline + LOST_AFTER
 
 
 def is_lost(pod: ObservedPod, now: float) -> bool:
-    """Whether a pod should be gone for so long that nobody will say so any more."""
+    """Whether a pod is past the time at which it counts as lost with its node."""
     deadline = lost_at(pod)
     return deadline is not None and deadline <= now
 
 
 def pods_without_keys(resource: MegatronInference, world: World) -> tuple[ObservedPod, ...]:
-    """Pods that run with keys of a Secret that somebody removed: nobody else has these keys any more.
+    """Pods that use the keys of a removed Secret.
 
-    None while a Secret of others has its name: new keys could not be made, so the pods are left as they are.
+    Empty while another owner has a Secret of that name: the operator could not create new keys, so it leaves the pods
+    alone.
     """
     if names.keys_child(resource.name) in {*world.children, *world.taken}:
         return ()
@@ -236,4 +237,4 @@ def _end_of(pod: ObservedPod) -> float:
 def _unexplained(pod: ObservedPod) -> Failure:
     if pod.phase is PodPhase.SUCCEEDED:
         return Failure("Completed", f"{pod.name} ended without an error although it should run", exit_code=0)
-    return Failure("PodFailed", f"{pod.name} failed without saying why")
+    return Failure("PodFailed", f"{pod.name} failed without a reason")

@@ -1,4 +1,4 @@
-"""What follows from a failed attempt: another one now, another one later, or none."""
+"""Restart policy: what follows a failed attempt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Retry:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """No further attempt until the spec changes. ``reason`` is fit for a condition."""
+    """No further attempt until the spec changes. ``reason`` is the reason of the condition."""
 
     reason: str
 
@@ -29,7 +29,8 @@ class GiveUp:
 def restart_decision(
     group: ReplicaGroup, failed: ReplicaGroupFailure, policy: FailurePolicy, template_hash: str
 ) -> Retry | GiveUp:
-    """A changed template is a new chance; bad input is none; otherwise budget and exponential back-off decide."""
+    """Decide whether and when to restart. A changed template restarts at once; invalid input never restarts; otherwise
+    the budget and an exponential back-off apply."""
     if group.template_hash != template_hash:
         return Retry(at=failed.time, restarts=0)
     if failed.failure.bad_input:
@@ -40,5 +41,5 @@ def restart_decision(
 
 
 def backoff(restarts: int, policy: FailurePolicy) -> float:
-    """Seconds before restart number ``restarts + 1``: doubles each time, up to the longest."""
+    """Seconds before restart number ``restarts + 1``: doubles each time, up to the maximum."""
     return min(policy.backoff * 2.0 ** min(restarts, 60), policy.max_backoff)

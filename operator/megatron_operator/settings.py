@@ -1,4 +1,4 @@
-"""What whoever runs the operator decides for all resources."""
+"""Settings of the operator that apply to all resources."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ METRICS_FROM_VARIABLE = "MEGATRON_METRICS_FROM"
 
 @dataclass(frozen=True)
 class NetworkPolicies:
-    """Who reaches the control port of pods, besides the kubelet: all others are kept out."""
+    """Which peers reach the control port of pods, besides the kubelet. All others are blocked."""
 
     operator_namespace: str
-    """Where the operator's own pod is."""
+    """Namespace of the operator's own pod."""
     metrics_from: tuple[Mapping[str, Any], ...] = ()
-    """Those who scrape ``/metrics``, which that port serves too: peers, as in a NetworkPolicy."""
+    """Peers that scrape ``/metrics``, which the control port serves too, as in a NetworkPolicy."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self | None:
-        """None unless they are asked for. Raises ValueError with variable, value and mend."""
-        desired = environment.get(NETWORK_POLICIES_VARIABLE, "false")
-        if desired not in ("true", "false"):
-            raise ValueError(f"{NETWORK_POLICIES_VARIABLE}: {desired!r} is neither; set it to true or false")
-        if desired == "false":
+        """None unless enabled. Raises ValueError with variable, value and fix."""
+        enabled = environment.get(NETWORK_POLICIES_VARIABLE, "false")
+        if enabled not in ("true", "false"):
+            raise ValueError(f"{NETWORK_POLICIES_VARIABLE}: {enabled!r} is neither; set it to true or false")
+        if enabled == "false":
             return None
         namespace = environment.get(OPERATOR_NAMESPACE_VARIABLE, "")
         if not namespace:
-            fix = "set it to the namespace of the operator's pod, which would else be kept out"
+            fix = "set it to the namespace of the operator's pod, which the policies would block otherwise"
             raise ValueError(f"{OPERATOR_NAMESPACE_VARIABLE}: is missing; {fix}")
         return cls(namespace, _peers(environment.get(METRICS_FROM_VARIABLE, "[]")))
 
@@ -51,22 +51,22 @@ def _peers(text: str) -> tuple[Mapping[str, Any], ...]:
         peers = None
     if not isinstance(peers, list) or not all(isinstance(peer, dict) and peer for peer in peers):
         fix = "set it to a JSON list of peers as in spec.ingress.from of a NetworkPolicy"
-        raise ValueError(f"{METRICS_FROM_VARIABLE}: {text!r} is none; {fix}")
+        raise ValueError(f"{METRICS_FROM_VARIABLE}: {text!r} is not such a list; {fix}")
     return tuple(peers)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Defaults for what a resource leaves out."""
+    """Defaults for fields that a resource leaves out, and options for its children."""
 
     image: str = DEFAULT_IMAGE
     """Image of the runtime for resources without ``spec.image``."""
     network_policies: NetworkPolicies | None = None
-    """None where pods are left open to whoever reaches them."""
+    """None to create no NetworkPolicies."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Reads the variables above. Raises ValueError with variable, value and mend."""
+        """Read the variables above. Raises ValueError with variable, value and fix."""
         return cls(
             image=environment.get(IMAGE_VARIABLE) or DEFAULT_IMAGE,
             network_policies=NetworkPolicies.from_environment(environment),

@@ -1,4 +1,4 @@
-"""The status of a resource, from the observed world alone: no clock, no client."""
+"""The status of a resource, as a pure function of the resource and the observed world: no clock, no client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _PHASES = {
     EngineState.STOPPING: Phase.TERMINATING,
     EngineState.STOPPED: Phase.TERMINATING,
 }
-"""A transition shows as the state that it left, until it is done."""
+"""During a transition, the phase is that of the state before it."""
 
 
 def build_status(
@@ -49,9 +49,9 @@ def build_status(
     settings: Settings | None = None,
     problems: Sequence[str] = (),
 ) -> Status:
-    """The status after looking at ``world``; ``problems`` are actions that failed, in words.
+    """The status for ``world``; ``problems`` are messages about failed actions.
 
-    ``resource.status`` is the status before: what has not changed keeps its times.
+    ``resource.status`` is the previous status: unchanged conditions keep their times.
     """
     template_hash = names.template_hash(resource, image_of(resource, settings or Settings()))
     inputs = StatusInputs(resource, world, template_hash, tuple(problems))
@@ -78,13 +78,13 @@ def build_status(
 
 
 def invalid_status(obj: Mapping[str, Any], errors: Sequence[FieldError], now: float) -> Status:
-    """The status of a resource that cannot be parsed: says what to mend, and leaves the rest as it was last seen."""
+    """The status of a resource that cannot be parsed: conditions name the errors, the rest stays as it was."""
     before = old_status(obj)
     generation = int((obj.get("metadata") or {}).get("generation") or 0)
     words = "; ".join(str(error) for error in errors)
     was_ready = before.condition(ConditionType.READY)
     unsure = was_ready is not None and was_ready.status != "False"
-    kept = f"{words}. Running pods are left as they are until it is mended"
+    kept = f"{words}. Running pods stay as they are until it is fixed"
     findings = {
         ConditionType.READY: ConditionState("Unknown" if unsure else "False", INVALID_SPEC, kept if unsure else words),
         ConditionType.PROGRESSING: ConditionState("False", INVALID_SPEC, words),
@@ -102,7 +102,7 @@ def invalid_status(obj: Mapping[str, Any], errors: Sequence[FieldError], now: fl
 
 
 def old_status(obj: Mapping[str, Any]) -> Status:
-    """The status that the resource carries; an empty one when another program left something else there."""
+    """The status that the resource has; an empty one when it cannot be parsed."""
     try:
         return Status.model_validate(obj.get("status") or {})
     except ValidationError:
@@ -110,9 +110,9 @@ def old_status(obj: Mapping[str, Any]) -> Status:
 
 
 def as_json(status: Status) -> dict[str, Any]:
-    """As it is written into the resource; what is not known is left out.
+    """The status as JSON, without unknown values.
 
-    So are empty texts: some builds of old API servers take them for nulls, and refuse the whole status.
+    Empty strings are left out too: some old API servers read them as null and reject the status.
     """
     dumped = status.model_dump(mode="json", by_alias=True, exclude_none=True)
     return {field: _without_empty_texts(value) for field, value in dumped.items() if value != ""}
@@ -143,7 +143,7 @@ def _phase(inputs: StatusInputs) -> Phase:
 
 
 def _leader_status(inputs: StatusInputs) -> LeaderStatus | None:
-    """Remembered while nobody leads, since decisions are numbered on."""
+    """Kept without a leader pod, because epochs continue from it."""
     pod = current_leader(inputs.world.pods)
     if pod is None:
         return inputs.resource.status.leader
@@ -152,7 +152,7 @@ def _leader_status(inputs: StatusInputs) -> LeaderStatus | None:
 
 def _group_status(view: ReplicaGroupView, inputs: StatusInputs) -> ReplicaGroupStatus:
     group = view.group
-    # A start after a stop is a fresh one.
+    # A start after a stop begins without restarts.
     forget = inputs.desired is Lifecycle.STOPPED
     return ReplicaGroupStatus(
         index=group.index,
@@ -166,7 +166,7 @@ def _group_status(view: ReplicaGroupView, inputs: StatusInputs) -> ReplicaGroupS
 
 
 def _last_failure(view: ReplicaGroupView, inputs: StatusInputs) -> LastFailure | None:
-    """The latest attempt's failure, or, while there is none, that of an earlier one."""
+    """The failure of the latest attempt, or else that of an earlier one."""
     failed = view.failed
     if failed is None:
         before = {group.index: group.last_failure for group in inputs.resource.status.replica_groups}

@@ -1,4 +1,4 @@
-"""The observed world beside the wish, with everything that conditions are made of worked out once."""
+"""Inputs of the status: the observed world, the desired state, and the values that conditions derive from both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINE_UNREACHABLE = "EngineUnreachable"
 
 @dataclass(frozen=True)
 class ReplicaGroupView:
-    """A wished group, how it stands, and, when it failed, what follows."""
+    """A desired replica group, its state, and, when it failed, the failure and the restart decision."""
 
     group: ReplicaGroup
     state: ReplicaGroupState
@@ -37,7 +37,7 @@ class ReplicaGroupView:
 
     @property
     def is_unrecovered(self) -> bool:
-        """Whether it failed and has not come back since."""
+        """Whether it failed and is not ready again."""
         if self.state is ReplicaGroupState.READY:
             return False
         has_failed = self.group.restarts > 0 or self.group.recorded_failure is not None
@@ -46,7 +46,7 @@ class ReplicaGroupView:
 
 @dataclass(frozen=True)
 class StatusInputs:
-    """Everything that a status is made of. ``problems`` are actions that could not be carried out, in words."""
+    """All inputs of a status. ``problems`` are messages about failed actions."""
 
     resource: MegatronInference
     world: World
@@ -55,52 +55,52 @@ class StatusInputs:
 
     @property
     def policy(self) -> FailurePolicy:
-        """What happens when a group fails."""
+        """The failure policy of the resource."""
         return self.resource.spec.failure_policy
 
     @property
     def desired(self) -> Lifecycle:
-        """The state that the user wishes for."""
+        """The desired lifecycle."""
         return self.resource.spec.lifecycle
 
     @property
     def should_have_pods(self) -> bool:
-        """Whether there should be pods at all."""
+        """Whether the resource should have pods."""
         return not self.resource.deleting and self.desired is not Lifecycle.STOPPED
 
     @cached_property
     def groups(self) -> tuple[ReplicaGroupView, ...]:
-        """The wished groups, by index."""
+        """The desired replica groups, by index."""
         return tuple(self._view(group) for group in observe_replica_groups(self.resource, self.world))
 
     @property
     def leading_group(self) -> ReplicaGroupView:
-        """The group whose first pod leads, or did last."""
+        """The group whose first pod is the leader, or was last."""
         return self.groups[leading_group(self.resource, self.world)]
 
     @property
     def ready_groups(self) -> int:
-        """Wished groups whose pods are all ready."""
+        """Number of desired replica groups whose pods are all ready."""
         return sum(view.state is ReplicaGroupState.READY for view in self.groups)
 
     @property
     def surplus_groups(self) -> tuple[int, ...]:
-        """Groups beyond the wished ones that still have pods."""
+        """Indices of groups that still have pods but are no longer desired."""
         return tuple(sorted({pod.group for pod in self.world.pods if pod.group >= self.resource.spec.replicas}))
 
     @property
     def has_no_keys(self) -> bool:
-        """Whether pods have to end because the Secret with their keys is gone."""
+        """Whether pods have to end because the Secret with their keys was removed."""
         return bool(pods_without_keys(self.resource, self.world))
 
     @property
     def outdated_groups(self) -> tuple[int, ...]:
-        """Wished groups whose pods were made from another template."""
+        """Indices of desired groups whose pods have another template."""
         return tuple(view.group.index for view in self.groups if view.group.template_hash != self.template_hash)
 
     @property
     def unrecovered_groups(self) -> tuple[ReplicaGroupView, ...]:
-        """Wished groups that failed and are not back."""
+        """Desired groups that failed and are not ready again."""
         return tuple(view for view in self.groups if view.is_unrecovered)
 
     @cached_property
@@ -110,25 +110,25 @@ class StatusInputs:
 
     @property
     def engine_state(self) -> EngineState | None:
-        """What the leader reports now; None when nobody can say."""
+        """The engine state that the leader reports; None when it is unknown."""
         engine = self.world.engine
         return engine.state if engine is not None and engine.reachable and self.leader is not None else None
 
     @property
     def is_auto_suspended(self) -> bool:
-        """Whether the engine is suspended until the next request, or on its way there or back, as is wished."""
+        """Whether the leader suspended the idle engine, or is suspending or resuming it, while Running is desired."""
         engine = self.world.engine
         is_asleep = self.engine_state is not None and engine is not None and engine.auto_suspended
         return is_asleep and self.desired is Lifecycle.RUNNING
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether the frontend takes requests and the engine's state is known."""
+        """Whether the frontend accepts requests and the engine state is known."""
         return self.leader is not None and self.leader.ready and self.engine_state is not None
 
     @property
     def is_unreachable(self) -> bool:
-        """Whether a leader that has been up does not answer; one that is still starting is not unreachable."""
+        """Whether a leader that was up does not answer. A leader that is still starting is not unreachable."""
         engine, leader = self.world.engine, self.leader
         if leader is None or (engine is not None and engine.reachable):
             return False
@@ -136,7 +136,7 @@ class StatusInputs:
 
     @property
     def state_since(self) -> float:
-        """Since when the engine is in its state."""
+        """Since when the engine has been in its state."""
         status = self.resource.status
         if status.engine_state == self.engine_state and status.engine_state_time is not None:
             return seconds(status.engine_state_time)

@@ -1,4 +1,4 @@
-"""The colours of the words that people watch: phases, states of the engine, conditions."""
+"""Styles of phases, engine states and conditions on a terminal."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ TRANSITION_STYLE = "cyan"
 
 
 def styled(word: str) -> Text:
-    """The word in its colour; one that has none is a state on the way to another."""
+    """The word in its style; a word without an entry is a transitional state."""
     return Text(word, style=STYLES.get(word, TRANSITION_STYLE))

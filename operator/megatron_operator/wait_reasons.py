@@ -1,4 +1,4 @@
-"""Words for people: what a group waits for, and why."""
+"""Wait reasons: what a replica group waits for, as the reason and message of a condition."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class WaitReason:
 
 
 def wait_reason(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
-    """What an unready group waits for."""
+    """What a group that is not ready waits for."""
     index = view.group.index
     match view.state:
         case ReplicaGroupState.ABSENT:
-            return WaitReason("Pending", f"group {index}: its pods are about to be created")
+            return WaitReason("Pending", f"replica group {index}: its pods are being created")
         case ReplicaGroupState.LEAVING:
             pods = ", ".join(pod.name for pod in view.group.pods)
-            return WaitReason("Replacing", f"group {index}: waiting for {pods} to end before the next attempt")
+            return WaitReason("Replacing", f"replica group {index}: waiting for {pods} to end before the next attempt")
         case ReplicaGroupState.FAILED:
             return _after_failure(view, inputs)
         case _:
             waiting = [pod for pod in view.group.pods if not pod_is_ready(pod)]
             if not waiting:
                 return WaitReason(
-                    "Pending", f"group {index}: {len(view.group.missing)} more pods are about to be created"
+                    "Pending", f"replica group {index}: {len(view.group.missing)} more pods are being created"
                 )
             return _of_pod(min(waiting, key=_progress))
 
 
 def _of_failure(failed: ReplicaGroupFailure) -> str:
-    """A failure in words: which pod, rank and exit code, and the last words."""
+    """A failure as text: pod, rank, exit code and termination message."""
     failure = failed.failure
     rank = "" if failure.rank is None else f" rank {failure.rank}"
     code = "" if failure.exit_code is None else f" (exit code {failure.exit_code})"
@@ -52,24 +52,24 @@ def _of_failure(failed: ReplicaGroupFailure) -> str:
 def _after_failure(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
     assert view.failed is not None
     index, limit = view.group.index, inputs.policy.max_restarts
-    words = f"group {index} failed: {_of_failure(view.failed)}"
+    words = f"replica group {index} failed: {_of_failure(view.failed)}"
     match view.decision:
         case GiveUp(reason=reason) if reason == RESTART_BUDGET_EXCEEDED:
-            fix = "mend the cause, then change restart.id or another part of the spec"
+            fix = "fix the cause, then change restart.id or another part of the spec"
             return WaitReason(reason, f"{words}; all {limit} restarts are used up: {fix}")
         case GiveUp(reason=reason):
-            return WaitReason(reason, f"{words}; not tried again until the spec changes")
+            return WaitReason(reason, f"{words}; no further attempt until the spec changes")
         case Retry(restarts=0):
-            return WaitReason("Restarting", f"{words}; started again with the changed spec")
+            return WaitReason("Restarting", f"{words}; restarted with the changed spec")
         case Retry(at=at) if at <= inputs.world.now:
             return WaitReason("Restarting", f"{words}; the next attempt starts now")
         case Retry(at=at, restarts=restarts):
             return WaitReason("BackOff", f"{words}; restart {restarts} of {limit} at {time_of_day(at)}")
-    raise AssertionError("a failed group has an outlook")
+    raise AssertionError("a failed group has a restart decision")
 
 
 def _progress(pod: ObservedPod) -> tuple[bool, bool, int]:
-    """How far a pod has come; the others of its group wait for the last one."""
+    """Progress of a pod's start. The other pods of its group wait for the slowest."""
     phase = RANK_PHASES.index(pod.rank_phase) if pod.rank_phase in RANK_PHASES else -1
     return pod.waiting is None, pod.phase is PodPhase.RUNNING, phase
 
@@ -95,7 +95,7 @@ def _of_pod(pod: ObservedPod) -> WaitReason:
 
 
 def _share(loading: Loading | None) -> str:
-    """In steps of ten per cent, so that a status is not written for every megabyte."""
+    """In steps of ten per cent, to limit the number of status updates."""
     if loading is None or loading.total_bytes == 0:
         return ""
     tenths = 10 * loading.loaded_bytes // loading.total_bytes

@@ -1,6 +1,6 @@
-"""The port between decisions and the outside: what was observed, and what may be done about it.
+"""The port between decisions and the outside: observed values, and actions.
 
-``plan.py`` and ``status.py`` see only the frozen values below. Two adapters fill them in and carry the actions out:
+``plan.py`` and ``status.py`` use only the frozen values below. Two adapters provide them and carry out the actions:
 ``kubernetes`` (an API server) and ``local`` (processes on this machine).
 """
 
@@ -17,7 +17,7 @@ Manifest = Mapping[str, Any]
 
 
 class PodPhase(StrEnum):
-    """The kubelet's word on a pod, as in ``status.phase``."""
+    """``status.phase`` of a pod, as the kubelet sets it."""
 
     PENDING = "Pending"
     RUNNING = "Running"
@@ -27,7 +27,7 @@ class PodPhase(StrEnum):
 
 
 class EngineState(StrEnum):
-    """States of the engine as the leader's control API names them."""
+    """States of the engine, as the leader's control API names them."""
 
     RUNNING = "RUNNING"
     PAUSING = "PAUSING"
@@ -41,9 +41,9 @@ class EngineState(StrEnum):
 
 
 class Signal(StrEnum):
-    """Control signals that the leader's control API takes, ``POST /v1/<signal>``.
+    """Control signals of the leader's control API, ``POST /v1/<signal>``.
 
-    ``stop`` is never sent from here: pods that are to stop are deleted.
+    The operator never sends ``stop``: it deletes pods instead.
     """
 
     PAUSE = "pause"
@@ -57,7 +57,7 @@ RANK_PHASES = ("Exited", "Starting", "Rendezvous", "Loading", "Registering", "Se
 """Phases of a rank process, from the least to the most advanced."""
 
 BAD_INPUT_EXIT_CODE = 2
-"""The launcher's exit code for what no retry mends: a wrong flag, a broken checkpoint, too little memory."""
+"""The launcher's exit code for errors that no retry fixes: an invalid flag, a broken checkpoint, too little memory."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Failure:
 
     @property
     def bad_input(self) -> bool:
-        """Whether trying again with the same spec would end in the same way."""
+        """Whether a retry with the same spec would fail in the same way."""
         return self.exit_code == BAD_INPUT_EXIT_CODE
 
 
 @dataclass(frozen=True)
 class Loading:
-    """Weights read so far by a pod's ranks, in bytes."""
+    """Bytes of weights that a pod's ranks have read so far."""
 
     loaded_bytes: int
     total_bytes: int
@@ -85,10 +85,10 @@ class Loading:
 
 @dataclass(frozen=True)
 class ObservedPod:
-    """One pod of a group attempt. Times are seconds since the epoch.
+    """One pod of an attempt. Times are seconds since the epoch.
 
-    Identity, ``leader``, ``epoch``, ``template_hash`` and ``restarts`` are read from the labels and annotations that
-    ``render`` and ``SetRoleLabel`` put there (``names.pod_identity``).
+    Identity, ``leader``, ``epoch``, ``template_hash`` and ``restarts`` come from the labels and annotations that
+    ``render`` and ``SetRoleLabel`` write (``names.pod_identity``).
     """
 
     name: str
@@ -102,48 +102,48 @@ class ObservedPod:
     ready: bool
     created_at: float
     restarts: int = 0
-    """Restarts of the group that were counted against its budget when this attempt was created."""
+    """Restarts of the group that counted against its budget when this attempt was created."""
     address: str | None = None
     node: str | None = None
     ready_changed_at: float | None = None
     """When ``ready`` last changed; None where it never did."""
     finished_at: float | None = None
     deletion_deadline: float | None = None
-    """Set once deletion was asked for: the time by which the pod should be gone."""
+    """Time by which a pod that is being deleted should be gone; None for other pods."""
     waiting: Failure | None = None
-    """A cause that keeps the pod from starting: Unschedulable, ImagePull, ..."""
+    """Why the pod cannot start: Unschedulable, ImagePull, ..."""
     failure: Failure | None = None
-    """Set when the phase is Failed (or Succeeded although it should run)."""
+    """Set when the phase is Failed, or Succeeded although the pod should run."""
     rank_phase: str | None = None
-    """The least advanced phase among the pod's ranks: Starting, Loading, Rendezvous, Registering, Serving."""
+    """The least advanced phase of the pod's ranks: Starting, Loading, Rendezvous, Registering, Serving."""
     loading: Loading | None = None
     launcher_restarts: int = 0
     """Ranks that the pod's launcher restarted in place."""
     epoch: int = 0
-    """Number of the decision by which it leads, or led last."""
+    """Epoch of the last decision that made the pod the leader."""
     reports_leader: bool | None = None
-    """Whether its launcher takes itself for the leader; None while it does not say."""
+    """Whether its launcher reports the leader role; None before it answers."""
     known_epoch: int = 0
-    """Number of the last decision about who leads that its launcher has heard of."""
+    """The newest epoch that its launcher has received."""
     registered: bool = False
-    """Whether its engine hears a coordinator that knows it, as its launcher says."""
+    """Whether its launcher reports that its engine is registered with a coordinator."""
     unreachable_since: float | None = None
-    """Since when its launcher has not answered: its creation for one that could not be asked yet; None when it does."""
+    """Since when its launcher has not answered. Its creation time before it has an address; None while it answers."""
 
     @property
     def deleting(self) -> bool:
-        """Whether deletion was asked for, by whomever."""
+        """Whether its deletion was requested."""
         return self.deletion_deadline is not None
 
     @property
     def finished(self) -> bool:
-        """Whether its processes have ended for good."""
+        """Whether its containers have ended for good."""
         return self.phase in (PodPhase.FAILED, PodPhase.SUCCEEDED)
 
 
 @dataclass(frozen=True)
 class ObservedReplica:
-    """A replica group as the coordinator knows it."""
+    """A replica group as the coordinator reports it."""
 
     group: int
     state: EngineState
@@ -151,15 +151,15 @@ class ObservedReplica:
 
 @dataclass(frozen=True)
 class ObservedEngine:
-    """The leader's answer. ``state`` is None until a replica has registered.
+    """The engine as the leader reports it. ``state`` is None until a replica group has registered.
 
-    ``message`` is the leader's own error, or, while it is unreachable, why.
+    ``message`` is the leader's error, or the reason why it is unreachable.
     """
 
     reachable: bool
     state: EngineState | None = None
     auto_suspended: bool = False
-    """Whether it sleeps for want of requests, or is on its way there or back: the leader sees to it."""
+    """Whether the leader suspended it because it was idle, or is doing so, or is resuming it."""
     replicas: tuple[ObservedReplica, ...] = ()
     running_requests: int = 0
     waiting_requests: int = 0
@@ -168,31 +168,31 @@ class ObservedEngine:
 
 @dataclass(frozen=True)
 class World:
-    """Everything a decision may depend on besides the resource. ``now`` is the only clock."""
+    """Everything a decision depends on besides the resource. ``now`` is the only clock."""
 
     now: float
     pods: tuple[ObservedPod, ...] = ()
     engine: ObservedEngine | None = None
-    """None when there is no leader pod to ask."""
+    """None without a leader pod."""
     children: Mapping[str, str] = field(default_factory=dict)
-    """``Kind/name`` of every child that exists besides pods, to the hash annotation of the manifest it was applied from
-    (``names.applied_hash``)."""
+    """``Kind/name`` of every existing child besides pods, mapped to the hash annotation of the manifest it was applied
+    from (``names.applied_hash``)."""
     taken: frozenset[str] = frozenset()
-    """``Kind/name`` of children whose names objects of others have."""
+    """``Kind/name`` of children whose names are taken by objects of other owners."""
     url: str | None = None
-    """Where clients reach the HTTP frontend, where that is not the Service's DNS name."""
+    """Base URL of the HTTP frontend where it differs from the Service's DNS name."""
 
 
 @dataclass(frozen=True)
 class ApplyChild:
-    """Create the child or bring it to this manifest (server-side apply)."""
+    """Create the child or update it to this manifest (server-side apply)."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
 class DeleteChild:
-    """Delete a child besides pods that should not exist any more; one that is gone is success."""
+    """Delete a child other than a pod. A missing child is success."""
 
     kind: str
     name: str
@@ -202,7 +202,7 @@ class DeleteChild:
 class CreateSecret:
     """Create the Secret with a random value (``secrets.token_urlsafe(32)``) for each of ``random_keys``.
 
-    One that exists already is success and stays as it is, so that its values are made only once.
+    An existing Secret is success and keeps its values.
     """
 
     manifest: Manifest
@@ -211,14 +211,14 @@ class CreateSecret:
 
 @dataclass(frozen=True)
 class CreatePod:
-    """Create a pod; one that exists already under this name is success."""
+    """Create a pod. An existing pod of that name is success."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Delete a pod, giving its launcher ``grace_seconds`` to drain."""
+    """Delete a pod and give its launcher ``grace_seconds`` to drain."""
 
     name: str
     uid: str
@@ -227,7 +227,7 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class SendSignal:
-    """Ask the leader at ``address`` for one legal transition."""
+    """Send one signal to the leader at ``address``."""
 
     signal: Signal
     address: str
@@ -235,18 +235,18 @@ class SendSignal:
 
 @dataclass(frozen=True)
 class SetRoleLabel:
-    """Give a pod the label of its role; one that is gone, or whose name another has taken, is success."""
+    """Set the role label of a pod. A pod that is gone or replaced is success."""
 
     name: str
     uid: str
     leader: bool
     epoch: int | None = None
-    """Number of the decision; None: that of the last one about this pod stays."""
+    """Epoch of the decision; None to keep that of the last one."""
 
 
 @dataclass(frozen=True)
 class SendRole:
-    """Tell the launcher at ``address`` that it leads from now on, or that another one does.
+    """Send the role to the launcher at ``address``.
 
     A leader brings its engines to ``lifecycle`` as they register.
     """
@@ -261,23 +261,23 @@ Action = ApplyChild | DeleteChild | CreateSecret | CreatePod | DeletePod | SendS
 
 
 class WorldError(Exception):
-    """The outside did not do as asked; ``str()`` is fit for a condition's message. The next reconcile tries again."""
+    """An observation or action failed. ``str()`` is the message for a condition. The next round retries."""
 
 
 class ActionRefused(WorldError):
-    """The outside understood and refused (forbidden, invalid manifest): trying again soon is of no use."""
+    """The action was refused (forbidden, invalid manifest). An immediate retry is of no use."""
 
 
 class NamespaceTerminating(ActionRefused):
-    """The namespace is being deleted: nothing can be made in it any more, and all that is in it goes."""
+    """The namespace is being deleted and accepts no new objects."""
 
 
 class KindMissing(ActionRefused):
-    """The outside does not know this kind of object: no use in trying again before the adapter says that it does."""
+    """The cluster does not have this kind of object. The adapter wakes the loop when it has."""
 
 
 class SignalRefused(WorldError):
-    """The engine's state forbids the signal; ``allowed`` are those that it takes."""
+    """The engine's state forbids the signal. ``allowed`` are the signals that it accepts."""
 
     def __init__(self, message: str, allowed: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -285,12 +285,12 @@ class SignalRefused(WorldError):
 
 
 class WorldPort(Protocol):
-    """What an adapter offers. Both methods may raise ``WorldError``."""
+    """The interface of an adapter. Both methods may raise ``WorldError``."""
 
     async def observe(self, name: str, namespace: str) -> World:
-        """The current children of the resource and its engine's state."""
+        """The current children of the resource and the state of its engine."""
         ...
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:
-        """Carry out one action. Idempotent: a repeated action ends in the same place."""
+        """Carry out one action. Actions are idempotent."""
         ...

@@ -33,7 +33,7 @@ async def test_each_verb_waits_until_the_state_is_reached(
 async def test_nothing_but_the_lifecycle_changes(chat: Resource, typed: CommandLine) -> None:
     await chat.create(replicas=2)
     before = (await chat.get("mi", "chat"))["spec"]
-    assert "chat is wished to be Paused now" in await typed.ok("pause", "chat")
+    assert "the desired state of chat is now Paused" in await typed.ok("pause", "chat")
     assert (await chat.get("mi", "chat"))["spec"] == {**before, "lifecycle": "Paused"}
     assert await typed.ok("pause", "chat") == "chat is wished to be Paused already\n"
 
@@ -44,7 +44,7 @@ async def test_what_makes_no_sense_is_refused_and_changes_nothing(chat: Resource
     for verb in ("pause", "unpause", "suspend", "resume"):
         done = await typed.run(verb, "chat")
         assert done.code == 1
-        assert done.error_line.startswith("error: chat is wished to be Stopped: there is n")
+        assert done.error_line.startswith("error: the desired state of chat is Stopped: there is n")
         assert done.error_line.endswith(("`start` it", "`start` it first"))
     assert (await chat.get("mi", "chat"))["metadata"]["generation"] == generation
 
@@ -81,7 +81,7 @@ async def test_a_wait_ends_when_someone_else_wishes_otherwise_or_deletes(chat: R
     waiting = asyncio.create_task(typed.run("start", "chat", "--wait"))
     await chat.until_pods("chat-0-0-0")
     await chat.patch({"lifecycle": "Paused"})
-    assert (await waiting).error_line == "error: chat is wished to be Paused meanwhile, by someone else"
+    assert (await waiting).error_line == "error: the desired state of chat was changed to Paused meanwhile"
     waiting = asyncio.create_task(typed.run("start", "chat", "--wait"))
     await chat.until_found("mi", "chat", lambda found: found["spec"]["lifecycle"] == "Running")
     await chat.kubectl("delete", "mi", "chat", "--wait=false")

@@ -75,9 +75,9 @@ async def test_an_api_key_reaches_the_endpoint_beside_the_persons_own_token(serv
     async with ChatEndpoint(served, key="sesame"):
         done = await typed.run("chat", "chat", "hi")
         assert done.code == 1
-        assert done.error_line == "error: chat asks for an API key: say --api-key KEY, or set MEGATRON_API_KEY"
+        assert done.error_line == "error: chat requires an API key: use --api-key KEY, or set MEGATRON_API_KEY"
         done = await typed.run("chat", "chat", "hi", "--api-key", "wrong")
-        assert done.error_line.startswith("error: chat does not take this API key")
+        assert done.error_line.startswith("error: chat rejects this API key")
         assert await typed.ok("chat", "chat", "hi", MEGATRON_API_KEY="sesame") == "You said: hi\n"
 
 
@@ -85,7 +85,7 @@ async def test_an_api_key_reaches_the_endpoint_beside_the_persons_own_token(serv
 async def test_what_the_endpoint_refuses_is_told_in_its_words(served: str, typed: CommandLine) -> None:
     async with ChatEndpoint(served):
         done = await typed.run("chat", "chat", "...")
-    assert (done.code, done.error_line) == (1, "error: chat refuses (400): messages: nothing is asked")
+    assert (done.code, done.error_line) == (1, "error: chat rejects the request (400): messages: nothing is asked")
 
 
 @pytest.mark.usefixtures("stage")
@@ -112,7 +112,7 @@ async def test_an_endpoint_that_nobody_serves_is_told_in_words(
     done = await typed.run("chat", "chat", "hi")
     assert done.code == 1
     assert done.error_line.startswith("error: chat does not answer: no endpoints available")
-    assert "`megatron-operator describe chat` tells why" in done.error_line
+    assert "see `megatron-operator describe chat`" in done.error_line
     await chat.kubectl("delete", "endpoints", "chat")
     done = await typed.run("chat", "chat", "hi")
     assert done.error_line.startswith('error: chat does not answer: services "chat" not found (404); ')

@@ -20,7 +20,7 @@ async def test_describe_tells_when_a_failed_group_is_tried_again(
     await chat.until_phase("Degraded")
     why, _, groups = (await typed.ok("describe", "chat")).partition("Groups")
     assert why.count("chat-1-0-0: OOMKilled (exit code 137): killed (exit code 137), perhaps because memory ran") == 1
-    assert "BackOff: group 1 failed: chat-1-0-0: OOMKilled" in groups
+    assert "BackOff: replica group 1 failed: chat-1-0-0: OOMKilled" in groups
     assert "; restart 1 of 5 at " in groups
     assert "megatron-operator logs chat" in groups
 
@@ -36,10 +36,10 @@ async def test_describe_tells_what_is_waited_for_and_what_to_do(
     told = await typed.ok("describe", "chat")
     assert "not Ready" in told
     assert "Unschedulable: chat-0-0-0 cannot start: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu." in told
-    assert "group 0  Starting  0/1 pods ready, attempt 0, 0 of 5 restarts" in told
+    assert "replica group 0  Starting  0/1 pods ready, attempt 0, 0 of 5 restarts" in told
     assert "chat-0-0-0  Pending  leader, on no node yet" in told
-    assert "AttemptStarted: group 0 starts attempt 0 on 1 pod(s)" in told
-    assert "give the cluster nodes that fit" in told
+    assert "AttemptStarted: replica group 0 starts attempt 0 on 1 pod(s)" in told
+    assert "add nodes that fit" in told
 
 
 async def test_describe_tells_how_far_the_weights_are(chat: Resource, stage: ScriptedNode, typed: CommandLine) -> None:
@@ -77,7 +77,7 @@ async def test_a_name_that_is_not_there_is_met_with_near_ones(chat: Resource, ty
         expected = f"error: MegatronInference chatt is not in namespace {chat.namespace}; did you mean chat?"
         assert (done.code, done.error_line) == (1, expected)
     done = await typed.run("describe", "zebra")
-    assert done.error_line.endswith(", where there are: chat")
+    assert done.error_line.endswith(", which has: chat")
 
 
 async def test_what_makes_no_sense_on_the_command_line_has_exit_code_2(typed: CommandLine) -> None:
@@ -105,7 +105,7 @@ async def test_pods_that_may_not_be_read_leave_the_rest_of_the_story(installed: 
     reader = CommandLine(installed.kubeconfig_for("reader", chat.namespace), chat.namespace)
     told = await reader.ok("describe", "chat")
     assert "pods are not shown: pods is forbidden" in told
-    assert "wish" in told
+    assert "desired" in told
 
 
 async def test_a_server_that_is_down_and_credentials_that_are_old_are_told_in_words(

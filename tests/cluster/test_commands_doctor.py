@@ -64,9 +64,7 @@ def lines_of(told: str, subject: str) -> list[str]:
 async def test_a_cluster_without_an_operator_lacks_it(typed: CommandLine) -> None:
     done = await typed.run("doctor")
     assert done.code == 1
-    assert lines_of(done.out, "operator")[0].startswith(
-        "missing  operator        no Deployment of it is in the cluster"
-    )
+    assert lines_of(done.out, "operator")[0].startswith("missing  operator        the cluster has no Deployment of it")
     assert "helm install megatron charts/megatron-inference" in done.out
     assert lines_of(done.out, "definition")[0].startswith("ok ")
     assert lines_of(done.out, "NetworkPolicy")[0].startswith("unknown ")
@@ -77,9 +75,9 @@ async def test_a_cluster_that_has_everything_is_told_so(deployed: Cluster, typed
     words = ("-n", SYSTEM, "rollout", "status", "deployment/megatron-operator", "--timeout=50s")
     await asyncio.to_thread(deployed.kubectl, *words)
     done = await typed.run("doctor")
-    assert (done.code, done.out.splitlines()[-1]) == (0, "nothing that is needed is missing")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "no prerequisite is missing")
     account = f"system:serviceaccount:{SYSTEM}:megatron-operator"
-    assert f"{account} may do all that the operator does" in done.out
+    assert f"{account} has all rights that the operator needs" in done.out
     assert f"{SYSTEM}/megatron-operator runs as megatron-inference/operator" in done.out
     assert deployed.version in lines_of(done.out, "API server")[0]
     assert lines_of(done.out, "rules")[0].startswith("ok" if deployed.knows_cel else "warn")
@@ -117,8 +115,8 @@ async def test_secrets_that_models_name_are_looked_for_key_by_key(chat: Resource
     await chat.apply(manifest(lifecycle="Stopped", model={"source": {"huggingFace": hub}}, frontend=users))
     done = await typed.run("doctor")
     assert done.code == 1
-    assert "missing  Secret hub      has no token, which a model here asks for; it has: password" in done.out
-    assert "missing  Secret users    does not exist, and a model here names it" in done.out
+    assert "missing  Secret hub      has no token, which a model in this namespace uses; it has: password" in done.out
+    assert "missing  Secret users    does not exist, and a model in this namespace uses it" in done.out
     assert "never-told" not in done.out
 
 
@@ -131,9 +129,9 @@ async def test_what_the_models_of_the_namespace_ask_for_is_looked_for(chat: Reso
     await chat.apply(manifest(**spec, model={"source": on_claim}))
     done = await typed.run("doctor")
     assert done.code == 1
-    assert "missing  GPUs            no node offers example.com/gpu, which models here ask for" in done.out
+    assert "missing  GPUs            no node offers example.com/gpu, which models in this namespace request" in done.out
     assert "missing  claim weights   does not exist" in done.out
-    assert "missing  RuntimeClass    nvidia is asked for by models here; there are: none" in done.out
+    assert "missing  RuntimeClass    models in this namespace use nvidia; the cluster has: none" in done.out
 
 
 @pytest.mark.usefixtures("own_control_plane")
@@ -160,7 +158,7 @@ async def test_what_may_not_be_looked_at_is_unknown_and_not_missing(installed: C
     done = await guest.run("doctor")
     assert (done.code, done.err) == (0, "")
     assert lines_of(done.out, "operator")[0].startswith("unknown  operator        deployments.apps is forbidden")
-    assert "nothing that is needed is missing, as far as can be seen: " in done.out.splitlines()[-1]
+    assert "no prerequisite is missing; " in done.out.splitlines()[-1]
 
 
 async def test_kubectl_finds_the_plugin_by_its_name(

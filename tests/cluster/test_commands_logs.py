@@ -49,9 +49,9 @@ async def test_one_group_or_rank_can_be_asked_for(typed: CommandLine) -> None:
     ]
     assert (await typed.ok("logs", "chat", "--group", "0", "--rank", "0")).split() == ["chat-0-0-0", "[rank", "0]", "a"]
     done = await typed.run("logs", "chat", "--rank", "2")
-    assert (done.code, done.error_line) == (2, "error: --rank 2: a group of chat has ranks 0 to 1")
+    assert (done.code, done.error_line) == (2, "error: --rank 2: a replica group of chat has ranks 0 to 1")
     done = await typed.run("logs", "chat", "--group", "7")
-    assert (done.code, done.out, done.err) == (0, "", "chat has no pods in group 7\n")
+    assert (done.code, done.out, done.err) == (0, "", "chat has no pods in replica group 7\n")
 
 
 async def test_the_kubelet_leaves_out_what_is_not_wanted(typed: CommandLine, written: KubeletLogs) -> None:
@@ -86,7 +86,7 @@ async def test_a_kubelet_that_is_not_there_is_told_in_words(chat: Resource, type
     await chat.until_phase("Running")
     done = await typed.run("logs", "chat")
     assert done.code == 1
-    assert done.error_line.startswith("chat-0-0-0: cannot be read now: ")
+    assert done.error_line.startswith("chat-0-0-0: cannot be read: ")
 
 
 @pytest.mark.usefixtures("stage")

@@ -142,7 +142,7 @@ async def test_a_service_of_someone_else_is_never_taken_over(chat: Resource) -> 
     stranger = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat"}, "spec": {"ports": [{"port": 80}]}}
     await chat.apply(stranger)
     await chat.create()
-    words = "Service chat exists and belongs to someone else"
+    words = "Service chat exists and has another owner"
     await chat.until(lambda status: words in json.dumps(status.get("conditions", [])), "the refusal in a condition")
     service = await chat.get("service", "chat")
     assert [port["port"] for port in service["spec"]["ports"]] == [80]

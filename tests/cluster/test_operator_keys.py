@@ -41,8 +41,8 @@ async def test_a_secret_that_somebody_else_puts_in_its_place_ends_no_pod(chat: R
     del secret["metadata"]["ownerReferences"], secret["metadata"]["labels"]
     await chat.kubectl("replace", "--force", "-f", "-", input=json.dumps(secret))
     await chat.kubectl("annotate", "mi", "chat", "tests/keys=replaced")
-    status = await chat.until(lambda status: "someone else" in message_of(status, "Degraded"), "the complaint")
-    assert "Secret chat-keys exists and belongs to someone else" in message_of(status, "Degraded")
+    status = await chat.until(lambda status: "another owner" in message_of(status, "Degraded"), "the complaint")
+    assert "Secret chat-keys exists and has another owner" in message_of(status, "Degraded")
     (after,) = (await chat.pods()).values()
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     assert "deletionTimestamp" not in after["metadata"]

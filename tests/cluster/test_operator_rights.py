@@ -41,7 +41,7 @@ async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
     on_another_node = '--overrides={"spec": {"nodeName": "elsewhere"}}'
     await chat.kubectl("run", "chat-0-0-0", "--image=of-somebody-else", on_another_node)
     await chat.create(replicas=2, expose={"ingress": {}, "httpRoute": {"parentRefs": [{"name": "public"}]}})
-    await chat.until(lambda status: "belongs to someone else" in json.dumps(status), "the name that is taken")
+    await chat.until(lambda status: "has another owner" in json.dumps(status), "the name that is taken")
     await chat.kubectl("delete", "pod", "chat-0-0-0", "--force", "--grace-period=0")
     await chat.kubectl("annotate", "mi", "chat", "tests/look=again")
 

@@ -61,7 +61,7 @@ async def test_an_ingress_of_someone_else_is_never_taken_over_and_keeps_no_pod_f
     await chat.apply({**stranger, "spec": {"defaultBackend": backend}})
     await chat.create(expose={"ingress": INGRESS})
     status = await chat.until_phase("Running")
-    words = "Ingress chat exists and belongs to someone else"
+    words = "Ingress chat exists and has another owner"
     assert words in json.dumps(status["conditions"])
     assert (await chat.get("ingress", "chat"))["spec"] == {"defaultBackend": backend}
     assert set(node.launchers) == {"chat-0-0-0"}

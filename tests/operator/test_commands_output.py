@@ -42,15 +42,15 @@ def condition(kind: str, status: str, reason: str, message: str = "") -> dict[st
 
 def test_a_resource_that_nobody_has_looked_at_leads_to_the_doctor() -> None:
     told = story(resource())
-    assert told.startswith("lab/chat  no operator has looked at it yet")
+    assert told.startswith("lab/chat  no operator has reported on it yet")
     assert "megatron-operator doctor" in told
 
 
 def test_a_change_that_the_operator_has_not_seen_is_told() -> None:
     status = {"phase": "Running", "observedGeneration": 1, "conditions": [condition("Ready", "True", "EngineRunning")]}
     told = story(resource(status, lifecycle="Paused"))
-    assert "wish      Paused (generation 2)" in told
-    assert "the operator has not reported on it yet; its last word is on 1" in told
+    assert "desired   Paused (generation 2)" in told
+    assert "the operator has not reported on it yet; its last report is on generation 1" in told
     assert "megatron-operator doctor" in told
 
 
@@ -126,8 +126,8 @@ def test_start_and_stop_make_sense_from_anywhere(verb: Verb, desired: Lifecycle)
 @pytest.mark.parametrize(
     ("verb", "desired", "hint"),
     [
-        (Verb.UNPAUSE, "Suspended", "`resume` leads from there to Paused, `start` straight to Running"),
-        (Verb.PAUSE, "Suspended", "`resume` leads from there to Paused"),
+        (Verb.UNPAUSE, "Suspended", "`resume` sets it to Paused, `start` sets it to Running"),
+        (Verb.PAUSE, "Suspended", "`resume` sets it to Paused"),
         (Verb.RESUME, "Running", "nothing to resume"),
         (Verb.UNPAUSE, "Stopped", "`start` it"),
     ],

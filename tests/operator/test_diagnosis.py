@@ -103,9 +103,9 @@ def test_the_secrets_that_models_name_are_told_with_their_keys() -> None:
     ("found", "level", "words"),
     [
         (None, Level.MISSING, "does not exist"),
-        ({}, Level.MISSING, "has no token, which a model here asks for; it has: nothing"),
+        ({}, Level.MISSING, "has no token, which a model in this namespace uses; it has: nothing"),
         ({"data": {"key": ""}}, Level.MISSING, "it has: key"),
-        ({"data": {"token": ""}}, Level.OK, "has what models here ask for"),
+        ({"data": {"token": ""}}, Level.OK, "has the keys that models in this namespace use"),
     ],
 )
 def test_a_secret_has_to_hold_the_keys_that_models_ask_for(found: Any, level: Level, words: str) -> None:
@@ -151,9 +151,9 @@ def test_the_resource_that_probes_the_rules_breaks_one_rule_and_nothing_else() -
         ([], Level.MISSING, "no Deployment"),
         ([deployment(available=0)], Level.MISSING, "0 of 1 pods are available"),
         ([deployment(available=0, replicas=0)], Level.MISSING, "0 of 0 pods are available"),
-        ([deployment("--namespace=other")], Level.MISSING, "it looks after other, and not after lab"),
+        ([deployment("--namespace=other")], Level.MISSING, "it watches other, but not lab"),
         ([deployment("--namespace=lab")], Level.OK, "system/operator runs as operator:1"),
-        ([deployment(), deployment()], Level.WARN, "look after lab both"),
+        ([deployment(), deployment()], Level.WARN, "both watch lab"),
         ([deployment(image="localhost:5000/operator:2")], Level.WARN, "this command is 1"),
         ([deployment(image="localhost:5000/operator")], Level.OK, "runs as localhost:5000/operator"),
     ],
@@ -186,7 +186,7 @@ def test_claims_without_a_class_need_a_default_one() -> None:
     plain = {"metadata": {"name": "slow"}}
     default = {"metadata": {"name": "fast", "annotations": {diagnosis.DEFAULT_CLASS: "true"}}}
     assert diagnosis.storage([plain]).level is Level.WARN
-    assert diagnosis.storage([plain, default]).words == "fast by default; there are: slow, fast"
+    assert diagnosis.storage([plain, default]).words == "the default is fast; the cluster has: slow, fast"
     assert diagnosis.claim("w", {"status": {"phase": "Pending"}}).level is Level.WARN
     assert diagnosis.claim("w", {"status": {"phase": "Bound"}}).level is Level.OK
 

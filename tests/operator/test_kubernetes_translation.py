@@ -100,7 +100,7 @@ def test_a_pod_that_cannot_be_asked_is_silent_since_its_creation_and_one_that_ca
         ),
         (
             {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]},
-            Failure("SchedulingGated", "no node was found for it"),
+            Failure("SchedulingGated", "no node fits"),
         ),
         (
             {"containerStatuses": [container(waiting={"reason": "ErrImagePull", "message": "not found"})]},

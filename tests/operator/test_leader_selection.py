@@ -66,7 +66,7 @@ def test_when_the_leaders_pod_fails_another_groups_first_pod_leads_before_a_new_
     )
     events = [event for event in events_between(before, planning.status) if event.reason == "LeaderMoved"]
     assert [event.message for event in events] == [
-        "chat-1-0-0 leads now, after chat-0-0-0: it runs the coordinator (epoch 2)"
+        "chat-1-0-0 is the leader, after chat-0-0-0: it runs the coordinator (epoch 2)"
     ]
 
 

@@ -103,7 +103,7 @@ def test_an_operator_under_the_kopf_command_is_told_by_its_environment() -> None
 
 
 def test_a_number_that_is_none_is_refused_by_the_name_of_its_variable() -> None:
-    with pytest.raises(ValueError, match="MEGATRON_OPERATOR_LEASE_SECONDS: 15s is no number"):
+    with pytest.raises(ValueError, match="MEGATRON_OPERATOR_LEASE_SECONDS: 15s is not a number"):
         Options.from_environment({"MEGATRON_OPERATOR_LEASE_SECONDS": "15s"})
 
 

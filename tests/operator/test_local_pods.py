@@ -158,7 +158,7 @@ async def test_a_manifest_that_cannot_be_a_process_is_refused(
     ("container", "words"),
     [
         ({"volumeMounts": [{"mountPath": "/x"}]}, r"volumeMounts\[0\]\.name: missing beside mountPath; .* add it"),
-        ({"volumeMounts": ["/x"]}, r"volumeMounts\[0\]: '/x' is no object; write one that has the field mountPath"),
+        ({"volumeMounts": ["/x"]}, r"volumeMounts\[0\]: '/x' is not an object; write one that has the field mountPath"),
         ({"volumeMounts": [{"name": "host", "mountPath": "/x"}]}, r"spec\.volumes\[0\]\.hostPath\.path: missing"),
         ({"volumeMounts": [{"name": "keys", "mountPath": "/x"}]}, r"spec\.volumes\[1\]\.secret\.items\[0\]\.path: "),
         ({"env": [{"value": "1"}]}, r"spec\.containers\[0\]\.env\[0\]\.name: missing beside value"),
@@ -167,11 +167,11 @@ async def test_a_manifest_that_cannot_be_a_process_is_refused(
             {"env": [{"name": "X", "valueFrom": {"secretKeyRef": {"name": "keys", "optional": True}}}]},
             r"env X: valueFrom\.secretKeyRef\.key: missing beside name, optional; a pod needs it, add it",
         ),
-        ({"ports": [{"containerPort": "http"}]}, r"ports\[0\]\.containerPort: 'http' is no number; write one"),
+        ({"ports": [{"containerPort": "http"}]}, r"ports\[0\]\.containerPort: 'http' is not a number; write one"),
         ({"readinessProbe": {"httpGet": {"path": "/"}}}, r"readinessProbe\.httpGet\.port: missing beside path"),
         (
             {"startupProbe": {"httpGet": {"port": 1}, "periodSeconds": "2s"}},
-            r"startupProbe\.periodSeconds: '2s' is no number",
+            r"startupProbe\.periodSeconds: '2s' is not a number",
         ),
     ],
 )

@@ -45,8 +45,8 @@ def test_the_resource_is_read_with_the_secrets_beside_it(file: ResourceFile) -> 
     ("text", "words"),
     [
         ("a: [", "line 1, column 5"),
-        ("", "holds 0 resources"),
-        (f"{RESOURCE}---{RESOURCE}", "holds 2 resources"),
+        ("", "has 0 resources"),
+        (f"{RESOURCE}---{RESOURCE}", "has 2 resources"),
         (RESOURCE.replace("model:", "modle:"), "spec.modle"),
         (
             RESOURCE.replace("/models/a.gguf", "models/a.gguf"),

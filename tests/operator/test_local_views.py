@@ -81,7 +81,7 @@ def test_the_table_shows_phase_engine_and_url(running: Snapshot) -> None:
 def test_the_table_shows_a_refused_edit_and_the_ending(running: Snapshot) -> None:
     screen = on_screen(replace(running, problems=("spec.x: 1: unknown field",), ending=True))
     assert "refused: spec.x: 1: unknown field" in screen
-    assert "Ctrl-C again kills at once" in screen
+    assert "Ctrl-C again kills the pods at once" in screen
     assert "Terminating" in screen
 
 

@@ -67,7 +67,7 @@ def test_what_is_left_out_gets_its_default() -> None:
         ({"expose": {"ingress": {"annotations": {"a": 1}}}}, "spec.expose.ingress.annotations.a", "string"),
         ({"autoSuspend": {"idleAfter": 300}}, "spec.autoSuspend.idleAfter", "like 90s, 2m or 1h30m"),
         ({"scheduling": {"queueName": "Team A"}}, "spec.scheduling.queueName", "must hold only a-z"),
-        ({"scheduling": {"topologyKey": "/zone"}}, "spec.scheduling.topologyKey", "key of a label"),
+        ({"scheduling": {"topologyKey": "/zone"}}, "spec.scheduling.topologyKey", "must be a label key"),
         ({"lifecycle": "Runing"}, "spec.lifecycle", "'Running', 'Paused', 'Suspended' or 'Stopped'"),
         ({"replicas": 0}, "spec.replicas", "at least 1"),
         ({"replicas": "2"}, "spec.replicas", "valid integer"),
@@ -90,7 +90,7 @@ def test_what_is_left_out_gets_its_default() -> None:
         (
             {"parallelism": {"tensor": 2, "pipeline": 2}, "pods": {"ranksPerPod": 5}},
             "spec.pods.ranksPerPod",
-            "is more than the 4 rank(s) of a group (tensor * pipeline); set it to 4 or less",
+            "is more than the 4 rank(s) of a replica group (tensor * pipeline); set it to 4 or less",
         ),
         ({"pods": {"ranksPerPod": 2}}, "spec.pods.ranksPerPod", "set it to 1 or less"),
         (
@@ -100,7 +100,7 @@ def test_what_is_left_out_gets_its_default() -> None:
         ),
         ({"routing": {"alpha": 2}}, "spec.routing.alpha", "at most 1.0"),
         ({"image": ""}, "spec.image", "must not be empty"),
-        ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers", "leave all but one of them out"),
+        ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers", "remove all but one of them"),
         ({"podTemplate": {"spec": []}}, "spec.podTemplate.spec", "dictionary"),
         ({"podTemplate": {"metadata": {"labels": {"a": 1}}}}, "spec.podTemplate.metadata.labels.a", "string"),
     ],

@@ -67,7 +67,7 @@ def test_a_model_that_sleeps_until_the_next_request_is_ready() -> None:
         "Suspended=True": "EngineSuspended",
     }
     assert status.phase is Phase.SUSPENDED
-    assert "the next one wakes it" in message(status, ConditionType.READY)
+    assert "the next request resumes it" in message(status, ConditionType.READY)
 
 
 def test_a_resource_without_pods_is_pending() -> None:
@@ -160,7 +160,7 @@ def test_a_wish_that_is_not_yet_fulfilled_says_what_was_asked() -> None:
     watching = Watching().settled()
     watching.spec["lifecycle"] = "Suspended"
     words = message(watching.look(), ConditionType.PROGRESSING)
-    assert words == "the engine is RUNNING and is asked to pause; the wish is Suspended"
+    assert words == "the engine is RUNNING; the operator sends pause to reach Suspended"
 
 
 def test_a_leader_that_does_not_answer_leaves_everything_unknown() -> None:
@@ -242,7 +242,7 @@ def test_bad_input_is_failure_with_the_launchers_own_words() -> None:
     watching.cluster.fail("chat-0-0-0", exit_code=2, reason="CheckpointError")
     status = watching.look()
     assert shown(status)["Failed=True"] == "CheckpointError"
-    assert "not tried again until the spec changes" in message(status, ConditionType.FAILED)
+    assert "no further attempt until the spec changes" in message(status, ConditionType.FAILED)
 
 
 def test_a_stopped_resource_says_how_to_start_it() -> None:
@@ -269,7 +269,7 @@ def test_a_transition_that_hangs_is_degraded_and_names_the_groups() -> None:
     watching.cluster.now += 121
     status = watching.look()
     assert shown(status)["Degraded=True"] == "TransitionTimeout"
-    assert "waiting for group 0, 1" in message(status, ConditionType.DEGRADED)
+    assert "waiting for replica group 0, 1" in message(status, ConditionType.DEGRADED)
 
 
 def test_what_could_not_be_applied_is_told() -> None:
@@ -281,7 +281,7 @@ def test_what_could_not_be_applied_is_told() -> None:
 def test_a_roll_out_says_which_groups_are_left() -> None:
     watching = Watching(replicas=2).settled()
     watching.spec["restart"] = {"id": "1"}
-    assert "group 0, 1 still runs the former template" in message(watching.look(), ConditionType.PROGRESSING)
+    assert "replica group 0, 1 still runs the previous template" in message(watching.look(), ConditionType.PROGRESSING)
 
 
 def test_the_time_of_a_condition_moves_only_with_its_status() -> None:

@@ -1,7 +1,7 @@
 """The CustomResourceDefinition, generated from the pydantic models.
 
-``python -m megatron_operator.api.crd`` writes it to where it is kept, ``manifests/crd.yaml`` and the Helm chart, and
-the reference for people to ``docs/resource.md``.
+``python -m megatron_operator.api.crd`` writes ``manifests/crd.yaml``, the copy in the Helm chart, and the reference
+``docs/resource.md``.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Schema = dict[str, Any]
 
 DEFINITIONS = (Path("manifests/crd.yaml"), Path("charts/megatron-inference/files/crd.yaml"))
 REFERENCE = Path("docs/resource.md")
-"""Where the generated files are kept, from the repository's root."""
+"""Generated files, relative to the repository's root."""
 
 HEADER = "# Generated from operator/megatron_operator/api by `python -m megatron_operator.api.crd`. Do not edit.\n"
 
 COLUMNS = (
-    ("Phase", "string", ".status.phase", "State of the resource in a word", 0),
+    ("Phase", "string", ".status.phase", "Phase of the resource", 0),
     ("Engine", "string", ".status.engineState", "State of the engine as the leader reports it", 0),
-    ("Ready", "string", ".status.ready", "Ready replica groups of wished ones", 0),
+    ("Ready", "string", ".status.ready", "Ready and desired replica groups", 0),
     ("URL", "string", ".status.url", "Base URL of the OpenAI API inside the cluster", 0),
     ("Restarts", "integer", ".status.restarts", "Restarts counted against the budgets", 0),
     ("Age", "date", ".metadata.creationTimestamp", "Time since the resource was created", 0),
     ("Model", "string", ".status.modelName", "The model's name in the OpenAI API", 1),
-    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', "Why the resource is ready or not", 1),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', "Reason of the condition Ready", 1),
 )
 
 
 def crd() -> dict[str, Any]:
-    """The definition, for API servers from v1.25 on; older ones take it without its CEL rules alone."""
+    """The CRD, for API servers from 1.25 on. Older ones need it without its CEL rules."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -61,37 +61,37 @@ def crd() -> dict[str, Any]:
 
 
 def crd_text() -> str:
-    """The definition as the generated files hold it."""
+    """The CRD as the generated files have it."""
     return HEADER + yaml.dump(crd(), Dumper=_PlainDumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 def generated_files() -> dict[Path, str]:
-    """What each file should hold."""
+    """The generated files and their contents."""
     return {**dict.fromkeys(DEFINITIONS, crd_text()), REFERENCE: reference_text(_root_schema())}
 
 
 def stale_files(root: Path) -> list[Path]:
-    """Files below ``root`` that hold something else."""
+    """Generated files below ``root`` that are out of date."""
     files = generated_files()
     return [file for file, text in files.items() if not (root / file).exists() or (root / file).read_text() != text]
 
 
 def write_files(root: Path) -> None:
-    """Brings the files below ``root`` up to date."""
+    """Write the generated files below ``root``."""
     for file, text in generated_files().items():
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         (root / file).write_text(text)
 
 
 def main() -> None:
-    """Writes the files, from the repository's root; ``--check`` only says whether they are up to date."""
+    """Write the generated files, relative to the repository's root; ``--check`` only compares them."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is out of date")
     if not parser.parse_args().check:
         write_files(Path.cwd())
     elif stale := stale_files(Path.cwd()):
         words = ", ".join(str(file) for file in stale)
-        sys.exit(f"{words}: not what the models say; run: python -m megatron_operator.api.crd")
+        sys.exit(f"{words}: out of date; run: python -m megatron_operator.api.crd")
 
 
 def _version() -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _structural(document: Schema, *, with_defaults: bool) -> Schema:
 
 
 def _converted(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
-    """A node as Kubernetes wants it: references inlined, null alternatives and titles gone, unknown fields pruned."""
+    """A node in Kubernetes' structural form: references inlined, null alternatives and titles removed."""
     node = _without_null(_inlined(node, definitions), definitions)
     result = {key: value for key, value in node.items() if key not in ("title", "$defs", "additionalProperties")}
     if "description" in node:
@@ -158,7 +158,7 @@ def _converted(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
 
 
 def _inlined(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
-    """``node`` with what it refers to beneath it: its own description and default win."""
+    """``node`` with its references resolved; its own description and default take precedence."""
     while "$ref" in node:
         target = definitions[node["$ref"].removeprefix("#/$defs/")]
         node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
@@ -166,7 +166,7 @@ def _inlined(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
 
 
 def _without_null(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
-    """Pydantic writes a field that may be left out as ``anyOf`` with null; Kubernetes just leaves it out."""
+    """Pydantic writes an optional field as ``anyOf`` with null; Kubernetes leaves null out."""
     alternatives = [each for each in node.get("anyOf", ()) if each != {"type": "null"}]
     if len(alternatives) != 1:
         return node
@@ -175,7 +175,7 @@ def _without_null(node: Schema, definitions: Mapping[str, Schema]) -> Schema:
 
 
 def _with_default(node: Schema) -> Schema:
-    """An object that may be left out defaults to all defaults of its fields; empty defaults are left out.
+    """The default of an optional object has the defaults of all its fields; empty defaults are left out.
 
     API servers evaluate the CEL rules of a node on its literal default, before they fill in the defaults of its fields.
     """
@@ -190,7 +190,7 @@ def _with_default(node: Schema) -> Schema:
 
 
 def _without_defaults(node: Schema) -> Schema:
-    """Nothing is filled in: the status is what the operator wrote."""
+    """The status has no defaults: it is what the operator wrote."""
     result = {key: value for key, value in node.items() if key != "default"}
     if "properties" in node:
         result["properties"] = {name: _without_defaults(child) for name, child in node["properties"].items()}
@@ -200,7 +200,7 @@ def _without_defaults(node: Schema) -> Schema:
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Writes shared parts out in full, since an alias is nothing for people."""
+    """Writes shared parts in full, without YAML aliases."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True

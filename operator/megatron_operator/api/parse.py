@@ -1,4 +1,4 @@
-"""From what a user wrote to the resource, or to words that name each wrong field, its value and the mend."""
+"""Parses a resource. Errors name each wrong field, its value and the fix."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from megatron_operator.api.v1alpha1.base import (
 from megatron_operator.api.v1alpha1.resource import LONGEST_NAME
 
 PATTERNS_IN_WORDS = {
-    ABSOLUTE_PATH: "must be an absolute path; let it start with /",
+    ABSOLUTE_PATH: "must be an absolute path; start it with /",
     DNS_NAME: "must hold only a-z, 0-9, '-' and '.', and start and end with a letter or digit; correct it",
-    HOST_NAME: "must be a DNS name in small letters, like chat.example.com or *.example.com; correct it",
-    IMAGE_REFERENCE: "must be an image, like registry.example.com/models/chat:1; correct it",
-    LABEL_KEY: "must be the key of a label, like topology.kubernetes.io/zone; correct it",
+    HOST_NAME: "must be a lower-case DNS name, like chat.example.com or *.example.com; correct it",
+    IMAGE_REFERENCE: "must be an image reference, like registry.example.com/models/chat:1; correct it",
+    LABEL_KEY: "must be a label key, like topology.kubernetes.io/zone; correct it",
 }
 
 
 @dataclass(frozen=True)
 class FieldError:
-    """One mistake: where it is, what was found there, and how to mend it."""
+    """One error: the field, its value, and the fix."""
 
     field: str
     value: Any
@@ -45,7 +45,7 @@ class FieldError:
 
 
 class InvalidResource(ValueError):
-    """The resource cannot be served as it is written; ``errors`` has at least one entry."""
+    """The resource is invalid; ``errors`` has at least one entry."""
 
     def __init__(self, errors: Sequence[FieldError]) -> None:
         super().__init__("; ".join(str(error) for error in errors))
@@ -53,17 +53,17 @@ class InvalidResource(ValueError):
 
     @classmethod
     def of(cls, field: str, value: Any, message: str) -> Self:
-        """For a single mistake."""
+        """An InvalidResource with one error."""
         return cls([FieldError(field, value, message)])
 
 
 def parse_resource(obj: Mapping[str, Any]) -> MegatronInference:
-    """The resource that ``obj`` (a parsed YAML document or an API object) describes.
+    """Parse ``obj``, a YAML document or an API object.
 
-    A status left by another version is read as far as it can be. Raises InvalidResource with all mistakes at once.
+    The parser skips fields of the status that it cannot read. Raises InvalidResource with all errors at once.
     """
     if not isinstance(obj, Mapping):
-        raise InvalidResource.of("(document)", obj, f"is no resource; start it with kind: {KIND}")
+        raise InvalidResource.of("(document)", obj, f"is not a resource; start it with kind: {KIND}")
     errors = [*_identity_errors(obj)]
     if errors:
         raise InvalidResource(errors)
@@ -83,7 +83,7 @@ def _identity_errors(obj: Mapping[str, Any]) -> Iterator[FieldError]:
             yield FieldError(field, obj.get(field), f"set it to {expected}")
     for field in ("metadata", "spec"):
         if not isinstance(obj.get(field), Mapping):
-            yield FieldError(field, obj.get(field), "is needed; see manifests/samples for an example")
+            yield FieldError(field, obj.get(field), "is required; see manifests/samples for an example")
 
 
 def _field_error(detail: ErrorDetails) -> FieldError:
@@ -97,7 +97,7 @@ def _field_error(detail: ErrorDetails) -> FieldError:
         return FieldError(
             field,
             value,
-            f"must start with a letter and hold at most {LONGEST_NAME} of a-z, 0-9 and '-', since Services and pods"
+            f"must start with a letter and have at most {LONGEST_NAME} of a-z, 0-9 and '-', since Services and pods"
             " are named after it; choose another name",
         )
     return FieldError(field, value, _fix(detail, location))
@@ -167,7 +167,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 def _shown(value: Any) -> str:
     if value is None:
         return "(not set)"
-    # Text that looks like a number or a truth value keeps its quotes, since they are the mistake.
+    # Text that looks like a number or a boolean keeps its quotes, because they are the error.
     plain = isinstance(value, str) and value and not re.fullmatch(r"[\d.]+|true|false", value, re.IGNORECASE)
     shown = value if plain else repr(value)
     return shown if len(shown) <= 120 else f"{shown[:117]}..."

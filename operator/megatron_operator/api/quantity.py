@@ -1,7 +1,7 @@
-"""Kubernetes quantities and durations, as they are written in a resource.
+"""Kubernetes quantities and durations in a resource.
 
-``Quantity`` is a number of bytes, ``MemorySize`` a positive one, and ``Duration`` a number of seconds. Each keeps the
-text that it was made from, so that users read again what they wrote.
+``Quantity`` is a number of bytes, ``MemorySize`` a positive one, and ``Duration`` a number of seconds. Each keeps its
+text, so that users read what they wrote.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POSITIVE_QUANTITY_PATTERN = r"^(0*[1-9][0-9]*(\.[0-9]+)?|0+\.0*[1-9][0-9]*)(Ki|M
 DURATION_PATTERN = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
 
 INTEGER_BITS = 63
-"""API servers read larger numbers as floating-point ones."""
+"""API servers read larger numbers as floating-point numbers."""
 
 _BYTES = {
     "": 1,
@@ -40,7 +40,7 @@ _DURATION_PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)")
 
 
 class _Written:
-    """A number that is made from a text and written as that text again."""
+    """A number that is parsed from a text and serialized as that text."""
 
     text: str
 
@@ -59,7 +59,7 @@ class Quantity(int, _Written):
     """An amount of memory in bytes, written like ``256Mi``, ``20Gi`` or ``1.5G``; a bare number is bytes."""
 
     def __new__(cls, value: str | int) -> Self:
-        """Raises ValueError when ``value`` is no amount of memory."""
+        """Raises ValueError when ``value`` is not an amount of memory."""
         made = super().__new__(cls, _bytes(value))
         made.text = str(value)
         return made
@@ -77,7 +77,7 @@ class MemorySize(Quantity):
     """A ``Quantity`` of at least one byte."""
 
     def __new__(cls, value: str | int) -> Self:
-        """Raises ValueError when ``value`` is no amount of memory, or none at all."""
+        """Raises ValueError when ``value`` is not a positive amount of memory."""
         made = super().__new__(cls, value)
         if made < 1:
             raise ValueError("must be more than 0; write it like 256Mi or 20Gi")
@@ -90,10 +90,10 @@ class MemorySize(Quantity):
 
 
 class Duration(float, _Written):
-    """A time span in seconds, written like ``90s``, ``2m`` or ``1h30m``."""
+    """A duration in seconds, written like ``90s``, ``2m`` or ``1h30m``."""
 
     def __new__(cls, value: str) -> Self:
-        """Raises ValueError when ``value`` is no time span."""
+        """Raises ValueError when ``value`` is not a duration."""
         made = super().__new__(cls, _seconds(value))
         made.text = value
         return made
@@ -110,15 +110,15 @@ def _bytes(value: str | int) -> int:
         raise ValueError("is too large for a number in a resource; write it like 256Mi or 20Gi")
     match = re.fullmatch(QUANTITY_PATTERN[1:-1], str(value))
     if match is None:
-        raise ValueError("is no amount of memory; write it like 256Mi or 20Gi (suffixes Ki Mi Gi Ti Pi, k M G T P)")
+        raise ValueError("is not an amount of memory; write it like 256Mi or 20Gi (suffixes Ki Mi Gi Ti Pi, k M G T P)")
     suffix = match.group(2) or ""
     exact = Decimal(str(value).removesuffix(suffix)) * _BYTES[suffix]
-    return int(exact.to_integral_value(ROUND_CEILING))  # as Kubernetes rounds a part of a byte
+    return int(exact.to_integral_value(ROUND_CEILING))  # rounded up to whole bytes, as Kubernetes does
 
 
 def _seconds(value: str) -> float:
     if not isinstance(value, str):
         raise ValueError("must be text with a unit; write it like 90s, 2m or 1h30m")
     if re.fullmatch(DURATION_PATTERN[1:-1], value) is None:
-        raise ValueError("is no time span; write it like 90s, 2m or 1h30m (units ms s m h)")
+        raise ValueError("is not a duration; write it like 90s, 2m or 1h30m (units ms s m h)")
     return float(sum(Decimal(number) * _SECONDS[unit] for number, unit in _DURATION_PART.findall(value)))

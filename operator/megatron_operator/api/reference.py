@@ -1,4 +1,4 @@
-"""The reference of the resource for people, generated from the definition; see ``crd.py`` for how."""
+"""The reference page of the resource, generated from the CRD; see ``crd.py``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ default; a field without one is not set, and one that has to be given says so. U
 
 
 def reference_text(schema: Schema) -> str:
-    """``schema`` is the definition's OpenAPI schema of the whole object."""
+    """``schema`` is the OpenAPI schema of the whole object."""
     parts = [HEADER.format(kind=KIND, api_version=API_VERSION)]
-    for part, words in (("spec", "What a user wishes for."), ("status", "What the operator reports.")):
+    for part, words in (("spec", "The desired state."), ("status", "The observed state, as the operator reports it.")):
         node = schema["properties"][part]
         parts.append(f"## {part}\n\n{words}\n\n")
         parts.append("| field | type | default | what it does |\n|---|---|---|---|\n")

@@ -1,1 +1,1 @@
-"""What people ask of a cluster: each command in a file of its own, apart from how it is typed (``cli_options.py``)."""
+"""The user commands, one per file. ``cli_options.py`` declares their arguments and options."""

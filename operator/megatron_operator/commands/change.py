@@ -1,4 +1,4 @@
-"""The commands that change the wish, and wait until it is fulfilled."""
+"""The commands that change ``spec.lifecycle`` and wait for the engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_operator.kubernetes.user_cluster import UserCluster
 async def change(
     cluster: UserCluster, namespace: str, name: str, verb: Verb, *, wait: bool, timeout: str, console: Console
 ) -> None:
-    """Change ``spec.lifecycle``; with ``wait``, return when it is so. Raises CommandFailed, WorldError."""
+    """Change ``spec.lifecycle``. With ``wait``, return when the state is reached. Raises CommandFailed, WorldError."""
     try:
         patience = Duration(timeout)
     except ValueError as error:
@@ -24,10 +24,10 @@ async def change(
     check_verb(verb, obj)
     desired = DESIRED_STATES[verb]
     if desired_lifecycle(obj) is desired:
-        say(console, f"{name} is wished to be {desired} already")
+        say(console, f"the desired state of {name} is {desired} already")
     else:
         obj = await cluster.set_spec(namespace, name, {"lifecycle": desired.value})
-        hint = "; its requests wait on: `unpause` answers them" if verb is Verb.RESUME else ""
-        say(console, f"{name} is wished to be {desired} now{hint}")
+        hint = "; its requests still wait: `unpause` continues them" if verb is Verb.RESUME else ""
+        say(console, f"the desired state of {name} is now {desired}{hint}")
     if wait:
         await StatusWaiter(cluster, namespace, name, desired, obj["metadata"]["generation"], console).wait(patience)

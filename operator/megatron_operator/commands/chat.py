@@ -1,6 +1,6 @@
-"""``chat``: a conversation with the model, through the API server, so that no route to the cluster's network is needed.
+"""``chat``: a conversation with the model through the API server's proxy, without a route to the cluster network.
 
-The API server's proxy takes the header ``Authorization`` for itself; an API key therefore goes in ``X-Api-Key``.
+The proxy consumes the ``Authorization`` header, so the API key is sent in ``X-Api-Key``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ DATA = b"data: "
 DONE = b"[DONE]"
 PROMPT = "> "
 FORGET = "/new"
-WELCOME = f"{{name}} listens. {FORGET} begins a new conversation, Ctrl-D ends."
+WELCOME = f"{{name}} is ready. {FORGET} starts a new conversation, Ctrl-D exits."
 HELD = (Phase.PAUSED, Phase.SUSPENDED)
 
 
 @dataclass
 class Chat:
-    """One conversation. ``options`` are further fields of the request, such as ``max_tokens``."""
+    """One conversation. ``options`` are further request fields, such as ``max_tokens``."""
 
     cluster: UserCluster
     namespace: str
@@ -44,13 +44,13 @@ class Chat:
     _messages: list[dict[str, str]] = field(default_factory=list)
 
     async def run(self, question: str | None) -> None:
-        """Answer one question, or one line of the standard input after the other. Raises CommandFailed, WorldError."""
+        """Answer one question, or each line of standard input. Raises CommandFailed, WorldError."""
         await self._look()
         self._forget()
         if question is not None:
             await self._answer(question)
             return
-        # asyncio's own handler would wait for the loop, which waits for the person.
+        # asyncio's own handler would wait for the event loop, which input() blocks.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         is_person = sys.stdin.isatty()
         if is_person:
@@ -64,16 +64,16 @@ class Chat:
                 await self._answer(line)
 
     async def _look(self) -> None:
-        """Which name the model has, and whether anybody is there to answer."""
+        """Find the model's name, and check that the resource answers requests."""
         obj = await existing(self.cluster, self.namespace, self.name)
         status = old_status(obj)
         self._model = status.model_name or (obj["spec"].get("model") or {}).get("servedName") or self.name
         ready = status.condition(ConditionType.READY)
         if status.phase in HELD:
             verb = "start" if status.phase is Phase.SUSPENDED else "unpause"
-            _tell(f"{self.name} is {status.phase}: what is asked waits; `{program()} {verb} {self.name}` ends that")
+            _tell(f"{self.name} is {status.phase}: requests wait; `{program()} {verb} {self.name}` continues them")
         elif ready is None:
-            raise CommandFailed(f"{self.name} does not answer: no operator has looked at it yet")
+            raise CommandFailed(f"{self.name} does not answer: no operator has reported on it yet")
         elif ready.status == "False":
             raise CommandFailed(f"{self.name} does not answer, {ready.reason}: {ready.message}")
 
@@ -92,13 +92,13 @@ class Chat:
         except ServerError as error:
             if error.status in (404, 503):
                 words = f"{self.name} does not answer: {str(error).partition(': ')[2]}"
-                raise CommandFailed(f"{words}; `{program()} describe {self.name}` tells why") from error
+                raise CommandFailed(f"{words}; see `{program()} describe {self.name}`") from error
             raise
         print(flush=True)
         self._messages.append({"role": "assistant", "content": said})
 
     async def _stream(self) -> AsyncIterator[str]:
-        """The answer as it comes."""
+        """The answer, as it is streamed."""
         service = f"{names.http_service(self.name)}:http"
         path = f"{core_path(self.namespace, 'services')}/{service}/proxy/v1/chat/completions"
         body = {"model": self._model, "messages": self._messages, "stream": True, **self.options}
@@ -110,13 +110,13 @@ class Chat:
                     return
                 if data and line.startswith(DATA):
                     yield _words_of(json.loads(data))
-        raise CommandFailed(f"{self.name}: the answer broke off before its end; ask again")
+        raise CommandFailed(f"{self.name}: the answer ended early; ask again")
 
     def _complaint(self, error: EndpointError) -> str:
         if error.status == 401:
-            wrong = "does not take this API key" if self.api_key else "asks for an API key"
-            return f"{self.name} {wrong}: say --api-key KEY, or set {API_KEY_VARIABLE}"
-        return f"{self.name} refuses ({error.status}): {error}"
+            wrong = "rejects this API key" if self.api_key else "requires an API key"
+            return f"{self.name} {wrong}: use --api-key KEY, or set {API_KEY_VARIABLE}"
+        return f"{self.name} rejects the request ({error.status}): {error}"
 
 
 def _words_of(chunk: Json) -> str:

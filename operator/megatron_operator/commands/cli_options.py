@@ -1,6 +1,6 @@
-"""How the commands on a cluster are typed: their arguments and options.
+"""Arguments and options of the user commands.
 
-What they do is imported when one of them runs, so that `--help` is there at once.
+The implementation of a command is imported when it runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -17,28 +17,30 @@ if TYPE_CHECKING:
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The MegatronInference.")]
 Namespace = Annotated[
-    str | None, typer.Option("--namespace", "-n", help="Namespace; that of the kubeconfig's context when left out.")
+    str | None, typer.Option("--namespace", "-n", help="Namespace; default: the namespace of the kubeconfig's context.")
 ]
-Context = Annotated[
-    str | None, typer.Option("--context", help="Context of the kubeconfig; the current one by default.")
+Context = Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig; default: the current one.")]
+Kubeconfig = Annotated[
+    Path | None, typer.Option("--kubeconfig", help="Path of the kubeconfig; default: KUBECONFIG or ~/.kube/config.")
 ]
-Kubeconfig = Annotated[Path | None, typer.Option("--kubeconfig", help="Instead of KUBECONFIG or ~/.kube/config.")]
-Wait = Annotated[bool, typer.Option("--wait", help="Return when it is so; fail with the reason when it fails.")]
-Timeout = Annotated[str, typer.Option("--timeout", help="How long --wait waits, like 90s or 10m.")]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Return when the state is reached; fail with the reason when it cannot be.")
+]
+Timeout = Annotated[str, typer.Option("--timeout", help="Longest time to --wait, like 90s or 10m.")]
 PATIENCE = "5m"
 VERBS = {
-    "pause": "Hold all requests where they are; they and new ones wait.",
-    "unpause": "From Paused to Running: go on with the requests that wait.",
-    "suspend": "Pause, and give the memory of the KV cache back; the pods stay.",
-    "resume": "From Suspended to Paused; `unpause` goes on from there, `start` does both.",
+    "pause": "Hold all requests, running and new ones.",
+    "unpause": "From Paused to Running: continue the requests that wait.",
+    "suspend": "Pause, and release the memory of the KV cache; the pods stay.",
+    "resume": "From Suspended to Paused; continue with `unpause`. `start` does both.",
     "stop": "Drain and remove the pods; the resource and its keys stay.",
-    "start": "To Running, from wherever it is.",
+    "start": "To Running, from any state.",
 }
 """The commands that change ``spec.lifecycle``, with their help."""
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands that ask a cluster."""
+    """Add the user commands to ``app``."""
     app.command()(describe)
     for verb, words in VERBS.items():
         app.command(verb, help=words)(_verb(verb))
@@ -48,7 +50,7 @@ def register(app: typer.Typer) -> None:
 
 
 def describe(name: Name, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
-    """Tell how a resource is, why, what it waits for, and what to do next."""
+    """Show the state of a resource, the cause, what it waits for, and the next step."""
     from megatron_operator.commands.describe import describe as told
     from megatron_operator.commands.errors import on_cluster
 
@@ -57,7 +59,7 @@ def describe(name: Name, namespace: Namespace = None, context: Context = None, k
 
 
 def _verb(verb: str) -> Callable[..., None]:
-    """The command of one verb: they all take the same."""
+    """The command for one verb."""
 
     def command(
         name: Name,
@@ -74,18 +76,18 @@ def _verb(verb: str) -> Callable[..., None]:
 
 def logs(
     name: Name,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Then what is said from now on, by new pods too.")
-    ] = False,
-    group: Annotated[int | None, typer.Option("--group", "-g", min=0, help="Only this replica group's.")] = None,
-    rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank's, in each group.")] = None,
-    since: Annotated[str | None, typer.Option("--since", help="Not older than this, like 30s or 2h.")] = None,
-    tail: Annotated[int | None, typer.Option("--tail", min=0, help="Only so many lines of each pod.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new lines, of new pods too.")] = False,
+    group: Annotated[int | None, typer.Option("--group", "-g", min=0, help="Only this replica group.")] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", "-r", min=0, help="Only this rank, in each replica group.")
+    ] = None,
+    since: Annotated[str | None, typer.Option("--since", help="Only lines newer than this, like 30s or 2h.")] = None,
+    tail: Annotated[int | None, typer.Option("--tail", min=0, help="Only the last lines of each pod.")] = None,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Print the logs of all pods and ranks, in order of time."""
+    """Print the logs of all pods and ranks, sorted by time."""
     from megatron_operator.commands.errors import on_cluster
     from megatron_operator.commands.logs import LogRequest, Logs
 
@@ -96,18 +98,20 @@ def logs(
 
 def chat(
     name: Name,
-    question: Annotated[str | None, typer.Argument(help="Asked once; without it, line after line is read.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="MEGATRON_API_KEY", help="Where the resource asks for one.")
+    question: Annotated[
+        str | None, typer.Argument(help="A single question; without it, read questions from standard input.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="The longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MEGATRON_API_KEY", help="API key, where the resource requires one.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 always picks the most probable token.")] = None,
     namespace: Namespace = None,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Talk to the model, by way of the API server; needs the right to create services/proxy."""
+    """Chat with the model through the API server's proxy; needs the right to create services/proxy."""
     from megatron_operator.commands.chat import Chat
     from megatron_operator.commands.errors import on_cluster
 
@@ -118,7 +122,7 @@ def chat(
 
 
 def doctor(namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
-    """Look at the cluster for what is missing, and tell how to mend it; exit code 1 when something is."""
+    """Check the cluster for missing prerequisites and show how to fix them; exit code 1 if any is missing."""
     from megatron_operator.commands.doctor import Doctor
     from megatron_operator.commands.errors import on_cluster
 

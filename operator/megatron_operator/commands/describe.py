@@ -1,4 +1,4 @@
-"""``describe``: the story of one resource, read from the cluster."""
+"""``describe``: reads a resource, its pods and its events, and prints them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_operator.kubernetes.user_cluster import UserCluster, core_path
 
 
 async def describe(cluster: UserCluster, namespace: str, name: str, console: Console) -> None:
-    """Prints it. Raises CommandFailed, WorldError."""
+    """Print the resource. Raises CommandFailed, WorldError."""
     obj = await existing(cluster, namespace, name)
     pods, hidden_pods = await _readable(cluster, namespace, "pods", labelSelector=_selector(name))
     fields = f"involvedObject.uid={obj['metadata']['uid']}"
@@ -26,7 +26,7 @@ async def describe(cluster: UserCluster, namespace: str, name: str, console: Con
 
 
 async def _readable(cluster: UserCluster, namespace: str, plural: str, **query: str) -> tuple[list[Json], str]:
-    """The objects, and why there are none where reading them is not allowed."""
+    """The objects, and a message when reading them is forbidden."""
     try:
         return (await cluster.read(core_path(namespace, plural), query)).get("items") or [], ""
     except ServerRefusal as refusal:

@@ -1,4 +1,4 @@
-"""The story of one resource in lines of text: how it is, why, what of, and what to do next. Pure."""
+"""The describe view of one resource as lines of text: state, causes, replica groups, events and the next step. Pure."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ IMPORTANCE = (
     ConditionType.SUSPENDED,
     ConditionType.PAUSED,
 )
-"""Available says what Ready says, where it says anything else than that."""
+"""Order of the conditions. Available only repeats Ready."""
 LATEST_EVENTS = 10
-NOT_OBSERVED = "no operator has looked at it yet"
+NOT_OBSERVED = "no operator has reported on it yet"
 
 
 @dataclass(frozen=True)
 class DescribeView:
-    """``pods`` and ``events`` are the resource's own, as the API server keeps them; ``now`` is seconds since the epoch.
+    """``pods`` and ``events`` are API objects of the resource; ``now`` is in seconds since the epoch.
 
-    ``hidden`` says what could not be read, in words.
+    ``hidden`` are messages about objects that could not be read.
     """
 
     obj: Object
@@ -51,7 +51,7 @@ class DescribeView:
     hidden: tuple[str, ...] = ()
 
     def lines(self) -> Iterator[str | Text]:
-        """The whole story, ready to be printed."""
+        """All lines, ready to print."""
         yield from self._head()
         yield from self._section("Why", self._conditions())
         yield from self._section("Groups", self._groups())
@@ -64,7 +64,7 @@ class DescribeView:
 
     @cached_property
     def resource(self) -> MegatronInference | None:
-        """None where the spec cannot be read; the conditions say why."""
+        """None when the spec is invalid; the conditions have the errors."""
         try:
             return parse_resource({**self.obj, "status": self.obj.get("status")})
         except InvalidResource:
@@ -77,7 +77,7 @@ class DescribeView:
 
     @property
     def _is_seen(self) -> bool:
-        """Whether the operator has reported on the spec as it is now."""
+        """Whether the operator has reported on the current spec."""
         return bool(self.status.observed_generation >= int(self.obj["metadata"].get("generation") or 0))
 
     @property
@@ -108,11 +108,12 @@ class DescribeView:
     def _facts(self) -> Iterator[tuple[str, str]]:
         metadata, spec = self.obj["metadata"], self.obj.get("spec") or {}
         if looked := metadata.get("deletionTimestamp"):
-            yield "deleted", f"{self._ago(looked)} ago; it goes when its children are gone"
+            yield "deleted", f"{self._ago(looked)} ago; waiting for its children to be deleted"
         generation = metadata.get("generation") or 0
-        yield "wish", f"{spec.get('lifecycle', 'Running')} (generation {generation})"
+        yield "desired", f"{spec.get('lifecycle', 'Running')} (generation {generation})"
         if not self._is_seen:
-            yield "", f"the operator has not reported on it yet; its last word is on {self.status.observed_generation}"
+            last = self.status.observed_generation
+            yield "", f"the operator has not reported on it yet; its last report is on generation {last}"
         if self.resource is not None:
             yield "model", f"{self.resource.served_name}, from {_source(self.resource.spec.model.source)}"
             yield "shape", _shape(self.resource)
@@ -135,14 +136,14 @@ class DescribeView:
             line = Text("" if condition.status == "True" else "not " if condition.status == "False" else "maybe ")
             line.append_text(styled(str(kind)) if condition.status == "True" else Text(str(kind)))
             since = self._ago(condition.last_transition_time)
-            yield line.append(f" for {since}, {condition.reason}: {condition.message or 'no more is known'}")
+            yield line.append(f" for {since}, {condition.reason}: {condition.message or 'no message'}")
 
     def _groups(self) -> Iterator[str | Text]:
         if self.resource is None:
             yield from (self._pod(pod) for pod in self._observed)
             return
         world = World(now=self.now, pods=self._observed)
-        # Which template is wished for only the operator knows, by its settings; the youngest pod is of it.
+        # Only the operator knows the current template hash, from its settings; the youngest pod has it.
         youngest = max(self._observed, key=lambda pod: pod.created_at, default=None)
         inputs = StatusInputs(self.resource, world, template_hash=youngest.template_hash if youngest else "")
         if not inputs.should_have_pods:
@@ -152,7 +153,7 @@ class DescribeView:
         for view in inputs.groups:
             yield from self._group(view, inputs, reports.get(view.group.index))
         beyond = [pod for pod in self._observed if pod.group in inputs.surplus_groups]
-        yield from (self._pod(pod, note="no longer wished for") for pod in beyond)
+        yield from (self._pod(pod, note="no longer desired") for pod in beyond)
 
     def _group(
         self, view: ReplicaGroupView, inputs: StatusInputs, report: ReplicaGroupStatus | None
@@ -163,7 +164,7 @@ class DescribeView:
         if group.attempt is not None:
             facts.append(f"attempt {group.attempt}")
         facts.append(f"{restarts} of {inputs.policy.max_restarts} restarts")
-        line = Text(f"group {group.index}  ")
+        line = Text(f"replica group {group.index}  ")
         line.append_text(styled(str(view.state)))
         yield line.append(f"  {', '.join(facts)}")
         if view.state is not ReplicaGroupState.READY:
@@ -180,7 +181,7 @@ class DescribeView:
             yield f"  last failure {ago} ago: {failure.pod}{rank} ended{code}: {failure.reason}: {failure.message}"
 
     def _cause(self, view: ReplicaGroupView, inputs: StatusInputs) -> tuple[str, str]:
-        """What the group waits for. How far ranks are only their pods know, and the operator, which asks them."""
+        """What the group waits for. The status has the ranks' progress, which only their pods' control APIs report."""
         cause = wait_reason(view, inputs)
         if view.state is ReplicaGroupState.STARTING and cause.reason == "Starting":
             pods = {pod.name for pod in view.group.pods}
@@ -238,9 +239,9 @@ def _source(source: Source) -> str:
 
 def _shape(resource: MegatronInference) -> str:
     spec, sizes = resource.spec, resource.spec.parallelism
-    groups = f"{spec.replicas} group{'s' if spec.replicas > 1 else ''}"
+    groups = f"{spec.replicas} replica group{'s' if spec.replicas > 1 else ''}"
     ranks = f"{sizes.ranks} rank{'s' if sizes.ranks > 1 else ''}"
     pods = f"{spec.pods_per_group} pod{'s' if spec.pods_per_group > 1 else ''}"
-    device = f"one {spec.pods.gpu_resource} a rank" if spec.pods.device is Device.CUDA else f"on {spec.pods.device}"
+    device = f"one {spec.pods.gpu_resource} per rank" if spec.pods.device is Device.CUDA else f"on {spec.pods.device}"
     split = f" (tensor {sizes.tensor} x pipeline {sizes.pipeline})" if sizes.ranks > 1 else ""
     return f"{groups} of {ranks}{split} in {pods}, {device}"

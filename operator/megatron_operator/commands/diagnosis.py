@@ -1,4 +1,4 @@
-"""What a cluster needs for models to be served, judged from what the API server says of it. Pure."""
+"""Checks of a cluster's prerequisites, from API objects. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ RULE_BREAKER: Object = {
     "metadata": {"name": "doctor"},
     "spec": {"model": {"source": {"path": "/"}}, "pods": {"device": Device.CPU.value, "ranksPerPod": 2}},
 }
-"""A resource that breaks no part of the schema but the rule whose message begins with BROKEN_RULE."""
+"""A resource that breaks one rule only, the one whose message begins with BROKEN_RULE."""
 DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 ENFORCED = "pod-security.kubernetes.io/enforce"
 
 
 class Level(StrEnum):
-    """How bad it is; only what is missing keeps models from being served."""
+    """Severity. Only a missing prerequisite prevents serving."""
 
     OK = "ok"
     WARN = "warn"
@@ -41,7 +41,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line, and how to mend it where something is to be mended."""
+    """The result of one check, and its fix."""
 
     level: Level
     subject: str
@@ -55,17 +55,17 @@ def api_server(version: Object) -> Finding:
 
 
 def rules(*, enforced: bool) -> Finding:
-    """Whether the API server enforces the rules (CEL) of the definition."""
+    """Whether the API server enforces the CEL rules of the CRD."""
     if enforced:
-        return Finding(Level.OK, "rules", "kubectl apply refuses a resource that breaks a rule (CEL) of the definition")
-    words = "kubectl apply accepts a resource that breaks a rule (CEL), and the operator refuses it in a condition"
+        return Finding(Level.OK, "rules", "kubectl apply rejects a resource that breaks a CEL rule of the definition")
+    words = "kubectl apply accepts a resource that breaks a CEL rule; the operator rejects it in a condition"
     return Finding(Level.WARN, "rules", words, f"Kubernetes 1.25 or newer enforces the rules; {INSTALL}")
 
 
 def definition(found: Object | None) -> Finding:
-    """Whether the kind is defined, and by the schema of this version.
+    """Whether the CRD is installed, with the schema of this version.
 
-    A definition without any rule is no difference: `rules` says what follows from that.
+    A CRD without any CEL rule counts as equal, since `rules` reports that.
     """
     subject = "definition"
     if found is None:
@@ -73,9 +73,7 @@ def definition(found: Object | None) -> Finding:
     conditions = (found.get("status") or {}).get("conditions") or []
     if not any(each["type"] == "Established" and each["status"] == "True" for each in conditions):
         words = "; ".join(str(each.get("message")) for each in conditions if each["status"] == "False")
-        return Finding(
-            Level.MISSING, subject, f"it is not established: {words}", "mend what it says, or apply it again"
-        )
+        return Finding(Level.MISSING, subject, f"it is not established: {words}", "fix the cause, or apply it again")
     served = [each for each in found["spec"]["versions"] if each["name"] == VERSION and each.get("served")]
     if not served:
         return Finding(Level.MISSING, subject, f"version {VERSION} is not served", INSTALL)
@@ -83,13 +81,15 @@ def definition(found: Object | None) -> Finding:
     if theirs == _without_rules(theirs):
         ours = _without_rules(ours)
     if (place := first_difference(ours, theirs)) is not None:
-        words = f"its schema is not that of this version; the first difference is at {place}"
-        return Finding(Level.WARN, subject, words, "bring operator, definition and this command to one version")
-    return Finding(Level.OK, subject, f"MegatronInference {VERSION}, as this version defines it")
+        words = f"its schema differs from this version; the first difference is at {place}"
+        return Finding(
+            Level.WARN, subject, words, "use the same version of the operator, the definition and this command"
+        )
+    return Finding(Level.OK, subject, f"MegatronInference {VERSION}, with the schema of this version")
 
 
 def first_difference(ours: Any, theirs: Any, place: str = "") -> str | None:
-    """The dotted path of what one has and the other has not, or has differently; None when they are the same."""
+    """The dotted path of the first difference; None when both are equal."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for key in sorted(ours.keys() | theirs.keys()):
             below = place if key in ("properties", "openAPIV3Schema", "items") else f"{place}.{key}".lstrip(".")
@@ -106,20 +106,20 @@ def _without_rules(node: Any) -> Any:
 
 
 def operators(deployments: Sequence[Object], namespace: str, version: str) -> Iterator[Finding]:
-    """Whether exactly one operator runs that looks after the namespace."""
+    """Whether exactly one operator watches the namespace."""
     subject = "operator"
     if not deployments:
-        words = "no Deployment of it is in the cluster (one that runs elsewhere is not seen)"
+        words = "the cluster has no Deployment of it (an operator outside the cluster is not visible)"
         yield Finding(Level.MISSING, subject, words, INSTALL)
         return
     attentive = [each for each in deployments if not (only := watched(each)) or namespace in only]
     if not attentive:
         listed = ", ".join(sorted({name for each in deployments for name in watched(each)}))
-        words = f"it looks after {listed}, and not after {namespace}"
+        words = f"it watches {listed}, but not {namespace}"
         yield Finding(Level.MISSING, subject, words, f"add {namespace} to the chart's value `namespaces`")
     if len(attentive) > 1:
         both = " and ".join(full_name(each) for each in attentive)
-        yield Finding(Level.WARN, subject, f"{both} look after {namespace} both", "remove all but one")
+        yield Finding(Level.WARN, subject, f"{both} both watch {namespace}", "remove all but one")
     for each in attentive:
         yield _operator(each, version)
 
@@ -130,13 +130,13 @@ def full_name(obj: Object) -> str:
 
 
 def watched(deployment: Object) -> tuple[str, ...]:
-    """The namespaces that an operator is confined to; empty for one that looks after all."""
+    """The namespaces that an operator is restricted to; empty for all namespaces."""
     arguments: list[str] = _container(deployment).get("args") or []
     return tuple(each.removeprefix("--namespace=") for each in arguments if each.startswith("--namespace="))
 
 
 def lease_of(deployment: Object) -> LeaseName | None:
-    """The Lease that an operator holds while it acts; None for one that does without, or has it from elsewhere."""
+    """The Lease that an operator uses for leader election; None without one, or when it is configured elsewhere."""
     container = _container(deployment)
     values = {"metadata.namespace": deployment["metadata"]["namespace"]}
     for each in container.get("env") or []:
@@ -176,17 +176,17 @@ def _container(deployment: Object) -> Object:
 
 
 def rights(account: str, denied: Sequence[str]) -> Finding:
-    """``denied`` are those that the operator needs and has not, in words."""
+    """``denied`` are the missing rights, as text."""
     if not denied:
-        return Finding(Level.OK, "permissions", f"{account} may do all that the operator does")
+        return Finding(Level.OK, "permissions", f"{account} has all rights that the operator needs")
     return Finding(Level.MISSING, "permissions", f"{account} may not {', '.join(denied)}", INSTALL)
 
 
 def gpus(nodes: Sequence[Object], asked: Iterable[str], resources_on_cpu: bool) -> Iterator[Finding]:
-    """``asked`` are the GPU resources that models of the namespace ask for."""
+    """``asked`` are the GPU resources that the models of the namespace request."""
     ready = [node for node in nodes if _is_ready(node)]
     if not ready:
-        yield Finding(Level.MISSING, "nodes", f"none of {len(nodes)} nodes is ready", "kubectl get nodes tells more")
+        yield Finding(Level.MISSING, "nodes", f"none of {len(nodes)} nodes is ready", "see kubectl get nodes")
         return
     yield Finding(Level.OK, "nodes", f"{len(ready)} of {len(nodes)} are ready")
     wanted = list(dict.fromkeys(asked))
@@ -195,16 +195,16 @@ def gpus(nodes: Sequence[Object], asked: Iterable[str], resources_on_cpu: bool) 
         total, most = sum(offered.values()), max(offered.values())
         if total:
             yield Finding(
-                Level.OK, "GPUs", f"{total} {name} on {sum(map(bool, offered.values()))} nodes, {most} at most on one"
+                Level.OK, "GPUs", f"{total} {name} on {sum(map(bool, offered.values()))} nodes, at most {most} on one"
             )
         elif wanted:
-            words = f"no node offers {name}, which models here ask for"
+            words = f"no node offers {name}, which models in this namespace request"
             yield Finding(Level.MISSING, "GPUs", words, "install the device plugin, or set spec.pods.device: cpu")
         elif not resources_on_cpu:
-            words = f"no node offers {name}: only models with spec.pods.device: cpu find a place"
+            words = f"no node offers {name}: only models with spec.pods.device: cpu can be scheduled"
             yield Finding(Level.WARN, "GPUs", words, "install the device plugin of the GPUs' vendor")
         else:
-            yield Finding(Level.OK, "GPUs", f"no node offers {name}, and no model here asks for it")
+            yield Finding(Level.OK, "GPUs", f"no node offers {name}, and no model in this namespace requests it")
 
 
 def _is_ready(node: Object) -> bool:
@@ -217,16 +217,16 @@ def _offered(node: Object, name: str) -> int:
 
 
 def runtime_classes(present: Sequence[str], asked: Iterable[str]) -> Finding:
-    """``asked`` are those that models of the namespace name."""
+    """``asked`` are the RuntimeClasses that the models of the namespace use."""
     listed = ", ".join(present) or "none"
     if absent := sorted(set(asked) - set(present)):
-        words = f"{', '.join(absent)} is asked for by models here; there are: {listed}"
+        words = f"models in this namespace use {', '.join(absent)}; the cluster has: {listed}"
         return Finding(Level.MISSING, "RuntimeClass", words, "create it, or correct podTemplate.spec.runtimeClassName")
-    return Finding(Level.OK, "RuntimeClass", f"all that models here ask for; there are: {listed}")
+    return Finding(Level.OK, "RuntimeClass", f"has those that models in this namespace use; the cluster has: {listed}")
 
 
 def storage(classes: Sequence[Object]) -> Finding:
-    """Whether a claim that names no class finds one."""
+    """Whether a claim without a class gets a StorageClass."""
     names = [each["metadata"]["name"] for each in classes]
     default = [
         each["metadata"]["name"]
@@ -234,58 +234,59 @@ def storage(classes: Sequence[Object]) -> Finding:
         if (each["metadata"].get("annotations") or {}).get(DEFAULT_CLASS) == "true"
     ]
     if default:
-        return Finding(Level.OK, "StorageClass", f"{default[0]} by default; there are: {', '.join(names)}")
-    words = f"none is the default; there are: {', '.join(names) or 'none'}"
-    return Finding(Level.WARN, "StorageClass", words, "claims for models have to name a class or a volume")
+        return Finding(Level.OK, "StorageClass", f"the default is {default[0]}; the cluster has: {', '.join(names)}")
+    words = f"none is the default; the cluster has: {', '.join(names) or 'none'}"
+    return Finding(Level.WARN, "StorageClass", words, "claims for models must name a class or a volume")
 
 
 def claim(name: str, found: Object | None) -> Finding:
-    """A claim that a model of the namespace is read from."""
+    """A claim that a model of the namespace uses."""
     subject = f"claim {name}"
     if found is None:
-        return Finding(Level.MISSING, subject, "does not exist, and a model here is on it", f"create the claim {name}")
+        return Finding(
+            Level.MISSING, subject, "does not exist, and a model in this namespace uses it", f"create the claim {name}"
+        )
     phase = (found.get("status") or {}).get("phase")
     if phase != "Bound":
-        words = f"is {phase}: it is bound to no volume yet"
-        return Finding(Level.WARN, subject, words, f"kubectl describe pvc {name} tells why")
+        words = f"is {phase}: not bound to a volume yet"
+        return Finding(Level.WARN, subject, words, f"see kubectl describe pvc {name}")
     return Finding(Level.OK, subject, "is bound")
 
 
 def secret(name: str, keys: Sequence[str], found: Object | None) -> Finding:
-    """A Secret that models of the namespace name, with the keys that they want of it."""
+    """A Secret that models of the namespace use, with the keys that they need."""
     subject = f"Secret {name}"
     if found is None:
-        words = "does not exist, and a model here names it"
+        words = "does not exist, and a model in this namespace uses it"
         return Finding(Level.MISSING, subject, words, f"create it: kubectl create secret generic {name} --help")
     there = found.get("data") or {}
     if absent := sorted(set(keys) - there.keys()):
-        words = (
-            f"has no {', '.join(absent)}, which a model here asks for; it has: {', '.join(sorted(there)) or 'nothing'}"
-        )
-        return Finding(Level.MISSING, subject, words, f"add it, or name another key: kubectl edit secret {name}")
-    return Finding(Level.OK, subject, "has what models here ask for")
+        present = ", ".join(sorted(there)) or "nothing"
+        words = f"has no {', '.join(absent)}, which a model in this namespace uses; it has: {present}"
+        return Finding(Level.MISSING, subject, words, f"add the key, or use another one: kubectl edit secret {name}")
+    return Finding(Level.OK, subject, "has the keys that models in this namespace use")
 
 
 def pod_security(namespace: str, found: Object | None) -> Finding:
-    """Whether pods of ours are let in."""
+    """Whether Pod Security admits the pods."""
     if found is None:
         return Finding(
             Level.MISSING, "namespace", f"{namespace} does not exist", f"kubectl create namespace {namespace}"
         )
     level = (found["metadata"].get("labels") or {}).get(ENFORCED)
-    words = f"{level} is enforced" if level else "no level is enforced"
-    return Finding(Level.OK, "Pod Security", f"{words} in {namespace}; pods of ours pass `restricted`")
+    words = f"level {level} is enforced" if level else "no level is enforced"
+    return Finding(Level.OK, "Pod Security", f"{words} in {namespace}; the pods comply with `restricted`")
 
 
 def kueue(groups: Iterable[str]) -> Finding:
-    """Whether queues are there for those who want them."""
-    words = "is installed" if "kueue.x-k8s.io" in groups else "is not installed; nothing needs it"
+    """Whether Kueue is installed."""
+    words = "is installed" if "kueue.x-k8s.io" in groups else "is not installed; it is optional"
     return Finding(Level.OK, "Kueue", words)
 
 
 NETWORK_POLICIES = Finding(
     Level.UNKNOWN,
     "NetworkPolicy",
-    "no API tells whether the cluster's network obeys them",
-    "its network plugin's documentation does",
+    "no API shows whether the network plugin enforces policies",
+    "see the documentation of the network plugin",
 )

@@ -1,4 +1,4 @@
-"""``doctor``: what is missing in this cluster, and how to mend it."""
+"""``doctor``: checks a cluster for missing prerequisites and shows how to fix them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from megatron_operator.render.network_policy import OPERATOR
 LEVEL_STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.MISSING: "bold red", Level.UNKNOWN: "dim"}
 REVIEWS_AT_A_TIME = 8
 API_KEYS = str(ApiKeysSecret.model_fields["key"].default)
-"""Where an old API server did not fill in the default."""
+"""Default for old API servers that do not fill it in."""
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Looks at a cluster, from one namespace. Raises WorldError where nothing can be learnt at all."""
+    """Runs all checks for one namespace. Raises WorldError when the cluster does not answer."""
 
     cluster: UserCluster
     namespace: str
     console: Console
 
     async def run(self) -> int:
-        """The exit code: 1 when something is missing."""
+        """The exit code: 1 when a prerequisite is missing."""
         release = await self.cluster.read("/version")
         checks = {
             "definition": self._definition(),
@@ -60,8 +60,8 @@ class Doctor:
                 say(self.console, f"{'':8} {'':15} {finding.fix}")
         missing = sum(finding.level is Level.MISSING for finding in findings)
         unseen = sum(finding.level is Level.UNKNOWN for finding in findings) - 1
-        words = f"{missing} missing" if missing else "nothing that is needed is missing"
-        say(self.console, f"{words}, as far as can be seen: {unseen} could not be looked at" if unseen else words)
+        words = f"{missing} missing" if missing else "no prerequisite is missing"
+        say(self.console, f"{words}; {unseen} could not be checked" if unseen else words)
         return 1 if missing else 0
 
     async def _definition(self) -> Sequence[Finding]:
@@ -69,12 +69,12 @@ class Doctor:
         return [diagnosis.definition(await self._maybe(path))]
 
     async def _rules(self) -> Sequence[Finding]:
-        """A dry run of a resource that breaks one rule: versions of Kubernetes say less than the server's answer."""
+        """Whether a dry run rejects a resource that breaks one rule. The server's version does not show it."""
         try:
             await self.cluster.post(resources_path(self.namespace), diagnosis.RULE_BREAKER, {"dryRun": "All"})
         except (ServerError, ServerRefusal) as error:
             if error.status == http.HTTPStatus.NOT_FOUND:
-                return []  # no such kind, or no such namespace: another check says so
+                return []  # The kind or the namespace is missing, which another check reports.
             if diagnosis.BROKEN_RULE not in str(error):
                 raise
             return [diagnosis.rules(enforced=True)]
@@ -110,7 +110,7 @@ class Doctor:
     async def _may(self, user: str, right: Right) -> bool:
         resource, _, subresource = right.resource.partition("/")
         attributes = {"group": right.group, "resource": resource, "subresource": subresource, "verb": right.verb}
-        # Empty ones mean the whole cluster, and all objects.
+        # Empty strings mean the whole cluster and all objects.
         attributes |= {"namespace": right.namespace, "name": right.name}
         review = {
             "apiVersion": "authorization.k8s.io/v1",
@@ -121,11 +121,11 @@ class Doctor:
         return bool((answer.get("status") or {}).get("allowed"))
 
     async def _resources(self) -> Sequence[Json]:
-        """Those of the namespace; none where the kind is not defined."""
+        """The resources of the namespace; none when the CRD is missing."""
         return (await self._maybe(resources_path(self.namespace)) or {}).get("items") or []
 
     async def _for_models(self) -> Sequence[Finding]:
-        """What the models of the namespace ask for."""
+        """Checks of what the models of the namespace use."""
         specs = [item["spec"] for item in await self._resources()]
         on_gpu = [spec.get("pods") or {} for spec in specs if _device(spec) == Device.CUDA]
         asked = [pods.get("gpuResource") or "nvidia.com/gpu" for pods in on_gpu]
@@ -142,7 +142,7 @@ class Doctor:
         return findings
 
     async def _secrets(self) -> Sequence[Finding]:
-        """Those that the models of the namespace name; the values of what is found are not looked at."""
+        """Checks of the Secrets that the models of the namespace use. The values are not printed."""
         keys = secret_keys(item["spec"] for item in await self._resources())
         return [
             each
@@ -165,7 +165,7 @@ class Doctor:
         return [diagnosis.kueue(group["name"] for group in groups)]
 
     async def _maybe(self, path: str) -> Json | None:
-        """None when there is no such thing."""
+        """None when the object does not exist."""
         try:
             return await self.cluster.read(path)
         except ServerError as error:
@@ -175,16 +175,16 @@ class Doctor:
 
 
 async def _allowed(subject: str, check: Awaitable[Sequence[Finding]]) -> Sequence[Finding]:
-    """What may not be read stays unknown, and keeps nothing else from being looked at."""
+    """The result of a check, or an unknown result when reading is forbidden. Other checks continue."""
     try:
         return await check
     except ServerRefusal as refusal:
         words = str(refusal).partition(": ")[2].removesuffix(" (403)")
-        return [Finding(Level.UNKNOWN, subject, words, "ask someone who may read it")]
+        return [Finding(Level.UNKNOWN, subject, words, "ask someone with the right to read it")]
 
 
 def _groups_of(user: str) -> list[str]:
-    """As the API server puts a ServiceAccount into groups."""
+    """The groups that the API server assigns to a ServiceAccount."""
     namespace = user.split(":")[2]
     return ["system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated"]
 
@@ -201,7 +201,7 @@ def _claims(specs: Sequence[Json]) -> Iterator[str]:
 
 
 def secret_keys(specs: Iterable[Json]) -> dict[str, list[str]]:
-    """The keys that are wanted of each Secret; none of one that is for fetching images."""
+    """The keys that are used of each Secret; none for image pull secrets."""
     wanted: dict[str, list[str]] = {}
     for spec in specs:
         hub = ((spec.get("model") or {}).get("source") or {}).get("huggingFace") or {}

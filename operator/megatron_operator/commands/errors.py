@@ -1,8 +1,4 @@
-"""What went wrong, in one line for the person who typed the command.
-
-CommandFailed       the command did not do as asked
-  CommandRefused    as asked, it makes no sense
-"""
+"""Errors of the user commands, each as one line."""
 
 from __future__ import annotations
 
@@ -26,20 +22,20 @@ INSTALL = "install it: helm install megatron charts/megatron-inference, or kubec
 
 
 class CommandFailed(Exception):
-    """``str()`` is one line of words."""
+    """A command failed. ``str()`` is the message, in one line."""
 
     exit_code = FAILED
 
 
 class CommandRefused(CommandFailed):
-    """What was asked makes no sense as it stands."""
+    """The command makes no sense for the resource, or an option is invalid."""
 
     exit_code = BAD_USAGE
 
 
 @dataclass(frozen=True)
 class Access:
-    """Which cluster is meant, and which namespace in it; None where the kubeconfig decides."""
+    """Cluster and namespace of a command; None for the default of the kubeconfig."""
 
     kubeconfig: Path | None = None
     context: str | None = None
@@ -47,7 +43,7 @@ class Access:
 
 
 def on_cluster(access: Access, command: Callable[[UserCluster, str], Awaitable[int | None]]) -> None:
-    """Run ``command`` with the cluster and the namespace that are meant, and end the program with its exit code."""
+    """Run ``command`` on its cluster and namespace, and exit with its exit code."""
     try:
         code = asyncio.run(_on_cluster(access, command))
     except CommandFailed as failure:
@@ -56,7 +52,7 @@ def on_cluster(access: Access, command: Callable[[UserCluster, str], Awaitable[i
     except KeyboardInterrupt:
         code = INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads has left, as `head` does: there is nobody to complain to, and nothing more to flush.
+        # The reader has closed the pipe, as `head` does; nothing more can be printed or flushed.
         sys.stdout = None
         code = FAILED
     sys.exit(code)
@@ -75,16 +71,16 @@ async def _on_cluster(access: Access, command: Callable[[UserCluster, str], Awai
 
 
 def in_words(error: WorldError, cluster: UserCluster) -> str:
-    """What an API server's refusal or silence means to a person."""
+    """An API server's error as a message for users."""
     status = error.status if isinstance(error, (ServerError, ServerRefusal)) else None
     said = str(error).partition(": ")[2] or str(error)
     match status:
         case None:
             cause = said.removeprefix("the API server cannot be reached: ")
             words = f"the API server {cluster.server} of context {cluster.context} does not answer: {cause}"
-            return f"{words}; is the cluster up, and is this the context that you mean?"
+            return f"{words}; is the cluster up, and is this the right context?"
         case http.HTTPStatus.UNAUTHORIZED:
-            words = f"the API server {cluster.server} does not know you: the credentials of context {cluster.context}"
+            words = f"the API server {cluster.server} rejects the credentials of context {cluster.context}: they"
             return f"{words} are wrong or have expired; log in again"
         case http.HTTPStatus.FORBIDDEN:
             return f"not allowed: {said.removesuffix(' (403)')}; ask for a Role that grants it"
@@ -95,7 +91,7 @@ def in_words(error: WorldError, cluster: UserCluster) -> str:
 
 
 async def existing(cluster: UserCluster, namespace: str, name: str) -> Json:
-    """The resource. Raises CommandFailed, with names that are near, when there is none."""
+    """The resource. Raises CommandFailed, with similar names, when it does not exist."""
     obj = await cluster.get("MegatronInference", namespace, name)
     if obj is None:
         raise CommandFailed(await not_found(cluster, namespace, name))
@@ -103,7 +99,7 @@ async def existing(cluster: UserCluster, namespace: str, name: str) -> Json:
 
 
 async def not_found(cluster: UserCluster, namespace: str, name: str) -> str:
-    """Words for a resource that is not there. Raises ServerError where the kind itself is not defined."""
+    """Message for a resource that does not exist. Raises ServerError when the CRD is missing."""
     words = f"MegatronInference {name} is not in namespace {namespace}"
     try:
         items = (await cluster.read(resources_path(namespace))).get("items") or []
@@ -114,5 +110,5 @@ async def not_found(cluster: UserCluster, namespace: str, name: str) -> str:
         return f"{words}; did you mean {' or '.join(near)}?"
     if names:
         more = ", ..." if len(names) > LISTED_NAMES else ""
-        return f"{words}, where there are: {', '.join(names[:LISTED_NAMES])}{more}"
+        return f"{words}, which has: {', '.join(names[:LISTED_NAMES])}{more}"
     return f"{words}, which has none; `kubectl get mi -A` lists those of all namespaces"

@@ -1,7 +1,7 @@
-"""``pause``, ``unpause``, ``suspend``, ``resume``, ``stop`` and ``start``: what each wishes for, and from where.
+"""``pause``, ``unpause``, ``suspend``, ``resume``, ``stop`` and ``start``: the desired state of each.
 
-The words are those of the engine: pause and unpause, suspend and resume are each other's way back, so ``resume`` ends
-in Paused, as the engine's own signal does. ``start`` leads from anywhere to Running, ``stop`` from anywhere to Stopped.
+The verbs are the engine's signals: ``unpause`` reverts ``pause``, and ``resume`` reverts ``suspend`` and ends in
+Paused. ``start`` sets Running and ``stop`` sets Stopped, from any state.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ DESIRED_STATES: Mapping[Verb, Lifecycle] = {
 }
 
 _REJECTIONS: Mapping[tuple[Verb, Lifecycle], str] = {
-    (Verb.PAUSE, Lifecycle.SUSPENDED): "its requests are held already; `resume` leads from there to Paused",
+    (Verb.PAUSE, Lifecycle.SUSPENDED): "its requests are held already; `resume` sets it to Paused",
     (Verb.PAUSE, Lifecycle.STOPPED): "there is nothing to pause; `start` it first",
-    (Verb.UNPAUSE, Lifecycle.SUSPENDED): "`resume` leads from there to Paused, `start` straight to Running",
+    (Verb.UNPAUSE, Lifecycle.SUSPENDED): "`resume` sets it to Paused, `start` sets it to Running",
     (Verb.UNPAUSE, Lifecycle.STOPPED): "there is nothing to unpause; `start` it",
-    (Verb.SUSPEND, Lifecycle.STOPPED): "there is no memory to give back; `start` it first",
+    (Verb.SUSPEND, Lifecycle.STOPPED): "there is no memory to release; `start` it first",
     (Verb.RESUME, Lifecycle.RUNNING): "there is nothing to resume",
     (Verb.RESUME, Lifecycle.STOPPED): "there is nothing to resume; `start` it",
 }
 
 
 def desired_lifecycle(obj: Json) -> Lifecycle:
-    """What is wished for now."""
+    """The desired lifecycle of a resource."""
     return Lifecycle((obj.get("spec") or {}).get("lifecycle") or Lifecycle.RUNNING)
 
 
 def check_verb(verb: Verb, obj: Json) -> None:
-    """Raises CommandFailed when the verb makes no sense for the resource as it is wished for now."""
+    """Raises CommandFailed when the verb makes no sense for the desired lifecycle."""
     name, desired = obj["metadata"]["name"], desired_lifecycle(obj)
     if obj["metadata"].get("deletionTimestamp"):
         raise CommandFailed(f"{name} is being deleted; there is nothing to {verb}")
     if (why := _REJECTIONS.get((verb, desired))) is not None:
-        raise CommandFailed(f"{name} is wished to be {desired}: {why}")
+        raise CommandFailed(f"the desired state of {name} is {desired}: {why}")

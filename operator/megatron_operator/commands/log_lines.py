@@ -1,4 +1,4 @@
-"""The lines of one pod's log, with their times, so that those of several pods can be put in order."""
+"""The lines of a pod's log, with their times, so that the logs of several pods can be merged."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RANK_PREFIX = re.compile(r"\[rank (\d+)\] ")
 
 @dataclass(frozen=True, order=True)
 class LogLine:
-    """``time`` is seconds since the epoch, as the kubelet noted it."""
+    """``time`` is the kubelet's timestamp, in seconds since the epoch."""
 
     time: float
     pod: str
     text: str
 
     def is_of(self, rank: int) -> bool:
-        """Whether that rank wrote it; the launcher puts the rank before each line of one."""
+        """Whether that rank wrote the line; the launcher prefixes the lines of ranks."""
         found = RANK_PREFIX.match(self.text)
         return found is not None and int(found[1]) == rank
 
@@ -31,10 +31,10 @@ class LogLine:
 async def read_lines(
     cluster: UserCluster, namespace: str, pod: str, query: Mapping[str, str], *, after: float = 0.0
 ) -> AsyncIterator[LogLine]:
-    """The lines later than ``after``; with ``follow`` in the query also those to come. Raises WorldError."""
+    """Lines newer than ``after``; with ``follow`` in the query, also new ones. Raises WorldError."""
     asked = {"container": names.CONTAINER, "timestamps": "true", **query}
     if after:
-        # The API knows whole seconds alone: what was read already is left out here.
+        # The API takes whole seconds; lines that were read already are skipped here.
         asked["sinceTime"] = timestamp(int(after))
     async with cluster.stream("GET", f"{core_path(namespace, 'pods', pod)}/log", asked) as answer:
         buffered = b""
@@ -48,7 +48,7 @@ async def read_lines(
 
 
 def has_started(pod: Mapping[str, Any]) -> bool:
-    """Whether the container has run, so that there is a log."""
+    """Whether the container has started, so that it has a log."""
     status = pod.get("status") or {}
     containers = [each for each in status.get("containerStatuses") or [] if each.get("name") == names.CONTAINER]
     return any(kind in (each.get("state") or {}) for each in containers for kind in ("running", "terminated"))
@@ -59,5 +59,5 @@ def _parsed(pod: str, line: bytes) -> LogLine:
     try:
         return LogLine(seconds(time), pod, text)
     except ValueError:
-        # A kubelet's complaint amid the lines, such as about a rotated file, has no time.
+        # The kubelet's own messages between the lines, such as about a rotated file, have no time.
         return LogLine(float("inf"), pod, line.decode(errors="replace"))

@@ -1,4 +1,4 @@
-"""``logs``: what all ranks of a resource say, in the order in which they said it."""
+"""``logs``: the logs of all ranks of a resource, sorted by time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from megatron_operator.world import PodPhase, WorldError
 
 POD_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 LOOK = 1.0
-"""Seconds between looks for new pods, and before a log that broke off is read on."""
+"""Seconds between lists of new pods, and before an interrupted log is read again."""
 PODS = "the list of pods"
 FINISHED = (PodPhase.SUCCEEDED, PodPhase.FAILED)
 
 
 @dataclass(frozen=True)
 class LogRequest:
-    """Whose lines are wanted, and which; None is no limit. ``tail`` counts the lines of each pod."""
+    """Which lines to print; None means no limit. ``tail`` counts lines per pod."""
 
     name: str
     follow: bool = False
@@ -39,7 +39,7 @@ class LogRequest:
     tail: int | None = None
 
     def query(self) -> Mapping[str, str]:
-        """What the kubelet can leave out. Raises CommandRefused."""
+        """Limits that the kubelet can apply. Raises CommandRefused."""
         query: dict[str, str] = {}
         if self.since is not None:
             try:
@@ -70,7 +70,7 @@ class Logs:
         self._check_rank(obj)
         pods = await self._pods()
         if not pods and not self.request.follow:
-            of = "" if self.request.group is None else f" in group {self.request.group}"
+            of = "" if self.request.group is None else f" in replica group {self.request.group}"
             say(self.errors, f"{self.request.name} has no pods{of}")
         found = await asyncio.gather(*(self._history(pod, query) for pod in pods))
         for line in sorted(line for lines in found for line in lines):
@@ -84,11 +84,11 @@ class Logs:
         ranks = int(sizes.get("tensor") or 1) * int(sizes.get("pipeline") or 1)
         if self.request.rank is not None and not 0 <= self.request.rank < ranks:
             raise CommandRefused(
-                f"--rank {self.request.rank}: a group of {self.request.name} has ranks 0 to {ranks - 1}"
+                f"--rank {self.request.rank}: a replica group of {self.request.name} has ranks 0 to {ranks - 1}"
             )
 
     async def _pods(self) -> list[Json]:
-        """Those that were asked for, of all attempts."""
+        """The selected pods, of all attempts."""
         selector = [f"{names.NAME_LABEL}={self.request.name}"]
         if self.request.group is not None:
             selector.append(f"{names.GROUP_LABEL}={self.request.group}")
@@ -113,7 +113,7 @@ class Logs:
         return wanted[-self.request.tail :] if self.request.tail else wanted[: self.request.tail]
 
     async def _follow(self) -> None:
-        """Until nobody is left who could say anything: the resource and its pods are gone."""
+        """Follow the logs until the resource and its pods are gone."""
         async with asyncio.TaskGroup() as readers:
             followed: set[str] = set()
             while True:
@@ -122,7 +122,7 @@ class Logs:
                 await asyncio.sleep(LOOK)
 
     async def _is_over(self, readers: asyncio.TaskGroup, followed: set[str]) -> bool:
-        """One look for pods that have started meanwhile; an outage of the API server is waited for."""
+        """Start readers for new pods. An outage of the API server only delays this."""
         try:
             pods = await self._pods()
             over = not pods and await self.cluster.get("MegatronInference", self.namespace, self.request.name) is None
@@ -137,10 +137,10 @@ class Logs:
         return over
 
     async def _read_on(self, name: str) -> None:
-        """A log that breaks off while the pod runs is read on from where it was."""
+        """Follow one pod's log. When the stream breaks while the pod runs, reading continues after the last line."""
         while True:
             last = self._last.get(name, 0.0)
-            # Where nothing was let through so far, what was left out stays so; a pod that came later is told in full.
+            # The limits apply only while no line was printed; the log of a new pod is printed from the start.
             limits = self.request.query() if last == 0.0 and name in self._last else {}
             query = {**limits, "follow": "true"}
             try:
@@ -162,7 +162,7 @@ class Logs:
     def _report_error(self, name: str, error: WorldError) -> None:
         if name not in self._failed:
             self._failed.add(name)
-            say(self.errors, f"{name}: cannot be read now: {in_words(error, self.cluster)}")
+            say(self.errors, f"{name}: cannot be read: {in_words(error, self.cluster)}")
 
     def _print(self, line: LogLine) -> None:
         prefix = Text(line.pod, style=POD_STYLES[zlib.crc32(line.pod.encode()) % len(POD_STYLES)])

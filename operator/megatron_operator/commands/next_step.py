@@ -1,4 +1,4 @@
-"""What a person would do next about a resource. Pure."""
+"""The recommended next step for a resource. Pure."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from megatron_operator.status_inputs import ENGINE_UNREACHABLE
 
 _BY_PHASE = {
     Phase.STOPPED: "{program} start {name}",
-    Phase.PAUSED: "{program} unpause {name}   answers what waits",
+    Phase.PAUSED: "{program} unpause {name}   continues the requests that wait",
     Phase.SUSPENDED: "{program} resume {name}   to Paused; `start {name}` goes on to Running",
     Phase.RUNNING: '{program} chat {name} "What is the capital of France?"',
     Phase.TERMINATING: "nothing: it ends by itself",
 }
 _BY_REASON = {
-    "Unschedulable": "give the cluster nodes that fit, or ask for less (spec.parallelism, spec.pods); "
+    "Unschedulable": "add nodes that fit, or request less (spec.parallelism, spec.pods); "
     "`{program} doctor` shows the nodes' GPUs",
-    "ImagePull": "correct spec.image, or let the ServiceAccount's imagePullSecrets open the registry",
-    "BackOff": "{program} logs {name}   shows what the attempt said; the next one starts by itself",
-    GROUP_FAILED: "{program} logs {name}   shows what it said; the next attempt starts by itself",
-    INVALID_SPEC: "kubectl edit mi {name}   and mend the fields named above",
-    ENGINE_UNREACHABLE: "{program} logs {name}   and see whether a NetworkPolicy keeps the operator from port 9000",
-    "ApplyFailed": "mend what the API server refuses, as told above; it is tried again by itself",
-    RESTART_BUDGET_EXCEEDED: "{program} logs {name}   then mend the cause, and change spec.restart.id to try again",
+    "ImagePull": "correct spec.image, or add imagePullSecrets for the registry to the ServiceAccount",
+    "BackOff": "{program} logs {name}   shows the logs of the attempt; the next one starts by itself",
+    GROUP_FAILED: "{program} logs {name}   shows the logs; the next attempt starts by itself",
+    INVALID_SPEC: "kubectl edit mi {name}   and fix the fields named above",
+    ENGINE_UNREACHABLE: "{program} logs {name}   and check whether a NetworkPolicy blocks the operator from port 9000",
+    "ApplyFailed": "fix what the API server rejects, as shown above; the operator retries",
+    RESTART_BUDGET_EXCEEDED: "{program} logs {name}   then fix the cause, and change spec.restart.id to try again",
 }
-_GAVE_UP = "mend the spec as told above (kubectl edit mi {name}); it is tried again when the spec changes"
-_WAIT = "kubectl get mi {name} --watch   shows each step of it"
+_GAVE_UP = "fix the spec as shown above (kubectl edit mi {name}); the operator tries again when the spec changes"
+_WAIT = "kubectl get mi {name} --watch   shows each step"
 
 
 def next_step(obj: Mapping[str, Any], status: Status, *, seen: bool) -> str:
-    """One line. ``seen`` says whether the operator has reported on the spec as it is now."""
+    """The next step in one line. ``seen``: whether the operator has reported on the current spec."""
     metadata = obj["metadata"]
     if not obj.get("status") or not seen:
-        step = "{program} doctor   tells whether an operator runs that looks after this namespace"
+        step = "{program} doctor   shows whether an operator watches this namespace"
     elif metadata.get("deletionTimestamp"):
         step = _BY_PHASE[Phase.TERMINATING]
     else:

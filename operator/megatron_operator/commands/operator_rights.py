@@ -1,4 +1,4 @@
-"""What the operator does at the API server: the rights that its role has to grant."""
+"""The rights that the operator's role has to grant."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Rules = Sequence[tuple[str, str, Sequence[str]]]
 
 @dataclass(frozen=True)
 class Right:
-    """One verb on one resource; ``resource`` may have a subresource behind a slash.
+    """One verb on one resource; ``resource`` may include a subresource after a slash.
 
-    Without a ``namespace`` it is one on the whole cluster; without a ``name``, on all objects.
+    An empty ``namespace`` means the whole cluster, an empty ``name`` all objects.
     """
 
     group: str
@@ -40,31 +40,31 @@ RULES = (
     ("gateway.networking.k8s.io", "httproutes", ("get", "list", "watch", "create", "patch", "delete")),
     ("events.k8s.io", "events", ("create",)),
 )
-"""In each namespace that it looks after."""
+"""Rights in each watched namespace."""
 
 LEASE_RULES = (("coordination.k8s.io", "leases", ("create", "get", "update")),)
-"""In the namespace of the Lease by which one of several operators acts; no other Lease is read or changed."""
+"""Rights in the namespace of the Lease for leader election. The operator uses no other Lease."""
 
 CLUSTER_RULES = (("apiextensions.k8s.io", "customresourcedefinitions", ("list", "watch")),)
-"""Beyond these, of an operator that looks after all namespaces."""
+"""Additional rights of an operator that watches all namespaces."""
 
 BY_NAME = ("secrets", "get")
-"""The operator reads no Secret but those with the keys of its resources, so that a role may name them."""
+"""The operator reads only the keys Secrets of its resources, so a role may list their names."""
 
 
 def needed(namespace: str, *, everywhere: bool, lease: LeaseName | None, keys: Sequence[str]) -> Iterator[Right]:
-    """Each right of an operator that looks after this namespace, or after all.
+    """Each right that an operator needs to watch this namespace, or all.
 
     Args:
-        lease: The one that it holds while it acts; None when it does without.
-        keys: The names of the Secrets with keys that its resources in the namespace have, or will have.
+        lease: The Lease for leader election; None without one.
+        keys: Names of the keys Secrets of the resources in the namespace.
     """
     for right in _rights(RULES, namespace):
         named = (right.resource, right.verb) == BY_NAME and keys
         yield from (replace(right, name=key) for key in keys) if named else (right,)
     if lease is not None:
         for right in _rights(LEASE_RULES, lease.namespace):
-            # Nothing that is yet to be made has a name by which a role could allow it.
+            # A role cannot restrict ``create`` by name.
             yield right if right.verb == "create" else replace(right, name=lease.name)
     if everywhere:
         yield from _rights(CLUSTER_RULES, "")

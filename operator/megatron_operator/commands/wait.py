@@ -1,4 +1,4 @@
-"""A resource as it changes, until it is where it is wished to be, fails, or the time is over."""
+"""Waits until a resource reaches its desired state, fails, or the timeout expires."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron_operator.lifecycle import SETTLED_STATE
 from megatron_operator.status import old_status
 
 ONE_WATCH = 60
-"""Seconds after which a watch begins anew, so that one that stalls is noticed."""
+"""Seconds after which a watch restarts, so that a stalled one is noticed."""
 PAUSE = 1.0
-"""Seconds before the API server is asked again after it failed."""
+"""Seconds before a retry after an error of the API server."""
 
 
 @dataclass
 class StatusWaiter:
-    """Waits for the wish of ``generation`` or a later one of the resource, and tells what happens meanwhile."""
+    """Waits until the resource has the desired state of ``generation`` or a later one, and prints its progress."""
 
     cluster: UserCluster
     namespace: str
@@ -46,11 +46,11 @@ class StatusWaiter:
                         say(self.console, f"{self.name} is {self.desired}")
                         return
         except TimeoutError as error:
-            last = self._told or f"nothing is known of it; does an operator run? `{program()} doctor` tells"
+            last = self._told or f"its state is unknown; `{program()} doctor` shows whether an operator runs"
             raise CommandFailed(f"{self.name} is not {self.desired} after {timeout.text}: {last}") from error
 
     async def _versions(self) -> AsyncIterator[Json]:
-        """The resource as it is, then each change of it. An outage of the API server is waited for."""
+        """The resource, then each change of it. Waits during an outage of the API server."""
         fields = {"fieldSelector": f"metadata.name={self.name}", "timeoutSeconds": str(ONE_WATCH)}
         while True:
             try:
@@ -70,10 +70,10 @@ class StatusWaiter:
                 await asyncio.sleep(PAUSE)
 
     def _is_there(self, obj: Json) -> bool:
-        """Raises CommandFailed when it will not come by itself."""
+        """Raises CommandFailed when the resource cannot reach the state by itself."""
         desired, status = desired_lifecycle(obj), old_status(obj)
         if desired is not self.desired:
-            raise CommandFailed(f"{self.name} is wished to be {desired} meanwhile, by someone else")
+            raise CommandFailed(f"the desired state of {self.name} was changed to {desired} meanwhile")
         if status.observed_generation < self.generation:
             self._tell("the operator has not seen the change yet")
             return False
@@ -96,7 +96,7 @@ class StatusWaiter:
 
 
 def is_reached(desired: Lifecycle, status: Status) -> bool:
-    """Whether the state that is wished for is there. A transition shows in the phase only when it is done."""
+    """Whether the desired state is reached. The phase shows a transition only after its end."""
     if desired is Lifecycle.STOPPED:
         return status.phase is Phase.STOPPED
     if desired is Lifecycle.RUNNING:

@@ -1,1 +1,1 @@
-"""A MegatronInference on a cluster: the only package that talks to an API server."""
+"""The adapter for a cluster: the only package that uses the API server."""

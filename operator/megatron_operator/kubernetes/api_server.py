@@ -1,4 +1,4 @@
-"""Requests to the API server, as JSON both ways, each with a timeout and with errors in words."""
+"""Client of the API server: JSON requests with timeouts and typed errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_operator.world import ActionRefused, NamespaceTerminating, WorldEr
 
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=20.0, connect=5.0)
 MAX_DELAYS = 5
-"""How often one request is put off by a busy API server (429) before it counts as failed."""
+"""Attempts for a request that the API server delays (429) before it counts as failed."""
 LONGEST_DELAY = 60.0
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
@@ -34,18 +34,18 @@ PATHS = {
     "Secret": ("/api/v1", "secrets"),
     "Service": ("/api/v1", "services"),
 }
-"""Kinds that the operator knows, and where the API server keeps them."""
+"""The kinds that the operator uses, with their API paths."""
 
 REFUSALS = (400, 403, 405, 409, 413, 415, 422)
-"""Answers that the same request would get again."""
+"""Statuses for which a retry of the same request is of no use."""
 NAMESPACE_TERMINATING = "NamespaceTerminating"
-"""The cause by which the API server refuses to make anything in a namespace that is being deleted."""
+"""Cause of the API server's refusal to create objects in a namespace that is being deleted."""
 
 Json = dict[str, Any]
 
 
 class ServerError(WorldError):
-    """The API server did not do as asked, but may do so later. ``status`` is None when it did not answer."""
+    """A request failed and may succeed later. ``status`` is None without an answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class ServerError(WorldError):
 
 
 class ServerRefusal(ActionRefused):
-    """The API server understood and refused."""
+    """The API server refused a request."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -61,21 +61,21 @@ class ServerRefusal(ActionRefused):
 
     @property
     def conflict(self) -> bool:
-        """Whether an object of that name exists, or is not the one that was meant."""
+        """Whether an object of that name exists, or has changed."""
         return self.status == http.HTTPStatus.CONFLICT
 
 
 class ApiServer:
-    """One cluster and our access to it. Methods raise ServerRefusal, NamespaceEnds and ServerError."""
+    """A connection to one cluster. Methods raise ServerRefusal, NamespaceTerminating and ServerError."""
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self.check_may_act: Callable[[], None] = lambda: None
-        """Called before anything is changed; raises WorldError where another operator may be acting."""
+        """Called before each change. Raises WorldError unless this operator holds the Lease."""
 
     @classmethod
     async def connect(cls) -> Self:
-        """The cluster around this pod, else the one of KUBECONFIG. Raises ServerError when there is neither."""
+        """Connect to the cluster of this pod, or of KUBECONFIG. Raises ServerError when there is neither."""
         configuration = client.Configuration()
         try:
             config.load_incluster_config(client_configuration=configuration)
@@ -83,7 +83,7 @@ class ApiServer:
             try:
                 await config.load_kube_config(client_configuration=configuration, persist_config=False)
             except config.ConfigException as error:
-                raise ServerError(f"no cluster: this is no pod, and KUBECONFIG does not help: {error}") from error
+                raise ServerError(f"no cluster: this is not a pod, and KUBECONFIG cannot be used: {error}") from error
         api = client.ApiClient(configuration)
         api.user_agent = names.MANAGER
         return cls(api)
@@ -93,7 +93,7 @@ class ApiServer:
         await self._api.close()
 
     async def get(self, kind: str, namespace: str, name: str) -> Json | None:
-        """None when there is no such object."""
+        """None when the object does not exist."""
         try:
             return await self._request("GET", path_of(kind, namespace, name))
         except ServerError as error:
@@ -102,7 +102,7 @@ class ApiServer:
             raise
 
     async def knows(self, kind: str) -> bool:
-        """Whether the kind is defined in the version that we speak."""
+        """Whether the API server serves the kind in the version that the operator uses."""
         root, plural = PATHS[kind]
         try:
             answer = await self._request("GET", root)
@@ -113,14 +113,15 @@ class ApiServer:
         return any(each["name"] == plural for each in answer.get("resources") or [])
 
     async def list(self, kind: str, namespace: str, labels: Mapping[str, str]) -> list[Json]:
-        """Objects that carry all of the labels, as they are now."""
+        """The objects with all of these labels."""
         selector = ",".join(f"{label}={value}" for label, value in labels.items())
         answer = await self._request("GET", path_of(kind, namespace), {"labelSelector": selector})
         items: list[Json] = answer.get("items") or []
         return items
 
     async def create(self, manifest: Mapping[str, Any], *, dry_run: bool = False) -> Json:
-        """The object as it is kept, or would be. Raises ServerRefusal with ``conflict`` when the name is taken."""
+        """The object as stored, or as a dry run would store it. Raises ServerRefusal with ``conflict`` when the name is
+        taken."""
         path = path_of(manifest["kind"], manifest["metadata"]["namespace"])
         query = {"fieldManager": names.MANAGER, **({"dryRun": "All"} if dry_run else {})}
         return await self._request("POST", path, query, body=manifest)
@@ -132,16 +133,16 @@ class ApiServer:
         return await self._request("PUT", path, {"fieldManager": names.MANAGER}, body=manifest)
 
     async def apply(self, manifest: Mapping[str, Any]) -> Json:
-        """Server-side apply of exactly the fields of the manifest; other managers' fields stay as they are."""
+        """Server-side apply of the fields of the manifest; fields of other managers stay as they are."""
         metadata = manifest["metadata"]
         path = path_of(manifest["kind"], metadata["namespace"], metadata["name"])
         query = {"fieldManager": names.MANAGER, "force": "true"}
         return await self._request("PATCH", path, query, body=manifest, content_type=APPLY_PATCH)
 
     async def patch_status(self, obj: Mapping[str, Any], patch: Mapping[str, Any]) -> Json | None:
-        """JSON merge patch of the status of this very object: null removes a field, lists are replaced.
+        """JSON merge patch of the status of this object: null removes a field, lists are replaced.
 
-        None when it is gone, or another object has its name.
+        None when the object is gone or replaced.
         """
         metadata = obj["metadata"]
         path = path_of(obj["kind"], metadata["namespace"], metadata["name"]) + "/status"
@@ -152,7 +153,7 @@ class ApiServer:
         except (ServerError, ServerRefusal) as error:
             if error.status == http.HTTPStatus.NOT_FOUND:
                 return None
-            # Another object of that name is a conflict, but so are others who write all the time.
+            # A replaced object is a conflict, but so is a concurrent write.
             if error.status == http.HTTPStatus.CONFLICT and not await self._is_there(obj):
                 return None
             raise
@@ -160,7 +161,7 @@ class ApiServer:
     async def patch_metadata(
         self, kind: str, namespace: str, name: str, *, uid: str, changes: Mapping[str, Mapping[str, str]]
     ) -> None:
-        """Set labels and annotations of this very object; one that is gone, or replaced by another, is success."""
+        """Set labels and annotations of this object. One that is gone or replaced is success."""
         body = {"metadata": {"uid": uid, **changes}}
         path, query = path_of(kind, namespace, name), {"fieldManager": names.MANAGER}
         try:
@@ -170,13 +171,13 @@ class ApiServer:
                 raise
 
     async def _is_there(self, obj: Mapping[str, Any]) -> bool:
-        """Whether this very object still exists."""
+        """Whether this object still exists."""
         metadata = obj["metadata"]
         found = await self.get(obj["kind"], metadata["namespace"], metadata["name"])
         return found is not None and found["metadata"]["uid"] == metadata["uid"]
 
     async def delete(self, kind: str, namespace: str, name: str, *, uid: str, grace_seconds: int) -> None:
-        """Delete this very object; one that is gone, or whose name another has taken, is success."""
+        """Delete this object. One that is gone or replaced is success."""
         options: Json = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -220,7 +221,7 @@ class ApiServer:
         headers: Mapping[str, str],
         body: Mapping[str, Any] | None,
     ) -> tuple[int, float | None, str]:
-        """Status, the delay that is wished for, and text of the answer."""
+        """Status, requested delay and text of the answer."""
         try:
             response = await self._call(method, path, query, headers, body, REQUEST_TIMEOUT)
             text = (await response.read()).decode()
@@ -239,7 +240,7 @@ class ApiServer:
         body: Mapping[str, Any] | None,
         timeout: aiohttp.ClientTimeout,
     ) -> Any:
-        """The answer as the client has it, its body not read yet. Errors are those of aiohttp."""
+        """The client's answer, with its body unread. Raises the errors of aiohttp."""
         request = await self._api.param_serialize(
             method,
             path,
@@ -252,28 +253,28 @@ class ApiServer:
 
 
 def delay_of(status: int, retry_after: str | None) -> float | None:
-    """Seconds after which an API server that is too busy wants to be asked the same again; None: it has answered."""
+    """Seconds after which a busy API server accepts the request again; None when it has answered."""
     if status != http.HTTPStatus.TOO_MANY_REQUESTS or retry_after is None or not retry_after.isdigit():
         return None
     return min(float(retry_after), LONGEST_DELAY)
 
 
 def group_version_plural(kind: str) -> tuple[str, str, str]:
-    """The names by which others ask for a kind; the group of the core API is empty."""
+    """API group, version and plural of a kind; the core group is empty."""
     root, plural = PATHS[kind]
     _, _, *group, version = root.split("/")
     return "".join(group), version, plural
 
 
 def path_of(kind: str, namespace: str, name: str = "") -> str:
-    """The URL path of an object, or of all objects of the kind in the namespace."""
+    """URL path of an object, or of all objects of the kind in the namespace."""
     root, plural = PATHS[kind]
     path = f"{root}/namespaces/{quote(namespace, safe='')}/{plural}"
     return f"{path}/{quote(name, safe='')}" if name else path
 
 
 def answer_of(request: str, status: int, text: str) -> Json:
-    """The answer to a request. Raises ServerRefusal, NamespaceEnds and ServerError with the API server's words."""
+    """The parsed answer. Raises ServerRefusal, NamespaceTerminating and ServerError with the API server's message."""
     try:
         answer = json.loads(text)
     except ValueError:
@@ -290,7 +291,7 @@ def answer_of(request: str, status: int, text: str) -> Json:
 
 
 def _causes(answer: Any) -> list[str]:
-    """The reasons that a refusal names beside its words."""
+    """The causes that a refusal lists."""
     details = answer.get("details") if isinstance(answer, dict) else None
     causes = details.get("causes") if isinstance(details, dict) else None
     return [str(each.get("reason")) for each in causes or [] if isinstance(each, dict)]

@@ -1,4 +1,4 @@
-"""Long polls of the pods' control APIs, so that a change inside a pod is seen when it happens."""
+"""Long polls of the pods' control APIs, to observe changes inside pods at once."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from megatron_operator.replica_groups import pod_is_ready
 from megatron_operator.world import ObservedPod, PodPhase, World
 
 LONGEST_POLL = 30.0
-"""Seconds. Its readiness probe, which costs us nothing, shows sooner that a launcher hangs, and the connection itself
-that it is cut off."""
+"""Seconds. The readiness probe detects a hanging launcher sooner, and TCP keepalive a lost connection."""
 MIN_POLL_INTERVAL = 0.3
-"""Seconds between polls of one pod: the most that a state that changes all the time can ask for."""
+"""Seconds between polls of one pod, which limit the polls of a state that changes all the time."""
 RETRY = 1.0
-"""Seconds until a pod that does not answer is asked again."""
+"""Seconds before a pod that did not answer is polled again."""
 
 Key = tuple[str, ControlClient]
 
 
 class ControlApiWatches:
-    """The watches of one resource. ``on_change`` is called when a pod has something new to say, or stops answering."""
+    """The watches of one resource. They call ``on_change`` when a pod's state changes, or when it stops answering."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change
         self._tasks: dict[Key, asyncio.Task[None]] = {}
 
     def follow(self, world: World, port: KubernetesPort) -> None:
-        """Watch the pods of ``world`` that matter, from what ``port`` has seen of them, and no others."""
+        """Watch the relevant pods of ``world``, starting from the revisions of ``port``, and no others."""
         wanted = {(pod.uid, port.control_client): pod for pod in world.pods if _matters(pod)}
         for key in self._tasks.keys() - wanted.keys():
             self._tasks.pop(key).cancel()
@@ -47,7 +46,7 @@ class ControlApiWatches:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, control_client: ControlClient, address: str, seen: int | None) -> None:
-        """``seen`` is the revision that was seen last; None while the pod does not answer."""
+        """``seen`` is the last known revision; None while the pod does not answer."""
         while True:
             try:
                 revision = (await control_client.state(address, after=seen, wait=LONGEST_POLL)).revision
@@ -60,9 +59,10 @@ class ControlApiWatches:
 
 
 def _matters(pod: ObservedPod) -> bool:
-    """Who leads, or thinks so, speaks for the engine; another pod has something to tell until it serves.
+    """Whether to watch a pod: the leader and pods that report the role have the engine's state, others matter until
+    they serve.
 
-    One that is silent may think that it leads.
+    A pod that does not answer may act as leader.
     """
     reachable = pod.phase is PodPhase.RUNNING and pod.address is not None and not pod.deleting
     return reachable and (pod.leader or pod.reports_leader is not False or not pod_is_ready(pod))

@@ -1,8 +1,8 @@
-"""Whether the cluster has volumes that are images.
+"""Whether the cluster supports volumes of type image.
 
-An API server that does not know them takes the pod, and gives it an empty folder instead; one whose feature gate is not
-set takes the volume's only field away, and then complains of a volume without a type. Its version does not tell, so it
-is asked, by a pod that is only tried.
+An API server that does not know the type accepts the pod and replaces the volume by an empty folder. One without the
+feature gate drops the volume's only field and then rejects the volume for its missing type. The server's version does
+not show which applies, so a dry run of a pod tests it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FIX = (
     " or set the gate, or put the model on a persistentVolumeClaim"
 )
 NO_TYPE = "must specify a volume type"
-"""The API server's words about a volume that lost its only field."""
+"""Part of the API server's error about a volume without its only field."""
 
 Object = Mapping[str, Any]
 
 
 class ImageVolumes:
-    """What one API server makes of them. It is asked once in a round, until it has kept one."""
+    """Support for image volumes in one cluster. Tested once per round until a dry run keeps the volume."""
 
     def __init__(self, api: ApiServer) -> None:
         self._api = api
@@ -33,11 +33,11 @@ class ImageVolumes:
         self._refusal: ActionRefused | None = None
 
     def look_again(self) -> None:
-        """A new round: the cluster may have been upgraded since the last one."""
+        """Test again in this round: the cluster may have been upgraded."""
         self._refusal = None
 
     async def check(self, pod: Object) -> None:
-        """Raises ActionRefused where the pod would lose an image among its volumes, and WorldError."""
+        """Raises ActionRefused when the pod would lose an image volume, and WorldError."""
         images = _images(pod)
         if not images or self._kept:
             return
@@ -52,7 +52,7 @@ class ImageVolumes:
             self._kept = _images(tried).keys() == images.keys()
         except ServerRefusal as refusal:
             if refusal.conflict:
-                return  # It is there already, whatever became of its volumes.
+                return  # The pod exists already.
             if refusal.status != http.HTTPStatus.UNPROCESSABLE_ENTITY or NO_TYPE not in str(refusal):
                 raise
         if not self._kept:
@@ -61,6 +61,6 @@ class ImageVolumes:
 
 
 def _images(pod: Object) -> dict[str, Object]:
-    """The pod's volumes that are images, by name."""
+    """The pod's image volumes, by name."""
     volumes = pod["spec"].get("volumes") or []
     return {volume["name"]: volume["image"] for volume in volumes if volume.get("image")}

@@ -1,4 +1,4 @@
-"""Our events as ``kubectl describe`` and ``kubectl get events`` show them."""
+"""Events as API objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_NAME = 200
 
 
 def kubernetes_event(obj: Mapping[str, Any], event: Event) -> dict[str, Any]:
-    """An ``events.k8s.io/v1`` Event about ``obj``, with a name of its own."""
+    """An ``events.k8s.io/v1`` Event about ``obj``, with a unique name."""
     metadata = obj["metadata"]
     return {
         "apiVersion": "events.k8s.io/v1",

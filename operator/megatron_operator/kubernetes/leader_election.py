@@ -1,4 +1,4 @@
-"""One of several operators acts: the one that holds the Lease."""
+"""Leader election by a Lease: one of several operators acts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("megatron_operator")
 
 
 class LeaseNotHeld(WorldError):
-    """Another operator may be acting: nothing was sent."""
+    """This operator does not hold the Lease. No request was sent."""
 
 
 class LeaderElection:
@@ -39,7 +39,7 @@ class LeaderElection:
     ) -> None:
         self._api = api
         self._lease = lease
-        # A host name tells people which pod it is; the rest tells it from an earlier container of that pod.
+        # The host name identifies the pod for users; the suffix distinguishes the containers of that pod.
         self._view = LeaseView(f"{os.uname().nodename}_{uuid.uuid4().hex[:8]}", timings)
         self._start_leading = start_leading
         self._stop_leading = stop_leading
@@ -47,9 +47,9 @@ class LeaderElection:
         self._told = ""
 
     def check(self) -> None:
-        """Raises NotLeading unless we hold the Lease; also right after the process was halted for a while."""
+        """Raises LeaseNotHeld unless this operator holds the Lease, even after the process was paused."""
         if not self._view.is_held(time.monotonic()):
-            raise LeaseNotHeld(f"Lease {self._lease} is not held by this operator: nothing is done")
+            raise LeaseNotHeld(f"Lease {self._lease} is not held by this operator: no request is sent")
 
     async def run(self) -> None:
         """Never returns."""
@@ -61,23 +61,23 @@ class LeaderElection:
             logger.info("this operator acts: it holds Lease %s as %s", self._lease, self._view.identity)
             self._start_leading()
             await self._keep()
-            logger.warning("this operator stands by: it holds Lease %s no more", self._lease)
+            logger.warning("this operator stands by: it lost Lease %s", self._lease)
             await self._stop_leading()
 
     async def release_lease(self) -> None:
-        """Lets go of the Lease, if it is held. Call it after everything has ended; errors only delay the successor."""
+        """Release the Lease, if held. Call it after all actions have ended; errors only delay the successor."""
         if not self._held:
             return
         self._view.forget()
         lease = self._lease
         try:
             async with asyncio.timeout(self._view.timings.deadline):
-                # Read anew: a renewal may have been cut off after it was carried out.
+                # Read it again: a renewal may have been interrupted after the server had stored it.
                 found = await self._api.get("Lease", lease.namespace, lease.name)
                 if found is not None and self._view.owns(found["spec"]):
                     await self._api.replace({**found, "spec": self._view.release(found["spec"], datetime.now(UTC))})
         except (WorldError, TimeoutError) as error:
-            logger.warning("Lease %s is not released, but runs out: %s", lease, str(error) or "no answer in time")
+            logger.warning("Lease %s is not released, but expires: %s", lease, str(error) or "no answer in time")
 
     async def _keep(self) -> None:
         """Returns when the Lease is lost."""
@@ -89,7 +89,7 @@ class LeaderElection:
             delay = timings.renew_interval if left > 0 and await self._turn(left) else timings.retry_period
 
     async def _turn(self, seconds: float) -> bool:
-        """One attempt to take or to keep the Lease, of so many seconds at most; whether it went well. Never raises."""
+        """One attempt to acquire or renew the Lease within ``seconds``; returns whether it is held. Never raises."""
         try:
             async with asyncio.timeout(seconds):
                 await self._write() if self._found is not None and self._held else await self._look()
@@ -102,7 +102,7 @@ class LeaderElection:
             self._tell(str(error))
         except Exception:
             self._found = None
-            logger.exception("Lease %s: an attempt ended unexpectedly", self._lease)
+            logger.exception("Lease %s: an attempt failed unexpectedly", self._lease)
         else:
             return self._held
         return False
@@ -112,7 +112,7 @@ class LeaderElection:
         return self._view.is_held(time.monotonic())
 
     async def _look(self) -> None:
-        """Reads the Lease, and takes it if it is nobody's."""
+        """Read the Lease, and acquire it if it is free."""
         lease = self._lease
         self._found = await self._api.get("Lease", lease.namespace, lease.name)
         now = time.monotonic()
@@ -125,7 +125,7 @@ class LeaderElection:
         if self._found is None:
             self._found = await self._api.create(self._manifest(spec))
         else:
-            # With the version that was read: of two that write, one loses.
+            # The resource version makes one of two concurrent writes fail.
             self._found = await self._api.replace({**self._found, "spec": spec})
         self._view.record_written(self._found["spec"], began)
 
@@ -134,7 +134,7 @@ class LeaderElection:
         return {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
 
     def _tell(self, trouble: str) -> None:
-        """Log what is wrong when it comes up, not with every attempt."""
+        """Log a problem when it begins, not with every attempt."""
         if trouble and trouble != self._told:
             logger.warning("%s", trouble)
         self._told = trouble

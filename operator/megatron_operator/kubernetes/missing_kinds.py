@@ -1,6 +1,6 @@
-"""Kinds that not every cluster has, or not yet.
+"""Optional kinds: kinds that a cluster may not have, or not yet.
 
-Once one was missed, a single look now and then serves all who wait for it; and one that is there is watched.
+After a kind was found missing, one periodic check serves all resources that wait for it. A kind that exists is watched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_operator.world import ActionRefused, KindMissing, WorldError
 
 FIRST_PAUSE = 5.0
 LONGEST_PAUSE = 60.0
-"""Seconds between looks for kinds that somebody waits for, which grow from the one to the other."""
+"""Seconds between checks for missing kinds, growing from the first value to the second."""
 
 FIXES = {
     "HTTPRoute": "install the Gateway API, version 1.2 or newer, with a gateway that implements it, or remove"
@@ -23,35 +23,35 @@ FIXES = {
 }
 
 UNDECLARED = "field not declared in schema"
-"""The API server's words, with status 500, about a field that a definition does not have yet."""
+"""Part of the API server's error, with status 500, about a field that the CRD does not have."""
 
 Wake = Callable[[], None]
 Watch = Callable[[str], Awaitable[None]]
 
 
 class MissingKinds:
-    """Of one cluster. ``close`` ends the looking."""
+    """The missing kinds of one cluster. ``close`` ends the checks."""
 
     def __init__(self, api: ApiServer, watch: Watch) -> None:
-        """``watch`` is called with each kind that there is an object of; it may be watched already."""
+        """``watch`` is called with each kind that has an object; it may be watched already."""
         self._api = api
         self._watch = watch
         self._waiting: dict[str, set[Wake]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def is_missing(self, kind: str) -> bool:
-        """As far as is known; this asks nobody."""
+        """Whether the kind is known to be missing; sends no request."""
         return kind in self._waiting
 
     def check(self, kind: str, wake: Wake) -> None:
-        """Raises KindMissing for a kind that was missed already; ``wake`` is called when the cluster has got it."""
+        """Raises KindMissing for a kind known to be missing, and calls ``wake`` when the cluster has it."""
         if kind in self._waiting:
             self._waiting[kind].add(wake)
             group, version, _ = group_version_plural(kind)
             raise KindMissing(f"{kind}: this cluster has no such kind in {group}/{version}; {FIXES[kind]}")
 
     async def explain(self, kind: str, error: ServerError, wake: Wake) -> None:
-        """Raises KindMissing where the error tells that there is no such kind, ActionRefused where it is too old."""
+        """Raises KindMissing when the error means a missing kind, ActionRefused when its CRD is too old."""
         if kind not in FIXES:
             return
         if UNDECLARED in str(error):
@@ -59,27 +59,27 @@ class MissingKinds:
         if error.status == http.HTTPStatus.NOT_FOUND and not await self._api.knows(kind):
             self._waiting.setdefault(kind, set())
             if self._task is None or self._task.done():
-                self._task = asyncio.create_task(self._look(), name="looking for missing kinds")
+                self._task = asyncio.create_task(self._look(), name="check for missing kinds")
             self.check(kind, wake)
 
     async def found(self, kind: str) -> None:
-        """There is an object of the kind, whose changes are of interest from now on."""
+        """An object of the kind exists: watch the kind."""
         if kind in FIXES:
             await self._watch(kind)
 
     def forget(self, wake: Wake) -> None:
-        """Who is called by ``wake`` waits no more."""
+        """Remove a ``wake`` callback."""
         for waiting in self._waiting.values():
             waiting.discard(wake)
 
     async def close(self) -> None:
-        """End the looking."""
+        """End the checks."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _look(self) -> None:
-        """Until nobody waits any more."""
+        """Check until no resource waits."""
         pause = FIRST_PAUSE
         while self._waiting:
             await asyncio.sleep(pause)

@@ -1,7 +1,7 @@
-"""kopf's memory of objects, without anything in it.
+"""kopf storages that store nothing.
 
-It is for handlers of changes, which compare an object with its former self, and go on where they were. Handlers of
-events need neither, and copying each object to find its changes would be most of the operator's work.
+kopf's change handlers compare an object with its stored copy and resume from stored progress. Event handlers need
+neither, and storing a copy of each object would be most of the operator's work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import kopf
 
 
 class NullDiffBaseStorage(kopf.DiffBaseStorage):
-    """Objects never differ from what they were."""
+    """Reports no differences."""
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         return kopf.BodyEssence({})
@@ -25,7 +25,7 @@ class NullDiffBaseStorage(kopf.DiffBaseStorage):
 
 
 class NullProgressStorage(kopf.ProgressStorage):
-    """Nothing was begun."""
+    """Stores no progress."""
 
     def fetch(self, **_: Any) -> None:
         return None

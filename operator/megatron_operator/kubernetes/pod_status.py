@@ -1,4 +1,4 @@
-"""A Pod object of the API server as the planner's ``ObservedPod``."""
+"""Converts a Pod object of the API server to an ``ObservedPod``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ IMAGE_REASONS = (
     "RegistryUnavailable",
 )
 NORMAL_REASONS = ("ContainerCreating", "PodInitializing")
-"""What every pod waits for on its way."""
+"""Reasons that every starting pod has."""
 
 Object = Mapping[str, Any]
 
 
 def observed_pod(pod: Object) -> ObservedPod | None:
-    """None for a pod whose labels are not those of a group attempt (a user may have edited them)."""
+    """None for a pod without the operator's labels."""
     metadata, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     identity = names.pod_identity(metadata)
     if identity is None:
@@ -52,7 +52,7 @@ def observed_pod(pod: Object) -> ObservedPod | None:
         node=spec.get("nodeName"),
         ready_changed_at=_time(ready.get("lastTransitionTime")),
         finished_at=_finished_at(status) if phase in (PodPhase.FAILED, PodPhase.SUCCEEDED) else None,
-        # Kubernetes writes here the time by which the object should be gone, grace included.
+        # The API server sets this to the time by which the object should be gone, including the grace period.
         deletion_deadline=_time(deletion),
         waiting=_waiting(spec, status) if phase is PodPhase.PENDING else None,
         failure=_failure(status) if phase is PodPhase.FAILED else None,
@@ -67,12 +67,12 @@ def _phase(status: Object) -> PodPhase:
 
 
 def _waiting(spec: Object, status: Object) -> Failure | None:
-    """Why the pod does not start, where that is more than that it takes its time."""
+    """Why the pod cannot start; None while it starts normally."""
     if gates := spec.get("schedulingGates"):
         return Failure(SCHEDULING_GATED, f"held back by {', '.join(gate['name'] for gate in gates)}")
     scheduled = _condition(status, "PodScheduled")
     if scheduled.get("status") == "False":
-        return Failure(scheduled.get("reason") or UNSCHEDULABLE, scheduled.get("message") or "no node was found for it")
+        return Failure(scheduled.get("reason") or UNSCHEDULABLE, scheduled.get("message") or "no node fits")
     for container in _containers(status):
         waiting = (container.get("state") or {}).get("waiting") or {}
         reason = waiting.get("reason") or ""
@@ -86,13 +86,13 @@ def _waiting(spec: Object, status: Object) -> Failure | None:
 
 
 def _image_of(container: Object, spec: Object, words: str) -> str:
-    """The image that cannot be fetched: the container's, unless the kubelet names one that is a volume."""
+    """The image that cannot be pulled: the container's, unless the message names an image volume."""
     volumes = [(volume.get("image") or {}).get("reference") for volume in spec.get("volumes") or []]
     return str(next((image for image in volumes if image and image in words), container.get("image")))
 
 
 def _failure(status: Object) -> Failure:
-    """The pod's own reason (evicted, lost) comes before that of its container, which is only a consequence."""
+    """The pod's own reason (evicted, lost) takes precedence over the reason of its container, which follows from it."""
     disruption = _condition(status, "DisruptionTarget")
     ended = _first_to_end(status)
     if status.get("reason"):
@@ -101,25 +101,25 @@ def _failure(status: Object) -> Failure:
         reason = disruption.get("reason") or "Disrupted"
         return Failure(reason, disruption.get("message") or "the cluster ended the pod")
     if ended is None:
-        return Failure("PodFailed", status.get("message") or "the pod failed without saying why")
+        return Failure("PodFailed", status.get("message") or "the pod failed without a reason")
     return read_failure(ended.get("exitCode"), ended.get("reason") or "", (ended.get("message") or "").strip())
 
 
 def _first_to_end(status: Object) -> Object | None:
-    """The ``terminated`` state that explains the failure: ours, else the first that did not end well."""
+    """The ``terminated`` state that explains the failure: of the main container, else of the first that failed."""
     failed = [(name, state) for name, state in _terminated(status) if state.get("exitCode") != 0]
     ours = [state for name, state in failed if name == names.CONTAINER]
     return next(iter([*ours, *(state for _, state in failed)]), None)
 
 
 def _finished_at(status: Object) -> float | None:
-    """When its last container ended; where no kubelet said so, when it last stopped being ready."""
+    """When the last container ended; without that, when the pod last became unready."""
     ends = [end for _, state in _terminated(status) if (end := _time(state.get("finishedAt"))) is not None]
     return max(ends) if ends else _time(_condition(status, "Ready").get("lastTransitionTime"))
 
 
 def _terminated(status: Object) -> Iterator[tuple[str | None, Object]]:
-    """Name and ``terminated`` state of every container that has ended."""
+    """Name and ``terminated`` state of every ended container."""
     for container in _containers(status):
         if (state := (container.get("state") or {}).get("terminated")) is not None:
             yield container.get("name"), state

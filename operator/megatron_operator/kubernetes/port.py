@@ -38,10 +38,10 @@ Object = Mapping[str, Any]
 
 
 class KubernetesPort:
-    """Children are told from a namesake's by ``uid``, the resource's own: those of others are never touched."""
+    """Only children with the resource's ``uid`` as owner belong to it; those of other owners are never changed."""
 
     def __init__(self, api: ApiServer, uid: str, client: httpx.AsyncClient, kinds: MissingKinds, wake: Wake) -> None:
-        """``client`` leads to pods; ``wake`` is called when a kind is there that was missed, or a pod answers late."""
+        """``client`` connects to pods. ``wake`` is called when a missing kind appears, or a pod answers late."""
         self._api = api
         self._kinds = kinds
         self._wake = wake
@@ -51,16 +51,17 @@ class KubernetesPort:
         self._image_volumes = ImageVolumes(api)
         self._poller = ControlApiPoller(wake)
         self.control_client = ControlClient(None, http=client)
-        """Client of the pods' control APIs; another one once the token is known."""
+        """Client of the pods' control APIs; replaced when the token is known."""
         self._applied: dict[str, Any] = {}
-        """The fields of each child that were ours right after we applied it."""
+        """The fields of each child that the operator managed right after it applied them."""
         self._routes = set(names.ROUTE_KINDS)
-        """Those that may be there: after one look, only what was found, or was made since."""
+        """Route kinds that may exist: after the first observation, only those that were found or created."""
         self.revisions: Mapping[str, int] = {}
-        """Revision of the last answer of each pod that was observed and answered, by the pod's uid."""
+        """Revision of the last report of each observed pod, by the pod's uid."""
 
     async def observe(self, name: str, namespace: str) -> World:
-        """Raises WorldError when the API server does not answer; a pod that does not is observed without its report."""
+        """Raises WorldError when the API server does not answer. A pod that does not answer is observed without a
+        report."""
         self._image_volumes.look_again()
         labels = names.selector_labels(name)
         pods, services, secret, policy, routes = await asyncio.gather(
@@ -71,9 +72,9 @@ class KubernetesPort:
             self._find_routes(name, namespace),
         )
         if secret is None and pods:
-            # Pods come after their Secret, which may have come between the two looks: this one is sure to find it.
+            # A pod's Secret exists before the pod, so the first read preceded both; this one finds the Secret.
             secret = await self._api.get("Secret", namespace, names.keys_secret(name))
-        # Items of a list come without their kind.
+        # Items of a list have no kind.
         found = [*({**each, "kind": "Service"} for each in services), secret, policy, *routes]
         named = {names.child_key(each): each for each in found if each is not None}
         children = {key: each for key, each in named.items() if self._owns(each)}
@@ -96,22 +97,22 @@ class KubernetesPort:
         )
 
     async def close(self) -> None:
-        """End questions to pods that are still open."""
+        """Cancel open polls."""
         await self._poller.close()
 
     async def _find_routes(self, name: str, namespace: str) -> list[Object]:
-        """Most resources have none, and are not asked for them at each look."""
+        """Most resources have no route, so each round reads only the kinds that may exist."""
         kinds = sorted(kind for kind in self._routes if not self._kinds.is_missing(kind))
         found = await asyncio.gather(*(self._api.get(kind, namespace, names.route(name)) for kind in kinds))
         routes: list[Object] = [route for route in found if route is not None]
         self._routes = {route["kind"] for route in routes}
         for kind in self._routes:
-            # Also long after it was made: a look of kopf's that was late to end can have dropped the kind again.
+            # Repeated in every round: a late discovery of kopf may have dropped the kind again.
             await self._kinds.found(kind)
         return routes
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the port's signature
-        """Raises ActionRefused when the API server refuses, SignalRefused when the engine does, else WorldError."""
+        """Raises ActionRefused if the API server refuses, SignalRefused if the engine does, WorldError otherwise."""
         match action:
             case ApplyChild(manifest):
                 await self._apply_child(manifest)
@@ -139,9 +140,9 @@ class KubernetesPort:
         return any(owner.get("uid") == self._uid for owner in obj["metadata"].get("ownerReferences") or [])
 
     def _is_as_applied(self, child: Object) -> bool:
-        """False for a child that others changed, or that an earlier operator applied: it is applied once more.
+        """False for a child that others changed or an earlier operator applied; it is applied again.
 
-        A field that another manager sets to something else is no longer ours.
+        A field that another manager changed is no longer managed by the operator.
         """
         if child["kind"] == "Secret":
             return True
@@ -179,7 +180,7 @@ class KubernetesPort:
             await self._api.delete(kind, namespace, name, uid=found["metadata"]["uid"], grace_seconds=0)
 
     async def _create(self, manifest: Manifest) -> None:
-        """One of ours that exists already is success."""
+        """Create the object. An existing one of this resource is success."""
         try:
             await self._api.create(manifest)
         except ServerRefusal as refusal:
@@ -188,17 +189,15 @@ class KubernetesPort:
             await self._check_free(manifest)
 
     async def _check_free(self, manifest: Manifest) -> None:
-        """Raises WorldError when the name is taken by what is not ours."""
+        """Raises WorldError when an object of another owner has the name."""
         kind, metadata = manifest["kind"], manifest["metadata"]
         found = await self._api.get(kind, metadata["namespace"], metadata["name"])
         if found is None or self._owns(found):
             return
         which = f"{kind} {metadata['name']}"
         if (found["metadata"].get("labels") or {}).get(names.NAME_LABEL) == metadata["labels"][names.NAME_LABEL]:
-            raise WorldError(
-                f"{which} of an earlier resource of the same name is still there: waiting until it is gone"
-            )
-        raise ActionRefused(f"{which} exists and belongs to someone else: delete it, or give the resource another name")
+            raise WorldError(f"{which} of a deleted resource of the same name still exists: waiting for its deletion")
+        raise ActionRefused(f"{which} exists and has another owner: delete it, or give the resource another name")
 
 
 def _with_random_values(manifest: Manifest, keys: Sequence[str]) -> Manifest:
@@ -206,7 +205,7 @@ def _with_random_values(manifest: Manifest, keys: Sequence[str]) -> Manifest:
 
 
 def _our_fields(child: Object) -> Any:
-    """What server-side apply remembers of us; never equal to what ``dict.get`` finds nothing for."""
+    """The fields that server-side apply records for the operator; never equal to a missing entry."""
     entries: Sequence[Object] = child["metadata"].get("managedFields") or []
     applied = (each for each in entries if each.get("manager") == names.MANAGER and each.get("operation") == "Apply")
     return next((each.get("fieldsV1") for each in applied), {})

@@ -1,4 +1,4 @@
-"""One resource's loop: whatever happens, look at the whole state and take the next step, until it is gone."""
+"""The reconcile loop of one resource: each round observes the whole state and takes the next step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron_operator.settings import Settings
 from megatron_operator.world import NamespaceTerminating, WorldError
 
 RESYNC = 600.0
-"""Seconds to the next look when nothing happens and nothing is due: at what is not watched, or was missed."""
+"""Seconds to the next round without an event, for what is not watched or was missed."""
 COALESCE = 0.05
-"""Seconds in which events that come together are gathered into one look."""
+"""Seconds in which events are merged into one round."""
 FIRST_RETRY = 0.5
 LONGEST_RETRY = 30.0
 
@@ -32,9 +32,9 @@ logger = logging.getLogger("megatron_operator")
 
 @dataclass(frozen=True)
 class Shared:
-    """What all loops of an operator have in common.
+    """What all loops share.
 
-    ``http`` leads to pods, and ``slots`` bounds how many resources take a round at the same time.
+    ``http`` connects to pods; ``slots`` limits the number of concurrent rounds.
     """
 
     api: ApiServer
@@ -46,10 +46,10 @@ class Shared:
 
 
 class ResourceLoop:
-    """``run`` does all; ``wake`` says that something may have changed. Rounds of one resource never overlap."""
+    """``run`` runs the loop; ``wake`` triggers a round. Rounds of one resource never overlap."""
 
     def __init__(self, namespace: str, name: str, shared: Shared, new_resource: Json | None = None) -> None:
-        """``new_resource`` is the resource where nobody has reported on it yet."""
+        """``new_resource`` is a resource without a status."""
         self.namespace = namespace
         self.name = name
         self._shared = shared
@@ -64,12 +64,12 @@ class ResourceLoop:
         self._watches = ControlApiWatches(self._wake_up)
 
     def wake(self, version: str | None = None) -> None:
-        """``version`` is the resource's own: the echo of a status that this loop wrote is no news."""
+        """``version`` is the resource's version. The event for a status that this loop wrote triggers nothing."""
         if version is None or version != self._written_version:
             self._woken.set()
 
     async def run(self) -> None:
-        """Returns when the resource is gone and no word of a new one of that name has come."""
+        """Returns when the resource is gone and no event for a new one of that name has arrived."""
         if self._new_resource is not None:
             await self._begin(self._new_resource)
         while True:
@@ -80,14 +80,14 @@ class ResourceLoop:
             await self._rest(delay or 0.0)
 
     async def close(self) -> None:
-        """End the watches, and whatever else asks pods."""
+        """End the watches and polls."""
         self._shared.kinds.forget(self._wake_up)
         await self._watches.close()
         if self._port is not None:
             await self._port.close()
 
     async def _rest(self, delay: float) -> None:
-        """Until ``delay`` has passed or something happens; after a failure, events too have to wait a little."""
+        """Wait for ``delay`` seconds or an event. After a failure, events wait for the back-off too."""
         least = min(delay, FIRST_RETRY) if self._failures else COALESCE
         try:
             async with asyncio.timeout(delay):
@@ -97,11 +97,11 @@ class ResourceLoop:
         await asyncio.sleep(least)
 
     async def _begin(self, new_resource: Json) -> None:
-        """Two requests or a few, for which it takes no turn among the others' rounds."""
+        """Create the first pods. This takes few requests, so it does not wait for a slot."""
         try:
             await begin(new_resource, await self._port_of(new_resource), settings=self._shared.settings)
         except Exception:
-            logger.exception("%s: its beginning ended unexpectedly", self)
+            logger.exception("%s: the first pods could not be created", self)
 
     async def _round(self) -> float | None:
         """Seconds to the next round at the latest; None when the resource is gone. Never raises."""
@@ -117,7 +117,7 @@ class ResourceLoop:
                     return self._retry_after()
                 except Exception:
                     measured.outcome = Outcome.BUG
-                    logger.exception("%s: a round ended unexpectedly", self)
+                    logger.exception("%s: a round failed unexpectedly", self)
                     return self._retry_after()
         self._failures = 0
         if result is None:
@@ -137,7 +137,7 @@ class ResourceLoop:
         return result
 
     async def _port_of(self, obj: Json) -> KubernetesPort:
-        """The port of this very object; another object of the same name gets another one."""
+        """The port of this object; another object of the same name gets its own."""
         uid = obj["metadata"]["uid"]
         if self._port is None or uid != self._uid:
             await self.close()
@@ -146,7 +146,7 @@ class ResourceLoop:
         return self._port
 
     async def _report(self, obj: Json, result: ReconcileResult) -> bool:
-        """The status in one patch, then the events, so that a lost race repeats no event. False: the object is gone."""
+        """Write the status, then the events, so that a conflict repeats no event. False when the object is gone."""
         if result.patch:
             written = await self._shared.api.patch_status(obj, result.patch)
             if written is None:
@@ -159,7 +159,7 @@ class ResourceLoop:
         return True
 
     def _tell(self, problems: tuple[str, ...]) -> bool:
-        """Whether there are any; each is logged when it comes up, and not in every round that it lasts."""
+        """Whether there are problems. Each is logged when it begins, not in every round."""
         for problem in problems:
             if problem not in self._problems:
                 logger.warning("%s: %s", self, problem)
@@ -167,7 +167,7 @@ class ResourceLoop:
         return bool(problems)
 
     async def _post(self, obj: Json, event: Event) -> None:
-        """An event that cannot be posted is missed by nobody but its readers."""
+        """Create an event. A failure is logged only."""
         try:
             await self._shared.api.create(kubernetes_event(obj, event))
         except NamespaceTerminating:

@@ -1,4 +1,4 @@
-"""The loops of all resources."""
+"""The reconcile loops of all resources."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Key = tuple[str, str]
 
 
 class ResourceLoops:
-    """One loop for each resource, from the first word of it until it is gone; none before ``start_leading``."""
+    """One loop per resource, from its first event until it is gone. No loop runs before ``start_leading``."""
 
     def __init__(self, api: ApiServer, settings: Settings, meters: Meters, watch: Watch) -> None:
-        """``watch`` is told which of the kinds that a cluster may lack are to be watched."""
+        """``watch`` is called with each optional kind that has an object."""
         slots = asyncio.Semaphore(MAX_CONCURRENT_ROUNDS)
         self._shared = Shared(api, pod_http_client(), settings, meters, slots, MissingKinds(api, watch))
         self._leading = False
         self._waiting: set[Key] = set()
-        """Resources that were seen while another operator acts."""
+        """Resources that were seen while this operator does not hold the Lease."""
         self._loops: dict[Key, ResourceLoop] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start_leading(self) -> None:
-        """This operator acts from now on."""
+        """This operator holds the Lease: start the loops."""
         self._leading = True
         self._shared.meters.set_leading(True)
         while self._waiting:
             self._start(self._waiting.pop())
 
     async def stop_leading(self) -> None:
-        """End all loops; resources and pods stay as they are, and are remembered until the next ``start_leading``."""
+        """End all loops. Resources and pods stay as they are; the next ``start_leading`` starts the loops again."""
         self._leading = False
         self._shared.meters.set_leading(False)
         self._waiting |= self._loops.keys()
@@ -46,13 +46,13 @@ class ResourceLoops:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Stand by for good."""
+        """End all loops for good."""
         await self.stop_leading()
         await self._shared.kinds.close()
         await self._shared.http.aclose()
 
     def resource_changed(self, obj: Json, *, gone: bool = False) -> None:
-        """Something happened to the resource itself, which is ``obj`` now, or ``gone``."""
+        """Handle an event of the resource: ``obj`` is its latest version, ``gone`` marks its deletion."""
         metadata = obj["metadata"]
         key = (metadata["namespace"], metadata["name"])
         if not self._leading:
@@ -63,7 +63,7 @@ class ResourceLoops:
             self._loops[key].wake(metadata["resourceVersion"])
 
     def wake(self, namespace: str, name: str) -> None:
-        """Something happened to a child of the resource; one that is gone stays gone."""
+        """Handle an event of a child of the resource."""
         if (loop := self._loops.get((namespace, name))) is not None:
             loop.wake()
 
@@ -79,7 +79,7 @@ class ResourceLoops:
         try:
             await loop.run()
         finally:
-            # Before anything is awaited: from here on, word of a new resource of that name starts a new loop.
+            # Before the first await: from here on, an event for a new resource of that name starts a new loop.
             del self._loops[key]
             self._shared.meters.forget(*key)
             await loop.close()

@@ -1,4 +1,4 @@
-"""A person's access to a cluster: by kubeconfig and context, with streams, and with errors for people."""
+"""A user's access to a cluster: kubeconfig and context, streams, and errors for users."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from megatron_operator.kubernetes.api_server import MERGE_PATCH, ApiServer, Json
 from megatron_operator.world import WorldError
 
 USER_AGENT = "kubectl-megatron"
-"""Also the field manager of what people change."""
+"""Also the field manager of users' changes."""
 RESOURCES = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
 NAMESPACE_OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=5.0)
 
 
 class EndpointError(WorldError):
-    """What an OpenAI endpoint behind the API server's proxy answered instead of what was asked for."""
+    """An error of the OpenAI endpoint behind the API server's proxy."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -40,14 +40,14 @@ class UserCluster(ApiServer):
         super().__init__(api)
         self.context = context
         self.namespace = namespace
-        """The one of the context, which counts where none is named."""
+        """The namespace of the context, used by default."""
         self.server = str(api.configuration.host)
 
     @classmethod
     async def open(cls, kubeconfig: Path | None = None, context: str | None = None) -> Self:
-        """``kubeconfig``, else the files of KUBECONFIG, else ~/.kube/config, else the cluster around this pod.
+        """Connect by ``kubeconfig``, else the files of KUBECONFIG, else ~/.kube/config, else the cluster of this pod.
 
-        Raises ServerError when none of them leads anywhere.
+        Raises ServerError when none of them works.
         """
         configuration = client.Configuration()
         paths = str(kubeconfig or os.environ.get("KUBECONFIG") or Path.home() / ".kube" / "config")
@@ -69,7 +69,7 @@ class UserCluster(ApiServer):
             config.load_incluster_config(client_configuration=configuration)
             namespace = NAMESPACE_OF_THIS_POD.read_text().strip()
         except (config.ConfigException, OSError) as error:
-            words = f"no cluster: kubeconfig {paths} does not exist; set KUBECONFIG, or say --kubeconfig FILE"
+            words = f"no cluster: kubeconfig {paths} does not exist; set KUBECONFIG, or use --kubeconfig FILE"
             raise ServerError(words) from error
         return cls(_client(configuration), context="(this pod)", namespace=namespace)
 
@@ -88,7 +88,7 @@ class UserCluster(ApiServer):
         return await self._request("POST", path, query, body=body)
 
     async def set_spec(self, namespace: str, name: str, spec: Mapping[str, Any]) -> Json:
-        """Change these fields of a resource's spec and nothing else; the resource after it."""
+        """Change these fields of a resource's spec; returns the changed resource."""
         path = path_of("MegatronInference", namespace, name)
         query = {"fieldManager": USER_AGENT}
         return await self._request("PATCH", path, query, body={"spec": dict(spec)}, content_type=MERGE_PATCH)
@@ -109,7 +109,7 @@ class UserCluster(ApiServer):
         body: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer that may go on for as long as it likes. Raises EndpointError too."""
+        """A streamed answer, without a time limit. Raises EndpointError too."""
         sent = {"Accept": "*/*", "Content-Type": "application/json", **(headers or {})}
         try:
             answer = (await self._call(method, path, query, sent, body, STREAM_TIMEOUT)).response
@@ -122,24 +122,24 @@ class UserCluster(ApiServer):
                 raise _refusal(f"{method} {path}", answer.status, await answer.text())
             yield answer
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{method} {path}: the answer broke off: {error}") from error
+            raise ServerError(f"{method} {path}: the answer ended early: {error}") from error
         finally:
             answer.close()
 
 
 def resources_path(namespace: str | None) -> str:
-    """The URL path of all resources of a namespace, or of all namespaces."""
+    """URL path of all resources of a namespace, or of all namespaces."""
     return RESOURCES if namespace is None else path_of("MegatronInference", namespace)
 
 
 def core_path(namespace: str, plural: str, name: str = "") -> str:
-    """The URL path of objects of the core API in a namespace."""
+    """URL path of objects of the core API in a namespace."""
     path = f"/api/v1/namespaces/{quote(namespace, safe='')}/{plural}"
     return f"{path}/{quote(name, safe='')}" if name else path
 
 
 def _refusal(request: str, status: int, text: str) -> WorldError:
-    """The API server's own words, or those of the endpoint behind its proxy."""
+    """The error of the API server, or of the endpoint behind its proxy."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return EndpointError(str(json.loads(text)["error"]["message"]), status)
     try:

@@ -1,7 +1,7 @@
-"""The kinds that kopf watches, so that one is watched from when the first object of it is made.
+"""The kinds that kopf watches. A kind is watched from the creation of its first object on.
 
-kopf looks for kinds when a definition changes. The API server tells of a new kind a moment later, maybe after the last
-change, and kopf does not look again; with rights in single namespaces it looks only when it starts.
+kopf discovers kinds when a CRD changes. The API server may serve a new kind a moment later, and kopf does not look
+again. With Roles in single namespaces kopf discovers kinds only at its start.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_operator.kubernetes.api_server import group_version_plural
 from megatron_operator.world import WorldError
 
 LOOK_AGAIN = 5.0
-"""Seconds between two looks at whether a kind is watched. Only for one that is not, the API server is asked."""
+"""Seconds between checks whether a kind is watched. The API server is queried only for a kind that is not."""
 
 
 class WatchedKinds:
-    """Of one run of kopf, which takes ``insights`` as it starts."""
+    """The kinds of one run of kopf, which receives ``insights`` at its start."""
 
     def __init__(self) -> None:
         self.insights = Insights()
 
     async def add(self, kind: str) -> None:
-        """Watch objects of this kind, which the API server serves, if they are not watched yet."""
+        """Watch objects of this kind, unless they are watched already."""
         resource = _resource(kind)
         if resource in self.insights.watched_resources:
             return
@@ -38,8 +38,8 @@ class WatchedKinds:
     async def keep(self, kind: str, is_served: Callable[[str], Awaitable[bool]]) -> None:
         """Watch objects of this kind whenever the API server serves it, until cancelled.
 
-        The discovery of a server that has just started may lack the kind at the only moment at which kopf looks. The
-        operator would run on, and see no resource.
+        A server that has just started may lack the kind at the only time at which kopf discovers kinds. The operator
+        would then run without seeing any resource.
         """
         while True:
             await asyncio.sleep(LOOK_AGAIN)

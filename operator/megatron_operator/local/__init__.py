@@ -1,1 +1,1 @@
-"""A MegatronInference on this machine: the same pods as on a cluster, run as processes."""
+"""The adapter for this machine: the pods of a cluster, run as processes."""

@@ -10,17 +10,17 @@ ATTEMPTS = 64
 
 
 class NoAddressError(Exception):
-    """No loopback address has the ports free; ``str()`` names the port and the mend."""
+    """No loopback address has the ports free; ``str()`` names the port and the fix."""
 
 
 class LoopbackAddresses:
-    """Hands out addresses in 127.0.0.0/8 and remembers them, so that two pods never share one."""
+    """Allocates addresses in 127.0.0.0/8, so that two pods never share one."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
 
     def take(self, ports: Iterable[int], prefer: str | None = None) -> str:
-        """An address on which every one of the ports can be listened on. Raises NoAddressError."""
+        """An address with all of the ports free. Raises NoAddressError."""
         wanted = sorted(set(ports))
         candidates = [prefer] if prefer else []
         candidates += [_random_address() for _ in range(ATTEMPTS)]
@@ -33,17 +33,17 @@ class LoopbackAddresses:
                 self._taken.add(address)
                 return address
         raise NoAddressError(
-            f"port {busy} is taken on every loopback address: some process listens on 0.0.0.0:{busy} or [::]:{busy}; "
+            f"port {busy} is taken on every loopback address: a process listens on 0.0.0.0:{busy} or [::]:{busy}; "
             "end it (find it with `ss -ltnp`)"
         )
 
     def give_back(self, address: str) -> None:
-        """Let the address be used again; one that was never taken is fine."""
+        """Release the address. An address that was never taken is fine."""
         self._taken.discard(address)
 
 
 def _random_address() -> str:
-    # 127.64.0.0/10 and up: resolvers and distributions keep addresses of their own in 127.0.0.0/16.
+    # 127.64.0.0/10 and up: resolvers and distributions use addresses in 127.0.0.0/16.
     return f"127.{64 + secrets.randbelow(64)}.{secrets.randbelow(256)}.{1 + secrets.randbelow(254)}"
 
 

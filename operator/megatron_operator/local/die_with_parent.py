@@ -1,7 +1,7 @@
-"""Runs one command that cannot outlive its starter: ``python die_with_parent.py PARENT_PID COMMAND [ARGUMENT...]``.
+"""Runs a command that dies with its parent: ``python die_with_parent.py PARENT_PID COMMAND [ARGUMENT...]``.
 
-The kernel kills the command when the thread that started it ends, SIGKILL included. A program of its own instead of a
-hook between fork and exec, because such a hook is unsafe where the starter has threads. Standard library only.
+The kernel kills the command when the thread that started it ends, even by SIGKILL. This is a program instead of a hook
+between fork and exec, because such a hook is unsafe in a process with threads. It uses the standard library only.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ CANNOT_EXECUTE = 126
 
 
 def main(parent: int, command: list[str]) -> int:
-    """Never returns when all goes well: the command takes this process's place. Returns an exit status otherwise."""
+    """Replaces this process by the command. Returns an exit status only on failure."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        print(f"leash: prctl failed: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
+        print(f"die_with_parent: prctl failed: {os.strerror(ctypes.get_errno())}", file=sys.stderr)
         return CANNOT_EXECUTE
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # the parent ended before the prctl call
         return CANNOT_EXECUTE
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"leash: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        print(f"die_with_parent: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return CANNOT_EXECUTE
 
 

@@ -1,4 +1,4 @@
-"""The cluster's names and Services on the loopback interface."""
+"""The cluster's DNS names and Services on the loopback interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLUSTER_NAME = re.compile(
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A pod that a Service may lead to."""
+    """A pod that a Service may select."""
 
     namespace: str
     labels: Mapping[str, str]
@@ -38,7 +38,8 @@ class _Service:
 
 
 class LoopbackNetwork:
-    """Gives every Service and pod an address, forwards Services to the pods that they select, and resolves names."""
+    """Gives every Service and pod an address, forwards connections to the pods that a Service selects, and resolves
+    names."""
 
     def __init__(self, addresses: LoopbackAddresses, endpoints: Callable[[], Iterable[Endpoint]]) -> None:
         self._addresses = addresses
@@ -50,9 +51,9 @@ class LoopbackNetwork:
         self._turns = itertools.count()
 
     async def apply_service(self, manifest: Mapping[str, Any], prefer: str | None = None) -> str:
-        """Listen for the Service and return its address, which stays for good. Raises NoAddressError.
+        """Listen for the Service; returns its permanent address. Raises NoAddressError.
 
-        ``prefer`` is taken when its ports are free. A repeated call changes the selector; ports are fixed at the first.
+        ``prefer`` is used if its ports are free. A repeated call changes the selector, but not the ports.
         """
         key = _key(manifest)
         async with self._applying:
@@ -67,7 +68,7 @@ class LoopbackNetwork:
             return address
 
     async def close(self) -> None:
-        """End all Services and every connection through them."""
+        """Close all Services and their connections."""
         for service in self._services.values():
             self._addresses.give_back(service.address)
             for server in service.servers:
@@ -83,7 +84,7 @@ class LoopbackNetwork:
         return service.address if service else None
 
     def pod_address(self, pod: PodMetadata, ports: Iterable[int]) -> str:
-        """The address of a pod, the one that its name was resolved to if it was. Raises NoAddressError."""
+        """The address of a pod; the same that its name was resolved to earlier. Raises NoAddressError."""
         key = (pod.namespace, pod.subdomain, pod.hostname)
         if pod.subdomain and key in self._pod_addresses:
             return self._pod_addresses[key]
@@ -93,16 +94,17 @@ class LoopbackNetwork:
         return address
 
     def forget_pod(self, pod: PodMetadata, address: str) -> None:
-        """Let a pod's address be used again."""
+        """Release a pod's address."""
         self._pod_addresses.pop((pod.namespace, pod.subdomain, pod.hostname), None)
         self._addresses.give_back(address)
 
     def resolve(self, text: str) -> str:
-        """``text`` with the cluster's names (``service.namespace.svc``, ``pod.service.namespace.svc``) as addresses."""
+        """``text`` with the cluster's names (``service.namespace.svc``, ``pod.service.namespace.svc``) replaced by
+        addresses."""
         return CLUSTER_NAME.sub(self._address_of, text)
 
     def unknown_services(self, text: str) -> set[tuple[str, str]]:
-        """Namespace and name of the Services that ``text`` names and that were not applied."""
+        """Namespace and name of the Services in ``text`` that were not applied."""
         return {(space, name) for _, name, space in CLUSTER_NAME.findall(text)} - self._services.keys()
 
     def _address_of(self, match: re.Match[str]) -> str:
@@ -113,7 +115,7 @@ class LoopbackNetwork:
         if host is None:
             return service.address
         key = (namespace, name, host)
-        if key not in self._pod_addresses:  # a peer that has not been started yet
+        if key not in self._pod_addresses:  # a peer that has not started yet
             self._pod_addresses[key] = self._addresses.take(
                 [int(port["port"]) for port in service.manifest["spec"]["ports"]]
             )
@@ -127,7 +129,7 @@ class LoopbackNetwork:
             assert task is not None
             self._connections.add(task)
             try:
-                # By `close`. Python 3.11 would report it as an error that nobody has handled.
+                # `close` cancels this task. Python 3.11 would log that as an unhandled error.
                 with contextlib.suppress(asyncio.CancelledError):
                     await self._forward(key, target, reader, writer)
             finally:
@@ -166,12 +168,12 @@ class LoopbackNetwork:
         ]
         if not chosen:
             return None
-        # Those that are ready take turns. Of others the newest: an older one is on its way out.
+        # Ready pods take turns. Of unready pods the newest is used, since older ones are ending.
         return chosen[-1] if unready_too else chosen[next(self._turns) % len(chosen)]
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Hand on bytes until the end of input, then close that direction; a broken end breaks the other."""
+    """Copy until the end of input, then close that direction. An error closes the connection."""
     with contextlib.suppress(OSError):
         while data := await reader.read(CHUNK):
             writer.write(data)

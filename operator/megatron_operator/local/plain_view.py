@@ -1,4 +1,4 @@
-"""The view for logs and pipes: one line for each change."""
+"""The view for logs and pipes: one line per change."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from megatron_operator.local.snapshot import Snapshot, pod_state
 from megatron_operator.world import Loading
 
 LOADING_STEPS = 4
-"""A change in loading is said at every quarter."""
+"""Progress of loading is printed at every quarter."""
 
 
 class PlainView:
-    """Prints what differs from the line before."""
+    """Prints the differences between snapshots."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last: dict[str, str] = {}
 
     def show(self, snapshot: Snapshot) -> None:
-        """Prints the facts that are new or have changed."""
+        """Print the facts that are new or changed."""
         facts = dict(_facts(snapshot))
         for subject, words in facts.items():
             if self._last.get(subject) != words:
@@ -32,11 +32,11 @@ class PlainView:
         self._last = facts
 
     def say(self, text: str) -> None:
-        """Prints as it is, unwrapped and without markup."""
+        """Print one line without wrapping or markup."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Nothing to undo."""
+        """Nothing to close."""
 
 
 def _facts(snapshot: Snapshot) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""What a Pod manifest asks for, read as a command line on this machine."""
+"""Translates a Pod manifest to a command line on this machine."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 Json = Mapping[str, Any]
 SecretReader = Callable[[str, str], Mapping[str, str]]
-"""(namespace, Secret's name) -> its keys and plain values; raises KeyError."""
+"""(namespace, Secret name) -> keys and plain values; raises KeyError."""
 
 DEFAULT_GRACE_SECONDS = 30
 CONTAINER = "spec.containers[0]"
-"""Where errors say that the one container stands."""
+"""Path of the only container in error messages."""
 REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
 FIELD_KEY = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 
 class PodError(Exception):
-    """The manifest cannot be run as a process here; ``str()`` names the field, the value and the mend."""
+    """The manifest cannot run as a process; ``str()`` names the field, the value and the fix."""
 
 
 def needed(entry: Any, field: str, where: str) -> Any:
-    """What the object ``entry``, found at ``where``, says of a field that a pod can't do without. Raises PodError."""
+    """A required field of ``entry``, which was found at ``where``. Raises PodError."""
     if not isinstance(entry, Mapping):
-        raise PodError(f"{where}: {entry!r} is no object; write one that has the field {field}")
+        raise PodError(f"{where}: {entry!r} is not an object; write one that has the field {field}")
     if entry.get(field) in (None, ""):
         found = ", ".join(sorted(entry)) or "nothing"
         raise PodError(f"{where}.{field}: missing beside {found}; a pod needs it, add it")
@@ -35,18 +35,18 @@ def needed(entry: Any, field: str, where: str) -> Any:
 
 
 def number(entry: Json, field: str, where: str, default: float | None = None) -> float:
-    """The same for a field that is a number; it may be missing where there is a ``default``. Raises PodError."""
+    """A numeric field; required unless there is a ``default``. Raises PodError."""
     absent = default is not None and entry.get(field) is None
     value: Any = default if absent else needed(entry, field, where)
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise PodError(f"{where}.{field}: {value!r} is no number; write one") from None
+        raise PodError(f"{where}.{field}: {value!r} is not a number; write one") from None
 
 
 @dataclass(frozen=True)
 class PodMetadata:
-    """The parts of a pod's metadata and spec that others refer to."""
+    """The parts of a pod's metadata and spec that other objects refer to."""
 
     name: str
     namespace: str
@@ -59,7 +59,7 @@ class PodMetadata:
 
     @classmethod
     def of(cls, manifest: Json, uid: str) -> PodMetadata:
-        """Raises PodError when the manifest has no name or asks for restarts."""
+        """Raises PodError when the manifest has no name or a restart policy other than Never."""
         metadata, spec = manifest.get("metadata", {}), manifest.get("spec", {})
         if not metadata.get("name"):
             raise PodError("metadata.name: missing; every pod needs a name")
@@ -80,16 +80,16 @@ class PodMetadata:
 
 @dataclass(frozen=True)
 class PathMap:
-    """Container paths and what they are here; the longest prefix wins."""
+    """Container paths and their folders on this machine; the longest prefix wins."""
 
     pairs: tuple[tuple[str, Path], ...] = ()
 
     def plus(self, container_path: str, here: Path) -> PathMap:
-        """The map with one more pair, which wins over an older one for the same path."""
+        """The map with one more pair, which replaces an older one for the same path."""
         return PathMap(((container_path.rstrip("/") or "/", here), *self.pairs))
 
     def apply(self, text: str) -> str:
-        """``text`` with a mapped path at its start, or after the ``=`` of a flag, replaced."""
+        """``text`` with a mapped path replaced, at its start or after the ``=`` of a flag."""
         flag, separator, value = text.partition("=")
         if separator and flag.startswith("-"):
             return f"{flag}={self.apply(value)}"
@@ -103,7 +103,7 @@ class PathMap:
 
 @dataclass(frozen=True)
 class Launch:
-    """A container as a process: argument vector, environment added to the base, working directory."""
+    """A container as a process: arguments, environment and working directory."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -111,7 +111,7 @@ class Launch:
 
 
 def main_container(manifest: Json) -> Json:
-    """The one container that is run. Raises PodError for what has no meaning as a process."""
+    """The only container. Raises PodError for features that processes do not have."""
     spec = manifest.get("spec", {})
     containers: list[Json] = list(spec.get("containers") or [])
     if not containers:
@@ -126,12 +126,12 @@ def main_container(manifest: Json) -> Json:
 
 
 def container_ports(container: Json) -> list[int]:
-    """The ports that the container says it listens on."""
+    """The container's ports."""
     return [port for port, _ in _ports(container)]
 
 
 def named_ports(container: Json) -> dict[str, int]:
-    """Those of the container's ports that have a name, by it."""
+    """The container's named ports, by name."""
     return {name: port for port, name in _ports(container) if name is not None}
 
 
@@ -141,7 +141,7 @@ def _ports(container: Json) -> Iterator[tuple[int, str | None]]:
 
 
 def numbered_port(container: Json, port: int | str) -> int:
-    """A port by number or by name. Raises PodError for a name that the container does not have."""
+    """A port by number or by name. Raises PodError for an unknown name."""
     if str(port).isdigit():
         return int(port)
     named = named_ports(container)
@@ -151,9 +151,9 @@ def numbered_port(container: Json, port: int | str) -> int:
 
 
 def volume_paths(manifest: Json, folder: Path, read_secret: SecretReader, given: PathMap) -> PathMap:
-    """``given`` plus the container's mounts: emptyDir and secret below ``folder``, hostPath where it is.
+    """``given`` plus the container's mounts: emptyDir and secret volumes below ``folder``, hostPath volumes in place.
 
-    Raises PodError for a volume that only a cluster has, unless ``given`` maps its mount path.
+    Raises PodError for other volumes, unless ``given`` maps their mount path.
     """
     namespace = manifest["metadata"].get("namespace", "default")
     volumes: dict[str, tuple[Json, str]] = {}
@@ -187,7 +187,7 @@ def _volume_here(
     path = mount["mountPath"]
     kind = ", ".join(sorted(set(volume) - {"name"})) or "nothing"
     raise PodError(
-        f"volume {mount['name']!r} ({kind}) at {path}: only a cluster has it; map it with --map-path {path}=FOLDER"
+        f"volume {mount['name']!r} ({kind}) at {path}: exists only on a cluster; map it with --map-path {path}=FOLDER"
     )
 
 
@@ -206,7 +206,7 @@ def _secret(read_secret: SecretReader, namespace: str, name: str) -> Mapping[str
     try:
         return read_secret(namespace, name)
     except KeyError:
-        raise PodError(f"Secret {name!r} is not known here: create it, or name one that exists") from None
+        raise PodError(f"Secret {name!r} does not exist here: create it, or name one that exists") from None
 
 
 def _secret_value(read_secret: SecretReader, namespace: str, name: str, key: str) -> str:
@@ -217,7 +217,7 @@ def _secret_value(read_secret: SecretReader, namespace: str, name: str, key: str
 
 
 def field_value(path: str, pod: PodMetadata, address: str) -> str:
-    """The downward API's ``fieldPath``. Raises PodError for one that means nothing here."""
+    """The value of a downward API ``fieldPath``. Raises PodError for one that processes do not have."""
     if match := FIELD_KEY.fullmatch(path):
         return (pod.labels if match[1] == "labels" else pod.annotations).get(match[2], "")
     known = {
@@ -236,7 +236,7 @@ def field_value(path: str, pod: PodMetadata, address: str) -> str:
 
 
 def environment(container: Json, pod: PodMetadata, address: str, read_secret: SecretReader) -> dict[str, str]:
-    """The container's variables with references resolved, in order, as the kubelet does. Raises PodError."""
+    """The container's variables with references resolved in order, as the kubelet does. Raises PodError."""
     if container.get("envFrom"):
         raise PodError("envFrom: not possible for processes; list the variables under env")
     values: dict[str, str] = {}
@@ -280,7 +280,8 @@ def read_launch(
     read_secret: SecretReader,
     resolve_hosts: Callable[[str], str],
 ) -> Launch:
-    """The process for the manifest's container. ``resolve_hosts`` replaces cluster names in a text. Raises PodError."""
+    """The process for the manifest's container. ``resolve_hosts`` replaces the cluster's names in a text. Raises
+    PodError."""
 
     def here(text: str) -> str:
         return resolve_hosts(paths.apply(text))
@@ -293,7 +294,7 @@ def read_launch(
     program = shutil.which(argv[0], path=env.get("PATH"))
     if program is None:
         raise PodError(
-            f"{argv[0]}: no such program on this machine; pip install 'megatron-inference[runtime]' has ours"
+            f"{argv[0]}: no such program on this machine; pip install 'megatron-inference[runtime]' provides it"
         )
     folder = container.get("workingDir")
     return Launch((program, *argv[1:]), env, Path(paths.apply(folder)) if folder else None)

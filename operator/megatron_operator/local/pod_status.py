@@ -1,4 +1,4 @@
-"""What the kubelet would report of a pod."""
+"""The status of a pod, as a kubelet would report it."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class PodStatus:
     log: Path
     """Standard output and error of the container."""
     pid: int | None = None
-    """Of the container's first process, which is also the id of its process group and session."""
+    """Process id of the container's first process; also the id of its process group and session."""
     started_at: float | None = None
     finished_at: float | None = None
     exit_code: int | None = None
-    """As a shell gives it: 128 plus the signal's number for a killed process."""
+    """Exit code as a shell reports it: 128 plus the signal's number for a killed process."""
     reason: str = ""
     """CamelCase: Completed, Error, StartError, Unhealthy."""
     message: str = ""
     """The container's termination message, or the end of its log."""
     ready_changed_at: float | None = None
     deletion_deadline: float | None = None
-    """Set once deletion was asked for: when the process is killed at the latest."""
+    """Time at which a pod that is being deleted is killed; None for other pods."""
 
     @property
     def deleting(self) -> bool:
-        """True once deletion was asked for."""
+        """Whether its deletion was requested."""
         return self.deletion_deadline is not None
 
     @property
     def finished(self) -> bool:
-        """True when the container has ended or could not be started."""
+        """Whether the container has ended or could not start."""
         return self.phase in (PodPhase.SUCCEEDED, PodPhase.FAILED)

@@ -1,4 +1,4 @@
-"""Pods as processes: the kubelet's part on a machine without one."""
+"""Pods as processes: the part of the kubelet on this machine."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from megatron_operator.local.pod_status import PodStatus
 from megatron_operator.local.process_pod import TERMINATION_LOG, ProcessPod
 
 USUAL_TERMINATION_PATH = "/dev/termination-log"
-"""Where a container writes its termination message when its manifest does not say."""
+"""Default path of a container's termination message."""
 
 
 def no_secrets(_namespace: str, name: str) -> Mapping[str, str]:
-    """A reader for pods that need no Secret."""
+    """A reader for pods without Secrets."""
     raise KeyError(name)
 
 
 class ProcessPods:
-    """Runs Pod manifests as process groups, one loopback address each. Use it inside a running event loop.
+    """Runs Pod manifests as process groups with one loopback address each. Requires a running event loop.
 
-    What a manifest may ask for: one container with a command, variables (values, Secrets, the downward API), HTTP
-    probes, emptyDir, hostPath and secret volumes, a termination message and a grace period. Images, resources and
-    security contexts mean nothing here. Names of Services applied to ``network`` resolve to loopback addresses.
+    Supported are one container with a command, variables (values, Secrets, the downward API), HTTP probes, emptyDir,
+    hostPath and secret volumes, a termination message and a grace period. Images, resources and security contexts are
+    ignored. Names of Services that were applied to ``network`` resolve to loopback addresses.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ProcessPods:
         read_secret: SecretReader = no_secrets,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``folder`` keeps logs and volumes; a temporary one, removed by ``close``, when not given."""
+        """``folder`` holds logs and volumes; by default a temporary one, which ``close`` removes."""
         self._owned_folder = None if folder else Path(tempfile.mkdtemp(prefix="megatron-pods-"))
         self.folder: Path = folder or Path(str(self._owned_folder))
         self._base_env = dict(os.environ if base_env is None else base_env)
@@ -62,14 +62,14 @@ class ProcessPods:
         self._on_change = on_change
         self._pods: dict[tuple[str, str], ProcessPod] = {}
         self._runs: dict[tuple[str, str], asyncio.Task[None]] = {}
-        # No proxy of the environment may come between a probe and its pod.
+        # Probes must not use a proxy of the environment.
         self._client = httpx.AsyncClient(trust_env=False)
         self.network = LoopbackNetwork(LoopbackAddresses(), self._endpoints)
 
     def start(self, manifest: Mapping[str, Any]) -> PodStatus:
-        """Start the pod and return at once; one that exists under this name is left as it is.
+        """Start the pod and return at once. An existing pod of that name is left as it is.
 
-        Raises PodError for a manifest that cannot be a process, NoAddressError when ports are taken everywhere.
+        Raises PodError for a manifest that cannot run as a process, NoAddressError when no address has the ports free.
         """
         identity = PodMetadata.of(manifest, str(uuid.uuid4()))
         key = (identity.namespace, identity.name)
@@ -88,7 +88,7 @@ class ProcessPods:
         return self._pods[key].status()
 
     async def stop(self, name: str, grace_seconds: float | None = None, namespace: str = "default") -> None:
-        """Delete the pod: end its process within the grace (default: the manifest's) and forget it; gone is success."""
+        """Delete the pod: end its process within the grace period (default: the manifest's). A missing pod is fine."""
         key = (namespace, name)
         pod = self._pods.get(key)
         if pod is None:
@@ -105,27 +105,27 @@ class ProcessPods:
     def relabel(
         self, name: str, uid: str, changes: Mapping[str, Mapping[str, str]], namespace: str = "default"
     ) -> None:
-        """Change ``labels`` and ``annotations`` of this very pod; gone is success."""
+        """Change ``labels`` and ``annotations`` of this pod. A missing or replaced pod is success."""
         pod = self._pods.get((namespace, name))
         if pod is not None and pod.identity.uid == uid:
             pod.relabel(changes.get("labels") or {}, changes.get("annotations") or {})
 
     def statuses(self) -> list[PodStatus]:
-        """Every pod that was started and not deleted yet, oldest first."""
+        """All pods that are not deleted yet, oldest first."""
         return [pod.status() for pod in self._pods.values()]
 
     def status(self, name: str, namespace: str = "default") -> PodStatus | None:
-        """One pod, or None when there is no such pod."""
+        """One pod; None when it does not exist."""
         pod = self._pods.get((namespace, name))
         return pod.status() if pod else None
 
     def kill(self) -> None:
-        """End every process at once; ``close`` still has to be awaited."""
+        """Kill all processes. ``close`` is still required."""
         for pod in self._pods.values():
             pod.kill()
 
     async def close(self, grace_seconds: float | None = None) -> None:
-        """Delete all pods and Services and return when every process is gone."""
+        """Delete all pods and Services; returns when all processes are gone."""
         await asyncio.gather(*(self.stop(name, grace_seconds, namespace) for namespace, name in list(self._pods)))
         await self.network.close()
         await self._client.aclose()

@@ -1,4 +1,4 @@
-"""A kubelet's probes: HTTP requests that tell whether a container has started, lives and is ready."""
+"""HTTP probes of a container: startup, liveness and readiness, as the kubelet performs them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import httpx
 from megatron_operator.local.pod_manifest import PodError, needed, number, numbered_port
 
 LONGEST_WAIT_SECONDS = 0.5
-"""A cluster spares its nodes and asks every few seconds; asking oneself costs nothing, and readiness shows sooner."""
+"""Upper limit for the period of a probe: local probes are cheap, and readiness shows sooner."""
 
 Ask = Callable[[], Awaitable[bool]]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One probe of a container. Times in seconds."""
+    """One probe of a container. Times are in seconds."""
 
     path: str
     port: int
@@ -33,12 +33,12 @@ class Probe:
 
     @property
     def patience(self) -> float:
-        """How long it may fail without a break before it counts as failed."""
+        """Seconds of continuous failure after which the probe counts as failed."""
         return self.period * self.failure_threshold
 
     @classmethod
     def of(cls, container: Mapping[str, Any], kind: str) -> Probe | None:
-        """The container's ``startupProbe``, ``livenessProbe`` or ``readinessProbe``. Raises PodError if not HTTP."""
+        """The container's ``startupProbe``, ``livenessProbe`` or ``readinessProbe``. Raises PodError unless HTTP."""
         spec = container.get(kind)
         if not spec:
             return None
@@ -69,7 +69,7 @@ class Probe:
 
 
 async def wait_until_started(probe: Probe, ask: Ask) -> bool:
-    """Ask until the probe passes: True; False when it failed for as long as it may."""
+    """Probe until it passes. False when it has failed for too long."""
     await asyncio.sleep(probe.initial_delay)
     deadline = time.monotonic() + probe.patience
     while not await ask():
@@ -80,7 +80,7 @@ async def wait_until_started(probe: Probe, ask: Ask) -> bool:
 
 
 async def wait_until_unhealthy(probe: Probe, ask: Ask) -> None:
-    """Ask for ever; return when the probe failed ``failure_threshold`` times in a row."""
+    """Probe until it has failed ``failure_threshold`` times in a row."""
     await asyncio.sleep(probe.initial_delay)
     failures = 0
     while failures < probe.failure_threshold:
@@ -89,7 +89,7 @@ async def wait_until_unhealthy(probe: Probe, ask: Ask) -> None:
 
 
 async def watch_readiness(probe: Probe, ask: Ask, tell: Callable[[bool], None]) -> None:
-    """Ask for ever and tell every answer that counts: a pass at once, failures when they last."""
+    """Probe forever, and report each change of readiness: a pass at once, a failure when it lasts."""
     await asyncio.sleep(probe.initial_delay)
     last_pass = -probe.patience
     while True:

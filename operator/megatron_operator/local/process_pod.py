@@ -1,4 +1,4 @@
-"""One pod as a process group: started, probed, ended, and never left behind."""
+"""One pod as a process group: started, probed and ended, without leftovers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LONGEST_MESSAGE = 4096
 TAIL_LINES = 20
 SECONDS_TO_VANISH = 5.0
 TERMINATION_LOG = "termination-log"
-"""The file in a pod's folder that the container writes its termination message to."""
+"""Name of the file with the container's termination message, in the pod's folder."""
 
 
 class ProcessPod:
-    """The life of one pod. ``run`` does all; the other methods ask for things meanwhile."""
+    """One pod. ``run`` runs it to its end; the other methods control it meanwhile."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class ProcessPod:
         )
 
     def status(self) -> PodStatus:
-        """The pod now."""
+        """The current status."""
         return self._status
 
     async def run(self) -> None:
-        """Start the process, probe it, and return when it and all its children are gone."""
+        """Start the process, probe it, and return when it and its children are gone."""
         try:
             self._process = await self._spawn()
         except OSError as error:
@@ -79,7 +79,7 @@ class ProcessPod:
             self._update(phase=PodPhase.FAILED, reason="StartError", message=message, finished_at=time.time())
             return
         self._update(phase=PodPhase.RUNNING, started_at=time.time(), pid=self._process.pid)
-        if self._status.deleting:  # asked to end while it was being started
+        if self._status.deleting:  # the deletion was requested while it started
             self._process.terminate()
         health = asyncio.create_task(self._watch_health(), name=f"probes of {self.identity.name}")
         try:
@@ -93,11 +93,11 @@ class ProcessPod:
         self._settle(128 - code if code < 0 else code)
 
     def relabel(self, labels: Mapping[str, str], annotations: Mapping[str, str]) -> None:
-        """Set these, and leave the others."""
+        """Set labels and annotations; others stay."""
         self._update(labels={**self._status.labels, **labels}, annotations={**self._status.annotations, **annotations})
 
     def end(self, grace_seconds: float) -> None:
-        """Ask the process to end, and kill it when it has not after the grace. A shorter grace may follow a longer."""
+        """Terminate the process, and kill it after the grace period. A later call may shorten the period."""
         if self._status.finished:
             return
         deadline = time.time() + grace_seconds
@@ -105,7 +105,7 @@ class ProcessPod:
         self._terminate(grace_seconds)
 
     def kill(self) -> None:
-        """End the whole process group at once; gone already is fine."""
+        """Kill the process group. A missing group is fine."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ class ProcessPod:
             self._on_change()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        # -I and -S: the leash needs nothing but the standard library, and starts in a third of the time.
+        # -I and -S: die_with_parent uses the standard library only, and starts in a third of the time.
         command = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()), *self._launch.argv]
         with self._status.log.open("ab") as output:
             return await asyncio.create_subprocess_exec(
@@ -170,7 +170,7 @@ class ProcessPod:
         self._timers.append(asyncio.get_running_loop().call_later(grace_seconds, self.kill))
 
     async def _group_gone(self) -> None:
-        """Wait until the killed children have left too, so that their ports are free; bounded."""
+        """Wait, for a limited time, until the killed children are gone, so that their ports are free."""
         assert self._process is not None
         deadline = time.monotonic() + SECONDS_TO_VANISH
         while time.monotonic() < deadline:
@@ -198,7 +198,7 @@ class ProcessPod:
 
 
 def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of a log; empty when there is none."""
+    """The last lines of a log; empty without a log."""
     if not log.exists():
         return ""
     with log.open("rb") as file:

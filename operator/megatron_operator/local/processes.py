@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc shows them. A zombie counts as ended: it holds nothing but its number."""
+"""Processes of this machine, from /proc. A zombie counts as ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Process:
-    """One process; its start (clock ticks since boot) tells it from a later one that has its number."""
+    """One process. Its start time (clock ticks since boot) distinguishes it from a later one with the same id."""
 
     pid: int
     started: int
@@ -26,23 +26,23 @@ class _Stat:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process of this number lives."""
+    """Whether a process with this id is running."""
     return _stat(pid) is not None
 
 
 def is_alive(process: Process) -> bool:
-    """Whether this very process lives."""
+    """Whether this process is running."""
     stat = _stat(process.pid)
     return stat is not None and stat.process == process
 
 
 def group_is_alive(leader: int) -> bool:
-    """Whether any process of the group or the session of this number lives."""
+    """Whether any process of the group or session with this id is running."""
     return any(leader in (stat.group, stat.session) for stat in _living())
 
 
 def descendants(ancestor: int) -> set[Process]:
-    """All living processes below this one."""
+    """All running descendants of a process."""
     children: dict[int, list[Process]] = {}
     for stat in _living():
         children.setdefault(stat.parent, []).append(stat.process)
@@ -62,9 +62,9 @@ def _living() -> Iterator[_Stat]:
 
 
 def _stat(pid: int) -> _Stat | None:
-    """None for a process that has ended, perhaps while it was looked at."""
+    """None for a process that has ended, even during the read."""
     try:
-        # The name before the parenthesis may hold anything.
+        # The name before the parenthesis may contain spaces and parentheses.
         fields = (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
         return None

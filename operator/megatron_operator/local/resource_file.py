@@ -1,4 +1,4 @@
-"""The file that holds the resource: read, watched, and edited while it runs."""
+"""The file with the resource: read, and watched for edits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_operator.api.v1alpha1 import KIND, MegatronInference
 
 @dataclass(frozen=True)
 class ResourceDocument:
-    """What the file says: one resource as it was written, and the Secrets beside it, by name, in plain text."""
+    """The contents of the file: one resource as written, and Secrets by name, in plain text."""
 
     obj: Mapping[str, Any]
     resource: MegatronInference
@@ -25,7 +25,7 @@ class ResourceDocument:
 
 
 class ResourceFile:
-    """Reads the file, and tells when it has changed and is no longer being written."""
+    """Reads the file, and detects completed edits."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,23 +33,22 @@ class ResourceFile:
         self._seen: tuple[int, ...] | None = None
 
     def read(self) -> ResourceDocument:
-        """Raises InvalidResource, naming the file and the line, or the field, its value and the mend."""
+        """Raises InvalidResource with the file and line, or with field, value and fix."""
         self._read = self._seen = self._version()
         try:
             documents = [document for document in yaml.safe_load_all(self.path.read_text()) if document is not None]
         except OSError as error:
             raise InvalidResource.of("file", str(self.path), f"{error.strerror}; give a readable file") from error
         except UnicodeDecodeError as error:
-            raise InvalidResource.of("file", str(self.path), "is no text; give a YAML file") from error
+            raise InvalidResource.of("file", str(self.path), "is not text; give a YAML file") from error
         except yaml.YAMLError as error:
             raise InvalidResource.of("file", str(self.path), _yaml_words(error)) from error
         return _document(self.path, documents)
 
     def has_changed(self) -> bool:
-        """True when the file differs from what was last read, and did so at the last look too.
+        """Whether the file differs from the last read, and has not changed since the previous call.
 
-        Two looks, because an editor may be in the middle of writing. A file that is gone has not changed: editors
-        replace files.
+        Two calls are needed because an editor may still be writing. A missing file is unchanged: editors replace files.
         """
         now = self._version()
         settled = now is not None and now == self._seen
@@ -73,7 +72,7 @@ def _document(path: Path, documents: list[Any]) -> ResourceDocument:
         else:
             resources.append(document)
     if len(resources) != 1:
-        found = f"holds {len(resources)} resources; leave one {KIND} in it (Secrets may stand beside it)"
+        found = f"has {len(resources)} resources; leave one {KIND} in it (besides Secrets)"
         raise InvalidResource.of("file", str(path), found)
     return ResourceDocument(resources[0], parse_resource(resources[0]), secrets)
 
@@ -107,4 +106,4 @@ def _yaml_words(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or "cannot be read"
     where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-    return f"is no YAML: {problem}{where}; correct it"
+    return f"is not YAML: {problem}{where}; correct it"

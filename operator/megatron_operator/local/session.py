@@ -1,4 +1,4 @@
-"""A MegatronInference served on this machine until it fails or someone ends it."""
+"""Serves a MegatronInference on this machine until it fails or is stopped."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from megatron_operator.world import BAD_INPUT_EXIT_CODE, ActionRefused, World
 SERVED, FAILED, INVALID = 0, 1, 2
 """Exit codes."""
 TICK_SECONDS = 0.5
-"""How often the file and the pods are looked at when nothing else wakes the session."""
+"""Seconds between checks of the file and the pods without an event."""
 ENDING_TICK_SECONDS = 0.2
 
 
 class SessionEnded(Exception):
-    """What was waited for cannot come any more; ``str()`` says how the session ended."""
+    """The awaited state cannot be reached any more; ``str()`` says how the session ended."""
 
 
 class LocalSession:
-    """``run`` serves the file's resource; ``stop`` ends it, from a signal handler too."""
+    """``run`` serves the file's resource; ``stop`` ends it and may be called by a signal handler."""
 
     def __init__(self, path: Path, *, paths: PathMap, view: View) -> None:
         self._file = ResourceFile(path)
@@ -57,10 +57,10 @@ class LocalSession:
         self._last_words = ""
         self._document: ResourceDocument
         self.snapshot: Snapshot | None = None
-        """What was shown last."""
+        """The last snapshot."""
 
     async def run(self) -> int:
-        """Returns an exit code when everything that was started is gone."""
+        """Returns an exit code when all processes are gone."""
         code = FAILED
         try:
             self._document = self._accepted(self._file.read())
@@ -75,7 +75,7 @@ class LocalSession:
         return code
 
     def stop(self) -> None:
-        """End gracefully; the second call kills at once."""
+        """Stop gracefully; the second call kills all processes."""
         if self._stopping.is_set():
             self._world.pods.kill()
         self._stopping.set()
@@ -83,11 +83,11 @@ class LocalSession:
 
     @property
     def stopping(self) -> bool:
-        """True once someone asked for the end."""
+        """Whether a stop was requested."""
         return self._stopping.is_set()
 
     async def stop_asked(self) -> None:
-        """Returns when someone has asked for the end."""
+        """Returns when a stop was requested."""
         await self._stopping.wait()
 
     async def until(self, condition: Callable[[Snapshot], bool], what: str, seconds: float) -> Snapshot:
@@ -122,7 +122,7 @@ class LocalSession:
         self._status = result.status
         failed = self._status.condition(ConditionType.FAILED)
         for event in result.events:
-            if failed is None or event.message != failed.message:  # which is told as the last word
+            if failed is None or event.message != failed.message:  # the last message repeats it
                 self._view.say(f"{event.reason}: {event.message}")
         if self._status.phase is Phase.RUNNING and not self._has_served:
             self._has_served = True
@@ -133,7 +133,7 @@ class LocalSession:
         return self._world.observe_without_polling(self._document.resource.name, self._document.resource.namespace)
 
     def _object(self) -> dict[str, Any]:
-        """The resource as an API server would hand it out."""
+        """The resource with the fields that an API server adds."""
         obj = self._document.obj
         metadata = {**obj["metadata"], "uid": self._uid, "generation": self._generation}
         return {**obj, "metadata": metadata, "status": as_json(self._status)}
@@ -145,7 +145,7 @@ class LocalSession:
             self._stepped.notify_all()
 
     async def _or_stop(self, work: Awaitable[None]) -> None:
-        """Finish the work, or drop it as soon as the session is to stop."""
+        """Await the work, or cancel it when the session is to stop."""
         task = asyncio.ensure_future(work)
         stop = asyncio.create_task(self._stopping.wait())
         try:
@@ -163,19 +163,19 @@ class LocalSession:
         try:
             self._document = self._accepted(self._file.read())
         except InvalidResource as error:
-            self._problems = tuple(f"{mistake} (what ran before goes on)" for mistake in error.errors)
+            self._problems = tuple(f"{mistake} (the previous version keeps running)" for mistake in error.errors)
             return
         self._problems = ()
 
     def _accepted(self, document: ResourceDocument) -> ResourceDocument:
-        """Raises InvalidResource for what a cluster's API server, or a look at this machine, would refuse."""
+        """Raises InvalidResource for what an API server would reject, or what this machine does not have."""
         resource = document.resource
         if self._generation:
             before = self._document.resource.metadata
             for field in ("name", "namespace"):
                 old, new = getattr(before, field), getattr(resource.metadata, field)
                 if old != new:
-                    fix = f"cannot change while it runs; write {old} again, or end this session first"
+                    fix = f"cannot change while it runs; write {old} again, or stop this session first"
                     raise InvalidResource.of(f"metadata.{field}", new, fix)
         validated(document.obj, self._settings)
         source = resource.spec.model.source.path
@@ -190,11 +190,11 @@ class LocalSession:
     def _no_such_path(self, source: str) -> str:
         here = self._paths.apply(source)
         if here == source:
-            return "no such file or folder on this machine; correct it, or say where it is with --map-path"
-        return f"no such file or folder: --map-path makes it {here}; correct one of them"
+            return "no such file or folder on this machine; correct it, or map it with --map-path"
+        return f"no such file or folder: --map-path maps it to {here}; correct one of them"
 
     def _exit_code(self) -> int | None:
-        """An exit code when there is nothing left to wait for; a mistake in an edit can be mended by the next one."""
+        """An exit code when the session cannot continue. The next edit may fix an error of the previous edit."""
         obstacle = self._world.obstacle
         if obstacle is not None and not self._has_served:
             self._view.say(f"refused: {obstacle}")
@@ -225,9 +225,9 @@ class LocalSession:
 
     async def _end_pods(self) -> None:
         if self._world.pods.statuses():
-            self._view.say("ending the pods: each finishes its requests first; Ctrl-C again kills at once")
+            self._view.say("ending the pods: each drains first; Ctrl-C again kills them at once")
         closing = asyncio.create_task(self._world.close())
-        await asyncio.sleep(0)  # so that the first look sees them ending
+        await asyncio.sleep(0)  # so that the first snapshot shows them ending
         while self.snapshot is not None and not closing.done():
             await self._show(self._observe_without_polling(), ending=True)
             await asyncio.wait({closing}, timeout=ENDING_TICK_SECONDS)

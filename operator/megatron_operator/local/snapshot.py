@@ -1,4 +1,4 @@
-"""What a person is shown of a local session: the resource, its status, and its pods at one moment."""
+"""A snapshot of a local session for its views: the resource, its status and its pods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_operator.world import ObservedPod, PodPhase, World
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One moment. ``problems`` are complaints about the file that the session goes on in spite of."""
+    """One snapshot. ``problems`` are errors of the file that do not stop the session."""
 
     resource: MegatronInference
     status: Status
@@ -26,7 +26,7 @@ class Snapshot:
         return tuple(sorted(self.world.pods, key=lambda pod: (pod.group, pod.attempt, pod.index)))
 
     def replica_state(self, pod: ObservedPod) -> str:
-        """The engine's state in the pod's group; a dash where the coordinator knows none."""
+        """The engine state of the pod's replica group; a dash when the coordinator does not report it."""
         replicas = self.world.engine.replicas if self.world.engine else ()
         known = (str(replica.state) for replica in replicas if replica.group == pod.group)
         return "-" if pod.finished else next(known, "-")
@@ -37,7 +37,7 @@ class Snapshot:
         return condition is not None and condition.status == "True"
 
     def failures(self) -> Iterator[str]:
-        """Why groups failed, in the words of their pods."""
+        """The failures of replica groups, as their pods reported them."""
         for group in self.status.replica_groups:
             failure = group.last_failure
             if failure is not None:
@@ -45,7 +45,7 @@ class Snapshot:
 
 
 def pod_state(pod: ObservedPod) -> str:
-    """One word for what a pod is doing."""
+    """The state of a pod in one word."""
     if pod.deleting:
         return "Ending"
     if pod.phase is PodPhase.RUNNING:
@@ -54,16 +54,16 @@ def pod_state(pod: ObservedPod) -> str:
 
 
 class View(Protocol):
-    """Shows a session to a person."""
+    """A view of a session."""
 
     def show(self, snapshot: Snapshot) -> None:
-        """Called at every step, whether or not something changed."""
+        """Called at every step, with or without changes."""
         ...
 
     def say(self, text: str) -> None:
-        """A line that stays: an event, a hint, an answer."""
+        """Print a permanent line: an event, a hint, an answer."""
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         ...

@@ -1,4 +1,4 @@
-"""The view for a terminal: a table that is drawn anew as the resource changes."""
+"""The view for a terminal: a table that is redrawn when the resource changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEGA = 1_000_000
 
 
 class TableView:
-    """Draws every snapshot in place; lines that are said scroll by above it."""
+    """Draws every snapshot in place; printed lines scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -33,21 +33,21 @@ class TableView:
         self._live.start()
 
     def show(self, snapshot: Snapshot) -> None:
-        """Draws it."""
+        """Draw the snapshot."""
         self._live.update(draw(snapshot), refresh=True)
 
     def say(self, text: str) -> None:
-        """Prints above the table."""
+        """Print above the table."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """The last table stays on the screen."""
+        """Stop drawing; the last table stays on the screen."""
         self._live.stop()
         self._echo()
 
 
 def _without_echo() -> Callable[[], None]:
-    """Stop the terminal from writing typed keys (such as ^C) into the table; the answer makes it as before."""
+    """Turn off echo, so that typed keys (such as ^C) do not appear in the table. The result restores it."""
     if not sys.stdin.isatty():
         return lambda: None
     before = termios.tcgetattr(sys.stdin)
@@ -58,15 +58,19 @@ def _without_echo() -> Callable[[], None]:
 
 
 def draw(snapshot: Snapshot) -> RenderableType:
-    """The whole picture."""
+    """The complete table."""
     resource = snapshot.resource
-    title = f"{resource.metadata.namespace}/{resource.name}  wish: {resource.spec.lifecycle}"
+    title = f"{resource.metadata.namespace}/{resource.name}  desired: {resource.spec.lifecycle}"
     parts: list[RenderableType] = [_summary(snapshot), ""]
     if not snapshot.ending:
         parts += [_conditions(snapshot), ""]
     parts.append(_pods(snapshot))
     parts += [Text(f"refused: {problem}", style="bold red") for problem in snapshot.problems]
-    hint = "ending; Ctrl-C again kills at once" if snapshot.ending else "edit the file to change it; Ctrl-C ends it"
+    hint = (
+        "ending; Ctrl-C again kills the pods at once"
+        if snapshot.ending
+        else "edit the file to change it; Ctrl-C ends it"
+    )
     return Panel(Group(*parts), title=title, title_align="left", subtitle=hint, subtitle_align="right", box=box.ROUNDED)
 
 

@@ -1,4 +1,4 @@
-"""A session on a terminal or a pipe: the view that suits it, and the signals that end it."""
+"""Runs a session on a terminal or a pipe, with the view that fits and signal handlers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_operator.local.table_view import TableView
 
 @contextmanager
 def session_on(console: Console, file: Path, paths: PathMap) -> Iterator[tuple[LocalSession, View]]:
-    """A session that SIGINT and SIGTERM stop, not yet run, and its view. Needs a running event loop."""
+    """A session that SIGINT and SIGTERM stop, not started yet, and its view. Requires a running event loop."""
     view = TableView(console) if console.is_terminal else PlainView(console)
     try:
         session = LocalSession(file, paths=paths, view=view)

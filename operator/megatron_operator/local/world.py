@@ -1,4 +1,4 @@
-"""The world as seen and changed on this machine: pods are processes, Services are loopback addresses."""
+"""The adapter's ``WorldPort``: pods are processes, Services are loopback addresses."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from megatron_operator.world import (
 )
 
 USUAL_ADDRESS = "127.0.0.1"
-"""Where people look first; the HTTP Service gets it when its port is free there."""
+"""Address of the HTTP Service, if its port is free there."""
 NODE = "localhost"
 LOCAL_RANKS = "MEGATRON_LOCAL_RANKS"
 INHERITED = "MEGATRON_CACHE_DIR"
-"""The one MEGATRON_ variable that pods take from the caller: all others say who a pod is."""
+"""The only MEGATRON_ variable that pods inherit; the others identify a pod."""
 
 
 class LocalWorld:
-    """The ``WorldPort`` of one resource on this machine. ``close`` ends everything that it started."""
+    """The ``WorldPort`` of one resource on this machine. ``close`` ends all processes that it started."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class LocalWorld:
         paths: PathMap | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """``folder`` keeps logs; ``on_change`` is called when a pod has changed."""
+        """``folder`` holds the logs; ``on_change`` is called when a pod has changed."""
         self.pods = ProcessPods(
             folder,
             base_env=_base_environment(),
@@ -65,16 +65,16 @@ class LocalWorld:
         )
         self._secrets: dict[str, Mapping[str, str]] = {}
         self.local_ranks = 1
-        """Ranks of all pods together."""
+        """Total number of ranks of all pods."""
         self.obstacle: WorldError | None = None
-        """Why the last child could not be made on this machine: ActionRefused when the resource is to blame."""
+        """Why the last child could not be created: ActionRefused for an error in the resource."""
         self._children: dict[str, str] = {}
         self._clients: dict[str, ControlClient] = {}
         self._poller = ControlApiPoller(on_change)
         self._deletions: set[asyncio.Task[None]] = set()
 
     async def observe(self, name: str, namespace: str) -> World:
-        """Asks every pod that runs for its state; one that does not answer is observed without."""
+        """Polls all running pods. A pod that does not answer is observed without a report."""
         statuses = self._statuses(name, namespace)
         await self._poller.keep_only({status.uid for status in statuses})
         return self._seen(
@@ -82,16 +82,16 @@ class LocalWorld:
         )
 
     def observe_without_polling(self, name: str, namespace: str) -> World:
-        """The same without asking any pod."""
+        """The same without polling."""
         statuses = self._statuses(name, namespace)
         return self._seen(name, namespace, statuses, [None] * len(statuses))
 
     def add_secrets(self, secrets: Mapping[str, Mapping[str, str]]) -> None:
-        """Take the Secrets that the user wrote, by name; pods that are started from now on get the new values."""
+        """Set the Secrets that the user wrote, by name. Pods that start later use the new values."""
         self._secrets.update({name: dict(values) for name, values in secrets.items()})
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:
-        """Raises ActionRefused when a manifest cannot be run here, WorldError when trying again may help."""
+        """Raises ActionRefused when a manifest cannot run here, WorldError when a retry may help."""
         match action:
             case ApplyChild(manifest):
                 await self._apply_child(manifest)
@@ -113,7 +113,7 @@ class LocalWorld:
                 await self._client(name).set_role(address, leader=leader, epoch=epoch, lifecycle=lifecycle)
 
     async def close(self) -> None:
-        """End all pods, each within the grace of its manifest, then everything else."""
+        """End all pods within the grace periods of their manifests, then close the rest."""
         await self.pods.close()
         await asyncio.gather(*self._deletions)
         await self._poller.close()
@@ -161,7 +161,7 @@ class LocalWorld:
 
     @contextlib.contextmanager
     def _as_world_error(self, child: str) -> Iterator[None]:
-        """Errors as the port knows them, the last one kept; none is left after a success."""
+        """Convert errors to those of the port, and record the last one; a success clears it."""
         self.obstacle = None
         try:
             yield
@@ -173,7 +173,7 @@ class LocalWorld:
             raise self.obstacle
 
     def _with_local_ranks(self, manifest: Manifest) -> Manifest:
-        """All ranks share the cores of this machine, so each is told how many there are."""
+        """Set the number of ranks on this machine, whose cores they share."""
         spec = manifest["spec"]
         container = spec["containers"][0]
         variable = {"name": LOCAL_RANKS, "value": str(self.local_ranks)}
@@ -197,13 +197,13 @@ def _base_environment() -> dict[str, str]:
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_") or name == INHERITED
     }
-    # The programs of this very environment come first, whether or not it was activated.
+    # The programs of this environment take precedence, even if it was not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return {**inherited, "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def _hub_cache() -> Path:
-    """Downloads are shared with everything else on this machine that uses the hub."""
+    """Downloads share the hub's cache of this machine."""
     with contextlib.suppress(KeyError):
         return Path(os.environ["HF_HOME"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"

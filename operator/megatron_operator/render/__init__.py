@@ -1,4 +1,4 @@
-"""Pure builders of the children, a file per kind."""
+"""Pure functions that render the children, one file per kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["grace_seconds", "image_of", "keys_secret", "render_children", "rende
 
 
 def render_children(resource: MegatronInference, settings: Settings) -> list[dict[str, Any]]:
-    """All children besides the pods and the Secret, each with its hash annotation."""
+    """All children except the pods and the Secret, each with its hash annotation."""
     services = (coordinator_service(resource), pods_service(resource), http_service(resource))
     desired = (network_policy(resource, settings), *services, ingress(resource), http_route(resource))
     return [with_applied_hash(manifest) for manifest in desired if manifest is not None]

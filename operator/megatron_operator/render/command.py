@@ -1,4 +1,4 @@
-"""The command line and environment of a pod: the operator's side of the contract with the runtime."""
+"""Command line and environment of a pod: the operator's side of the contract with the runtime."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PROGRAM = "megatron-serve"
 MODEL_MOUNT = "/models"
 """Where the volume with the model is mounted."""
 CACHE_MOUNT = "/cache"
-"""Where downloads go."""
+"""Where downloads are stored."""
 
 LONGEST_RENDEZVOUS = 7 * 86400
-"""Seconds that ranks wait for pods of their group, which may be waiting for a node; the plan bounds the rest."""
+"""Seconds that ranks wait for pods of their group, which may wait for a node. The startup timeout is shorter."""
 
 API_KEYS_MOUNT = "/etc/megatron"
 """Where the Secret with the API keys is mounted."""
@@ -26,7 +26,7 @@ Env = list[dict[str, Any]]
 
 
 def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
-    """The flags of megatron-serve. ``max_restarts`` is what is left of the group's budget."""
+    """The flags of megatron-serve. ``max_restarts`` is the rest of the group's budget."""
     spec = resource.spec
     engine, parallelism = spec.engine, spec.parallelism
     flags = {
@@ -65,7 +65,7 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
 
 
 def environment(resource: MegatronInference, identity: PodIdentity) -> Env:
-    """Who the pod is, where the others are, and the keys they share."""
+    """The pod's identity, the addresses of its peers, and the shared keys."""
     name, namespace = resource.name, resource.namespace
     first_pod = names.pod_name(name, identity.group, identity.attempt, 0)
     coordinator = f"tcp://{names.coordinator_host(name, namespace)}:{names.COORDINATOR_PORT}"

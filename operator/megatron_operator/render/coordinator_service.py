@@ -10,7 +10,7 @@ from megatron_operator.render.service import HEADLESS, service
 
 
 def coordinator_service(resource: MegatronInference) -> dict[str, Any]:
-    """Publishes addresses that are not ready too: engines register while the leader is still starting."""
+    """Publishes unready addresses, because engines register while the leader is starting."""
     return service(
         resource,
         names.coordinator_service(resource.name),

@@ -1,4 +1,4 @@
-"""The HTTPRoute by which clients outside the cluster reach the HTTP Service through a Gateway."""
+"""The HTTPRoute that connects external clients to the HTTP Service through a Gateway."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron_operator.api.v1alpha1 import HTTPRouteExposure, MegatronInference
 from megatron_operator.render.metadata import child_metadata
 
 UNITS = (("h", 3_600_000), ("m", 60_000), ("s", 1000), ("ms", 1))
-"""Of a duration in the Gateway API, in milliseconds."""
+"""Units of a duration in the Gateway API, in milliseconds."""
 
 
 def http_route(resource: MegatronInference) -> dict[str, Any] | None:
-    """An HTTPRoute named like the resource; None where none is wished for."""
+    """An HTTPRoute named like the resource; None unless the spec has one."""
     exposure = resource.spec.expose.http_route
     if exposure is None:
         return None
@@ -31,7 +31,7 @@ def http_route(resource: MegatronInference) -> dict[str, Any] | None:
 
 
 def gateway_duration(seconds: float) -> str:
-    """As the Gateway API writes it: whole numbers of hours, minutes, seconds and milliseconds (GEP-2257)."""
+    """A duration in the format of the Gateway API: hours, minutes, seconds and milliseconds (GEP-2257)."""
     left = round(seconds * 1000)
     parts = []
     for unit, milliseconds in UNITS:
@@ -44,7 +44,7 @@ def gateway_duration(seconds: float) -> str:
 def _rule(resource: MegatronInference, exposure: HTTPRouteExposure) -> dict[str, Any]:
     return {
         "matches": [{"path": {"type": "PathPrefix", "value": exposure.path}}],
-        # Said in any case: what gateways do without it ends most answers of a model in the middle.
+        # Always set: the default timeout of many gateways would cut off long answers.
         "timeouts": {"request": gateway_duration(exposure.request_timeout)},
         "backendRefs": [{"name": names.http_service(resource.name), "port": names.HTTP_PORT}],
     }

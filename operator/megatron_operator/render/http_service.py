@@ -1,4 +1,4 @@
-"""The Service that users talk to: the HTTP port of every group's first pod, once it is ready."""
+"""The Service for clients: the HTTP port of every replica group's first pod, while it is ready."""
 
 from __future__ import annotations
 

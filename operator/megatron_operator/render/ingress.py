@@ -1,4 +1,4 @@
-"""The Ingress by which clients outside the cluster reach the HTTP Service."""
+"""The Ingress that connects external clients to the HTTP Service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_operator.render.metadata import child_metadata
 
 
 def ingress(resource: MegatronInference) -> dict[str, Any] | None:
-    """An Ingress named like the resource; None where none is wished for."""
+    """An Ingress named like the resource; None unless the spec has one."""
     exposure = resource.spec.expose.ingress
     if exposure is None:
         return None

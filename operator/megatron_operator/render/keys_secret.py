@@ -9,7 +9,7 @@ from megatron_operator.world import CreateSecret
 
 
 def keys_secret(resource: MegatronInference) -> CreateSecret:
-    """Asks for the Secret; its values are made once, where it is created."""
+    """The action that creates the Secret; its values are generated once, at its creation."""
     manifest = {
         "apiVersion": "v1",
         "kind": "Secret",

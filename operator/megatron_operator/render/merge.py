@@ -1,4 +1,4 @@
-"""Merging ``spec.podTemplate`` over a rendered pod, in the manner of Kubernetes' strategic merge."""
+"""Merges ``spec.podTemplate`` over a rendered pod, like Kubernetes' strategic merge patch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MERGE_KEYS = {
     "imagePullSecrets": "name",
     "topologySpreadConstraints": "topologyKey",
 }
-"""Lists of objects that are merged item by item, and the field by which items are the same."""
+"""Lists that are merged item by item, with the field that identifies an item."""
 
 ADDED = ("tolerations", "envFrom")
-"""Lists that are joined."""
+"""Lists that are appended."""
 
 UNIONS = (
     frozenset({"value", "valueFrom"}),
@@ -32,11 +32,11 @@ UNIONS = (
     ),
     frozenset({"httpGet", "exec", "tcpSocket", "grpc"}),
 )
-"""Fields of which an object has one: an override with another of them replaces the rendered one."""
+"""Mutually exclusive fields: an override of one replaces the others."""
 
 
 def merged(base: Mapping[str, Any], override: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """``base`` with ``override`` over it; a null in the override removes the field. Raises InvalidResource."""
+    """``base`` with ``override`` applied; a null in the override removes the field. Raises InvalidResource."""
     replaced = {field for union in UNIONS if union & override.keys() for field in union - override.keys()}
     result = {field: value for field, value in base.items() if field not in replaced}
     for field, value in override.items():
@@ -70,7 +70,7 @@ def _merged_list(field: str, base: list[Any], override: list[Any], path: str) ->
     items = {item[key]: item for item in base}
     for position, item in enumerate(override):
         if not isinstance(item, Mapping) or key not in item:
-            fix = f"needs the field {key}, by which it is merged; add it"
+            fix = f"needs the field {key}, which identifies the item; add it"
             raise InvalidResource.of(f"{path}[{position}]", item, fix)
         name = item[key]
         items[name] = merged(items[name], item, f"{path}[{position}]") if name in items else item

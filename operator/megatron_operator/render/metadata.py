@@ -1,4 +1,4 @@
-"""Metadata that all children have in common."""
+"""Metadata of all children."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_operator.world import Manifest
 
 
 def child_metadata(resource: MegatronInference, name: str) -> dict[str, Any]:
-    """Name, namespace, labels and the ownerReference by which Kubernetes removes the child with its resource."""
+    """Name, namespace, labels, and the ownerReference for garbage collection."""
     return {
         "name": name,
         "namespace": resource.namespace,
@@ -29,7 +29,7 @@ def child_metadata(resource: MegatronInference, name: str) -> dict[str, Any]:
 
 
 def with_applied_hash(manifest: Manifest) -> dict[str, Any]:
-    """The manifest with its own hash as an annotation, by which a later look sees whether to apply it again."""
+    """The manifest with its own hash as an annotation, which shows whether it has to be applied again."""
     metadata = manifest["metadata"]
     annotations = {**metadata.get("annotations", {}), names.APPLIED_HASH_ANNOTATION: names.hash_of(manifest)}
     return {**manifest, "metadata": {**metadata, "annotations": annotations}}

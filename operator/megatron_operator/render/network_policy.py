@@ -1,4 +1,4 @@
-"""The NetworkPolicy of a resource: who may open a connection to its pods. What these open is not restricted."""
+"""The NetworkPolicy for connections to the pods of a resource. Outgoing connections are not restricted."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron_operator.settings import Settings
 OPERATOR = {"app.kubernetes.io/name": "megatron-operator"}
 """Labels of the operator's own pod, in the chart and in manifests/."""
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
-"""Label that the API server gives every namespace, from 1.21 on."""
+"""Label that the API server sets on every namespace, from 1.21 on."""
 
 Json = dict[str, Any]
 
 
 def network_policy(resource: MegatronInference, settings: Settings) -> Json | None:
-    """Users reach the HTTP port, pods of the resource each other, the operator and Prometheus the control port.
+    """Clients reach the HTTP port, pods of the resource each other, the operator and Prometheus the control port.
 
-    Kubelets are let in by every network plugin, so the probes need no rule. None where policies are not wanted.
+    Network plugins always admit the kubelet, so the probes need no rule. None when network policies are disabled.
     """
     allowed = settings.network_policies
     if allowed is None:
@@ -47,7 +47,7 @@ def network_policy(resource: MegatronInference, settings: Settings) -> Json | No
 
 
 def _among_pods(resource: MegatronInference) -> Json:
-    """Ranks of a group that meet from several pods listen on ports that the kernel chooses, so all are open there."""
+    """Ports among the pods. Ranks of a group over several pods use ephemeral ports, so all ports are open there."""
     return {"ports": [_port(names.COORDINATOR_PORT)]} if resource.spec.pods_per_group == 1 else {}
 
 

@@ -1,4 +1,4 @@
-"""Where a pod may be placed: its group together, the groups apart, and all of it through a queue if there is one."""
+"""Placement of pods: affinity within a replica group, anti-affinity between groups, and an optional queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_operator.api.v1alpha1 import MegatronInference
 from megatron_operator.names import PodIdentity
 
 HOSTNAME = "kubernetes.io/hostname"
-"""The label by which nodes are apart."""
+"""Label with the name of the node."""
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUED_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
@@ -18,11 +18,11 @@ QUEUED_RETRY_ANNOTATION = "kueue.x-k8s.io/retriable-in-group"
 
 
 def placement(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:
-    """The part of a pod's spec that says where it goes.
+    """The scheduling part of a pod's spec.
 
-    The first pods of the groups are spread over the domains of ``topologyKey``, and the further ones follow the first
-    of their group. Pods of different groups avoid each other's nodes, so that a node takes as few along as can be;
-    what is only wished for never keeps a pod waiting.
+    The first pods of the groups are spread over the domains of ``topologyKey``; the other pods of a group follow its
+    first pod. Pods of different groups prefer different nodes, to limit the effect of a lost node. Preferences never
+    keep a pod pending.
     """
     scheduling = resource.spec.scheduling
     affinity: dict[str, Any] = {"podAntiAffinity": _apart(resource, identity)}
@@ -37,7 +37,7 @@ def placement(resource: MegatronInference, identity: PodIdentity) -> dict[str, A
 
 
 def queue_labels(resource: MegatronInference, identity: PodIdentity) -> dict[str, str]:
-    """Labels by which Kueue admits the pods of an attempt together, or not at all; none without a queue."""
+    """Labels by which Kueue admits the pods of an attempt together; empty without a queue."""
     queue = resource.spec.scheduling.queue_name
     if queue is None:
         return {}
@@ -45,7 +45,7 @@ def queue_labels(resource: MegatronInference, identity: PodIdentity) -> dict[str
 
 
 def queue_annotations(resource: MegatronInference) -> dict[str, str]:
-    """Annotations to the same end. An attempt that lost a pod is over: its share of the queue is given back."""
+    """Annotations for Kueue. An attempt that lost a pod is over, so that Kueue frees its quota."""
     if resource.spec.scheduling.queue_name is None:
         return {}
     return {QUEUED_COUNT_ANNOTATION: str(resource.spec.pods_per_group), QUEUED_RETRY_ANNOTATION: "false"}

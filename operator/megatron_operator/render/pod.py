@@ -1,4 +1,4 @@
-"""A pod of a group attempt."""
+"""A pod of an attempt of a replica group."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from megatron_operator.render.placement import placement, queue_annotations, que
 from megatron_operator.settings import Settings
 
 GRACE_BEYOND_DRAIN = 15
-"""Seconds between the end of draining and the kubelet's SIGKILL."""
+"""Seconds from the end of draining to the kubelet's SIGKILL."""
 USER = 65532
-"""Neither root nor a user of the node."""
+"""An unprivileged user id that nodes do not use."""
 
 
 def image_of(resource: MegatronInference, settings: Settings) -> str:
-    """The runtime's image for this resource."""
+    """The runtime image of this resource."""
     return resource.spec.image or settings.image
 
 
 def grace_seconds(resource: MegatronInference) -> int:
-    """Time from SIGTERM to SIGKILL."""
+    """Seconds from SIGTERM to SIGKILL."""
     return math.ceil(resource.spec.rollout.drain_timeout) + GRACE_BEYOND_DRAIN
 
 
 def render_pod(resource: MegatronInference, identity: PodIdentity, settings: Settings) -> dict[str, Any]:
-    """The pod's manifest. Raises InvalidResource when ``spec.podTemplate`` has another shape than a pod."""
+    """The pod's manifest. Raises InvalidResource when ``spec.podTemplate`` is not a valid partial pod."""
     template = resource.spec.pod_template
     spec = merged(_spec(resource, identity, settings), template.spec, "spec.podTemplate.spec")
     metadata = child_metadata(resource, names.pod_name(resource.name, identity.group, identity.attempt, identity.index))
@@ -51,7 +51,7 @@ def render_pod(resource: MegatronInference, identity: PodIdentity, settings: Set
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {**metadata, "labels": labels, "annotations": annotations},
-        # A pod that the kubelet restarts, or that has another host name, is none that the plan knows.
+        # The plan requires that the kubelet never restarts a pod and that the host name is the pod's.
         "spec": {**spec, **_fixed(resource, metadata["name"])},
     }
 
@@ -164,11 +164,11 @@ def _mounts(resource: MegatronInference) -> list[dict[str, Any]]:
 
 def _probes() -> dict[str, Any]:
     alive = {"httpGet": {"path": "/healthz", "port": "control"}, "timeoutSeconds": 5}
-    # A pod that stands still is asked nothing more after 6 seconds. To be unready for a moment costs little, so this
-    # is much less patient than the probe that ends a pod.
+    # A hanging pod gets no new requests after 6 seconds. A false alarm costs little, so this probe is much less patient
+    # than the liveness probe.
     ready = {"httpGet": {"path": "/readyz", "port": "control"}, "timeoutSeconds": 2}
     return {
-        # Generous, since importing the libraries from a cold disk comes before the control API answers.
+        # Generous: the control API answers only after the libraries were imported, perhaps from a cold disk.
         "startupProbe": {**alive, "periodSeconds": 2, "failureThreshold": 150},
         "livenessProbe": {**alive, "periodSeconds": 10, "failureThreshold": 6},
         "readinessProbe": {**ready, "periodSeconds": 2, "failureThreshold": 2},

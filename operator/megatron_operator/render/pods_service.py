@@ -1,4 +1,4 @@
-"""The headless Service behind the pods' host names, by which the pods of a group find each other."""
+"""The headless Service for the pods' host names, which the pods of a replica group use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_operator.render.service import HEADLESS, service
 
 
 def pods_service(resource: MegatronInference) -> dict[str, Any]:
-    """Publishes addresses that are not ready too: ranks meet before any of them is."""
+    """Publishes unready addresses, because ranks complete their rendezvous before they are ready."""
     return service(
         resource,
         names.pods_service(resource.name),

@@ -1,4 +1,4 @@
-"""What all Services of a resource have in common."""
+"""The common part of all Services of a resource."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_operator.api.v1alpha1 import MegatronInference
 from megatron_operator.render.metadata import child_metadata
 
 HEADLESS = {"clusterIP": "None", "publishNotReadyAddresses": True}
-"""Of a Service that is only a name for its pods, those that are not ready too."""
+"""Spec of a Service that only provides DNS names, for unready pods too."""
 
 
 def service(
@@ -21,7 +21,7 @@ def service(
     port_name: str,
     port: int,
 ) -> dict[str, Any]:
-    """A Service with one TCP port, which leads to the containers' port of the same name; ``kind`` is spec's rest."""
+    """A Service with one TCP port for the container port of the same name; ``kind`` is the rest of its spec."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

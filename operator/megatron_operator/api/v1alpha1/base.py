@@ -1,4 +1,4 @@
-"""What all parts of the resource have in common: camelCase names, no unknown fields, no silent conversions."""
+"""Common rules for all parts of the resource: camelCase names, no unknown fields, no implicit conversions."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LABEL_KEY = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Z
 LabelKey = Annotated[str, Field(max_length=317, pattern=LABEL_KEY)]
 
 MISPLACED = "misplaced"
-"""Type of the errors that a check across fields raises about one of them."""
+"""Error type of checks across fields."""
 
 
 def misplaced(field: str, value: object, message: str) -> PydanticCustomError:
-    """The error of a check across fields: ``field`` is the dotted path from the checked part to the one at fault."""
+    """An error of a check across fields. ``field`` is the dotted path from the checked part to the wrong field."""
     return PydanticCustomError(MISPLACED, "{message}", {"field": field, "value": value, "message": message})
 
 
@@ -44,7 +44,7 @@ class Part(BaseModel):
 
 
 class Report(BaseModel):
-    """A part of the status, which only the operator writes: what another version left there is ignored."""
+    """A part of the status. Only the operator writes it; unknown fields are ignored."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,

@@ -1,4 +1,4 @@
-"""``spec.expose``: how clients reach the HTTP frontend, within the cluster and from outside."""
+"""``spec.expose``: how clients reach the HTTP frontend, inside the cluster and from outside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_operator.api.v1alpha1.base import AbsolutePath, DnsName, HostName,
 
 
 class ServiceType(StrEnum):
-    """Types of a Kubernetes Service that reaches pods."""
+    """Types of a Kubernetes Service with pods behind it."""
 
     CLUSTER_IP = "ClusterIP"
     NODE_PORT = "NodePort"
@@ -27,46 +27,46 @@ class ServiceExposure(Part):
 
 
 class IngressExposure(Part):
-    """An Ingress that leads to the HTTP Service."""
+    """An Ingress for the HTTP Service."""
 
     class_name: DnsName | None = None
-    """IngressClass that serves it; the cluster's default one when left out."""
+    """IngressClass that serves it. Default: the cluster's default class."""
     host: HostName | None = None
-    """DNS name that clients ask for, like chat.example.com or *.example.com; any name when left out."""
+    """DNS name for clients, like chat.example.com or *.example.com. Default: any name."""
     path: AbsolutePath = "/"
-    """Beginning of the paths that are led on, unchanged: / for all, /v1 for the API without the page."""
+    """Prefix of the paths to forward, unchanged: / for all, /v1 for the API without the page."""
     tls_secret: DnsName | None = None
-    """Secret of type kubernetes.io/tls with the host's certificate; HTTP without encryption when left out."""
+    """Secret of type kubernetes.io/tls with the certificate of the host. Default: HTTP without encryption."""
     annotations: dict[str, str] = Field(default={})
-    """Annotations of the Ingress, by which controllers are told more: most end an answer that takes longer than a
-    minute, or keep a streamed one back, unless an annotation of theirs says otherwise."""
+    """Annotations of the Ingress, which configure its controller. By default, most controllers end an answer after a
+    minute or buffer a streamed one."""
 
 
 class ParentRef(Part):
-    """A Gateway that a route is attached to."""
+    """A Gateway that the route is attached to."""
 
     name: DnsName
     """Name of the Gateway."""
     namespace: Annotated[DnsName, Field(max_length=63)] | None = None
-    """Namespace of the Gateway, whose listeners must allow routes from the resource's one; that one when left out."""
+    """Namespace of the Gateway; its listeners must allow routes from the resource's namespace. Default: the resource's
+    namespace."""
     section_name: DnsName | None = None
-    """Listener of the Gateway; all that fit when left out."""
+    """Listener of the Gateway. Default: all listeners that match."""
     port: Annotated[Integer, Field(ge=1, le=65535)] | None = None
-    """Port of the Gateway's listeners; any when left out."""
+    """Port of the Gateway's listeners. Default: any port."""
 
 
 class HTTPRouteExposure(Part):
-    """An HTTPRoute of the Gateway API that leads to the HTTP Service."""
+    """An HTTPRoute of the Gateway API for the HTTP Service."""
 
     parent_refs: Annotated[list[ParentRef], Field(min_length=1, max_length=32)]
-    """Gateways that it is attached to."""
+    """Gateways that the route is attached to."""
     hostnames: list[HostName] = Field(default=[], max_length=16)
-    """DNS names that clients ask for, like chat.example.com or *.example.com; when left out, those of the Gateways'
-    listeners."""
+    """DNS names for clients, like chat.example.com or *.example.com. Default: those of the Gateways' listeners."""
     path: AbsolutePath = "/"
-    """Beginning of the paths that are led on, unchanged: / for all, /v1 for the API without the page."""
+    """Prefix of the paths to forward, unchanged: / for all, /v1 for the API without the page."""
     request_timeout: Duration = Duration("0s")
-    """Time after which the gateway ends an answer, however much of it has been streamed. 0s: never."""
+    """Time after which the gateway ends a request, even while it streams the answer. 0s: never."""
     annotations: dict[str, str] = Field(default={})
     """Annotations of the HTTPRoute."""
 
@@ -75,9 +75,9 @@ class Expose(Part):
     """How clients reach the HTTP frontend."""
 
     service: ServiceExposure = ServiceExposure()
-    """The HTTP Service, named like the resource, port 8000."""
+    """The HTTP Service, named like the resource, with port 8000."""
     ingress: IngressExposure | None = None
-    """An Ingress, named like the resource, that leads to the HTTP Service; none when left out."""
+    """An Ingress for the HTTP Service, named like the resource. Default: none."""
     http_route: HTTPRouteExposure | None = None
-    """An HTTPRoute, named like the resource, that leads to the HTTP Service; none when left out. It needs the Gateway
-    API from version 1.2 on; a cluster without it serves the model all the same, and Degraded says what is missing."""
+    """An HTTPRoute for the HTTP Service, named like the resource. Default: none. It requires the Gateway API 1.2 or
+    newer. A cluster without it still serves the model, and the condition Degraded says what is missing."""

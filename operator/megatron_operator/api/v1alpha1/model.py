@@ -1,4 +1,4 @@
-"""``spec.model``: which weights are served, from where, and under which name."""
+"""``spec.model``: the weights, their source, and the served name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import ConfigDict, Field, model_validator
 from megatron_operator.api.v1alpha1.base import AbsolutePath, DnsName, ImageReference, Integer, Part, Text
 from megatron_operator.api.v1alpha1.operations import ImagePullPolicy
 
-ONE_SOURCE = "exactly one of huggingFace, path, persistentVolumeClaim and image says where the model is"
+ONE_SOURCE = "exactly one of huggingFace, path, persistentVolumeClaim and image must say where the model is"
 
 
 class DType(StrEnum):
-    """The number format of the weights in memory; ``auto`` takes the one that suits checkpoint and device."""
+    """The data type of the weights in memory; ``auto`` selects it for the checkpoint and the device."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -32,7 +32,7 @@ class SecretKey(Part):
 
 
 class HuggingFaceSource(Part):
-    """A repository of the Hugging Face hub; it is downloaded when a pod starts."""
+    """A repository of the Hugging Face hub, downloaded when a pod starts."""
 
     repo: Annotated[str, Field(max_length=256, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9_.-]+)?$")]
     """Repository, like HuggingFaceTB/SmolLM2-135M-Instruct."""
@@ -48,23 +48,23 @@ class VolumeSource(Part):
     claim_name: DnsName
     """Name of the PersistentVolumeClaim, in the resource's namespace."""
     path: AbsolutePath = "/"
-    """Where the checkpoint is on the volume, from the volume's root."""
+    """Path of the checkpoint from the root of the volume."""
 
 
 class ImageSource(Part):
-    """An OCI image, or an artifact, with the model; mounted read-only where the cluster has volumes of type image."""
+    """An OCI image or artifact with the model, mounted read-only. The cluster must support volumes of type image."""
 
     reference: ImageReference
-    """The image, like registry.example.com/models/chat:1. It needs neither a shell nor a command, but its files must be
-    readable by everyone. Credentials are those of podTemplate.spec.imagePullSecrets."""
+    """The image, like registry.example.com/models/chat:1. It needs neither a shell nor a command; its files must be
+    readable by everyone. The credentials are podTemplate.spec.imagePullSecrets."""
     path: AbsolutePath = "/"
-    """Where the checkpoint is in the image."""
+    """Path of the checkpoint in the image."""
     pull_policy: ImagePullPolicy = ImagePullPolicy.IF_NOT_PRESENT
-    """When the kubelet fetches the image: Always, IfNotPresent or Never."""
+    """When the kubelet pulls the image: Always, IfNotPresent or Never."""
 
 
 class Source(Part):
-    """Where the checkpoint comes from: exactly one of the fields."""
+    """Source of the checkpoint: exactly one of the fields."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -81,17 +81,17 @@ class Source(Part):
     hugging_face: HuggingFaceSource | None = None
     """A repository of the Hugging Face hub."""
     path: AbsolutePath | None = None
-    """An absolute path inside the container: a GGUF file, or a folder with config.json and safetensors files or a
-    torch_dist checkpoint of Megatron's. The image holds it, or podTemplate mounts it."""
+    """An absolute path in the container: a GGUF file, or a folder with config.json and safetensors files or a
+    torch_dist checkpoint of Megatron. The path is part of the image, or podTemplate mounts it."""
     persistent_volume_claim: VolumeSource | None = None
     """A folder or file on a volume claim."""
     image: ImageSource | None = None
-    """A folder or file in an OCI image. Kubernetes mounts images from 1.35 on, and from 1.31 on where the feature gate
-    ImageVolume is set; elsewhere the operator refuses it."""
+    """A folder or file in an OCI image. Kubernetes supports this from 1.35 on, and from 1.31 on with the feature gate
+    ImageVolume; otherwise the operator rejects it."""
 
     @property
     def volume_path(self) -> str | None:
-        """Where the checkpoint is on the volume that is mounted for it; None when there is no such volume."""
+        """Path of the checkpoint on the mounted volume; None without a volume."""
         volume = self.persistent_volume_claim or self.image
         return volume.path if volume is not None else None
 
@@ -108,11 +108,11 @@ class Model(Part):
     """The model that is served."""
 
     source: Source
-    """Where the checkpoint comes from: exactly one of huggingFace, path, persistentVolumeClaim and image."""
+    """Source of the checkpoint: exactly one of huggingFace, path, persistentVolumeClaim and image."""
     served_name: Text | None = None
-    """The model's name in the OpenAI API; the resource's name when left out."""
+    """Name of the model in the OpenAI API. Default: the resource's name."""
     dtype: DType = DType.AUTO
-    """Number format of weights and cache: float32, bfloat16, float16, or auto: bfloat16 where the device computes in
-    it, float32 elsewhere."""
+    """Data type of weights and KV cache: float32, bfloat16, float16, or auto: bfloat16 where the device supports it,
+    float32 otherwise."""
     max_sequence_length: Annotated[Integer, Field(ge=1, le=16_777_216)] | None = None
-    """Longest prompt plus answer, in tokens; what the checkpoint allows when left out."""
+    """Maximum length of prompt and answer, in tokens. Default: the limit of the checkpoint."""

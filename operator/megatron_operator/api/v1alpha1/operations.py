@@ -1,4 +1,4 @@
-"""How the pods are scheduled, replaced, drained and customised."""
+"""Scheduling, replacement, draining and customization of the pods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_operator.api.v1alpha1.base import DnsName, Integer, LabelKey, Part
 
 
 class Lifecycle(StrEnum):
-    """The state that the user wishes for."""
+    """The desired lifecycle state."""
 
     RUNNING = "Running"
     PAUSED = "Paused"
@@ -21,7 +21,7 @@ class Lifecycle(StrEnum):
 
 
 class ImagePullPolicy(StrEnum):
-    """When the kubelet fetches an image."""
+    """When the kubelet pulls an image."""
 
     ALWAYS = "Always"
     IF_NOT_PRESENT = "IfNotPresent"
@@ -29,31 +29,31 @@ class ImagePullPolicy(StrEnum):
 
 
 class Scheduling(Part):
-    """Where and how urgently the pods are placed."""
+    """Scheduling of the pods."""
 
     priority_class_name: DnsName | None = None
     """PriorityClass of the pods."""
     queue_name: Annotated[DnsName, Field(max_length=63)] | None = None
-    """LocalQueue of Kueue: the pods of a group are admitted together, as a group of plain pods."""
+    """LocalQueue of Kueue. It admits the pods of a replica group together, as a group of plain pods."""
     topology_key: LabelKey | None = None
-    """Label of nodes, such as topology.kubernetes.io/zone: groups are spread over its values, as evenly as there is
-    room, and the pods of one group are placed where its first pod is. Without it groups only avoid each other's
-    nodes."""
+    """Label of nodes, such as topology.kubernetes.io/zone. Replica groups are spread over its values as evenly as
+    possible, and the pods of a group share one value. Default: groups only prefer different nodes."""
 
 
 class FailurePolicy(Part):
-    """What happens when a replica group fails. Each group has a budget of its own."""
+    """What happens when a replica group fails. Each group has its own budget."""
 
     max_restarts: Annotated[Integer, Field(ge=0, le=1000)] = 5
-    """Restarts of a group before it is given up; editing the spec's template or restart.id refills the budget."""
+    """Restarts of a replica group before the operator gives up. An edit of the spec's template or of restart.id resets
+    the budget."""
     reset_after: Duration = Duration("1h")
-    """A group that lived this long before it failed has its whole budget again."""
+    """A replica group that ran this long before it failed gets its whole budget back."""
     backoff: Duration = Duration("10s")
-    """Pause before a group's first restart; it doubles with each further one."""
+    """Delay before the first restart of a replica group; it doubles with each further restart."""
     max_backoff: Duration = Duration("5m")
-    """Longest pause before a restart."""
+    """Maximum delay before a restart."""
     startup_timeout: Duration = Duration("30m")
-    """A group whose pods are placed on nodes but not ready for this long is restarted."""
+    """A replica group that is scheduled but not ready for this long is restarted."""
     transition_timeout: Duration = Duration("2m")
     """A pause, suspend, resume or unpause that takes longer is reported as Degraded."""
 
@@ -62,38 +62,38 @@ class Rollout(Part):
     """How running pods are replaced."""
 
     drain_timeout: Duration = Duration("60s")
-    """Time that a pod gets to finish its requests before it ends."""
+    """Time for a pod to finish its requests before it ends."""
 
 
 class AutoSuspend(Part):
-    """A model that nobody asks anything gives its memory back."""
+    """Suspends an idle engine to release its memory."""
 
     idle_after: Duration = Duration("0s")
-    """Time without a request after which a running engine is suspended; the next request wakes it, and waits meanwhile.
-    0s: never."""
+    """Time without a request after which a running engine is suspended. The next request resumes it and waits
+    meanwhile. 0s: never."""
 
 
 class Restart(Part):
-    """Asks for a restart without another change."""
+    """Requests a restart without another change."""
 
     id: Annotated[str, Field(max_length=253)] = ""
-    """Change it to restart all groups, one after the other."""
+    """Change it to restart all replica groups, one after the other."""
 
 
 class PodTemplateMetadata(Part):
     """Labels and annotations added to every pod."""
 
     labels: dict[str, str] = Field(default={})
-    """Labels; those of the operator win."""
+    """Labels; the operator's own take precedence."""
     annotations: dict[str, str] = Field(default={})
-    """Annotations; those of the operator win."""
+    """Annotations; the operator's own take precedence."""
 
 
 class PodTemplate(Part):
-    """Overrides for every pod, merged over what the operator renders."""
+    """Overrides for every pod, merged over the rendered pod."""
 
     metadata: PodTemplateMetadata = PodTemplateMetadata()
     """Labels and annotations added to every pod."""
     spec: dict[str, Any] = Field(default={}, json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})
-    """A partial pod spec. Containers (the main one is called megatron), volumes and environment variables are merged by
-    name, volume mounts by mountPath; tolerations are added; other lists are replaced; a null removes a field."""
+    """A partial pod spec. Containers (the main one is named megatron), volumes and environment variables are merged by
+    name, volume mounts by mountPath; tolerations are appended; other lists are replaced; null removes a field."""

@@ -1,4 +1,4 @@
-"""The resource: ``MegatronInference``, one model served by a number of replica groups."""
+"""The resource ``MegatronInference``: one model, served by a number of replica groups."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PLURAL = "megatroninferences"
 
 LONGEST_NAME = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-"""Names of Services start with a letter, and pods' names and host names need room behind the resource's."""
+"""Service names must start with a letter, and pod names append to the resource's name."""
 
 
 class Spec(Part):
-    """The wished state of a MegatronInference."""
+    """The desired state of a MegatronInference."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -47,45 +47,45 @@ class Spec(Part):
                 },
                 {
                     "rule": "self.pods.ranksPerPod <= self.parallelism.tensor * self.parallelism.pipeline",
-                    "message": "spec.pods.ranksPerPod: a group has parallelism.tensor * parallelism.pipeline ranks;"
-                    " set ranksPerPod to that number or less",
+                    "message": "spec.pods.ranksPerPod: a replica group has parallelism.tensor * parallelism.pipeline"
+                    " ranks; set ranksPerPod to that number or less",
                 },
             ]
         }
     )
 
     replicas: Annotated[Integer, Field(ge=1, le=1024)] = 1
-    """Replica groups, each with a whole copy of the model (data parallel size)."""
+    """Number of replica groups. Each has a full copy of the model (data parallelism)."""
     lifecycle: Lifecycle = Lifecycle.RUNNING
-    """Running, Paused (requests are frozen and queued), Suspended (memory is given back too) or Stopped (no pods)."""
+    """Running, Paused (requests wait), Suspended (requests wait, and memory is released) or Stopped (no pods)."""
     model: Model
     """The model that is served."""
     parallelism: Parallelism = Parallelism()
-    """Over how many ranks one copy of the model is spread."""
+    """Number of ranks that share one copy of the model."""
     pods: Pods = Pods()
-    """How ranks are put into pods."""
+    """Distribution of ranks over pods."""
     engine: Engine = Engine()
     """The engine of each replica group."""
     routing: Routing = Routing()
-    """How requests are spread over the replica groups."""
+    """Distribution of requests over the replica groups."""
     frontend: Frontend = Frontend()
-    """The HTTP frontend, in the first pod of every group."""
+    """The HTTP frontend, in the first pod of every replica group."""
     expose: Expose = Expose()
     """How clients reach the HTTP frontend."""
     scheduling: Scheduling = Scheduling()
-    """Where and how urgently the pods are placed."""
+    """Scheduling of the pods."""
     failure_policy: FailurePolicy = FailurePolicy()
     """What happens when a replica group fails."""
     rollout: Rollout = Rollout()
     """How running pods are replaced."""
     auto_suspend: AutoSuspend = AutoSuspend()
-    """Whether an engine without requests gives its memory back until the next one."""
+    """Whether an idle engine is suspended to release its memory."""
     restart: Restart = Restart()
-    """Asks for a restart without another change."""
+    """Requests a restart without another change."""
     image: Text | None = None
-    """Image of the runtime; the operator's default when left out."""
+    """Image of the runtime. Default: set by the operator."""
     image_pull_policy: ImagePullPolicy = ImagePullPolicy.IF_NOT_PRESENT
-    """When the kubelet fetches the image: Always, IfNotPresent or Never."""
+    """When the kubelet pulls the image: Always, IfNotPresent or Never."""
     pod_template: PodTemplate = PodTemplate()
     """Overrides for every pod."""
 
@@ -93,7 +93,9 @@ class Spec(Part):
     def _ranks_fill_their_pods(self) -> Self:
         ranks, per_pod = self.parallelism.ranks, self.pods.ranks_per_pod
         if per_pod > ranks:
-            message = f"is more than the {ranks} rank(s) of a group (tensor * pipeline); set it to {ranks} or less"
+            message = (
+                f"is more than the {ranks} rank(s) of a replica group (tensor * pipeline); set it to {ranks} or less"
+            )
             raise misplaced("pods.ranksPerPod", per_pod, message)
         return self
 
@@ -113,11 +115,11 @@ class Spec(Part):
 
     @property
     def pods_per_group(self) -> int:
-        """Pods of one complete replica group."""
+        """Number of pods of a replica group."""
         return -(-self.parallelism.ranks // self.pods.ranks_per_pod)
 
     def ranks_in_pod(self, index: int) -> int:
-        """Ranks of a group's pod; the last one may have fewer than the others."""
+        """Number of ranks in a pod of a replica group; the last pod may have fewer."""
         per_pod = self.pods.ranks_per_pod
         return min(per_pod, self.parallelism.ranks - index * per_pod)
 
@@ -142,7 +144,7 @@ class MegatronInference(Part):
     metadata: Metadata
     """Kubernetes' object metadata."""
     spec: Spec
-    """The wished state."""
+    """The desired state."""
     status: Status = Status()
     """The observed state."""
 
@@ -163,5 +165,5 @@ class MegatronInference(Part):
 
     @property
     def deleting(self) -> bool:
-        """Whether the resource is on its way out: nothing may be created for it any more."""
+        """Whether the resource is being deleted, so that nothing may be created for it."""
         return self.metadata.deletion_timestamp is not None

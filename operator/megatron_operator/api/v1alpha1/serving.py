@@ -1,4 +1,4 @@
-"""How the model is laid out over ranks and pods, and how the engine and the HTTP frontend run."""
+"""Layout of the model over ranks and pods, and settings of the engine and the HTTP frontend."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Degree = Annotated[Integer, Field(ge=1, le=4096)]
 
 
 class Device(StrEnum):
-    """What a rank computes on."""
+    """The device of a rank."""
 
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class KVCacheManagement(StrEnum):
-    """What becomes of the KV cache while the engine is suspended."""
+    """What happens to the KV cache while the engine is suspended."""
 
     PERSIST = "Persist"
     OFFLOAD = "Offload"
@@ -29,7 +29,7 @@ class KVCacheManagement(StrEnum):
 
 
 class RoutingPolicy(StrEnum):
-    """How the coordinator picks the replica group of a request."""
+    """How the coordinator selects the replica group for a request."""
 
     ROUND_ROBIN = "RoundRobin"
     LOAD_BALANCED = "LoadBalanced"
@@ -38,7 +38,7 @@ class RoutingPolicy(StrEnum):
 
 
 class Parser(StrEnum):
-    """What finds calls of tools and thoughts in the words of a model."""
+    """Parsers for tool calls and reasoning in the model's output."""
 
     HERMES = "hermes"
     LLAMA3_JSON = "llama3_json"
@@ -53,7 +53,7 @@ TOOL_PARSERS = (Parser.HERMES, Parser.LLAMA3_JSON, Parser.MISTRAL, Parser.PYTHON
 
 
 class Parallelism(Part):
-    """Over how many ranks one copy of the model is spread."""
+    """Number of ranks that share one copy of the model."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -68,11 +68,11 @@ class Parallelism(Part):
     )
 
     tensor: Degree = 1
-    """Ranks that share each layer's matrices."""
+    """Tensor parallelism: ranks that share each layer's matrices."""
     pipeline: Degree = 1
-    """Stages that the layers are spread over."""
+    """Pipeline parallelism: stages that the layers are divided into."""
     expert: Degree = 1
-    """Groups of a layer's ranks that the experts of a mixture-of-experts model are divided over; divides tensor."""
+    """Expert parallelism: number of parts that a layer's experts are divided into; must divide tensor."""
 
     @model_validator(mode="after")
     def _experts_are_divided_over_the_ranks_of_a_layer(self) -> Self:
@@ -86,19 +86,19 @@ class Parallelism(Part):
 
     @property
     def ranks(self) -> int:
-        """Ranks of one replica group."""
+        """Number of ranks of a replica group."""
         return self.tensor * self.pipeline
 
 
 class Pods(Part):
-    """How ranks are put into pods."""
+    """Distribution of ranks over pods."""
 
     ranks_per_pod: Annotated[Integer, Field(ge=1, le=64)] = 1
-    """Ranks in one pod; on GPUs that is the number of GPUs a pod asks for."""
+    """Ranks per pod; on GPUs also the number of GPUs that a pod requests."""
     device: Device = Device.CUDA
-    """cuda asks for one GPU a rank, cpu for none."""
+    """cuda requests one GPU per rank, cpu none."""
     gpu_resource: Annotated[str, Field(max_length=317, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
-    """The resource name under which the nodes offer GPUs."""
+    """Resource name of the nodes' GPUs."""
 
 
 class Engine(Part):
@@ -107,44 +107,44 @@ class Engine(Part):
     block_size_tokens: Annotated[Integer, Field(ge=1, le=1024)] = 16
     """Tokens in one block of the KV cache."""
     kv_cache_memory: MemorySize = MemorySize("1Gi")
-    """Memory of each rank for the KV cache, like 256Mi or 20Gi."""
+    """Memory per rank for the KV cache, like 256Mi or 20Gi."""
     max_requests: Annotated[Integer, Field(ge=1, le=65536)] = 256
-    """Most requests that are computed at the same time; more wait in a queue."""
+    """Maximum number of requests that run at the same time; further ones wait in a queue."""
     prefix_caching: Boolean = True
-    """Compute the common beginning of several prompts once, and keep it until its room is needed."""
+    """Compute common prefixes of prompts once, and keep them in the KV cache while there is room."""
     chunked_prefill: Boolean = True
-    """Read long prompts in chunks between the steps of other requests."""
+    """Process long prompts in chunks, between the decoding steps of other requests."""
     kv_cache_management: KVCacheManagement = KVCacheManagement.OFFLOAD
-    """While suspended, the KV cache stays (Persist), moves to host memory (Offload), or is dropped and computed
-    again (Recompute)."""
+    """While suspended, the KV cache stays (Persist), moves to host memory (Offload), or is dropped and recomputed
+    (Recompute)."""
     offload_weights: Boolean = False
-    """Move the weights to host memory as well while suspended."""
+    """Move the weights to host memory too while suspended."""
     extra_args: list[Text] = Field(default=[], max_length=64)
-    """Further flags for megatron-serve, one word each, appended to those that the operator renders."""
+    """Additional flags for megatron-serve, one per item, appended to the rendered ones."""
 
 
 class Routing(Part):
-    """How requests are spread over the replica groups."""
+    """Distribution of requests over the replica groups."""
 
     policy: RoutingPolicy = RoutingPolicy.ROUND_ROBIN
-    """RoundRobin: one group after the other. LoadBalanced: the one with the fewest requests. LongestPrefix: the one
-    that knows most of the prompt's beginning, unless it is much busier; FirstPrefixBlock looks at the first block of
-    the prompt only. Both need engine.prefixCaching."""
+    """RoundRobin: in turn. LoadBalanced: the replica group with the fewest requests. LongestPrefix: the one that has
+    most of the prompt's prefix in its cache, unless it is much busier. FirstPrefixBlock considers only the first block
+    of the prompt. Both need engine.prefixCaching."""
     alpha: Annotated[float, Strict(), Field(ge=0, le=1)] = 0.5
-    """Weight of a known prefix against free places when prefixes decide: 0 looks at places only, 1 at prefixes only."""
+    """Weight of cached prefixes against free capacity: 0 considers capacity only, 1 prefixes only."""
 
 
 class ApiKeysSecret(Part):
-    """A Secret with the keys that requests must carry."""
+    """A Secret with the accepted API keys."""
 
     name: DnsName
     """Name of the Secret, in the resource's namespace."""
     key: Text = "api-keys"
-    """Key within the Secret; its value holds one API key a line. A change takes effect without a restart."""
+    """Key within the Secret. Its value has one API key per line. A change takes effect without a restart."""
 
 
 class Frontend(Part):
-    """The HTTP frontend, in the first pod of every group."""
+    """The HTTP frontend, in the first pod of every replica group."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -153,28 +153,27 @@ class Frontend(Part):
                     "rule": "!has(self.parsers)"
                     f" || (self.parsers.filter(p, p in {[each.value for each in TOOL_PARSERS]}).size() <= 1"
                     f" && self.parsers.filter(p, !(p in {[each.value for each in TOOL_PARSERS]})).size() <= 1)",
-                    "message": "spec.frontend.parsers: two of them are for the same; choose at most one for tools and"
-                    " one for reasoning",
+                    "message": "spec.frontend.parsers: two of them have the same purpose; choose at most one for tools"
+                    " and one for reasoning",
                 }
             ]
         }
     )
 
     replicas: Annotated[Integer, Field(ge=1, le=64)] = 1
-    """Processes that share the HTTP port."""
+    """Number of processes that share the HTTP port."""
     api_keys_secret: ApiKeysSecret | None = None
-    """Requests must carry one of this Secret's keys as a bearer token; anyone may ask when left out."""
+    """Requests must carry one of this Secret's keys as a bearer token. Default: no authentication."""
     parsers: list[Parser] = Field(default=[], max_length=2)
-    """What finds calls of tools (hermes, llama3_json, mistral, pythonic, qwen3_coder) and reasoning (deepseek_r1,
-    qwen3) in answers, at most one of each kind. Without one for tools it is the one that fits the model's chat
-    template."""
+    """Parsers for tool calls (hermes, llama3_json, mistral, pythonic, qwen3_coder) and reasoning (deepseek_r1, qwen3),
+    at most one of each kind. The default tool parser matches the model's chat template."""
     page: Boolean = True
-    """Serve a page at / to chat with the model and to watch the service."""
+    """Serve a web page at /, to chat with the model and to monitor the service."""
 
     @model_validator(mode="after")
     def _there_is_one_parser_of_a_kind(self) -> Self:
         for kind in (True, False):
             same = [parser.value for parser in self.parsers if (parser in TOOL_PARSERS) is kind]
             if len(same) > 1:
-                raise misplaced("parsers", same, "these are for the same; leave all but one of them out")
+                raise misplaced("parsers", same, "these have the same purpose; remove all but one of them")
         return self

@@ -11,7 +11,7 @@ from megatron_operator.api.v1alpha1.base import Report
 
 
 class Phase(StrEnum):
-    """The one word for people; programs read the conditions."""
+    """A summary for users; programs read the conditions."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -25,7 +25,7 @@ class Phase(StrEnum):
 
 
 class ConditionType(StrEnum):
-    """Types of conditions; every resource has all of them."""
+    """Condition types. Every resource has all of them."""
 
     READY = "Ready"
     AVAILABLE = "Available"
@@ -40,37 +40,37 @@ ConditionStatus = Literal["True", "False", "Unknown"]
 
 
 class Condition(Report):
-    """One aspect of the state, in the manner of Kubernetes."""
+    """A condition, as in other Kubernetes resources."""
 
     type: str
     """Ready, Available, Progressing, Paused, Suspended, Degraded or Failed."""
     status: ConditionStatus
     """True, False or Unknown."""
     reason: str
-    """One CamelCase word for the cause."""
+    """Cause, as a CamelCase word."""
     message: str = ""
-    """The cause in words: what is waited for, and why."""
+    """Cause, as a message for users."""
     last_transition_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
     """When the status last changed."""
     observed_generation: int = 0
-    """Generation of the spec that the condition is about."""
+    """Generation of the spec that the condition refers to."""
 
 
 class LastFailure(Report):
-    """Why an attempt of a group ended."""
+    """Why an attempt of a replica group ended."""
 
     attempt: int = 0
     """The attempt that ended."""
     pod: str = ""
-    """The pod that ended it."""
+    """The pod that failed."""
     rank: int | None = None
-    """The rank that ended it, where it is known."""
+    """The rank that failed, if known."""
     exit_code: int | None = None
-    """The exit code of the process, where it is known."""
+    """Exit code of the process, if known."""
     reason: str = ""
-    """One CamelCase word for the cause."""
+    """Cause, as a CamelCase word."""
     message: str = ""
-    """The cause in words, as the pod reported it."""
+    """Cause, as the pod reported it."""
     time: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
     """When it ended."""
 
@@ -79,59 +79,59 @@ class ReplicaGroupStatus(Report):
     """One replica group."""
 
     index: int
-    """Number of the group, from 0."""
+    """Index of the replica group, from 0."""
     attempt: int | None = None
-    """The latest attempt that was seen; part of the pods' names."""
+    """The latest observed attempt; part of the pods' names."""
     template_hash: str | None = None
-    """The template that the attempt was made from."""
+    """Hash of the template that the attempt was created from."""
     ready_pods: int = 0
-    """Pods of the attempt that are ready."""
+    """Ready pods of the attempt."""
     total_pods: int = 0
-    """Pods that the group has when complete."""
+    """Pods of a complete replica group."""
     restarts: int = 0
     """Restarts counted against the budget."""
     last_failure: LastFailure | None = None
-    """Why the latest failed attempt ended."""
+    """Failure of the latest attempt that failed."""
 
 
 class LeaderStatus(Report):
     """The pod that runs the coordinator."""
 
     pod: str = ""
-    """Its name."""
+    """Name of the pod."""
     replica_group: int = 0
     """Index of its replica group."""
     epoch: int = 0
-    """Number of the decision by which it leads; grows with each that follows."""
+    """Number of the decision that made it the leader; each later decision has a greater one."""
 
 
 class Status(Report):
     """The observed state of a MegatronInference."""
 
     observed_generation: int = 0
-    """Generation of the spec that this status is about."""
+    """Generation of the spec that this status refers to."""
     phase: Phase = Phase.PENDING
     """Pending, Starting, Running, Paused, Suspended, Stopped, Degraded, Failed or Terminating."""
     engine_state: str | None = None
-    """State of the engine as the leader reports it: RUNNING, PAUSED, SUSPENDED, or one in between."""
+    """State of the engine as the leader reports it: RUNNING, PAUSED, SUSPENDED, or a transitional state."""
     engine_state_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
-    """Since when the engine is in that state."""
+    """Time of the last change of the engine state."""
     url: str | None = None
-    """Base URL of the OpenAI API inside the cluster, whatever names spec.expose gives it outside."""
+    """Base URL of the OpenAI API inside the cluster, independent of spec.expose."""
     model_name: str | None = None
     """The model's name in the OpenAI API."""
     replicas: int = 0
-    """Replica groups that have pods."""
+    """Replica groups with pods."""
     ready_replicas: int = 0
     """Replica groups whose pods are all ready."""
     ready: str = ""
-    """Ready groups of wished groups, for people."""
+    """Ready and desired replica groups, such as 1/2."""
     restarts: int = 0
-    """Restarts of all groups, counted against their budgets."""
+    """Restarts of all replica groups, counted against their budgets."""
     selector: str = ""
-    """Label selector of the first pod of each group, for the scale subresource."""
+    """Label selector of the first pod of each replica group, for the scale subresource."""
     leader: LeaderStatus | None = None
-    """The pod that leads, or did last."""
+    """The leader pod, or the last one."""
     replica_groups: list[ReplicaGroupStatus] = Field(default=[])
     """The replica groups."""
     conditions: list[Condition] = Field(
@@ -141,5 +141,5 @@ class Status(Report):
     """Ready, Available, Progressing, Paused, Suspended, Degraded and Failed."""
 
     def condition(self, kind: ConditionType) -> Condition | None:
-        """The condition of this type, if it was ever set."""
+        """The condition of this type, if it exists."""
         return next((condition for condition in self.conditions if condition.type == kind), None)
