@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.lifecycle import SETTLED_STATE, next_signal
 from megatron_operator.world import EngineState
-from megatron_runtime.data_parallel_inference_coordinator.states import EDGES
 from megatron_runtime.headers import Headers
+from megatron_runtime.lifecycle import EDGES
 
 PAGE = Path(__file__).parents[2] / "docs" / "lifecycle.md"
 Edge = tuple[str, str, str]

@@ -8,12 +8,18 @@ from dataclasses import replace
 import pytest
 
 from megatron_runtime.errors import CoordinatorError
+from megatron_runtime.headers import Headers
 from megatron_runtime.launch.auto_suspend import AutoSuspend
 from megatron_runtime.wire.service_state import EngineView, ServiceState
 
 ENGINE = EngineView(0, 0, "RUNNING", 0, 0, 8, 0, 0, 0, 0.0, 0, draining=False, ready=True)
 IDLE = ServiceState("RUNNING", 1, "epoch", (ENGINE,), 0, 0, 0, 0)
-REACHED = {"pause": "PAUSED", "suspend": "SUSPENDED", "resume": "PAUSED", "unpause": "RUNNING"}
+REACHED = {
+    Headers.PAUSE: "PAUSED",
+    Headers.SUSPEND: "SUSPENDED",
+    Headers.RESUME: "PAUSED",
+    Headers.UNPAUSE: "RUNNING",
+}
 
 
 class Service:
@@ -24,20 +30,20 @@ class Service:
         self.sent: list[str] = []
         self.is_away = False
         self.now = 0.0
-        self.sleep = AutoSuspend(idle_after, self.obey, lambda: self.now)
+        self.auto = AutoSuspend(idle_after, self.obey, lambda: self.now)
 
-    async def obey(self, signal: str) -> None:
+    async def obey(self, signal: Headers) -> None:
         if self.is_away:
             raise CoordinatorError("away")
-        self.sent.append(signal)
+        self.sent.append(signal.name.lower())
         self.state = replace(self.state, state=REACHED[signal])
-        self.sleep.note(self.state)
+        self.auto.observe(self.state)
 
     async def look(self, after: float = 0, **changes: object) -> None:
         """Time passes, something changes, and it is seen."""
         self.now += after
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
-        self.sleep.note(self.state)
+        self.auto.observe(self.state)
         for _ in range(9):
             await asyncio.sleep(0)
 
@@ -45,7 +51,7 @@ class Service:
 async def asleep() -> Service:
     service = Service()
     await service.look(after=11)
-    assert (service.sent, service.sleep.is_asleep) == (["pause", "suspend"], True)
+    assert (service.sent, service.auto.is_suspended) == (["pause", "suspend"], True)
     service.sent.clear()
     return service
 
@@ -58,9 +64,9 @@ async def test_an_engine_that_is_asked_now_and_then_stays_awake() -> None:
     await service.look(after=90)
     assert service.sent == []
     await service.look(after=9, outstanding_requests=0)
-    assert not service.sleep.is_asleep
+    assert not service.auto.is_suspended
     await service.look(after=9)
-    assert service.sleep.is_asleep
+    assert service.auto.is_suspended
 
 
 async def test_a_request_wakes_what_sleeps() -> None:
@@ -69,14 +75,14 @@ async def test_a_request_wakes_what_sleeps() -> None:
     assert service.sent == []
     await service.look(outstanding_requests=1, accepted_requests=1)
     assert service.sent == ["resume", "unpause"]
-    assert not service.sleep.is_asleep
+    assert not service.auto.is_suspended
     await service.look(after=9, outstanding_requests=0)
     assert service.sent == ["resume", "unpause"]
 
 
 async def test_what_somebody_paused_is_left_alone_and_has_its_time_when_it_runs_again() -> None:
     service = Service()
-    service.sleep.take_over()
+    service.auto.override()
     await service.look(state="PAUSED")
     await service.look(after=100)
     await service.look(state="RUNNING", after=5)
@@ -87,10 +93,10 @@ async def test_what_somebody_paused_is_left_alone_and_has_its_time_when_it_runs_
 
 async def test_what_was_taken_over_while_asleep_stays_where_it_is() -> None:
     service = await asleep()
-    assert service.sleep.take_over()
+    assert service.auto.override()
     await service.look(outstanding_requests=1)
     assert service.sent == []
-    assert not service.sleep.take_over()
+    assert not service.auto.override()
 
 
 async def test_a_signal_that_did_not_arrive_is_sent_again_at_the_next_look() -> None:
@@ -115,4 +121,4 @@ async def test_nothing_is_sent_while_engines_are_on_their_way(state: str) -> Non
     service = await asleep()
     await service.look(state=state, outstanding_requests=1)
     assert service.sent == []
-    assert service.sleep.is_asleep
+    assert service.auto.is_suspended

@@ -16,6 +16,7 @@ from megatron_runtime.errors import (
     StaleEpochError,
     TransitionTimeoutError,
 )
+from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.metrics import create_exposition
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, ReplicaState
@@ -28,15 +29,18 @@ class Engines:
         self.taken: list[tuple[str, bool]] = []
         self.error: Exception | None = None
 
-    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
+    async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
         """As the real one."""
+        self._take(signal.name.lower(), wait)
+
+    async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
+        """As the real one."""
+        self._take(path, wait)
+
+    def _take(self, call: str, wait: bool) -> None:
         if self.error is not None:
             raise self.error
-        self.taken.append((signal, wait))
-
-    async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:
-        """As the real one."""
-        await self.send(path, timeout=timeout, wait=wait)
+        self.taken.append((call, wait))
 
 
 @pytest.fixture

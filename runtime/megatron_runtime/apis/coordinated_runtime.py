@@ -20,9 +20,10 @@ from megatron_runtime.errors import (
     MegatronInferenceError,
     TransitionTimeoutError,
 )
-from megatron_runtime.headers import EngineState
+from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.inference_client import InferenceClient, RequestStream
 from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.lifecycle import reached_states
 from megatron_runtime.model.refit import READ_TIMEOUT, Weights
 from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.parallel.world import World
@@ -118,19 +119,19 @@ class CoordinatedRuntime:
 
     async def pause(self) -> None:
         """RUNNING -> PAUSED."""
-        await self._transition(InferenceClient.pause_engines, EngineState.PAUSED)
+        await self._transition(InferenceClient.pause_engines, Headers.PAUSE)
 
     async def unpause(self) -> None:
         """PAUSED -> RUNNING."""
-        await self._transition(InferenceClient.unpause_engines, EngineState.RUNNING)
+        await self._transition(InferenceClient.unpause_engines, Headers.UNPAUSE)
 
     async def suspend(self) -> None:
         """PAUSED -> SUSPENDED."""
-        await self._transition(InferenceClient.suspend_engines, EngineState.SUSPENDED)
+        await self._transition(InferenceClient.suspend_engines, Headers.SUSPEND)
 
     async def resume(self) -> None:
         """SUSPENDED -> PAUSED."""
-        await self._transition(InferenceClient.resume_engines, EngineState.PAUSED)
+        await self._transition(InferenceClient.resume_engines, Headers.RESUME)
 
     async def update_weights(self, weights: Weights) -> int:
         """Give this rank's engine other weights; every rank calls it, and none returns before all have done it."""
@@ -232,11 +233,12 @@ class CoordinatedRuntime:
             self._frontends = None
             self.frontend_address = None
 
-    async def _transition(self, signal: Callable[[InferenceClient], Awaitable[None]], arrival: EngineState) -> None:
-        """Rank 0 moves all engines and waits for them; the others wait for their own, which may be ahead of them."""
+    async def _transition(self, send: Callable[[InferenceClient], Awaitable[None]], signal: Headers) -> None:
+        """Rank 0 moves all engines and waits for them. Other ranks wait for their own engine, which may be ahead."""
         assert self._attached is not None
+        arrival = reached_states(signal)[-1]
         if self._world.is_primary:
-            await signal(self._healthy_client())
+            await send(self._healthy_client())
         try:
             async with asyncio.timeout(TRANSITION_SECONDS):
                 if self._world.is_primary:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_runtime import lifecycle
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy, check_routing_alpha
-from megatron_runtime.data_parallel_inference_coordinator import states
 from megatron_runtime.data_parallel_inference_coordinator.core import CoordinatorSettings, Core
 from megatron_runtime.data_parallel_inference_coordinator.handlers import handlers
 from megatron_runtime.data_parallel_inference_coordinator.socket_loop import RouterSocket
@@ -68,7 +70,7 @@ class DataParallelInferenceCoordinator:
         ConfigurationError: host needs a key, or can't be bound, or prefix_caching_routing_alpha is out of range.
     """
 
-    CoordinatorState = states.CoordinatorState
+    CoordinatorState = lifecycle.CoordinatorState
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class DataParallelInferenceCoordinator:
         *,
         host: str = "127.0.0.1",
         key: str | None = None,
-        initial_state: states.CoordinatorState | str = states.CoordinatorState.RUNNING,
+        initial_state: lifecycle.CoordinatorState | str = lifecycle.CoordinatorState.RUNNING,
         initial_weights: tuple[int, str] | None = None,
         request_timeout: float = 120.0,
         engine_timeout: float = 5.0,
@@ -94,7 +96,7 @@ class DataParallelInferenceCoordinator:
         max_requests: int = DEFAULT_MAX_REQUESTS,
     ) -> None:
         if isinstance(initial_state, str):
-            initial_state = states.CoordinatorState[initial_state.upper()]
+            initial_state = lifecycle.CoordinatorState[initial_state.upper()]
         check_routing_alpha(prefix_caching_routing_alpha)
         self.data_parallel_size = data_parallel_size
         self.tokenizer = tokenizer
@@ -112,9 +114,15 @@ class DataParallelInferenceCoordinator:
             request_timeout=request_timeout,
             engine_timeout=engine_timeout,
         )
-        # Milliseconds: the next coordinator process starts higher than this one can get.
-        first_revision = time.time_ns() // 1_000_000
-        self._core = Core(settings, handlers(), time.monotonic, first_revision, self.compute_request_hashes)
+        self._core = Core(
+            settings,
+            handlers(),
+            time.monotonic,
+            epoch=secrets.token_hex(8),
+            # Milliseconds: the next coordinator process starts with a higher one than this one can reach.
+            first_revision=time.time_ns() // 1_000_000,
+            hash_prompt=self.compute_request_hashes,
+        )
         self._router_socket = RouterSocket(host, inference_coordinator_port, key)
         self._router_socket.on_refused = lambda: self._core.protocol_errors.add("a connection without the right key")
         self.address = self._router_socket.address
@@ -156,9 +164,9 @@ class DataParallelInferenceCoordinator:
         return self._core.dispatcher.next_request_id
 
     @property
-    def state(self) -> states.CoordinatorState:
+    def state(self) -> lifecycle.CoordinatorState:
         """Where the service is, or is on its way to."""
-        return self._core.lifecycle.wish
+        return self._core.lifecycle.target
 
     # Routing
 
@@ -243,8 +251,13 @@ class DataParallelInferenceCoordinator:
                 core.tell_subscribers()
                 self._flush()
         finally:
-            core.routing_trace.write()
+            self._write_routing_trace()
             self._router_socket.close()
+
+    def _write_routing_trace(self) -> None:
+        path, text = self._core.settings.schedule_output_path, self._core.routing_trace.text()
+        if path is not None and text:
+            Path(path).write_text(text)
 
     def _flush(self) -> None:
         """Send what waits. A peer that can't be reached leaves, which may make new messages for others."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +14,9 @@ from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.routing_trace import RoutingTrace
-from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState
 from megatron_runtime.data_parallel_inference_coordinator.weight_rollout import ServiceWeights, WeightRollout
 from megatron_runtime.headers import Headers
+from megatron_runtime.lifecycle import CoordinatorState
 from megatron_runtime.wire.codec import MalformedMessage, Message, decode
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
 from megatron_runtime.wire.service_state import ServiceState
@@ -67,8 +66,9 @@ class Core:
 
     Args:
         handlers: What to do with each message.
-        clock: Seconds that only grow.
-        first_revision: Of the service's state; higher than any that a coordinator before this one has reached.
+        clock: Monotonic seconds.
+        epoch: Identifies this coordinator process to its peers.
+        first_revision: The first revision of the service's state; higher than every one of an earlier coordinator.
         hash_prompt: Block hashes of a prompt that its client didn't hash.
     """
 
@@ -77,13 +77,15 @@ class Core:
         settings: CoordinatorSettings,
         handlers: Mapping[Headers, Handler],
         clock: Callable[[], float],
+        *,
+        epoch: str,
         first_revision: int,
         hash_prompt: Callable[[str | list[int]], list[int]],
     ) -> None:
         self.settings = settings
         self.clock = clock
         self.hash_prompt = hash_prompt
-        self.epoch = secrets.token_hex(8)
+        self.epoch = epoch
         self.stopping = False
         self.outbox = Outbox()
         self.protocol_errors = ProtocolErrors(clock)
@@ -91,7 +93,7 @@ class Core:
         self.engines = EngineRegistry(sort_by_group=settings.deterministic_mode)
         self.router = Router(settings.policy, alpha=settings.routing_alpha, max_requests=settings.max_requests)
         self.routing_trace = RoutingTrace(
-            settings.schedule_output_path, settings.policy.value, settings.data_parallel_size
+            settings.policy.value, settings.data_parallel_size, is_recorded=settings.schedule_output_path is not None
         )
         self.dispatcher = Dispatcher(
             engines=self.engines,
@@ -112,7 +114,7 @@ class Core:
         self.lifecycle = LifecycleController(
             engines=self.engines,
             outbox=self.outbox,
-            wish=settings.initial_state,
+            target=settings.initial_state,
             first_revision=first_revision,
             became_ready=self.dispatcher.assign_waiting,
             before_ready=self.weights.next_step,

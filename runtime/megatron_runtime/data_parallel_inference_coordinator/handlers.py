@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from megatron_runtime.data_parallel_inference_coordinator.core import Core, Handler
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry
-from megatron_runtime.data_parallel_inference_coordinator.states import SIGNALS
 from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.lifecycle import SIGNALS
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.items import (
@@ -49,7 +49,7 @@ def handlers() -> Mapping[Headers, Handler]:
         Headers.DISCONNECT: _disconnect,
         Headers.SHUTDOWN: _shutdown,
     }
-    table.update(dict.fromkeys(SIGNALS, _signal))
+    table.update(dict.fromkeys(SIGNALS.values(), _signal))
     return table
 
 

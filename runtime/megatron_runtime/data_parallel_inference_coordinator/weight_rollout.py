@@ -9,8 +9,7 @@ from typing import NamedTuple
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
 from megatron_runtime.headers import EngineState, Headers
-
-_TAKES_WEIGHTS = (EngineState.PAUSED, EngineState.SUSPENDED)
+from megatron_runtime.lifecycle import IDLE_STATES
 
 
 class ServiceWeights(NamedTuple):
@@ -125,7 +124,7 @@ class WeightRollout:
         if engine.state is EngineState.RUNNING:
             return Headers.PAUSE, ()
         # In between two states it has nothing to be told.
-        return (Headers.UPDATE_WEIGHTS, self._latest) if engine.state in _TAKES_WEIGHTS else None
+        return (Headers.UPDATE_WEIGHTS, self._latest) if engine.state in IDLE_STATES else None
 
     def expire(self, now: float) -> None:
         """Answer the calls whose time is up, naming the engines that have not answered."""

@@ -17,6 +17,7 @@ from megatron_runtime.errors import (
     TransitionTimeoutError,
 )
 from megatron_runtime.headers import Headers
+from megatron_runtime.lifecycle import STATE_AFTER
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.dealer import Dealer
@@ -28,14 +29,6 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 ANSWER_GRACE_SECONDS = 5.0
 """The coordinator answers a signal at its timeout; only a coordinator that is gone leaves it open for longer."""
-
-_ARRIVED = {
-    Headers.PAUSE: "PAUSED",
-    Headers.UNPAUSE: "RUNNING",
-    Headers.SUSPEND: "SUSPENDED",
-    Headers.RESUME: "PAUSED",
-    Headers.STOP: "RUNNING",
-}
 
 
 @dataclass(eq=False)
@@ -164,7 +157,7 @@ class ClientCalls:
             raise TransitionTimeoutError(f"{name} was not done within {limit:g} s; still missing: {missing}")
         if content["outcome"] == "failed":
             raise CheckpointError("; ".join(f"{engine}: {why}" for engine, why in sorted(content["failures"].items())))
-        if content["outcome"] == "refused" and not (call.repeated and state == _ARRIVED.get(call.header)):
+        if content["outcome"] == "refused" and not (call.repeated and _is_done(call.header, state)):
             allowed = content["allowed"]
             raise InvalidStateError(
                 f"{name} is not possible while the service is {state}; possible: {', '.join(allowed) or 'nothing'}",
@@ -172,6 +165,11 @@ class ClientCalls:
                 allowed=allowed,
             )
         return content
+
+
+def _is_done(signal: Headers, state: str) -> bool:
+    """Whether this is the state of the service after the signal."""
+    return signal in STATE_AFTER and STATE_AFTER[signal].name == state
 
 
 def _is_signal_reply(content: Any) -> bool:

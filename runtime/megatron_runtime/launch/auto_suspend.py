@@ -1,4 +1,4 @@
-"""Suspends engines that nobody asks anything, and wakes them for the next request."""
+"""Suspends engines that get no requests, and resumes them for the next one."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from megatron_runtime.data_parallel_inference_coordinator.states import CoordinatorState, next_signal
 from megatron_runtime.errors import MegatronInferenceError
-from megatron_runtime.headers import EngineState
+from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.lifecycle import CoordinatorState, next_signal
 from megatron_runtime.wire.service_state import ServiceState
 
 logger = logging.getLogger(__name__)
 
 
 class AutoSuspend:
-    """Goes the way to sleep and back edge by edge, as it is told where the service stands.
+    """Moves idle engines to SUSPENDED and back to RUNNING, one signal at a time, as it observes the service.
 
-    Whoever sends a signal of their own takes over: the engines stay where that leads them, until they are idle again
-    while they run.
+    A signal of a client overrides it: the engines stay in the state that the client chose, until they run and are idle
+    again.
 
     Args:
         idle_after: Seconds without a request after which running engines are suspended.
-        send: Sends a signal to the engines and returns when they have obeyed.
+        send: Sends a signal to the engines and returns when they have carried it out.
         clock: Monotonic seconds.
     """
 
     def __init__(
-        self, idle_after: float, send: Callable[[str], Awaitable[None]], clock: Callable[[], float] = time.monotonic
+        self, idle_after: float, send: Callable[[Headers], Awaitable[None]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._idle_after = idle_after
         self._send = send
@@ -37,57 +37,58 @@ class AutoSuspend:
         self._accepted = 0
         self._service: ServiceState | None = None
         self._sending: asyncio.Task[None] | None = None
-        self.is_asleep = False
-        """Whether the engines are suspended for want of requests, or on their way there or back."""
+        self.is_suspended = False
+        """Whether the engines are suspended because they were idle, or move to that state or back."""
 
-    def note(self, service: ServiceState) -> None:
-        """Take in where the service stands, and take the next step if there is one."""
+    def observe(self, service: ServiceState) -> None:
+        """Note the state of the service, and send the next signal if one is due."""
         self._service = service
         now = self._clock()
         is_running = EngineState(service.state) is EngineState.RUNNING
-        is_wanted = service.outstanding_requests or service.accepted_requests != self._accepted
-        if is_wanted or not service.engines or not (is_running or self.is_asleep):
+        has_requests = service.outstanding_requests or service.accepted_requests != self._accepted
+        if has_requests or not service.engines or not (is_running or self.is_suspended):
             self._busy_at = now
         self._accepted = service.accepted_requests
         if is_running:
-            self._fall_asleep_or_wake(now)
+            self._decide(now)
         self._advance()
 
-    def take_over(self) -> bool:
-        """Somebody else decides now where the engines are; whether they were asleep."""
-        was_asleep, self.is_asleep = self.is_asleep, False
-        return was_asleep
+    def override(self) -> bool:
+        """A client controls the engines from now on; returns whether they were suspended because they were idle."""
+        was_suspended, self.is_suspended = self.is_suspended, False
+        return was_suspended
 
     def stop(self) -> None:
-        """Send nothing more."""
+        """Send no more signals."""
         if self._sending is not None:
             self._sending.cancel()
 
-    def _fall_asleep_or_wake(self, now: float) -> None:
+    def _decide(self, now: float) -> None:
+        """Whether running engines are to be suspended."""
         is_idle = now - self._busy_at >= self._idle_after
-        if is_idle and not self.is_asleep:
-            logger.info("no request for %g s: the engines are suspended until the next one", self._idle_after)
-        elif self.is_asleep and not is_idle:
-            logger.info("a request has woken the engines")
-        self.is_asleep = is_idle
+        if is_idle and not self.is_suspended:
+            logger.info("no request for %g s: suspending the engines until the next request", self._idle_after)
+        elif self.is_suspended and not is_idle:
+            logger.info("a request arrived: the engines run again")
+        self.is_suspended = is_idle
 
     def _advance(self) -> None:
-        """Take the step that leads on from where the service stands, unless one is in flight."""
-        if self._service is None or not self.is_asleep or self._sending is not None:
+        """Send the next signal towards the target, unless one is in progress."""
+        if self._service is None or not self.is_suspended or self._sending is not None:
             return
-        is_wanted = self._service.outstanding_requests > 0
-        wish = CoordinatorState.RUNNING if is_wanted else CoordinatorState.SUSPENDED
-        signal = next_signal(EngineState(self._service.state), wish)
+        has_requests = self._service.outstanding_requests > 0
+        target = CoordinatorState.RUNNING if has_requests else CoordinatorState.SUSPENDED
+        signal = next_signal(EngineState(self._service.state), target)
         if signal is not None:
-            self._sending = asyncio.create_task(self._step(signal.name.lower()))
+            self._sending = asyncio.create_task(self._step(signal))
 
-    async def _step(self, signal: str) -> None:
-        """One signal; when it is obeyed, the service has been looked at again."""
+    async def _step(self, signal: Headers) -> None:
+        """Send one signal. By the time it returns, `observe` has been called with the new state."""
         try:
             await self._send(signal)
         except MegatronInferenceError as error:
-            logger.warning("%s: %s", signal, error)
-            self._sending = None  # the next look tries again
+            logger.warning("%s: %s", signal.name.lower(), error)
+            self._sending = None  # the next observation tries again
         else:
             self._sending = None
             self._advance()

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from megatron_runtime.data_parallel_inference_coordinator import states
 from megatron_runtime.errors import (
     CheckpointError,
     ConfigurationError,
@@ -21,10 +20,11 @@ from megatron_runtime.errors import (
     StaleEpochError,
     TransitionTimeoutError,
 )
+from megatron_runtime.headers import Headers
 from megatron_runtime.launch.identity import Lifecycle
 from megatron_runtime.launch.pod_state import PodState
+from megatron_runtime.lifecycle import SIGNALS
 
-SIGNALS = tuple(signal.name.lower() for signal in states.SIGNALS)
 LONGEST_POLL = 300.0
 DEFAULT_TRANSITION = 120.0
 Wait = Annotated[bool, Query()]
@@ -38,7 +38,7 @@ class SignalSender(Protocol):
     ``InvalidStateError``, ``TransitionTimeoutError`` and ``CoordinatorError`` say why one had no effect.
     """
 
-    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:
+    async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:
         """Returns when the coordinator accepted the signal; with ``wait``, when every engine has obeyed."""
         ...
 
@@ -152,7 +152,7 @@ def create_control_api(
     ) -> JSONResponse:
         if signal not in SIGNALS:
             raise _Refused(404, "NotFound", f"{signal} is no signal; send one of {', '.join(SIGNALS)}")
-        await _send(leading().send(signal, timeout=timeout, wait=wait), state)
+        await _send(leading().send(SIGNALS[signal], timeout=timeout, wait=wait), state)
         return accepted(wait)
 
     return app

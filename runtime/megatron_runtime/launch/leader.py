@@ -55,7 +55,7 @@ class Leader:
         self._coordinator = SupervisedCoordinator(
             coordinator_options(options, port),
             key=key,
-            current_state=lambda: self.link.wish.name,
+            current_state=lambda: self.link.target.name,
             hang_timeout=min(options.hang_timeout, COORDINATOR_HANG),
             ends_alone=not options.identity.is_standalone,
             on_end=self._coordinator_ended,

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_runtime.headers import EngineState
+from megatron_runtime.lifecycle import IDLE_STATES
 from megatron_runtime.notifier import Notifier
 
 
@@ -66,8 +67,7 @@ class ReplicaState:
     @property
     def paused_requests(self) -> int:
         """All its requests, while it computes for none."""
-        stands_still = self.state in (EngineState.PAUSED, EngineState.SUSPENDED)
-        return self.running_requests + self.waiting_requests if stands_still else 0
+        return self.running_requests + self.waiting_requests if EngineState(self.state) in IDLE_STATES else 0
 
     def body(self) -> dict[str, Any]:
         """As the control API writes it."""

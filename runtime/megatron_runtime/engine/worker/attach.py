@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS
-from megatron_runtime.data_parallel_inference_coordinator.states import SETTLED, CoordinatorState
 from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.engine.worker.follower_loop import FollowerLoop
@@ -21,6 +20,7 @@ from megatron_runtime.engine.worker.lock_step import LockStepEngine, lead, refus
 from megatron_runtime.engine.worker.protocol import AttachedLoop, RankEngine
 from megatron_runtime.engine.worker.state_journal import StateJournal
 from megatron_runtime.errors import CoordinatorError
+from megatron_runtime.lifecycle import TARGET_OF_STATE, CoordinatorState
 from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.parallel.world import World
 from megatron_runtime.processes.parent_link import EXIT_DRAINED
@@ -142,7 +142,7 @@ async def _lead(loop: EngineLoop, engine: LockStepEngine) -> None:
 
 def _service_state(loop: AttachedLoop | None) -> str:
     """Where this rank's loop says that the service is; one that has stopped, or has not begun, knows nothing else."""
-    settled = None if loop is None else SETTLED.get(loop.state)
+    settled = None if loop is None else TARGET_OF_STATE.get(loop.state)
     return "RUNNING" if settled in (None, CoordinatorState.STOPPING) else settled.name
 
 

@@ -18,6 +18,7 @@ from megatron_runtime.engine.worker.protocol import Engine
 from megatron_runtime.engine.worker.weight_updates import WeightUpdateQueue
 from megatron_runtime.errors import EngineError
 from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.lifecycle import SOURCE_STATES, TRANSITIONAL_STATE, reached_states
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
     from megatron_runtime.model.refit import Weights
 
 logger = logging.getLogger(__name__)
-
-_LEAVES = {
-    Headers.PAUSE: EngineState.RUNNING,
-    Headers.UNPAUSE: EngineState.PAUSED,
-    Headers.SUSPEND: EngineState.PAUSED,
-    Headers.RESUME: EngineState.SUSPENDED,
-}
 
 
 class EngineLoop:
@@ -254,41 +248,33 @@ class EngineLoop:
 
     async def _apply(self, signal: Headers) -> bool:
         """Carry out a signal; in a wrong state, say where the engine is instead. True if the loop is to end."""
-        if signal is Headers.STOP:
-            return await self._stop()
-        if self.state is not _LEAVES[signal]:
+        if self.state not in SOURCE_STATES[signal]:
             self._link.tell_state(self.state)
             return False
         match signal:
-            case Headers.PAUSE:
-                await self._in_thread(partial(self._engine.barrier, "pause"))
-                self._reach(EngineState.PAUSED)
-            case Headers.UNPAUSE:
-                await self._in_thread(partial(self._engine.barrier, "unpause"))
-                self._reach(EngineState.RUNNING)
+            case Headers.PAUSE | Headers.UNPAUSE:
+                await self._in_thread(partial(self._engine.barrier, signal.name.lower()))
             case Headers.SUSPEND:
-                self._reach(EngineState.SUSPENDING)
+                self._reach(TRANSITIONAL_STATE[signal])
                 await self._in_thread(self._engine.suspend)
-                self._reach(EngineState.SUSPENDED)
             case Headers.RESUME:
-                self._reach(EngineState.RESUMING)
+                self._reach(TRANSITIONAL_STATE[signal])
                 await self._in_thread(self._engine.resume)
-                self._reach(EngineState.RESUMED)
-                self._reach(EngineState.PAUSED)
+            case Headers.STOP:
+                await self._stop()
+                return True
+        for state in reached_states(signal):
+            self._reach(state)
         return False
 
-    async def _stop(self) -> bool:
-        """Answer every unfinished request as aborted, and end; only out of PAUSED or SUSPENDED."""
-        if self.state not in (EngineState.PAUSED, EngineState.SUSPENDED):
-            self._link.tell_state(self.state)
-            return False
-        self._reach(EngineState.STOPPING)
+    async def _stop(self) -> None:
+        """End every unfinished request as aborted."""
+        self._reach(TRANSITIONAL_STATE[Headers.STOP])
         await self._in_thread(partial(self._engine.barrier, "stop"))
         for request in self._requests.unfinished():
             self._requests.abort(request.uuid)
         self._report(*self._engine.take_reports())
         self._link.tell_state(EngineState.STOPPED)
-        return True
 
     def _reach(self, state: EngineState) -> None:
         self.state = state

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_runtime.engine.worker.lock_step import Turn, follow
 from megatron_runtime.engine.worker.weight_updates import require_idle
 from megatron_runtime.errors import CheckpointError, EngineError
-from megatron_runtime.headers import EngineState
+from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.lifecycle import SIGNALS, reached_states
 from megatron_runtime.model.refit import READ_TIMEOUT, Weights
 from megatron_runtime.notifier import Notifier
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from megatron_runtime.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-
-_MEETINGS = {"pause": EngineState.PAUSED, "unpause": EngineState.RUNNING, "stop": EngineState.STOPPING}
 
 
 class FollowerLoop:
@@ -137,19 +136,17 @@ class FollowerLoop:
             ) from None
 
     def _note_turn(self, action: str, args: list[Any], refusal: CheckpointError | None) -> None:
-        match action:
-            case Turn.BARRIER if args[0] in _MEETINGS:
-                if args[0] == "pause":
-                    self._updates.clear()
-                self._reach(_MEETINGS[args[0]])
-            case Turn.SUSPEND:
-                self._reach(EngineState.SUSPENDED)
-            case Turn.RESUME:
-                self._reach(EngineState.RESUMED)
-                self._reach(EngineState.PAUSED)
-            case Turn.UPDATE_WEIGHTS:
-                self._updates.append(refusal or self._engine.weight_version)
-                self._on_loop(self._changed.notify)
+        if action == Turn.UPDATE_WEIGHTS:
+            self._updates.append(refusal or self._engine.weight_version)
+            self._on_loop(self._changed.notify)
+            return
+        signal = SIGNALS.get(args[0] if action == Turn.BARRIER else action)
+        if signal is None:
+            return
+        if signal is Headers.PAUSE:
+            self._updates.clear()
+        for state in reached_states(signal):
+            self._reach(state)
 
     def _reach(self, state: EngineState) -> None:
         self.state = state

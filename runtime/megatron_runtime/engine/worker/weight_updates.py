@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_runtime.engine.worker.protocol import WeightTaker
 from megatron_runtime.errors import EngineError, InvalidStateError
 from megatron_runtime.headers import EngineState
+from megatron_runtime.lifecycle import IDLE_STATES
 
 if TYPE_CHECKING:
     from megatron_runtime.model.refit import Weights
@@ -20,7 +21,7 @@ InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 def require_idle(state: EngineState) -> None:
     """Raise InvalidStateError unless an engine in this state may be given other weights."""
-    if state not in (EngineState.PAUSED, EngineState.SUSPENDED):
+    if state not in IDLE_STATES:
         raise InvalidStateError(
             f"weights can't be updated while the engine is {state.value}; pause it first",
             state=state.value,
