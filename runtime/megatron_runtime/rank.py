@@ -14,12 +14,14 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_runtime import tracing
 from megatron_runtime.errors import CheckpointError, ConfigurationError, EngineError, LockStepError, LostRankError
 from megatron_runtime.launch.pod_state import RankPhase
+from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, EXIT_FAILURE, ParentLink
 from megatron_runtime.processes.supervisor import error_report
@@ -28,10 +30,11 @@ from megatron_runtime.wire.security import KEY_VARIABLE
 if TYPE_CHECKING:
     import torch
 
+    from megatron_runtime.config import InferenceConfig
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.engine.worker.engine_loop import EngineLoop
+    from megatron_runtime.launch.options import EngineOptions
     from megatron_runtime.model.weights import LoadProgress
-    from megatron_runtime.parallel.layout import ParallelSizes
     from megatron_runtime.parallel.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -47,71 +50,67 @@ CUDA_SHARE = 0.9
 def main() -> None:
     """Ends with 0 after a drain or a stop, with 2 when the input can't be served."""
     link = ParentLink.from_arguments()
+    options = RankOptions.deserialize(link.options)
     _report_phase(link, RankPhase.STARTING)
     _import_engine()
+    # By now the launcher has inspected the checkpoint, or is about to finish.
+    link.receive_options()
+    plan = RankPlan.deserialize(link.options)
     try:
-        engine = _build_engine(link)
+        engine = _build_engine(link, options, plan)
         ranks = engine.controller.model.ranks
         ranks.barrier("ready", LOAD_TIMEOUT)
-        asyncio.run(_serve(link, engine, ranks) if ranks.position.is_first else _follow(link, engine, ranks))
+        serve = _serve(link, options, plan, engine) if ranks.position.is_first else _follow(link, engine, ranks)
+        asyncio.run(serve)
         ranks.close()
     except (CheckpointError, ConfigurationError) as error:
         _end_with(link, error, EXIT_BAD_INPUT)
     except LostRankError as error:
-        _end_at_once(link, error)
+        _end_at_once(link, options, error)
     except LockStepError as error:
         _end_with(link, error, EXIT_FAILURE)
     sys.exit(EXIT_DRAINED)
 
 
 def _end_with(link: ParentLink, error: Exception, exit_code: int) -> None:
-    _tell(link, error)
+    link.report(error=error_report(error))
+    logger.error("%s", error)
     sys.exit(exit_code)
 
 
-def _end_at_once(link: ParentLink, error: LostRankError) -> None:
-    """Other threads, and torch at the end of the process, may still wait for the rank that is lost."""
-    _tell(link, error)
+def _end_at_once(link: ParentLink, options: RankOptions, error: LostRankError) -> None:
+    """Without cleanup: other threads, and torch at exit, may still wait for the lost rank."""
+    start = options.replica_group * options.engine.sizes.ranks_per_replica
+    link.report(error={**error_report(error), "missing": [start + rank for rank in error.missing]})
+    logger.error("%s", error)
     os._exit(EXIT_FAILURE)
 
 
-def _tell(link: ParentLink, error: Exception) -> None:
-    report = error_report(error)
-    if isinstance(error, LostRankError):
-        start = link.options["group"] * _sizes(link).ranks_per_replica
-        report["missing"] = [start + rank for rank in error.missing]
-    link.report(error=report)
-    logger.error("%s", error)
-
-
-def _build_engine(link: ParentLink) -> DynamicInferenceEngine:
+def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> DynamicInferenceEngine:
     import torch
 
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.checkpoint import load_model
     from megatron_runtime.model.tokenizer import load_tokenizer
 
-    # By now the launcher has inspected the checkpoint, or will have soon.
-    link.receive_options()
-    options = link.options["engine"] | {name: link.options[name] for name in ("max_sequence_length", "kv_cache_bytes")}
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    device = _choose_device(link)
-    ranks = _join_replica(link)
-    ranks.watch(partial(_end_at_once, link))
-    # Pods that were left the choice may have chosen differently.
-    options["max_sequence_length"] = ranks.least(options["max_sequence_length"])
+    device = _choose_device(options)
+    ranks = _join_replica_group(link, options)
+    ranks.watch(partial(_end_at_once, link, options))
+    # The launchers of several pods may have chosen different lengths.
+    plan = replace(plan, max_sequence_length=ranks.least(plan.max_sequence_length))
     with ThreadPoolExecutor(1, "tokenizer") as aside:
-        tokenizer = aside.submit(load_tokenizer, link.options["checkpoint"])
+        tokenizer = aside.submit(load_tokenizer, plan.checkpoint)
         model = load_model(
-            link.options["checkpoint"],
-            dtype=options["dtype"],
+            plan.checkpoint,
+            dtype=options.engine.dtype,
             device=device,
-            max_sequence_length=options["max_sequence_length"],
+            max_sequence_length=plan.max_sequence_length,
             on_progress=_Progress(link),
-            check_finite=options["check_finite"],
+            check_finite=options.engine.check_finite,
             ranks=ranks,
         )
-    return DynamicInferenceEngine.build(model, tokenizer.result(), _inference_config(options, ranks))
+    return DynamicInferenceEngine.build(model, tokenizer.result(), _inference_config(options.engine, plan, ranks))
 
 
 def _import_engine() -> None:
@@ -129,18 +128,18 @@ def _import_engine() -> None:
         gc.enable()
 
 
-def _choose_device(link: ParentLink) -> torch.device:
-    """This rank's; a GPU becomes the one that this thread uses, as for NCCL it has to be."""
+def _choose_device(options: RankOptions) -> torch.device:
+    """The device of this rank. A GPU becomes the current device of this thread, as NCCL needs it."""
     import torch
 
-    if link.options["engine"]["device"] == "cpu":
+    if options.engine.device == "cpu":
         return torch.device("cpu")
     if torch.version.cuda is None:
         raise ConfigurationError(
             f"--device cuda: PyTorch {torch.__version__} was built without CUDA; install a build with it, or use "
             "--device cpu"
         )
-    index, count = link.options["local_rank"], torch.cuda.device_count()
+    index, count = options.local_rank, torch.cuda.device_count()
     if index >= count:  # on this machine, or at the moment: not bad input
         raise EngineError(
             f"--device cuda: each rank takes a GPU of its own, this one number {index} counted from 0, but "
@@ -151,48 +150,43 @@ def _choose_device(link: ParentLink) -> torch.device:
     return device
 
 
-def _join_replica(link: ParentLink) -> Ranks:
-    """Meets the other ranks of this copy of the model, if there are any."""
+def _join_replica_group(link: ParentLink, options: RankOptions) -> Ranks:
+    """Connects to the other ranks of the replica group, if there are any."""
     from megatron_runtime.parallel.join import join_replica
     from megatron_runtime.parallel.single_rank import SingleRank
 
-    sizes = _sizes(link)
+    sizes = options.engine.sizes
     if sizes.ranks_per_replica == 1:
-        return SingleRank(link.options["group"])
-    host, port = link.options["rendezvous_address"]
+        return SingleRank(options.replica_group)
+    assert options.rendezvous_address is not None
+    host, port = options.rendezvous_address
     _report_phase(link, RankPhase.RENDEZVOUS)
     try:
         return join_replica(
-            sizes.position_in_replica(link.options["rank"] % sizes.ranks_per_replica, link.options["group"]),
+            sizes.position_in_replica(options.rank % sizes.ranks_per_replica, options.replica_group),
             host=host,
             port=port,
-            attempt=link.options["attempt"],
-            device_type=link.options["engine"]["device"],
-            rendezvous_timeout=link.options["rendezvous_timeout"],
+            attempt=options.attempt,
+            device_type=options.engine.device,
+            rendezvous_timeout=options.rendezvous_timeout,
         )
     except ConfigurationError as error:
         raise EngineError(str(error)) from error  # the port was free when it was chosen; the next one may be again
 
 
-def _sizes(link: ParentLink) -> ParallelSizes:
-    from megatron_runtime.parallel.layout import ParallelSizes
-
-    return ParallelSizes(**link.options["parallel_sizes"])
-
-
-def _inference_config(options: dict[str, Any], ranks: Ranks) -> Any:
-    from megatron_runtime.config import InferenceConfig
+def _inference_config(engine: EngineOptions, plan: RankPlan, ranks: Ranks) -> InferenceConfig:
+    from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 
     return InferenceConfig(
-        block_size_tokens=options["block_size_tokens"],
-        kv_cache_memory_bytes=ranks.least(options["kv_cache_bytes"] or _free_device_memory()),
-        max_requests=options["max_requests"],
-        max_sequence_length=options["max_sequence_length"],
-        enable_prefix_caching=options["prefix_caching"],
-        enable_chunked_prefill=options["chunked_prefill"],
-        kv_cache_management_mode=options["kv_cache_management"],
-        offload_weights=options["offload_weights"],
-        logprobs_mode=options["logprobs_mode"],
+        block_size_tokens=engine.block_size_tokens,
+        kv_cache_memory_bytes=ranks.least(plan.kv_cache_bytes or _free_device_memory()),
+        max_requests=engine.max_requests,
+        max_sequence_length=plan.max_sequence_length,
+        enable_prefix_caching=engine.prefix_caching,
+        enable_chunked_prefill=engine.chunked_prefill,
+        kv_cache_management_mode=KVCacheManagementMode(engine.kv_cache_management),
+        offload_weights=engine.offload_weights,
+        logprobs_mode=engine.logprobs_mode,
     )
 
 
@@ -203,18 +197,19 @@ def _free_device_memory() -> int:
     return int(free * CUDA_SHARE)
 
 
-async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+async def _serve(link: ParentLink, options: RankOptions, plan: RankPlan, engine: DynamicInferenceEngine) -> None:
     """Works for the coordinator until it says stop, or until SIGTERM has been obeyed by a drain."""
     from megatron_runtime.engine.worker.engine_loop import EngineLoop
     from megatron_runtime.engine.worker.lock_step import LockStepEngine, lead
 
     tracing.start()
+    ranks = engine.controller.model.ranks
     together = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica > 1 else None
     loop = EngineLoop(
         together or engine,
-        coordinator_address=link.options["coordinator_address"],
-        data_parallel_rank=link.options["group"],
-        attempt=link.options["attempt"],
+        coordinator_address=plan.coordinator_address,
+        data_parallel_rank=options.replica_group,
+        attempt=options.attempt,
         key=os.environ.get(KEY_VARIABLE),
         prepare_thread=lambda: _use_device_of(engine),
     )
@@ -222,7 +217,7 @@ async def _serve(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks)
 
     def drain() -> None:
         if not drains:
-            drains.append(asyncio.create_task(loop.drain(link.options["drain_timeout"])))
+            drains.append(asyncio.create_task(loop.drain(options.drain_timeout)))
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain)
     _report_phase(link, RankPhase.REGISTERING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import plan_engine
+from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.launch.tasks import rank_plan, rank_task
 from megatron_runtime.parallel.single_rank import SingleRank
 
@@ -25,28 +27,24 @@ FACTS = CheckpointFacts(
 class Link:
     """What a rank needs of its launcher while it loads."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-
     def report(self, **_: object) -> None:
         """Nobody listens."""
-
-    def receive_options(self) -> None:
-        """All options are there already."""
 
 
 @pytest.fixture
 def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``rank_options(*flags)``: what a rank of a pod with these flags is given."""
 
-    def options(*flags: str) -> dict[str, Any]:
+    def options(*flags: str) -> tuple[RankOptions, RankPlan]:
         seen: list[LaunchOptions] = []
         monkeypatch.setattr(cli, "_run", lambda launch: seen.append(launch) or 0)
         done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), *flags])
         assert done.exit_code == 0, done.output
         plan = plan_engine(seen[0], FACTS, AvailableMemory(2**40, "free"))
         task = rank_task(seen[0], rank=0, key=None)
-        return {**task.options, **rank_plan(FACTS, plan, address="tcp://127.0.0.1:1")}
+        later = rank_plan(FACTS, plan, address="tcp://127.0.0.1:1").serialize()
+        given = json.loads(json.dumps({**task.options, **later}))
+        return RankOptions.deserialize(given), RankPlan.deserialize(given)
 
     return options
 
@@ -56,9 +54,8 @@ def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     [((), "raw_logprobs"), (("--logprobs-mode", "processed_logprobs"), "processed_logprobs")],
 )
 def test_the_kind_of_log_probs_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], mode: str) -> None:
-    given = rank_options(*flags)
-    sizes = {name: given[name] for name in ("max_sequence_length", "kv_cache_bytes")}
-    assert rank._inference_config(given["engine"] | sizes, SingleRank()).logprobs_mode == mode
+    options, plan = rank_options(*flags)
+    assert rank._inference_config(options.engine, plan, SingleRank()).logprobs_mode == mode
 
 
 def test_an_unknown_kind_of_log_probs_is_refused_in_words(tmp_path: Path) -> None:
@@ -80,7 +77,7 @@ def test_weights_are_searched_for_what_is_no_number_when_asked_for(
     monkeypatch.setattr("megatron_runtime.model.checkpoint.load_model", load_model)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     with pytest.raises(CheckpointError, match="stop here"):
-        rank._build_engine(Link(rank_options(*flags)))  # type: ignore[arg-type]
+        rank._build_engine(Link(), *rank_options(*flags))  # type: ignore[arg-type]
     assert asked == [checks]
 
 
@@ -98,4 +95,4 @@ def test_a_gpu_that_is_not_there_is_asked_for_in_words(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("torch.set_num_threads", lambda _: None)
     with pytest.raises(kind, match=f"^--device cuda: .*{words}"):
-        rank._build_engine(Link(rank_options("--device", "cuda")))  # type: ignore[arg-type]
+        rank._build_engine(Link(), *rank_options("--device", "cuda"))  # type: ignore[arg-type]

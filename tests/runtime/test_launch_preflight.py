@@ -255,7 +255,7 @@ def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions, monkeypatc
     assert task.environment["OMP_NUM_THREADS"] == "3"
     assert task.environment["GOMP_SPINCOUNT"] == "1000"
     assert task.environment["GLIBC_TUNABLES"].startswith("glibc.malloc.hugetlb=1:glibc.malloc.")
-    assert task.options["group"] == 4
+    assert task.options["replica_group"] == 4
     assert "secret" not in str(task.options)
 
 

@@ -52,4 +52,4 @@ def test_an_engine_ends_a_signal_in_the_state_that_the_service_then_has() -> Non
 def test_every_state_but_the_event_resumed_has_a_target() -> None:
     assert set(EngineState) - set(TARGET_OF_STATE) == {EngineState.RESUMED}
     assert TARGET_OF_STATE[EngineState.RESUMING] is CoordinatorState.PAUSED
-    assert IDLE_STATES == {EngineState.PAUSED, EngineState.SUSPENDED}
+    assert {EngineState.PAUSED, EngineState.SUSPENDED} == IDLE_STATES

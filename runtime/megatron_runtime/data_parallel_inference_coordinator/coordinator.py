@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from megatron_runtime import lifecycle
-from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy, check_routing_alpha
-from megatron_runtime.data_parallel_inference_coordinator.core import CoordinatorSettings, Core
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
+from megatron_runtime.data_parallel_inference_coordinator.core import Core
 from megatron_runtime.data_parallel_inference_coordinator.handlers import handlers
+from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions, ServiceWeights
 from megatron_runtime.data_parallel_inference_coordinator.socket_loop import RouterSocket
-from megatron_runtime.data_parallel_inference_coordinator.weight_rollout import ServiceWeights
 from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.inference_request import compute_block_hashes
 
@@ -97,25 +97,37 @@ class DataParallelInferenceCoordinator:
     ) -> None:
         if isinstance(initial_state, str):
             initial_state = lifecycle.CoordinatorState[initial_state.upper()]
-        check_routing_alpha(prefix_caching_routing_alpha)
-        self.data_parallel_size = data_parallel_size
-        self.tokenizer = tokenizer
-        settings = CoordinatorSettings(
+        options = CoordinatorOptions(
             data_parallel_size=data_parallel_size,
+            inference_coordinator_port=inference_coordinator_port,
             deterministic_mode=deterministic_mode,
             block_size_tokens=block_size_tokens,
             enable_prefix_caching=enable_prefix_caching,
-            policy=PrefixCachingCoordinatorPolicy(prefix_caching_coordinator_policy),
-            routing_alpha=prefix_caching_routing_alpha,
-            max_requests=max_requests,
+            prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy(prefix_caching_coordinator_policy),
             schedule_output_path=schedule_output_path,
+            host=host,
             initial_state=initial_state,
             initial_weights=None if initial_weights is None else ServiceWeights(*initial_weights),
             request_timeout=request_timeout,
             engine_timeout=engine_timeout,
+            prefix_caching_routing_alpha=prefix_caching_routing_alpha,
+            max_requests=max_requests,
         )
+        self._open(options, tokenizer, key)
+        if pipe_connection is not None:
+            pipe_connection.send(self.address)
+            pipe_connection.close()
+
+    @classmethod
+    def from_options(cls, options: CoordinatorOptions, *, key: str | None) -> Self:
+        """A coordinator with these options; errors as for the class."""
+        return cls(None, key=key, **vars(options))
+
+    def _open(self, options: CoordinatorOptions, tokenizer: Any, key: str | None) -> None:
+        self.data_parallel_size = options.data_parallel_size
+        self.tokenizer = tokenizer
         self._core = Core(
-            settings,
+            options,
             handlers(),
             time.monotonic,
             epoch=secrets.token_hex(8),
@@ -123,18 +135,15 @@ class DataParallelInferenceCoordinator:
             first_revision=time.time_ns() // 1_000_000,
             hash_prompt=self.compute_request_hashes,
         )
-        self._router_socket = RouterSocket(host, inference_coordinator_port, key)
+        self._router_socket = RouterSocket(options.host, options.inference_coordinator_port, key)
         self._router_socket.on_refused = lambda: self._core.protocol_errors.add("a connection without the right key")
         self.address = self._router_socket.address
-        """Where engines and clients connect to: ``tcp://host:port``."""
+        """The address for engines and clients: ``tcp://host:port``."""
         self.on_tick: Callable[[], None] = lambda: None
-        """Called about twice a second by the loop."""
-        self.on_weights: Callable[[tuple[int, str] | None], None] = lambda _: None
-        """Called with version and path of the service's weights when they change."""
+        """Called by the loop about twice a second."""
+        self.on_weights: Callable[[ServiceWeights | None], None] = lambda _: None
+        """Called with the service's weights when they change."""
         self._core.weights.on_change = lambda weights: self.on_weights(weights)
-        if pipe_connection is not None:
-            pipe_connection.send(self.address)
-            pipe_connection.close()
 
     # Attributes under the names that Megatron's users know
 
@@ -180,7 +189,7 @@ class DataParallelInferenceCoordinator:
 
     def compute_request_hashes(self, prompt: str | list[int]) -> list[int]:
         """Block hashes of a prompt; none without prefix routing, or for text without a tokenizer."""
-        block_size = self._core.settings.hash_block_size
+        block_size = self._core.options.hash_block_size
         if not block_size or (isinstance(prompt, str) and self.tokenizer is None):
             return []
         tokens: list[int] = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -255,7 +264,7 @@ class DataParallelInferenceCoordinator:
             self._router_socket.close()
 
     def _write_routing_trace(self) -> None:
-        path, text = self._core.settings.schedule_output_path, self._core.routing_trace.text()
+        path, text = self._core.options.schedule_output_path, self._core.routing_trace.text()
         if path is not None and text:
             Path(path).write_text(text)
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
-from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator.dispatcher import Dispatcher
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.lifecycle_controller import LifecycleController
+from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.routing_trace import RoutingTrace
-from megatron_runtime.data_parallel_inference_coordinator.weight_rollout import ServiceWeights, WeightRollout
+from megatron_runtime.data_parallel_inference_coordinator.weight_rollout import WeightRollout
 from megatron_runtime.headers import Headers
-from megatron_runtime.lifecycle import CoordinatorState
 from megatron_runtime.wire.codec import MalformedMessage, Message, decode
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
 from megatron_runtime.wire.service_state import ServiceState
@@ -26,37 +24,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[["Core", bytes, Message], None]
 
 
-@dataclass(frozen=True)
-class CoordinatorSettings:
-    """What a coordinator can be told."""
-
-    data_parallel_size: int
-    deterministic_mode: bool = False
-    """Routes over the engines in the order of their groups, not of their arrival."""
-    block_size_tokens: int | None = None
-    enable_prefix_caching: bool = False
-    policy: PrefixCachingCoordinatorPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
-    routing_alpha: float = 0.5
-    """Weight of a known prefix against the load in prefix routing, 0 to 1."""
-    max_requests: int = DEFAULT_MAX_REQUESTS
-    """Requests with which an engine counts as full in prefix routing."""
-    schedule_output_path: str | None = None
-    initial_state: CoordinatorState = CoordinatorState.RUNNING
-    initial_weights: ServiceWeights | None = None
-    request_timeout: float = 120.0
-    """Seconds that a request waits while no engine is there."""
-    engine_timeout: float = 5.0
-    """Seconds of silence after which an engine is taken for dead."""
-    client_timeout: float = 30.0
-    """Seconds of silence after which a client is taken for dead."""
-
-    @property
-    def hash_block_size(self) -> int:
-        """Tokens per hashed block if prompts are to be hashed for routing, else 0."""
-        ignoring = (PrefixCachingCoordinatorPolicy.ROUND_ROBIN, PrefixCachingCoordinatorPolicy.LOAD_BALANCED)
-        if not self.enable_prefix_caching or self.policy in ignoring:
-            return 0
-        return self.block_size_tokens or 0
+CLIENT_TIMEOUT = 30.0
+"""Seconds without a message after which a client counts as lost."""
 
 
 class Core:
@@ -74,7 +43,7 @@ class Core:
 
     def __init__(
         self,
-        settings: CoordinatorSettings,
+        options: CoordinatorOptions,
         handlers: Mapping[Headers, Handler],
         clock: Callable[[], float],
         *,
@@ -82,7 +51,7 @@ class Core:
         first_revision: int,
         hash_prompt: Callable[[str | list[int]], list[int]],
     ) -> None:
-        self.settings = settings
+        self.options = options
         self.clock = clock
         self.hash_prompt = hash_prompt
         self.epoch = epoch
@@ -90,10 +59,16 @@ class Core:
         self.outbox = Outbox()
         self.protocol_errors = ProtocolErrors(clock)
         self.clients: dict[bytes, ClientEntry] = {}
-        self.engines = EngineRegistry(sort_by_group=settings.deterministic_mode)
-        self.router = Router(settings.policy, alpha=settings.routing_alpha, max_requests=settings.max_requests)
+        self.engines = EngineRegistry(sort_by_group=options.deterministic_mode)
+        self.router = Router(
+            options.prefix_caching_coordinator_policy,
+            alpha=options.prefix_caching_routing_alpha,
+            max_requests=options.max_requests,
+        )
         self.routing_trace = RoutingTrace(
-            settings.policy.value, settings.data_parallel_size, is_recorded=settings.schedule_output_path is not None
+            options.prefix_caching_coordinator_policy.value,
+            options.data_parallel_size,
+            is_recorded=options.schedule_output_path is not None,
         )
         self.dispatcher = Dispatcher(
             engines=self.engines,
@@ -102,19 +77,19 @@ class Core:
             outbox=self.outbox,
             protocol_errors=self.protocol_errors,
             routing_trace=self.routing_trace,
-            request_timeout=settings.request_timeout,
+            request_timeout=options.request_timeout,
         )
         self.weights = WeightRollout(
             engines=self.engines,
             outbox=self.outbox,
-            latest=settings.initial_weights,
+            latest=options.initial_weights,
             is_idle=lambda: self.lifecycle.is_idle,
             state=lambda: self.lifecycle.state,
         )
         self.lifecycle = LifecycleController(
             engines=self.engines,
             outbox=self.outbox,
-            target=settings.initial_state,
+            target=options.initial_state,
             first_revision=first_revision,
             became_ready=self.dispatcher.assign_waiting,
             before_ready=self.weights.next_step,
@@ -138,12 +113,12 @@ class Core:
     def tick(self, now: float) -> None:
         """What time alone brings; call it about twice a second."""
         for engine in self.engines:
-            if now - engine.last_seen > self.settings.engine_timeout:
-                self.lose_engine(engine.identity, f"no sign of life for {self.settings.engine_timeout:g} s")
+            if now - engine.last_seen > self.options.engine_timeout:
+                self.lose_engine(engine.identity, f"no sign of life for {self.options.engine_timeout:g} s")
             else:
                 self.outbox.put(engine.identity, Headers.BEAT, self.epoch)
         for client in list(self.clients.values()):
-            if now - client.last_seen > self.settings.client_timeout:
+            if now - client.last_seen > CLIENT_TIMEOUT:
                 self.lose_client(client.identity)
             else:
                 self.outbox.put(client.identity, Headers.BEAT, self.epoch)

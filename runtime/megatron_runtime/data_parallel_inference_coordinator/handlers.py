@@ -82,7 +82,7 @@ def _connect(core: Core, peer: bytes, message: Message) -> None:
         raise MalformedMessage("an engine tried to connect as a client")
     client = core.clients.setdefault(peer, ClientEntry(peer, core.clock()))
     client.last_seen = core.clock()
-    core.outbox.put(peer, Headers.CONNECT_ACK, core.epoch, core.settings.hash_block_size, hello)
+    core.outbox.put(peer, Headers.CONNECT_ACK, core.epoch, core.options.hash_block_size, hello)
 
 
 def _register(core: Core, peer: bytes, message: Message) -> None:
@@ -126,7 +126,7 @@ def _submit(core: Core, peer: bytes, message: Message) -> None:
     client = _client(core, peer)
     now = core.clock()
     for submission, body in zip(items(message, Submission.parse), message.bodies, strict=True):
-        if core.settings.hash_block_size and not submission.hashes:
+        if core.options.hash_block_size and not submission.hashes:
             submission = submission._replace(hashes=_hashes(core, body))
         core.dispatcher.submit(client, submission, body, now)
 

@@ -1,12 +1,19 @@
-"""A coordinator in a process of its own that is started again when it dies."""
+"""A coordinator in a child process that is restarted when it fails."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from megatron_runtime.data_parallel_inference_coordinator.options import (
+    CoordinatorOptions,
+    CoordinatorProcessOptions,
+    ServiceWeights,
+)
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
+from megatron_runtime.lifecycle import CoordinatorState
 from megatron_runtime.processes.child import ChildTask, Report
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, RestartBudget, Supervisor
 from megatron_runtime.wire.security import key_environment
@@ -15,44 +22,44 @@ _MODULE = "megatron_runtime.data_parallel_inference_coordinator.coordinator_proc
 
 
 class SupervisedCoordinator:
-    """Every process after the first takes over at the same port, in the state that the service is in by then, and with
-    the weights that the last one had.
+    """A restarted process listens on the same port, and starts with the current state and weights of the service.
 
-    They die with the thread whose event loop this lives on.
+    The process ends with the thread whose event loop runs this object.
 
     Args:
-        options: Arguments of DataParallelInferenceCoordinator by name, as JSON values.
+        options: Options of the first process.
         key: The shared secret of all peers; None means plain sockets.
-        current_state: The name of the state that the service is in, or on its way to.
-        may_move: Whether the first process may take another port than the wanted one.
-        budget: How often it may be started again; None for no end of that.
-        restart_success: Start it again also when it ended well, as it does when a client sends SHUTDOWN.
-        hang_timeout: Seconds of silence after which a process counts as hung, and is replaced.
-        ends_alone: Whether a process ends when this one stands still, so that another one elsewhere can take its place.
-        log_level: Of what its processes write.
-        on_end: Called with how it ended, once it is not started again.
-        on_change: Called whenever a process came or went.
+        current_state: Returns the state of the service, or the target of its transition.
+        may_use_other_port: Whether the first process may listen on another port when the given one is in use.
+        budget: Limit of the restarts; None for no limit.
+        restart_success: Restart the process also after a normal end, such as a client's SHUTDOWN.
+        hang_timeout: Seconds without a heartbeat after which a process counts as hung and is replaced.
+        ends_when_parent_hangs: The process ends when this one hangs, so that another coordinator can take its place.
+        log_level: Log level of the process.
+        on_end: Called with the end of the process once it is not restarted.
+        on_change: Called whenever a process starts or ends.
     """
 
     def __init__(
         self,
-        options: Mapping[str, Any],
+        options: CoordinatorOptions,
         *,
         key: str | None,
-        current_state: Callable[[], str],
-        may_move: bool = False,
+        current_state: Callable[[], CoordinatorState],
+        may_use_other_port: bool = False,
         budget: RestartBudget | None = None,
         restart_success: bool = True,
         hang_timeout: float = HANG_SECONDS,
-        ends_alone: bool = False,
+        ends_when_parent_hangs: bool = False,
         log_level: str = "INFO",
         on_end: Callable[[ChildEnd], None] = lambda _: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        self._options = {**options, "may_move": may_move}
+        self._options = options
+        self._may_use_other_port = may_use_other_port
         self._key = key
         self._current_state = current_state
-        self._ends_alone = ends_alone
+        self._ends_when_parent_hangs = ends_when_parent_hangs
         self._log_level = log_level
         self._on_end = on_end
         self._supervisor = Supervisor(
@@ -60,7 +67,7 @@ class SupervisedCoordinator:
             budget,
             restart_success=restart_success,
             hang_timeout=hang_timeout,
-            on_report=self._take,
+            on_report=self._handle_report,
             on_change=on_change,
         )
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -68,25 +75,25 @@ class SupervisedCoordinator:
 
     @property
     def pid(self) -> int | None:
-        """The process as it is now."""
+        """Id of the latest process."""
         return None if self._supervisor.child is None else self._supervisor.child.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a process right now."""
+        """Whether a process is running."""
         return self._supervisor.child is not None and self._supervisor.child.is_alive
 
     @property
     def restarts(self) -> int:
-        """How often it was started again."""
+        """Number of restarts."""
         return self._supervisor.restarts
 
     def start(self) -> None:
-        """Start it, and keep it running."""
-        self._run = asyncio.create_task(self._keep())
+        """Start the process, and restart it when it fails."""
+        self._run = asyncio.create_task(self._supervise())
 
     async def wait_serving(self, timeout: float) -> str:
-        """Wait for the first process to listen, and return its address.
+        """Wait until the first process listens, and return its address.
 
         Raises:
             ConfigurationError: It can't work with its options.
@@ -103,35 +110,42 @@ class SupervisedCoordinator:
         raise (ConfigurationError if end.is_bad_input else CoordinatorError)(end.message)
 
     async def stop(self, grace_seconds: float) -> None:
-        """End it for good; a process that takes longer than the grace is killed."""
+        """End the process without a restart; after the grace period it is killed."""
         await self._supervisor.stop(grace_seconds)
         await self.close()
 
     async def close(self) -> None:
-        """End it at once; repeating it is fine."""
+        """End the process at once. Idempotent."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.gather(self._run, return_exceptions=True)
 
-    async def _keep(self) -> ChildEnd:
+    async def _supervise(self) -> ChildEnd:
         end = await self._supervisor.run()
         self._on_end(end)
         return end
 
     def _task(self) -> ChildTask:
+        options = CoordinatorProcessOptions(
+            replace(self._options, initial_state=self._current_state()), self._may_use_other_port
+        )
         return ChildTask(
             role="coordinator",
             module=_MODULE,
-            options={**self._options, "initial_state": self._current_state()},
+            options=options.serialize(),
             environment=key_environment(self._key),
             log_level=self._log_level,
-            gets_beats=self._ends_alone,
+            gets_beats=self._ends_when_parent_hangs,
         )
 
-    def _take(self, report: Report) -> None:
+    def _handle_report(self, report: Report) -> None:
         if "weights" in report:
-            self._options["initial_weights"] = report["weights"]
+            weights = report["weights"]
+            self._options = replace(
+                self._options, initial_weights=None if weights is None else ServiceWeights(*weights)
+            )
         if "address" in report and not self._address.done():
             address = str(report["address"])
-            self._options |= {"inference_coordinator_port": int(address.rpartition(":")[2]), "may_move": False}
+            self._options = replace(self._options, inference_coordinator_port=int(address.rpartition(":")[2]))
+            self._may_use_other_port = False
             self._address.set_result(address)

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.options import ServiceWeights
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
 from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.lifecycle import IDLE_STATES
-
-
-class ServiceWeights(NamedTuple):
-    """What every engine is to have."""
-
-    version: int
-    path: str
 
 
 @dataclass(eq=False)

@@ -6,8 +6,9 @@ It reads headers alone and imports no torch, which would take longer than all el
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError, MegatronInferenceError
 from megatron_runtime.launch.options import EngineOptions, ModelSource, parallel_flag
@@ -31,6 +32,21 @@ class CheckpointFacts:
     """Of the parameters, those of a head that is the embedding; a CPU holds them twice."""
 
 
+@dataclass(frozen=True)
+class InspectionOptions:
+    """The options of the process that inspects the checkpoint."""
+
+    path: str | None
+    hf_repo: str | None
+    hf_revision: str | None
+    engine: EngineOptions
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> Self:
+        """The options whose fields, as JSON values, are ``data``."""
+        return cls(**{**data, "engine": EngineOptions(**data["engine"])})
+
+
 async def inspect_source(source: ModelSource, engine: EngineOptions) -> CheckpointFacts:
     """Fetches the checkpoint if need be and reads its metadata. Cancelled, it ends its process.
 
@@ -39,13 +55,10 @@ async def inspect_source(source: ModelSource, engine: EngineOptions) -> Checkpoi
         ConfigurationError: Nor can it be from there, or not by so many ranks; the message begins with the flag.
     """
     found: list[Report] = []
-    options = {
-        "path": None if source.path is None else str(source.path),
-        "hf_repo": source.hf_repo,
-        "hf_revision": source.hf_revision,
-        "parallel_sizes": engine.parallel_sizes,
-    }
-    task = ChildTask(role="inspection", module="megatron_runtime.launch.inspection", options=options)
+    options = InspectionOptions(
+        None if source.path is None else str(source.path), source.hf_repo, source.hf_revision, engine
+    )
+    task = ChildTask(role="inspection", module="megatron_runtime.launch.inspection", options=asdict(options))
     child = Child(task, found.append)
     await child.start()
     try:
@@ -67,7 +80,7 @@ def main() -> None:
     """The other end of ``inspect_source``."""
     link = ParentLink.from_arguments()
     try:
-        facts = _inspect(link.options)
+        facts = _inspect(InspectionOptions.deserialize(link.options))
     except MegatronInferenceError as error:
         link.report(error=error_report(error))
         sys.exit(EXIT_BAD_INPUT)
@@ -75,17 +88,16 @@ def main() -> None:
     sys.exit(EXIT_DRAINED)
 
 
-def _inspect(options: dict[str, Any]) -> CheckpointFacts:
+def _inspect(options: InspectionOptions) -> CheckpointFacts:
     # Here and not above: the launcher imports this module and has no use for readers of checkpoints.
     from megatron_runtime.model.formats.checkpoint_header import inspect_checkpoint
     from megatron_runtime.model.formats.source import resolve_source
     from megatron_runtime.model.shard import Shard
-    from megatron_runtime.parallel.layout import ParallelSizes
 
-    path = resolve_source(path=options["path"], hf_repo=options["hf_repo"], revision=options["hf_revision"])
+    path = resolve_source(path=options.path, hf_repo=options.hf_repo, revision=options.hf_revision)
     summary = inspect_checkpoint(path)
     config = summary.config
-    Shard(config, ParallelSizes(**options["parallel_sizes"]).position(0))  # raises if the model can't be divided so
+    Shard(config, options.engine.sizes.position(0))  # raises if the model can't be divided so
     return CheckpointFacts(
         path=str(path),
         architecture=config.architecture,

@@ -22,7 +22,7 @@ from megatron_runtime.launch.pod_ranks import PodRanks
 from megatron_runtime.launch.pod_state import PodFacts, PodState
 from megatron_runtime.launch.ports import bind_control
 from megatron_runtime.launch.preflight import plan_engine
-from megatron_runtime.launch.tasks import RankPlan, rank_plan
+from megatron_runtime.launch.tasks import PendingPlan, rank_plan
 from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.processes.parent_link import EXIT_DRAINED, EXIT_FAILURE
 from megatron_runtime.processes.supervisor import ChildEnd
@@ -96,7 +96,7 @@ class Launcher:
         # Before the ranks take any of it: the plan counts what they take.
         available = available_memory()
         inspection = asyncio.create_task(inspect_source(self._options.model, self._options.engine))
-        planned: RankPlan = asyncio.get_running_loop().create_future()
+        planned: PendingPlan = asyncio.get_running_loop().create_future()
         try:
             if self._options.local_ranks <= usable_cores():  # more would only take the cores from the inspection
                 self._start_ranks(planned)
@@ -113,7 +113,7 @@ class Launcher:
             await asyncio.gather(inspection, return_exceptions=True)
             await self._kill()
 
-    def _start_ranks(self, planned: RankPlan) -> None:
+    def _start_ranks(self, planned: PendingPlan) -> None:
         """Starts the ranks, which take longest until they can begin; they load nothing before there is the plan."""
         self._ranks = PodRanks(self._options, self._state, on_end=self._rank_ended, on_change=self._note_restarts)
         self._ranks.start(planned, key=self._key)
@@ -131,14 +131,14 @@ class Launcher:
             await self._leadership.lead(identity.leader_epoch, identity.lifecycle)
 
     async def _start(
-        self, inspection: asyncio.Task[CheckpointFacts], available: AvailableMemory, planned: RankPlan
+        self, inspection: asyncio.Task[CheckpointFacts], available: AvailableMemory, planned: PendingPlan
     ) -> None:
         """Lets ranks and frontends begin once the checkpoint is found good, and says so when the pod is ready."""
         facts = await inspection
         plan = plan_engine(self._options, facts, available)
         logger.info("%s (%s): %s", self._options.model_name, facts.architecture, plan.describe())
         address = self._coordinator_address()
-        planned.set_result(rank_plan(facts, plan, address=address))
+        planned.set_result(rank_plan(facts, plan, address=address).serialize())
         if self._ranks is None:
             self._start_ranks(planned)
         if self._frontends is not None:

@@ -55,9 +55,9 @@ class Leader:
         self._coordinator = SupervisedCoordinator(
             coordinator_options(options, port),
             key=key,
-            current_state=lambda: self.link.target.name,
+            current_state=lambda: self.link.target,
             hang_timeout=min(options.hang_timeout, COORDINATOR_HANG),
-            ends_alone=not options.identity.is_standalone,
+            ends_when_parent_hangs=not options.identity.is_standalone,
             on_end=self._coordinator_ended,
             on_change=self._note_coordinator,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_runtime.config import LOGPROBS_MODES, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
+from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.timeouts import RENDEZVOUS_TIMEOUT
 from megatron_runtime.processes.supervisor import HANG_SECONDS, RESET_SECONDS
 from megatron_runtime.server.options import HttpOptions
@@ -69,8 +70,13 @@ class EngineOptions:
 
     @property
     def parallel_sizes(self) -> dict[str, int]:
-        """The sizes that a model may be split by, as `ParallelSizes` names them."""
+        """The sizes that divide a model, by the field names of `ParallelSizes`."""
         return {"tensor": self.tensor_parallel, "pipeline": self.pipeline_parallel, "expert": self.expert_parallel}
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """The same, checked; ConfigurationError names the field."""
+        return ParallelSizes(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel, expert=self.expert_parallel)
 
     @property
     def ranks_per_group(self) -> int:

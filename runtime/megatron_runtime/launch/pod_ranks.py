@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState, RankPhase
-from megatron_runtime.launch.tasks import RankPlan, first_rank, replica_tasks
+from megatron_runtime.launch.tasks import PendingPlan, first_rank, replica_tasks
 from megatron_runtime.processes.child import Report
 from megatron_runtime.processes.replica_supervisor import ReplicaSupervisor
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
@@ -53,7 +53,7 @@ class PodRanks:
         """Restarts of all replicas together."""
         return sum(supervisor.restarts for supervisor in self._supervisors.values())
 
-    def start(self, plan: RankPlan, *, key: str | None) -> None:
+    def start(self, plan: PendingPlan, *, key: str | None) -> None:
         """Starts all ranks of this pod: they import what they need, and load once there is the ``plan``."""
         first, size = first_rank(self._options), self._options.group_ranks
         for start in range(first, first + self._options.local_ranks, size):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
-from megatron_runtime.config import DEFAULT_MAX_REQUESTS
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
+from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import usable_cores
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.ports import LOOPBACK, RENDEZVOUS_PORT, free_loopback_port
 from megatron_runtime.launch.preflight import EnginePlan
+from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.processes.child import ChildTask
 from megatron_runtime.wire.security import key_environment
 
@@ -32,39 +33,39 @@ _DEFAULTS = {
 }
 
 
-def coordinator_options(options: LaunchOptions, port: int) -> dict[str, Any]:
-    """Arguments of DataParallelInferenceCoordinator by name."""
-    return {
-        "host": options.private_host,
-        "inference_coordinator_port": port,
-        "data_parallel_size": options.replicas,
-        "prefix_caching_coordinator_policy": options.routing_policy.replace("-", "_"),
-        "enable_prefix_caching": options.engine.prefix_caching,
-        "block_size_tokens": options.engine.block_size_tokens,
-        "prefix_caching_routing_alpha": options.routing_alpha,
-        "max_requests": options.engine.max_requests or DEFAULT_MAX_REQUESTS,
-        "request_timeout": options.request_timeout,
-    }
+def coordinator_options(options: LaunchOptions, port: int) -> CoordinatorOptions:
+    """The options of the coordinator of this pod; ``port`` is the one that it listens on."""
+    return CoordinatorOptions(
+        host=options.private_host,
+        inference_coordinator_port=port,
+        data_parallel_size=options.replicas,
+        prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy(options.routing_policy.replace("-", "_")),
+        enable_prefix_caching=options.engine.prefix_caching,
+        block_size_tokens=options.engine.block_size_tokens,
+        prefix_caching_routing_alpha=options.routing_alpha,
+        max_requests=options.engine.max_requests or DEFAULT_MAX_REQUESTS,
+        request_timeout=options.request_timeout,
+    )
 
 
-RankPlan = asyncio.Future[Mapping[str, Any]]
-"""What `rank_plan` gives, once the checkpoint was inspected; ranks start before."""
+PendingPlan = asyncio.Future[Mapping[str, Any]]
+"""A serialized RankPlan, which is ready once the checkpoint was inspected. Ranks start before."""
 
 
-def rank_plan(facts: CheckpointFacts, plan: EnginePlan, *, address: str) -> dict[str, Any]:
-    """The options of a rank that are known once the checkpoint was inspected; ``address`` is the coordinator's."""
-    return {
-        "coordinator_address": address,
-        "checkpoint": facts.path,
-        "max_sequence_length": plan.max_sequence_length,
-        "kv_cache_bytes": plan.kv_cache_bytes,
-    }
+def rank_plan(facts: CheckpointFacts, plan: EnginePlan, *, address: str) -> RankPlan:
+    """The options of a rank that depend on the checkpoint; ``address`` is the coordinator's."""
+    return RankPlan(
+        coordinator_address=address,
+        checkpoint=facts.path,
+        max_sequence_length=plan.max_sequence_length,
+        kv_cache_bytes=plan.kv_cache_bytes,
+    )
 
 
-def replica_tasks(options: LaunchOptions, plan: RankPlan, *, ranks: range, key: str | None) -> list[ChildTask]:
-    """The ranks of one replica that are in this pod, for one start."""
-    place = rendezvous_address(options)
-    return [rank_task(options, plan, rank=rank, key=key, meeting=place) for rank in ranks]
+def replica_tasks(options: LaunchOptions, plan: PendingPlan, *, ranks: range, key: str | None) -> list[ChildTask]:
+    """The ranks of one replica group that this pod runs, for one start."""
+    address = rendezvous_address(options)
+    return [rank_task(options, plan, rank=rank, key=key, rendezvous=address) for rank in ranks]
 
 
 def rendezvous_address(options: LaunchOptions) -> tuple[str, int] | None:
@@ -82,28 +83,28 @@ def rendezvous_address(options: LaunchOptions) -> tuple[str, int] | None:
 
 def rank_task(
     options: LaunchOptions,
-    plan: RankPlan | None = None,
+    plan: PendingPlan | None = None,
     *,
     rank: int,
     key: str | None,
-    meeting: tuple[str, int] | None = None,
+    rendezvous: tuple[str, int] | None = None,
 ) -> ChildTask:
     """One rank. Its share of the cores must be set before it imports torch, hence in the environment."""
     threads = str(threads_per_rank(options))
+    rank_options = RankOptions(
+        rank=rank,
+        replica_group=rank // options.engine.ranks_per_group,
+        attempt=options.identity.attempt,
+        local_rank=rank - first_rank(options),
+        rendezvous_address=rendezvous,
+        rendezvous_timeout=options.rendezvous_timeout,
+        drain_timeout=options.drain_timeout,
+        engine=options.engine,
+    )
     return ChildTask(
         role=f"rank {rank}",
         module="megatron_runtime.rank",
-        options={
-            "rank": rank,
-            "group": rank // options.engine.ranks_per_group,
-            "attempt": options.identity.attempt,
-            "local_rank": rank - first_rank(options),
-            "rendezvous_address": meeting,
-            "rendezvous_timeout": options.rendezvous_timeout,
-            "parallel_sizes": options.engine.parallel_sizes,
-            "engine": asdict(options.engine),
-            "drain_timeout": options.drain_timeout,
-        },
+        options=rank_options.serialize(),
         environment=key_environment(key) | dict.fromkeys(_THREAD_VARIABLES, threads) | compute_environment(),
         later=plan,
     )

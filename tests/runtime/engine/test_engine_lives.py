@@ -207,8 +207,8 @@ def test_every_filter_reaches_the_sampler(
 def test_a_launched_coordinator_routes_as_the_engine_is_configured(make_engine: MakeEngine) -> None:
     engine = make_engine(prefix_caching_routing_alpha=0.25, prefix_caching_coordinator_policy="longest_prefix")
     options = _coordinator_options(engine, World(0, 1), "127.0.0.1", None, None)
-    assert options["prefix_caching_routing_alpha"] == 0.25
-    assert options["prefix_caching_coordinator_policy"] == "longest_prefix"
+    assert options.prefix_caching_routing_alpha == 0.25
+    assert options.prefix_caching_coordinator_policy == "longest_prefix"
 
 
 @pytest.mark.parametrize("offloads", [False, True])

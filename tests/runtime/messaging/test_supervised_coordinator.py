@@ -16,10 +16,12 @@ from messaging_support.fleet import until
 from runtime_support.processes import is_alive
 from suite_support.worker import free_port
 
+from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions
 from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.lifecycle import CoordinatorState
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -27,11 +29,15 @@ KEY = "k" * 32
 
 PARENT = """
 import asyncio, sys
+from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions
 from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
+from megatron_runtime.lifecycle import CoordinatorState
 
 async def main():
-    options = {"data_parallel_size": 1, "inference_coordinator_port": None, "schedule_output_path": sys.argv[1]}
-    coordinator = SupervisedCoordinator(options, key=None, current_state=lambda: "RUNNING", may_move=True)
+    options = CoordinatorOptions(data_parallel_size=1, schedule_output_path=sys.argv[1])
+    coordinator = SupervisedCoordinator(
+        options, key=None, current_state=lambda: CoordinatorState.RUNNING, may_use_other_port=True
+    )
     coordinator.start()
     print(await coordinator.wait_serving(30), coordinator.pid, flush=True)
     await asyncio.sleep(600)
@@ -42,12 +48,12 @@ asyncio.run(main())
 
 def kept(port: int | None, state: str = "RUNNING", **options: Any) -> SupervisedCoordinator:
     """One that is not started yet."""
-    arguments = {"data_parallel_size": 1, "inference_coordinator_port": port}
-    return SupervisedCoordinator(arguments, key=KEY, current_state=lambda: state, **options)
+    arguments = CoordinatorOptions(data_parallel_size=1, inference_coordinator_port=port)
+    return SupervisedCoordinator(arguments, key=KEY, current_state=lambda: CoordinatorState[state], **options)
 
 
 async def test_a_killed_coordinator_is_replaced_at_the_same_port_in_the_state_of_the_service() -> None:
-    coordinator = kept(None, "PAUSED", may_move=True)
+    coordinator = kept(None, "PAUSED", may_use_other_port=True)
     coordinator.start()
     address = await coordinator.wait_serving(30)
     client = InferenceClient(address, key=KEY)
@@ -66,7 +72,7 @@ async def test_a_killed_coordinator_is_replaced_at_the_same_port_in_the_state_of
 
 
 async def test_the_next_process_is_told_which_weights_the_service_has() -> None:
-    coordinator = kept(None, "PAUSED", may_move=True)
+    coordinator = kept(None, "PAUSED", may_use_other_port=True)
     coordinator.start()
     address = await coordinator.wait_serving(30)
     client = InferenceClient(address, key=KEY)
@@ -105,10 +111,10 @@ async def test_one_that_ends_well_is_left_alone_if_that_is_wanted() -> None:
 
 async def test_a_host_that_is_not_this_machine_s_is_said_at_once() -> None:
     coordinator = SupervisedCoordinator(
-        {"data_parallel_size": 1, "inference_coordinator_port": None, "host": "203.0.113.7"},
+        CoordinatorOptions(data_parallel_size=1, host="203.0.113.7"),
         key=KEY,
-        current_state=lambda: "RUNNING",
-        may_move=True,
+        current_state=lambda: CoordinatorState.RUNNING,
+        may_use_other_port=True,
     )
     coordinator.start()
     with pytest.raises(ConfigurationError, match=r"can't listen on '203\.0\.113\.7'"):
@@ -121,7 +127,7 @@ async def test_one_that_may_not_move_does_not_start_where_its_port_is_taken() ->
     port = int((await owner.wait_serving(30)).rpartition(":")[2])
     second = kept(port, budget=RestartBudget(0))
     second.start()
-    with pytest.raises(CoordinatorError, match=f"port {port} is taken"):
+    with pytest.raises(CoordinatorError, match=f"port {port} is in use"):
         await second.wait_serving(30)
     await owner.close()
 

@@ -19,10 +19,10 @@ import json
 import sys
 from dataclasses import asdict
 
-from megatron_runtime.launch.inspection import _inspect
+from megatron_runtime.launch.inspection import InspectionOptions, _inspect
+from megatron_runtime.launch.options import EngineOptions
 
-sizes = {"tensor": 1, "pipeline": 1, "expert": 1}
-facts = _inspect({"path": sys.argv[1], "hf_repo": None, "hf_revision": None, "parallel_sizes": sizes})
+facts = _inspect(InspectionOptions(sys.argv[1], None, None, EngineOptions()))
 print(json.dumps({"facts": asdict(facts), "has_torch": "torch" in sys.modules}))
 """
 

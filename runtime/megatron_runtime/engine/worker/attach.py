@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_runtime.config import DEFAULT_MAX_REQUESTS
+from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions
 from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.engine.worker.follower_loop import FollowerLoop
@@ -98,7 +99,7 @@ async def attach_engine(
 
 
 async def _share_coordinator(
-    engine: RankEngine, world: World, options: dict[str, Any], key: str | None
+    engine: RankEngine, world: World, options: CoordinatorOptions, key: str | None
 ) -> tuple[SupervisedCoordinator | None, str]:
     """Rank 0 of the world starts the coordinator, and every rank returns its address."""
     coordinator: SupervisedCoordinator | None = None
@@ -140,22 +141,22 @@ async def _lead(loop: EngineLoop, engine: LockStepEngine) -> None:
         raise
 
 
-def _service_state(loop: AttachedLoop | None) -> str:
-    """Where this rank's loop says that the service is; one that has stopped, or has not begun, knows nothing else."""
-    settled = None if loop is None else TARGET_OF_STATE.get(loop.state)
-    return "RUNNING" if settled in (None, CoordinatorState.STOPPING) else settled.name
+def _service_state(loop: AttachedLoop | None) -> CoordinatorState:
+    """The state of the service according to this rank's loop; RUNNING before the loop starts and after it stops."""
+    target = None if loop is None else TARGET_OF_STATE.get(loop.state)
+    return CoordinatorState.RUNNING if target is None or target is CoordinatorState.STOPPING else target
 
 
 async def _launch_coordinator(
-    options: dict[str, Any], key: str | None, current_state: Callable[[], str]
+    options: CoordinatorOptions, key: str | None, current_state: Callable[[], CoordinatorState]
 ) -> tuple[SupervisedCoordinator, str]:
-    """The coordinator, which listens, and its address. It has to start at once; later it may be started again."""
+    """The coordinator and its address, once it listens. The first start must succeed; later failures cause restarts."""
     budget = RestartBudget(0)
     coordinator = SupervisedCoordinator(
         options,
         key=key,
         current_state=current_state,
-        may_move=True,
+        may_use_other_port=True,
         budget=budget,
         restart_success=False,
         log_level="WARNING",
@@ -178,23 +179,21 @@ def _note_end(end: ChildEnd) -> None:
 
 def _coordinator_options(
     engine: RankEngine, world: World, host: str, port: int | None, schedule_output_path: str | None
-) -> dict[str, Any]:
+) -> CoordinatorOptions:
     config = engine.config
-    options: dict[str, Any] = {
-        "data_parallel_size": world.replicas,
-        "inference_coordinator_port": port,
-        "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
-        "block_size_tokens": config.block_size_tokens,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "prefix_caching_coordinator_policy": config.prefix_caching_coordinator_policy.value,
-        "prefix_caching_routing_alpha": config.prefix_caching_routing_alpha,
-        "max_requests": config.max_requests or DEFAULT_MAX_REQUESTS,
-        "schedule_output_path": schedule_output_path,
-        "host": host,
-    }
-    if config.request_timeout is not None:
-        options["request_timeout"] = config.request_timeout
-    return options
+    return CoordinatorOptions(
+        data_parallel_size=world.replicas,
+        inference_coordinator_port=port,
+        deterministic_mode=torch.are_deterministic_algorithms_enabled(),
+        block_size_tokens=config.block_size_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        prefix_caching_coordinator_policy=config.prefix_caching_coordinator_policy,
+        prefix_caching_routing_alpha=config.prefix_caching_routing_alpha,
+        max_requests=config.max_requests or DEFAULT_MAX_REQUESTS,
+        schedule_output_path=schedule_output_path,
+        host=host,
+        request_timeout=config.request_timeout or CoordinatorOptions.request_timeout,
+    )
 
 
 _attached: set[asyncio.Task[None]] = set()

@@ -18,9 +18,11 @@ from messaging_support.fake_engine import FakeEngine
 from suite_support.worker import free_port
 
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions
 from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.lifecycle import CoordinatorState
 from megatron_runtime.processes.supervisor import RestartBudget
 from megatron_runtime.wire.service_state import ServiceState
 
@@ -90,9 +92,9 @@ class Fleet:
     async def spawn_coordinator(self) -> SupervisedCoordinator:
         """In a process of its own, which is not started again."""
         coordinator = SupervisedCoordinator(
-            {"inference_coordinator_port": self.port, **self.options},
+            CoordinatorOptions(inference_coordinator_port=self.port, **self.options),
             key=self.key,
-            current_state=lambda: self.state,
+            current_state=lambda: CoordinatorState[self.state],
             budget=RestartBudget(0),
         )
         self._kept.append(coordinator)
