@@ -36,7 +36,7 @@ def hugging_face_tokenizer(folder: Path) -> Tokenizer:
         )
     return Tokenizer(
         backend,
-        location=str(path),
+        location=str(folder),
         eod=ends[0],
         eos_token_ids=ends,
         bos=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
