@@ -6,7 +6,7 @@ EDGES lists them; every other table of states and signals in the runtime derives
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 
 from megatron_runtime.headers import EngineState, Headers
@@ -83,6 +83,18 @@ SOURCE_STATES: Mapping[Headers, frozenset[EngineState]] = {
 }
 """The states in which an engine carries out a signal."""
 
+EVENTS = frozenset(SETTLED_STATE.values()) | {EngineState.RESUMED}
+"""The states that stay set as events after the engine has left them."""
+
+CLEARED_EVENTS: Mapping[EngineState, frozenset[EngineState]] = {
+    EngineState.PAUSED: frozenset({EngineState.RUNNING}),
+    EngineState.RUNNING: frozenset({EngineState.PAUSED}),
+    EngineState.SUSPENDING: frozenset({EngineState.RESUMED}),
+    EngineState.RESUMING: frozenset({EngineState.SUSPENDED}),
+}
+"""The events that an engine clears when it reaches a state. As in Megatron, PAUSED stays set through a suspension and
+its end, and RESUMED until the next suspension begins."""
+
 IDLE_STATES = SOURCE_STATES[Headers.STOP]
 """The states in which engines keep their requests and compute nothing: they can stop, or load other weights."""
 
@@ -96,6 +108,35 @@ def reached_states(signal: Headers) -> tuple[EngineState, ...]:
         return (TRANSITIONAL_STATE[signal],)
     settled = SETTLED_STATE[_TARGET[signal]]
     return (EngineState.RESUMED, settled) if signal is Headers.RESUME else (settled,)
+
+
+class ReachedStates:
+    """The states that a wait for an engine finds: the present one, and the events that are still set."""
+
+    def __init__(self) -> None:
+        self.present = EngineState.RUNNING
+        self._events = frozenset({EngineState.RUNNING})
+
+    def add(self, state: EngineState) -> None:
+        """Note a state that was reached. Safe beside a ``first_of`` in another thread."""
+        self._events = (self._events - CLEARED_EVENTS.get(state, frozenset())) | {state} & EVENTS
+        self.present = state
+
+    def first_of(self, states: Iterable[EngineState]) -> EngineState | None:
+        """The first of these states that is the present one or an event that is set."""
+        return next((state for state in states if state is self.present or state in self._events), None)
+
+
+def steps_to(state: CoordinatorState, signal: Headers) -> tuple[Headers, ...]:
+    """The signals that carry out a client's signal in a state: itself, or PAUSE before it. Empty: it is not possible.
+
+    A running service that is suspended or stopped is paused first.
+    """
+    if signal in EDGES[state]:
+        return (signal,)
+    paused = EDGES[state].get(Headers.PAUSE)
+    is_path = paused is not None and EDGES[paused].get(signal, state) is not state
+    return (Headers.PAUSE, signal) if is_path else ()
 
 
 def _first_signals(start: CoordinatorState) -> dict[CoordinatorState, Headers]:

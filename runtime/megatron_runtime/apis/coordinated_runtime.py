@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_runtime.apis.serve_config import ServeConfig
@@ -127,11 +128,11 @@ class CoordinatedRuntime:
 
     async def suspend(self) -> None:
         """PAUSED -> SUSPENDED."""
-        await self._transition(InferenceClient.suspend_engines, Headers.SUSPEND)
+        await self._transition(partial(InferenceClient.suspend_engines, strict=True), Headers.SUSPEND)
 
     async def resume(self) -> None:
         """SUSPENDED -> PAUSED."""
-        await self._transition(InferenceClient.resume_engines, Headers.RESUME)
+        await self._transition(partial(InferenceClient.resume_engines, strict=True), Headers.RESUME)
 
     async def update_weights(self, weights: Weights) -> int:
         """Give this rank's engine other weights; every rank calls it, and none returns before all have done it."""

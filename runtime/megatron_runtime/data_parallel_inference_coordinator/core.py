@@ -159,7 +159,7 @@ class Core:
             self.outbox.forget(identity)
             self.router.forget(identity)
             self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", now, failed=failed)
-            self.lifecycle.engine_gone(engine)
+            self.lifecycle.engine_gone(engine, self.clock())
             self.weights.engine_gone(engine)
         return engine
 

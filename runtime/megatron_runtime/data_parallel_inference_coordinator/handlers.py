@@ -174,10 +174,12 @@ def _state(core: Core, peer: bytes, message: Message) -> None:
 
 def _signal(core: Core, peer: bytes, message: Message) -> None:
     client = _client(core, peer)
-    call_id, timeout = arguments(message, 2)
+    call_id, timeout, strict = arguments(message, 3)
     now = core.clock()
     deadline = now + seconds(timeout, "timeout")
-    core.lifecycle.signal(client.identity, natural(call_id, "call id"), message.header, deadline, now)
+    core.lifecycle.signal(
+        client.identity, natural(call_id, "call id"), message.header, deadline, now, strict=flag(strict, "strict")
+    )
 
 
 def _update_weights(core: Core, peer: bytes, message: Message) -> None:

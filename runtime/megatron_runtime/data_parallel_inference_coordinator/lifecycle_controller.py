@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry, EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.outbox import Outbox
@@ -17,11 +18,15 @@ from megatron_runtime.lifecycle import (
     TRANSITIONAL_STATE,
     CoordinatorState,
     next_signal,
+    steps_to,
 )
 
 SIGNAL_REPEAT_SECONDS = 2.0
 """Time after which a signal is sent again to an engine whose reports show no effect of it. Engines ignore a repeated
 signal that they have carried out."""
+
+MAX_QUEUED = 16
+"""Transitions that wait for the one in progress. Further signals are refused."""
 
 
 @dataclass(eq=False)
@@ -29,6 +34,14 @@ class _PendingSignal:
     client: bytes
     call_id: int
     deadline: float
+
+
+@dataclass(eq=False)
+class _Transition:
+    """One edge of the lifecycle, with the calls that are answered at its end."""
+
+    signal: Headers
+    calls: list[_PendingSignal] = field(default_factory=list)
 
 
 class LifecycleController:
@@ -55,13 +68,20 @@ class LifecycleController:
         self._outbox = outbox
         self._became_ready = became_ready
         self._before_ready = before_ready
-        self._calls: list[_PendingSignal] = []
+        self._current: _Transition | None = None
+        self._queued: deque[_Transition] = deque()
+        """Transitions that follow the current one, in order."""
+        self._paused_to_suspend = False
+        """Whether the last suspension began with a pause of its own, which its end has to take back."""
         self._missing: set[bytes] = set()
         """Identities of the engines that have not carried out the signal in progress."""
         self.target = target
-        self.in_progress: Headers | None = None
-        """The signal that the engines are carrying out."""
         self.revision = first_revision
+
+    @property
+    def in_progress(self) -> Headers | None:
+        """The signal that the engines are carrying out."""
+        return None if self._current is None else self._current.signal
 
     @property
     def state(self) -> str:
@@ -79,51 +99,87 @@ class LifecycleController:
 
     # Signals of clients
 
-    def signal(self, client: bytes, call_id: int, signal: Headers, deadline: float, now: float) -> None:
-        """Start a transition, join the one in progress if it is the same, or refuse the signal."""
-        if self.in_progress is None and self.target in ALREADY_DONE.get(signal, ()):
-            self._answer(client, call_id)
-        elif signal not in (allowed := self._allowed()):
-            self._refuse(client, call_id, signal, allowed)
+    def signal(
+        self, client: bytes, call_id: int, signal: Headers, deadline: float, now: float, *, strict: bool = True
+    ) -> None:
+        """Start a transition, queue it behind the one in progress, or refuse the signal.
+
+        A signal is refused when it is not possible in the state that the transitions before it lead to.
+
+        Args:
+            client: Gets the answer, under ``call_id``.
+            deadline: The call is answered then at the latest; the transition goes on.
+            strict: False lets SUSPEND and STOP pause a running service first, and RESUME take that pause back.
+        """
+        last = self._queued[-1] if self._queued else self._current
+        state = self.target if last is None else STATE_AFTER[last.signal]
+        call = _PendingSignal(client, call_id, deadline)
+        if last is not None and last.signal is signal:
+            last.calls.append(call)
+        elif state in ALREADY_DONE.get(signal, ()):
+            if last is None:
+                self._answer(call)
+            else:
+                last.calls.append(call)
+        elif (last is not None and last.signal is Headers.STOP) or len(self._queued) >= MAX_QUEUED:
+            self._refuse(call, signal, () if last is None else (last.signal,))
+        elif steps := self._steps(state, signal, strict):
+            self._queued.extend(_Transition(step) for step in steps)
+            self._queued[-1].calls.append(call)
+            self._advance(now)
         else:
-            if self.in_progress is None:
-                self._start(signal, now)
-            self._calls.append(_PendingSignal(client, call_id, deadline))
-            self._settle()
+            self._refuse(call, signal, (*(() if last is None else (last.signal,)), *EDGES[state]))
 
-    def _allowed(self) -> Iterable[Headers]:
-        """The signals that a client may send now."""
-        return EDGES[self.target].keys() if self.in_progress is None else (self.in_progress,)
+    def _steps(self, state: CoordinatorState, signal: Headers, strict: bool) -> tuple[Headers, ...]:
+        if strict:
+            return (signal,) if signal in EDGES[state] else ()
+        steps = steps_to(state, signal)
+        if steps and signal is Headers.SUSPEND:
+            self._paused_to_suspend = Headers.PAUSE in steps
+        if steps and signal is Headers.RESUME and self._paused_to_suspend:
+            self._paused_to_suspend = False
+            return (*steps, Headers.UNPAUSE)
+        return steps
 
-    def _start(self, signal: Headers, now: float) -> None:
-        self.in_progress, self.target = signal, EDGES[self.target][signal]
-        self._missing = {engine.identity for engine in self._engines}
-        self.touch()
-        if signal is Headers.STOP:
+    def _advance(self, now: float) -> None:
+        """Start the next transition, unless one is in progress."""
+        while self._current is None and self._queued:
+            self._current = self._queued.popleft()
+            signal = self._current.signal
+            self.target = EDGES[self.target][signal]
+            self._missing = {engine.identity for engine in self._engines}
+            self.touch()
+            if signal is Headers.STOP:
+                for engine in self._engines:
+                    engine.ready = False
             for engine in self._engines:
-                engine.ready = False
-        for engine in self._engines:
-            self.steer(engine, now)
+                self.steer(engine, now)
+            self._settle(now)
 
-    def _settle(self) -> None:
-        """End the transition and answer the clients once no engine is missing."""
-        if self.in_progress is None or self._missing:
+    def _settle(self, now: float) -> None:
+        """End the transition once no engine is missing, answer its clients, and start the next one."""
+        if self._current is None or self._missing:
             return
-        self.target, self.in_progress = STATE_AFTER[self.in_progress], None
+        done, self._current = self._current, None
+        self.target = STATE_AFTER[done.signal]
         self.touch()
-        calls, self._calls = self._calls, []
-        for call in calls:
-            self._answer(call.client, call.call_id)
+        for call in done.calls:
+            self._answer(call)
+        self._advance(now)
 
     def expire(self, now: float) -> None:
         """Answer the calls that are past their deadline, with the names of the engines that are missing."""
-        late = [call for call in self._calls if now >= call.deadline]
-        if not late:
-            return
-        self._calls = [call for call in self._calls if now < call.deadline]
         missing = sorted(engine.name for engine in self._engines if engine.identity in self._missing)
-        for call in late:
-            self._reply(call.client, call.call_id, {"outcome": "timeout", "state": self.state, "missing": missing})
+        for transition in self._transitions():
+            late = [call for call in transition.calls if now >= call.deadline]
+            transition.calls = [call for call in transition.calls if now < call.deadline]
+            for call in late:
+                self._reply(call, {"outcome": "timeout", "state": self.state, "missing": missing})
+
+    def _transitions(self) -> Iterator[_Transition]:
+        if self._current is not None:
+            yield self._current
+        yield from self._queued
 
     # Engines
 
@@ -137,7 +193,7 @@ class LifecycleController:
                 engine.ready = True
                 self.touch()
                 self._became_ready()
-            self._settle()
+            self._settle(now)
         elif (signal := next_signal(engine.state, self.target)) is not None:
             self._send(engine, signal, now)
 
@@ -148,11 +204,11 @@ class LifecycleController:
             self.touch()
         self.steer(engine, now)
 
-    def engine_gone(self, engine: EngineEntry) -> None:
+    def engine_gone(self, engine: EngineEntry, now: float) -> None:
         """Stop waiting for an engine that has left."""
         self.touch()
         self._missing.discard(engine.identity)
-        self._settle()
+        self._settle(now)
 
     def _send(self, engine: EngineEntry, signal: Headers, now: float, *args: object) -> None:
         if signal is not engine.signal or now - engine.signal_time >= SIGNAL_REPEAT_SECONDS:
@@ -161,13 +217,12 @@ class LifecycleController:
 
     # Answers
 
-    def _answer(self, client: bytes, call_id: int) -> None:
-        self._reply(client, call_id, {"outcome": "done", "state": self.state})
+    def _answer(self, call: _PendingSignal) -> None:
+        self._reply(call, {"outcome": "done", "state": self.state})
 
-    def _refuse(self, client: bytes, call_id: int, signal: Headers, allowed: Iterable[Headers]) -> None:
+    def _refuse(self, call: _PendingSignal, signal: Headers, allowed: Iterable[Headers]) -> None:
         names = [header.name.lower() for header in allowed]
-        refusal = {"outcome": "refused", "signal": signal.name.lower(), "state": self.state, "allowed": names}
-        self._reply(client, call_id, refusal)
+        self._reply(call, {"outcome": "refused", "signal": signal.name.lower(), "state": self.state, "allowed": names})
 
-    def _reply(self, client: bytes, call_id: int, content: Mapping[str, object]) -> None:
-        self._outbox.put(client, Headers.SIGNAL_REPLY, call_id, content)
+    def _reply(self, call: _PendingSignal, content: Mapping[str, object]) -> None:
+        self._outbox.put(call.client, Headers.SIGNAL_REPLY, call.call_id, content)

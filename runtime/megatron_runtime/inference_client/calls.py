@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +37,24 @@ class _PendingCall:
     args: tuple[Any, ...]
     answer: asyncio.Future[Any]
     repeated: bool = False
+
+
+class SignalTask(asyncio.Task[_Result]):
+    """Carries a command to its end. It remembers whether anything waits for it, to log a failure that nothing sees."""
+
+    def __init__(self, work: Coroutine[Any, Any, _Result]) -> None:
+        self.is_awaited = False
+        super().__init__(work)
+        super().add_done_callback(_log_ignored_failure)
+
+    def __await__(self) -> Generator[Any, None, _Result]:
+        self.is_awaited = True
+        return super().__await__()
+
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: Any = None) -> None:
+        """As for every task; asyncio.wait, gather, shield and wait_for come this way."""
+        self.is_awaited = True
+        super().add_done_callback(fn, context=context)
 
 
 class ClientCalls:
@@ -78,9 +96,9 @@ class ClientCalls:
             if not call.answer.done():
                 call.answer.set_exception(error)
 
-    def signal(self, header: Headers, timeout: float | None) -> Awaitable[None]:
-        """Send a control signal now; awaiting the answer waits until all engines have got there."""
-        return self._command(lambda _: None, header, timeout)
+    def signal(self, header: Headers, timeout: float | None, *, strict: bool) -> Awaitable[None]:
+        """Send a control signal now; awaiting the answer waits until all engines have reached the state."""
+        return self._command(lambda _: None, header, timeout, strict)
 
     def update_weights(self, path: str, timeout: float | None) -> Awaitable[int]:
         """As `signal`, with the version that the weights have then."""
@@ -128,9 +146,7 @@ class ClientCalls:
         async def wait() -> _Result:
             return result_of(await self._await_done(call, limit))
 
-        task = asyncio.ensure_future(wait())
-        task.add_done_callback(_log_ignored_failure)
-        return task
+        return SignalTask(wait())
 
     def _start(self, header: Headers, *args: Any) -> _PendingCall:
         call = _PendingCall(header, args, asyncio.get_running_loop().create_future())
@@ -193,7 +209,8 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
-def _log_ignored_failure(task: asyncio.Task[Any]) -> None:
-    """A failure that nobody awaits would otherwise be noticed only when the task is collected."""
+def _log_ignored_failure(task: SignalTask[Any]) -> None:
+    """Log a failure at once that would otherwise be noticed only when the task is collected."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.info("a control signal failed: %s", error)
+        level = logging.INFO if task.is_awaited else logging.WARNING
+        logger.log(level, "a control signal failed: %s", error)

@@ -212,8 +212,8 @@ class InferenceClient:
     def pause_engines(self, timeout: float | None = None) -> Awaitable[None]:
         """RUNNING -> PAUSED: requests freeze where they are, new ones queue.
 
-        Like the other signals it is sent at once, and returns something that may be awaited until all engines that
-        were registered then have got there.
+        Like the other signals it is sent at once, and returns an awaitable that is done when all registered engines
+        have reached the state. A signal that is possible once the signals before it are carried out waits for them.
 
         Raises:
             InvalidStateError: (from the awaitable) the state doesn't allow it.
@@ -226,17 +226,26 @@ class InferenceClient:
         """PAUSED -> RUNNING; otherwise as `pause_engines`."""
         return self._send_signal_to_engines(Headers.UNPAUSE, timeout)
 
-    def suspend_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """PAUSED -> SUSPENDED: memory is given back; otherwise as `pause_engines`."""
-        return self._send_signal_to_engines(Headers.SUSPEND, timeout)
+    def suspend_engines(self, timeout: float | None = None, *, strict: bool = False) -> Awaitable[None]:
+        """PAUSED -> SUSPENDED: memory is given back; otherwise as `pause_engines`.
 
-    def resume_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """SUSPENDED -> PAUSED: memory is taken again; otherwise as `pause_engines`."""
-        return self._send_signal_to_engines(Headers.RESUME, timeout)
+        A running service is paused first; ``strict`` refuses that.
+        """
+        return self._send_signal_to_engines(Headers.SUSPEND, timeout, strict=strict)
 
-    def stop_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """PAUSED or SUSPENDED -> stopped: unfinished requests come back aborted; otherwise as `pause_engines`."""
-        return self._send_signal_to_engines(Headers.STOP, timeout)
+    def resume_engines(self, timeout: float | None = None, *, strict: bool = False) -> Awaitable[None]:
+        """SUSPENDED -> PAUSED: memory is taken again; otherwise as `pause_engines`.
+
+        If the suspension paused a running service, its end goes on to RUNNING; with ``strict`` it stays PAUSED.
+        """
+        return self._send_signal_to_engines(Headers.RESUME, timeout, strict=strict)
+
+    def stop_engines(self, timeout: float | None = None, *, strict: bool = False) -> Awaitable[None]:
+        """PAUSED or SUSPENDED -> stopped: unfinished requests come back aborted; otherwise as `pause_engines`.
+
+        A running service is paused first; ``strict`` refuses that.
+        """
+        return self._send_signal_to_engines(Headers.STOP, timeout, strict=strict)
 
     def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
         """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
@@ -256,9 +265,11 @@ class InferenceClient:
         self._require_started()
         return self._calls.update_weights(str(path), timeout)
 
-    def _send_signal_to_engines(self, signal: Headers, timeout: float | None = None) -> Awaitable[None]:
+    def _send_signal_to_engines(
+        self, signal: Headers, timeout: float | None = None, *, strict: bool = False
+    ) -> Awaitable[None]:
         self._require_started()
-        return self._calls.signal(signal, timeout)
+        return self._calls.signal(signal, timeout, strict=strict)
 
     def shutdown_coordinator(self) -> None:
         """End the coordinator process; engines are not touched."""

@@ -39,7 +39,7 @@ async def test_a_stranger_is_told_to_introduce_itself_and_its_messages_have_no_e
     client = await fleet.connect()
     with stranger(fleet.address) as unknown:
         for message in (
-            codec.encode(Headers.PAUSE, 1, 5.0),
+            codec.encode(Headers.PAUSE, 1, 5.0, True),
             codec.encode(Headers.SHUTDOWN),
             codec.encode(Headers.HEARTBEAT, "RUNNING", EngineLoad()),
             codec.encode(Headers.ENGINE_REPLY, [Finished(bytes(16), 1)], bodies=[b"x"]),

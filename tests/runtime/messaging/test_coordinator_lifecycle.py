@@ -71,12 +71,23 @@ async def test_requests_in_flight_freeze_in_a_pause_and_go_on_with_the_same_toke
     assert tokens == expected_tokens("frozen", PARAMS)[1:]
 
 
-@pytest.mark.parametrize("signal", ["unpause", "suspend", "resume", "stop"])
-async def test_a_signal_in_the_wrong_state_raises_and_names_what_is_possible(fleet: Fleet, signal: str) -> None:
+@pytest.mark.parametrize(
+    ("signal", "options"),
+    [
+        ("unpause", {}),
+        ("resume", {}),
+        ("suspend", {"strict": True}),
+        ("resume", {"strict": True}),
+        ("stop", {"strict": True}),
+    ],
+)
+async def test_a_signal_in_the_wrong_state_raises_and_names_what_is_possible(
+    fleet: Fleet, signal: str, options: dict[str, bool]
+) -> None:
     fleet.add_engine()
     client = await fleet.connect()
     with pytest.raises(InvalidStateError, match=f"{signal} is not possible while the service is RUNNING") as caught:
-        await getattr(client, f"{signal}_engines")()
+        await getattr(client, f"{signal}_engines")(**options)
     assert caught.value.state == "RUNNING"
     assert caught.value.allowed == ("pause",)
 
@@ -101,8 +112,10 @@ async def test_a_transition_that_takes_too_long_names_the_engines_that_are_missi
     await until(lambda: stuck.added, "the hand-out")
     with pytest.raises(TransitionTimeoutError, match=r"missing: engine group 1 \(attempt 0\)$"):
         await client.pause_engines(timeout=0.5)
-    with pytest.raises(InvalidStateError, match="while the service is PAUSING; possible: pause"):
-        await client.unpause_engines()
+    with pytest.raises(
+        InvalidStateError, match="while the service is PAUSING; possible: pause, unpause, suspend, stop"
+    ):
+        await client.resume_engines()
     stuck.let_go.set()
     await client.pause_engines()
     await client.unpause_engines()

@@ -18,7 +18,7 @@ from megatron_runtime.engine.worker.protocol import Engine
 from megatron_runtime.engine.worker.weight_updates import WeightUpdateQueue
 from megatron_runtime.errors import EngineError
 from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.lifecycle import SOURCE_STATES, TRANSITIONAL_STATE, reached_states
+from megatron_runtime.lifecycle import SOURCE_STATES, TRANSITIONAL_STATE, ReachedStates, reached_states
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
@@ -84,7 +84,7 @@ class EngineLoop:
         self._step_started: float | None = None
         self._draining = False
         self._leave_reason: str | None = None
-        self.state = EngineState.RUNNING
+        self._reached = ReachedStates()
         self.failure: BaseException | None = None
         """What ended the loop, if it failed."""
         self.ended = False
@@ -142,21 +142,26 @@ class EngineLoop:
         return drained
 
     @property
+    def state(self) -> EngineState:
+        """The state that was reached last."""
+        return self._reached.present
+
+    @property
     def registered(self) -> asyncio.Event:
         """Set while the coordinator knows this engine."""
         return self._link.registered
 
     async def wait_until(self, *states: EngineState) -> EngineState:
-        """Wait for one of these states.
+        """Wait for one of these states; returns at once if it is the present one, or an event that is still set.
 
         Raises:
             EngineError: The loop ended in another state.
         """
-        while self.state not in states:
+        while (found := self._reached.first_of(states)) is None:
             if self.ended:
                 raise EngineError(f"the engine loop has ended: {self.failure or 'it was stopped'}") from self.failure
             await self._changed.wait()
-        return self.state
+        return found
 
     async def update_weights(self, weights: Weights) -> int:
         """Give the engine other weights while it is paused or suspended; their version.
@@ -277,7 +282,7 @@ class EngineLoop:
         self._link.tell_state(EngineState.STOPPED)
 
     def _reach(self, state: EngineState) -> None:
-        self.state = state
+        self._reached.add(state)
         if state not in (EngineState.RESUMED, EngineState.STOPPED):
             self._link.tell_state(self.state)
         if self._on_state is not None:

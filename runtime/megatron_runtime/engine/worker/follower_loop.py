@@ -15,7 +15,7 @@ from megatron_runtime.engine.worker.lock_step import Turn, follow
 from megatron_runtime.engine.worker.weight_updates import require_idle
 from megatron_runtime.errors import CheckpointError, EngineError
 from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.lifecycle import SIGNALS, reached_states
+from megatron_runtime.lifecycle import SIGNALS, ReachedStates, reached_states
 from megatron_runtime.model.refit import READ_TIMEOUT, Weights
 from megatron_runtime.notifier import Notifier
 
@@ -52,7 +52,7 @@ class FollowerLoop:
         self._updates: deque[int | CheckpointError] = deque()
         self._given: queue.SimpleQueue[Weights] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.state = EngineState.RUNNING
+        self._reached = ReachedStates()
         self.failure: BaseException | None = None
         """What ended the loop, if it failed."""
         self.ended = False
@@ -75,15 +75,20 @@ class FollowerLoop:
                 raise EngineError(f"the engine loop failed: {self.failure!r}") from self.failure
         finally:
             self.ended = True
-            self.state = EngineState.STOPPED
+            self._reached.add(EngineState.STOPPED)
             self._announce(EngineState.STOPPED)
+
+    @property
+    def state(self) -> EngineState:
+        """The state that was reached last."""
+        return self._reached.present
 
     async def wait_until(self, *states: EngineState) -> EngineState:
         """As EngineLoop does."""
-        while self.state not in states:
+        while (found := self._reached.first_of(states)) is None:
             self._require_life()
             await self._changed.wait()
-        return self.state
+        return found
 
     async def update_weights(self, weights: Weights) -> int:
         """What became of the update that the first rank was asked for as well; errors as for EngineLoop.
@@ -149,7 +154,7 @@ class FollowerLoop:
             self._reach(state)
 
     def _reach(self, state: EngineState) -> None:
-        self.state = state
+        self._reached.add(state)
         self._on_loop(lambda: self._announce(state))
 
     def _on_loop(self, act: Callable[[], None]) -> None:

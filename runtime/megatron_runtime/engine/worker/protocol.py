@@ -49,10 +49,11 @@ class Engine(RequestTaker, WeightTaker, Protocol):
 class AttachedLoop(Protocol):
     """What an engine, and those who wait for it, see of the loop that runs it for a coordinator."""
 
-    state: EngineState
     failure: BaseException | None
     ended: bool
 
+    @property
+    def state(self) -> EngineState: ...
     async def wait_until(self, *states: EngineState) -> EngineState: ...
     async def update_weights(self, weights: Weights) -> int: ...
 

@@ -33,11 +33,11 @@ TO_COORDINATOR = {
     Headers.DRAIN: 0,
     Headers.DISCONNECT: 2,
     Headers.SHUTDOWN: 0,
-    Headers.PAUSE: 2,
-    Headers.UNPAUSE: 2,
-    Headers.SUSPEND: 2,
-    Headers.RESUME: 2,
-    Headers.STOP: 2,
+    Headers.PAUSE: 3,
+    Headers.UNPAUSE: 3,
+    Headers.SUSPEND: 3,
+    Headers.RESUME: 3,
+    Headers.STOP: 3,
 }
 """The messages that the coordinator takes, beside batches, with the number of their arguments."""
 FROM_COORDINATOR = (
