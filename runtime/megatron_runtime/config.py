@@ -89,6 +89,8 @@ class InferenceConfig(UnavailableSettings):
     )
     """How a coordinator that this engine launches picks a replica. Without prefix caching, or where no replica knows a
     prompt's beginning, the policies that go by prefixes take one replica after the other."""
+    offset_sampling_seed_by_dp_rank: bool = True
+    """Has no effect: a request without a seed gets one of its own, on whichever replica group."""
     prefix_caching_routing_alpha: float = 0.5
     """Weight, 0 to 1, of a known prefix against a replica's free places."""
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST

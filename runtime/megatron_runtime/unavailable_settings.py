@@ -33,7 +33,6 @@ class UnavailableSettings:
     image_preprocessing_config: Any = None
     use_flashinfer_fused_rope: bool | None = False
     num_speculative_tokens: int = 0
-    offset_sampling_seed_by_dp_rank: bool = False
     async_sched_mode: str = "legacy"
     request_metadata_types: Any = None
     use_synchronous_zmq_collectives: bool = False
@@ -69,10 +68,6 @@ _REFUSALS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "image_preprocessing_config": ((None,), "models read text only"),
     "use_flashinfer_fused_rope": ((False, None), "rotary embeddings are computed by the model itself"),
     "num_speculative_tokens": ((0,), "models are loaded without heads that draft tokens"),
-    "offset_sampling_seed_by_dp_rank": (
-        (False,),
-        "a request's tokens depend on its own seed, not on the replica that serves it, so that another can go on",
-    ),
     "async_sched_mode": (("legacy",), "a pass is scheduled once the one before it has ended"),
     "request_metadata_types": ((None,), "the metadata of requests are those of get_metadata_types"),
     "use_synchronous_zmq_collectives": ((False,), _NO_CONSENSUS),

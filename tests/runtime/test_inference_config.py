@@ -26,7 +26,6 @@ ASKED_FOR = {
     "image_preprocessing_config": {},
     "use_flashinfer_fused_rope": True,
     "num_speculative_tokens": 2,
-    "offset_sampling_seed_by_dp_rank": True,
     "async_sched_mode": "async",
     "request_metadata_types": [],
     "use_synchronous_zmq_collectives": True,
@@ -122,3 +121,9 @@ def test_a_verbose_configuration_is_logged(caplog: pytest.LogCaptureFixture) -> 
     assert "max_requests=77" not in caplog.text
     InferenceConfig(max_requests=77, verbose=True)
     assert "max_requests=77" in caplog.text
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_offset_of_seeds_is_accepted_as_megatron_sets_it(value: bool) -> None:
+    assert InferenceConfig().offset_sampling_seed_by_dp_rank
+    assert InferenceConfig(offset_sampling_seed_by_dp_rank=value).offset_sampling_seed_by_dp_rank is value

@@ -338,3 +338,35 @@ def test_a_request_with_images_is_refused_in_words() -> None:
     with pytest.raises(InvalidRequestError, match="read text only"):
         VLMInferenceRequest(request_id=1, imgs=torch.zeros(1, 3, 2, 2))
     assert not isinstance(DynamicInferenceRequest(request_id=1), VLMInferenceRequest)
+
+
+def test_every_add_event_returns_the_event_it_added() -> None:
+    request = request_of()
+    error = ValueError("broken")
+    returned = [
+        request.add_event_add_engine(),
+        request.add_event_add_context(),
+        request.add_event_generated_token(7, blocks_total=4),
+        request.add_event_pause(),
+        request.add_event_evict(),
+        request.add_event_finish(),
+        request.add_event_fail(),
+        request.add_event_error_transient(error),
+        request.add_event_error_nontransient(error),
+    ]
+    assert len(returned) == len(request.events)
+    assert all(event is added for event, added in zip(returned, request.events, strict=True))
+    assert request.event_add_engine is returned[0]
+
+
+def test_routing_indices_need_a_row_for_each_token_that_was_computed() -> None:
+    request = request_of()
+    request.generated_tokens = [1, 2]
+    computed = request.total_tokens - 1
+    request.routing_indices = torch.zeros(computed, 2, 1, dtype=torch.int32)
+    restored = DynamicInferenceRequest.deserialize(request.serialize())
+    assert restored.routing_indices is not None
+    assert restored.routing_indices.shape == (computed, 2, 1)
+    request.routing_indices = torch.zeros(computed + 1, 2, 1, dtype=torch.int32)
+    with pytest.raises(AssertionError, match=f"has {computed + 1} rows, expected {computed}"):
+        request.serialize()

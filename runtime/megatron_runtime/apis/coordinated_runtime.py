@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any
 
 from megatron_runtime.apis.serve_config import ServeConfig
@@ -97,7 +96,7 @@ class CoordinatedRuntime:
             watch = self._watch_loop if self._world.is_primary else self._watch_primary
             self._watch = asyncio.create_task(watch())
             if self._world.is_primary:
-                self._client = InferenceClient(self._attached.address, key=self._key)
+                self._client = InferenceClient(self._attached.address, key=self._key, strict_signals=True)
                 await self._client.start()
                 await self._wait_for_engines()
         except BaseException:
@@ -128,11 +127,11 @@ class CoordinatedRuntime:
 
     async def suspend(self) -> None:
         """PAUSED -> SUSPENDED."""
-        await self._transition(partial(InferenceClient.suspend_engines, strict=True), Headers.SUSPEND)
+        await self._transition(InferenceClient.suspend_engines, Headers.SUSPEND)
 
     async def resume(self) -> None:
         """SUSPENDED -> PAUSED."""
-        await self._transition(partial(InferenceClient.resume_engines, strict=True), Headers.RESUME)
+        await self._transition(InferenceClient.resume_engines, Headers.RESUME)
 
     async def update_weights(self, weights: Weights) -> int:
         """Give this rank's engine other weights; every rank calls it, and none returns before all have done it."""

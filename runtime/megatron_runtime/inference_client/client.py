@@ -42,6 +42,7 @@ class InferenceClient:
         request_timeout: Seconds that a request may take unless it says otherwise; None for no limit.
         coordinator_timeout: Seconds without a coordinator after which everything outstanding fails.
         transition_timeout: Seconds that a control signal may take unless it says otherwise.
+        strict_signals: Each signal is one edge of the lifecycle: one to suspend or stop a running service is refused.
 
     Raises:
         ConfigurationError: Not an address, none or two, or a key is missing or too short.
@@ -60,6 +61,7 @@ class InferenceClient:
         request_timeout: float | None = None,
         coordinator_timeout: float = 60.0,
         transition_timeout: float = 120.0,
+        strict_signals: bool = False,
     ) -> None:
         if (inference_coordinator_address is None) == (inference_coordinator_port is None):
             raise ConfigurationError(
@@ -75,6 +77,7 @@ class InferenceClient:
             on_disconnected=self._disconnected,
         )
         self._request_timeout = request_timeout
+        self._strict_signals = strict_signals
         self._coordinator_timeout = coordinator_timeout
         self._requests = ClientRequests(
             self._dealer,
@@ -226,26 +229,27 @@ class InferenceClient:
         """PAUSED -> RUNNING; otherwise as `pause_engines`."""
         return self._send_signal_to_engines(Headers.UNPAUSE, timeout)
 
-    def suspend_engines(self, timeout: float | None = None, *, strict: bool = False) -> Awaitable[None]:
+    def suspend_engines(self, timeout: float | None = None) -> Awaitable[None]:
         """PAUSED -> SUSPENDED: memory is given back; otherwise as `pause_engines`.
 
-        A running service is paused first; ``strict`` refuses that.
+        A running service is paused first, unless the client has ``strict_signals``.
         """
-        return self._send_signal_to_engines(Headers.SUSPEND, timeout, strict=strict)
+        return self._send_signal_to_engines(Headers.SUSPEND, timeout)
 
-    def resume_engines(self, timeout: float | None = None, *, strict: bool = False) -> Awaitable[None]:
+    def resume_engines(self, timeout: float | None = None) -> Awaitable[None]:
         """SUSPENDED -> PAUSED: memory is taken again; otherwise as `pause_engines`.
 
-        If the suspension paused a running service, its end goes on to RUNNING; with ``strict`` it stays PAUSED.
+        After a suspension that paused a running service it goes on to RUNNING, unless the client has
+        ``strict_signals``.
         """
-        return self._send_signal_to_engines(Headers.RESUME, timeout, strict=strict)
+        return self._send_signal_to_engines(Headers.RESUME, timeout)
 
-    def stop_engines(self, timeout: float | None = None, *, strict: bool = False) -> Awaitable[None]:
+    def stop_engines(self, timeout: float | None = None) -> Awaitable[None]:
         """PAUSED or SUSPENDED -> stopped: unfinished requests come back aborted; otherwise as `pause_engines`.
 
-        A running service is paused first; ``strict`` refuses that.
+        A running service is paused first, unless the client has ``strict_signals``.
         """
-        return self._send_signal_to_engines(Headers.STOP, timeout, strict=strict)
+        return self._send_signal_to_engines(Headers.STOP, timeout)
 
     def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
         """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
@@ -265,11 +269,9 @@ class InferenceClient:
         self._require_started()
         return self._calls.update_weights(str(path), timeout)
 
-    def _send_signal_to_engines(
-        self, signal: Headers, timeout: float | None = None, *, strict: bool = False
-    ) -> Awaitable[None]:
+    def _send_signal_to_engines(self, signal: Headers, timeout: float | None = None) -> Awaitable[None]:
         self._require_started()
-        return self._calls.signal(signal, timeout, strict=strict)
+        return self._calls.signal(signal, timeout, strict=self._strict_signals)
 
     def shutdown_coordinator(self) -> None:
         """End the coordinator process; engines are not touched."""

@@ -95,7 +95,15 @@ class DynamicInferenceRequest(InferenceRequest):
         )
 
     def serialize(self) -> dict[str, Any]:
-        """All fields as plain values that msgpack takes; ``event_add_engine`` stays behind."""
+        """All fields as plain values that msgpack takes; ``event_add_engine`` stays behind.
+
+        Raises:
+            AssertionError: ``routing_indices`` has another number of rows than the tokens that were computed: all but
+                the last one generated.
+        """
+        if self.routing_indices is not None:
+            rows, computed = self.routing_indices.shape[0], self.total_tokens - 1
+            assert rows == computed, f"routing_indices has {rows} rows, expected {computed}: all tokens but the last"
         data = super().serialize()
         del data["event_add_engine"]
         data["events"] = [event.serialize() for event in self.events]
@@ -129,13 +137,14 @@ class DynamicInferenceRequest(InferenceRequest):
         self.events.append(event)
         return event
 
-    def add_event_add_engine(self) -> None:
+    def add_event_add_engine(self) -> DynamicInferenceEvent:
         """The request enters the engine's queue."""
         self.event_add_engine = self.add_event(DynamicInferenceEventType.ADD_ENGINE)
+        return self.event_add_engine
 
-    def add_event_add_context(self) -> None:
+    def add_event_add_context(self) -> DynamicInferenceEvent:
         """The request's prompt begins to be computed."""
-        self.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+        return self.add_event(DynamicInferenceEventType.ADD_CONTEXT)
 
     def add_event_generated_token(
         self,
@@ -144,7 +153,7 @@ class DynamicInferenceRequest(InferenceRequest):
         blocks_hashed_total: int | None = None,
         blocks_hashed_active: int | None = None,
         blocks_ref_count: int | None = None,
-    ) -> None:
+    ) -> DynamicInferenceEvent:
         """A token was generated, with the KV blocks' use at that time where it is known."""
         use = {
             "blocks_total": blocks_total,
@@ -153,31 +162,31 @@ class DynamicInferenceRequest(InferenceRequest):
             "blocks_ref_count": blocks_ref_count,
         }
         payload = {"token_id": token, **{name: value for name, value in use.items() if value is not None}}
-        self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
+        return self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
 
-    def add_event_pause(self) -> None:
+    def add_event_pause(self) -> DynamicInferenceEvent:
         """The request waits for memory, but keeps what it has."""
-        self.add_event(DynamicInferenceEventType.PAUSE)
+        return self.add_event(DynamicInferenceEventType.PAUSE)
 
-    def add_event_evict(self) -> None:
+    def add_event_evict(self) -> DynamicInferenceEvent:
         """The request gave its memory back and waits to be computed again."""
-        self.add_event(DynamicInferenceEventType.EVICT)
+        return self.add_event(DynamicInferenceEventType.EVICT)
 
-    def add_event_finish(self) -> None:
+    def add_event_finish(self) -> DynamicInferenceEvent:
         """The request is complete."""
-        self.add_event(DynamicInferenceEventType.FINISH)
+        return self.add_event(DynamicInferenceEventType.FINISH)
 
-    def add_event_fail(self) -> None:
+    def add_event_fail(self) -> DynamicInferenceEvent:
         """The request ended without being complete."""
-        self.add_event(DynamicInferenceEventType.FAIL)
+        return self.add_event(DynamicInferenceEventType.FAIL)
 
-    def add_event_error_transient(self, error: Exception) -> None:
+    def add_event_error_transient(self, error: Exception) -> DynamicInferenceEvent:
         """Something failed that may work later."""
-        self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
+        return self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
 
-    def add_event_error_nontransient(self, error: Exception) -> None:
+    def add_event_error_nontransient(self, error: Exception) -> DynamicInferenceEvent:
         """Something failed for good."""
-        self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+        return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def succeeded(self) -> bool:
         """True if the request is complete."""

@@ -41,9 +41,9 @@ class EngineLink:
         self._calls: Mapping[Headers, Callable[..., Awaitable[None]]] = {
             Headers.PAUSE: client.pause_engines,
             Headers.UNPAUSE: client.unpause_engines,
-            Headers.SUSPEND: partial(client.suspend_engines, strict=True),
-            Headers.RESUME: partial(client.resume_engines, strict=True),
-            Headers.STOP: partial(client.stop_engines, strict=True),
+            Headers.SUSPEND: client.suspend_engines,
+            Headers.RESUME: client.resume_engines,
+            Headers.STOP: client.stop_engines,
         }
         self._state = state
         self._sending: set[asyncio.Task[object]] = set()

@@ -50,7 +50,7 @@ class Leader:
             port = int(probe.getsockname()[1])
         self.address = f"tcp://{options.private_host}:{port}"
         """Where this very coordinator is."""
-        self._client = InferenceClient(self.address, key=key)
+        self._client = InferenceClient(self.address, key=key, strict_signals=True)
         self.link = EngineLink(self._client, state, lifecycle, options.auto_suspend_after or None)
         self._coordinator = SupervisedCoordinator(
             coordinator_options(options, port),

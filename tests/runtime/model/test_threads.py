@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,11 +10,15 @@ import textwrap
 import pytest
 
 
+@pytest.mark.parametrize("by", ["a call", "the environment"])
 @pytest.mark.parametrize("wanted", [1, 2])
-def test_a_kernel_takes_the_operators_threads_and_leaves_their_number(wanted: int) -> None:
+def test_a_kernel_takes_the_operators_threads_and_leaves_their_number(wanted: int, by: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    if by == "the environment":
+        environment["OMP_NUM_THREADS"] = str(wanted)
     script = f"""
         import os, threading, torch
-        torch.set_num_threads({wanted})
+        {f"torch.set_num_threads({wanted})" if by == "a call" else ""}
         matrix = torch.ones(600, 600)
         matrix @ matrix
         before = len(os.listdir("/proc/self/task"))
@@ -24,6 +29,11 @@ def test_a_kernel_takes_the_operators_threads_and_leaves_their_number(wanted: in
         print(kernel_threads(), torch.get_num_threads(), len(os.listdir("/proc/self/task")) - before)
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
     )
     assert done.stdout.split() == [str(wanted), str(wanted), "0"], done.stderr
