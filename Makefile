@@ -2,6 +2,8 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
+# The tests start hundreds of processes: each would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV  ?= .venv
 BIN   := $(VENV)/bin

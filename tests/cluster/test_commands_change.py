@@ -35,7 +35,7 @@ async def test_nothing_but_the_lifecycle_changes(chat: Resource, typed: CommandL
     before = (await chat.get("mi", "chat"))["spec"]
     assert "the desired state of chat is now Paused" in await typed.ok("pause", "chat")
     assert (await chat.get("mi", "chat"))["spec"] == {**before, "lifecycle": "Paused"}
-    assert await typed.ok("pause", "chat") == "chat is wished to be Paused already\n"
+    assert await typed.ok("pause", "chat") == "the desired state of chat is Paused already\n"
 
 
 async def test_what_makes_no_sense_is_refused_and_changes_nothing(chat: Resource, typed: CommandLine) -> None:

@@ -146,7 +146,7 @@ async def test_kubectl_explain_knows_every_field(own_control_plane: ControlPlane
 
     fields = (await explain("mi.spec", "--recursive")).partition("FIELDS:\n")[2].splitlines()
     assert [line.split("\t")[0] for line in fields if "\t" in line] == outline(SCHEMA["properties"]["spec"])
-    assert "Memory of each rank for the KV cache" in await explain("mi.spec.engine.kvCacheMemory")
+    assert "Memory per rank for the KV cache" in await explain("mi.spec.engine.kvCacheMemory")
 
 
 def outline(node: Json, indent: int = 2) -> list[str]:

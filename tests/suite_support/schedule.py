@@ -25,16 +25,19 @@ LONG = (
     "tests/runtime/server/test_chaos",
     "tests/runtime/server/test_served_answers",
     "tests/e2e/test_local_leader",
-    "tests/cluster/test_operator",
-    "tests/cluster",
     "tests/e2e",
     "tests/runtime/server",
     "tests/runtime/messaging",
     "tests/runtime/parallel",
     "tests/runtime/engine",
     "tests/benchmarks",
+    "tests/cluster/test_operator",
+    "tests/cluster",
 )
-"""Where the tests are that take long, the longest first: begun last, one of these would keep a single worker busy."""
+"""Where the tests are that take long, the longest first: begun last, one of these would keep a single worker busy.
+
+Those of the cluster come after the others, since the control plane that they share runs to the end.
+"""
 
 
 class FileScheduling(LoadFileScheduling):

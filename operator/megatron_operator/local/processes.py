@@ -56,8 +56,8 @@ def descendants(ancestor: int) -> set[Process]:
 
 
 def _living() -> Iterator[_Stat]:
-    for folder in PROC.glob("[0-9]*"):
-        if (stat := _stat(int(folder.name))) is not None:
+    for folder in PROC.iterdir():
+        if folder.name.isdecimal() and (stat := _stat(int(folder.name))) is not None:
             yield stat
 
 

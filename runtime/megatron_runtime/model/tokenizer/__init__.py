@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
-from megatron_runtime.model.formats.gguf_file import GgufFile
-from megatron_runtime.model.tokenizer.gguf_tokenizer import gguf_tokenizer
 from megatron_runtime.model.tokenizer.hugging_face_tokenizer import hugging_face_tokenizer
 from megatron_runtime.model.tokenizer.tokenizer import Tokenizer
 
@@ -16,4 +14,10 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 def load_tokenizer(path: Path | str) -> Tokenizer:
     """The tokenizer that lies in a GGUF file or a Hugging Face folder, with its chat template if it has one."""
     found = checkpoint_path(path)
-    return hugging_face_tokenizer(found) if found.is_dir() else gguf_tokenizer(GgufFile(found))
+    if found.is_dir():
+        return hugging_face_tokenizer(found)
+    # Imported here, since the import delays the start of every other process by a tenth of a second.
+    from megatron_runtime.model.formats.gguf_file import GgufFile
+    from megatron_runtime.model.tokenizer.gguf_tokenizer import gguf_tokenizer
+
+    return gguf_tokenizer(GgufFile(found))
