@@ -62,8 +62,12 @@ def serve(
     ] = "raw_logprobs",
     check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = False,
     routing_policy: Annotated[
-        str, typer.Option(help="round-robin, load-balanced, first-prefix-block or longest-prefix.")
-    ] = "round-robin",
+        str,
+        typer.Option(
+            help="round-robin, load-balanced, first-prefix-block, longest-prefix, or auto: longest-prefix with prefix "
+            "caching, load-balanced without."
+        ),
+    ] = "auto",
     routing_alpha: Annotated[float, typer.Option(help="Weight of the prefix against the load, 0 to 1.")] = 0.5,
     frontend_replicas: Annotated[int, typer.Option(help="Processes that answer HTTP.")] = 2,
     request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,

@@ -112,7 +112,7 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
         "prefix_caching": True,
         "chunked_prefill": True,
         "offload_weights": False,
-        "routing_policy": "round-robin",
+        "routing_policy": "auto",
         "frontend_replicas": 2,
         "drain_timeout": 60.0,
         "max_restarts": 3,

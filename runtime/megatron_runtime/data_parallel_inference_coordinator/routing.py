@@ -71,7 +71,8 @@ class Router:
     """One policy with its memory.
 
     Args:
-        policy: ROUND_ROBIN and LOAD_BALANCED ignore prompts; the other two fall back to round robin.
+        policy: ROUND_ROBIN and LOAD_BALANCED ignore prompts. The other two take the least loaded engine, in turn among
+            equals, for a prompt whose prefix no engine knows.
         alpha: Weight, 0 to 1, of the part of a prompt that an engine knows; the rest is that of the engine's free
             places, so that a popular prefix does not pile up at one engine.
         max_requests: Requests with which an engine has no free places.
@@ -105,7 +106,7 @@ class Router:
         relevant = self.relevant(hashes)
         depth, holders = self._prefixes.holders(relevant, candidates)
         if not holders:
-            return self.next_in_turn(candidates)
+            return self.next_in_turn(candidates if self.policy is Policy.ROUND_ROBIN else _least_loaded(candidates))
 
         def score(entry: EngineEntry) -> tuple[float, int]:
             match = depth / len(relevant) if entry.identity in holders else 0.0
@@ -128,3 +129,8 @@ class Router:
         if self.policy is Policy.LONGEST_PREFIX:
             return hashes
         return hashes[:1] if self.policy is Policy.FIRST_PREFIX_BLOCK else ()
+
+
+def _least_loaded(candidates: Sequence[EngineEntry]) -> Sequence[EngineEntry]:
+    fewest = min((len(entry.owned) for entry in candidates), default=0)
+    return [entry for entry in candidates if len(entry.owned) == fewest]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_runtime.config import LOGPROBS_MODES, check_routing_alpha
+from megatron_runtime.config import LOGPROBS_MODES, PrefixCachingCoordinatorPolicy, check_routing_alpha
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.parallel.layout import ParallelSizes
@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
-ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES)
+ROUTING_POLICIES = ("auto", "round-robin", "load-balanced", *PREFIX_POLICIES)
 HIGHEST_PORT = 65535
 EVERY_ADDRESS = ("0.0.0.0", "::")
 """Can be listened at, but not be told to others."""
@@ -96,7 +96,7 @@ class LaunchOptions:
     ranks_per_pod: int | None = None
     """None: all ranks of a copy of the model."""
     threads_per_rank: int | None = None
-    routing_policy: str = "round-robin"
+    routing_policy: str = "auto"
     routing_alpha: float = 0.5
     frontend_replicas: int = 2
     request_timeout: float = 600.0
@@ -278,3 +278,11 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(flag: str, value: float | None, least: int) -> None:
     if value is not None and value < least:
         raise ConfigurationError(f"{flag} {value}: must be at least {least}")
+
+
+def coordinator_policy(routing_policy: str, *, prefix_caching: bool) -> PrefixCachingCoordinatorPolicy:
+    """The policy that a value of ``--routing-policy`` means; auto goes by prefixes where engines cache them."""
+    if routing_policy == "auto":
+        policy = PrefixCachingCoordinatorPolicy
+        return policy.LONGEST_PREFIX if prefix_caching else policy.LOAD_BALANCED
+    return PrefixCachingCoordinatorPolicy(routing_policy.replace("-", "_"))

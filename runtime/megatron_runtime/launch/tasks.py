@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_runtime.config import DEFAULT_MAX_REQUESTS, PrefixCachingCoordinatorPolicy
+from megatron_runtime.config import DEFAULT_MAX_REQUESTS
 from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions
 from megatron_runtime.launch.inspection import CheckpointFacts
 from megatron_runtime.launch.memory import usable_cores
-from megatron_runtime.launch.options import LaunchOptions
+from megatron_runtime.launch.options import LaunchOptions, coordinator_policy
 from megatron_runtime.launch.ports import LOOPBACK, RENDEZVOUS_PORT, free_loopback_port
 from megatron_runtime.launch.preflight import EnginePlan
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
@@ -39,7 +39,9 @@ def coordinator_options(options: LaunchOptions, port: int) -> CoordinatorOptions
         host=options.private_host,
         inference_coordinator_port=port,
         data_parallel_size=options.replicas,
-        prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy(options.routing_policy.replace("-", "_")),
+        prefix_caching_coordinator_policy=coordinator_policy(
+            options.routing_policy, prefix_caching=options.engine.prefix_caching
+        ),
         enable_prefix_caching=options.engine.prefix_caching,
         block_size_tokens=options.engine.block_size_tokens,
         prefix_caching_routing_alpha=options.routing_alpha,

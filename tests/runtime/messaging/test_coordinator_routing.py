@@ -19,6 +19,7 @@ from megatron_runtime.data_parallel_inference_coordinator.routing import PrefixT
 from megatron_runtime.errors import ConfigurationError, CoordinatorError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.launch.options import coordinator_policy
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.items import EngineLoad
 
@@ -62,6 +63,30 @@ def test_the_longest_known_prefix_decides_and_the_most_recent_engine_among_equal
     router.forget(three[1].identity)
     assert router.pick(three, [1, 2, 3, 4]) is three[2]
     assert router.pick(three[:1], [1, 2]) is three[0]
+
+
+@pytest.mark.parametrize("policy", [Policy.LONGEST_PREFIX, Policy.FIRST_PREFIX_BLOCK])
+def test_a_prompt_with_an_unknown_prefix_goes_to_the_least_loaded_engines_in_turn(policy: Policy) -> None:
+    router = Router(policy)
+    three = entries(3)
+    three[0].owned = {b"a"}
+    assert [router.pick(three, [number]) for number in range(4)] == [three[1], three[2], three[1], three[2]]
+
+
+async def test_the_second_request_with_the_same_prefix_goes_to_the_engine_that_has_it_cached() -> None:
+    """By the default policy of a pod; round robin took the other engine."""
+    policy = coordinator_policy("auto", prefix_caching=True)
+    options = {"enable_prefix_caching": True, "prefix_caching_coordinator_policy": policy, "block_size_tokens": 4}
+    async with Fleet(**options) as fleet:
+        fleet.start_coordinator()
+        engines = [FakeEngine(), FakeEngine()]
+        for group, engine in enumerate(engines):
+            fleet.add_engine(engine, group=group)
+        client = await fleet.connect()
+        await fleet.ready(client, 2)
+        for _ in range(2):
+            await client.add_request(list(range(40)), PARAMS)
+        assert sorted(len(engine.added) for engine in engines) == [0, 2]
 
 
 def test_the_first_block_policy_looks_at_the_first_block_only() -> None:

@@ -31,6 +31,7 @@ class KVCacheManagement(StrEnum):
 class RoutingPolicy(StrEnum):
     """How the coordinator selects the replica group for a request."""
 
+    AUTO = "Auto"
     ROUND_ROBIN = "RoundRobin"
     LOAD_BALANCED = "LoadBalanced"
     FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
@@ -126,10 +127,11 @@ class Engine(Part):
 class Routing(Part):
     """Distribution of requests over the replica groups."""
 
-    policy: RoutingPolicy = RoutingPolicy.ROUND_ROBIN
-    """RoundRobin: in turn. LoadBalanced: the replica group with the fewest requests. LongestPrefix: the one that has
-    most of the prompt's prefix in its cache, unless it is much busier. FirstPrefixBlock considers only the first block
-    of the prompt. Both need engine.prefixCaching."""
+    policy: RoutingPolicy = RoutingPolicy.AUTO
+    """Auto: LongestPrefix with engine.prefixCaching, LoadBalanced without. RoundRobin: in turn. LoadBalanced: the
+    replica group with the fewest requests. LongestPrefix: the one that has most of the prompt's prefix in its cache,
+    unless it is much busier. FirstPrefixBlock considers only the first block of the prompt. These two need
+    engine.prefixCaching."""
     alpha: Annotated[float, Strict(), Field(ge=0, le=1)] = 0.5
     """Weight of cached prefixes against free capacity: 0 considers capacity only, 1 prefixes only."""
 
