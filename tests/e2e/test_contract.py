@@ -31,7 +31,8 @@ from megatron_operator.settings import Settings
 from megatron_operator.world import BAD_INPUT_EXIT_CODE, RANK_PHASES, EngineState, Signal, SignalRefused
 from megatron_runtime.cli import app
 from megatron_runtime.errors import InvalidStateError
-from megatron_runtime.launch.control_api import SIGNALS, create_control_api
+from megatron_runtime.headers import Headers
+from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.options import (
     DEVICES,
@@ -45,6 +46,7 @@ from megatron_runtime.launch.options import (
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
 from megatron_runtime.launch.tasks import first_rank, rendezvous_address
 from megatron_runtime.launch.termination import Outcome
+from megatron_runtime.lifecycle import SIGNALS
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT
 from megatron_runtime.processes.supervisor import ChildEnd
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
@@ -264,12 +266,12 @@ class Sender:
     def __init__(self) -> None:
         self.sent: list[str] = []
 
-    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:  # the protocol's own
+    async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:  # the protocol's own
         """As the runtime's ``SignalSender``."""
         del timeout, wait
-        if signal != "pause":
-            raise InvalidStateError(f"{signal}: the engine is RUNNING", state="RUNNING", allowed=("pause",))
-        self.sent.append(signal)
+        if signal is not Headers.PAUSE:
+            raise InvalidStateError(f"{signal.name}: the engine is RUNNING", state="RUNNING", allowed=("pause",))
+        self.sent.append(signal.name.lower())
 
 
 @pytest.fixture

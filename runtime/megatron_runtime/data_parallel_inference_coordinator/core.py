@@ -60,15 +60,10 @@ class Core:
         self.protocol_errors = ProtocolErrors(clock)
         self.clients: dict[bytes, ClientEntry] = {}
         self.engines = EngineRegistry(sort_by_group=options.deterministic_mode)
-        self.router = Router(
-            options.prefix_caching_coordinator_policy,
-            alpha=options.prefix_caching_routing_alpha,
-            max_requests=options.max_requests,
-        )
+        policy = options.prefix_caching_coordinator_policy
+        self.router = Router(policy, alpha=options.prefix_caching_routing_alpha, max_requests=options.max_requests)
         self.routing_trace = RoutingTrace(
-            options.prefix_caching_coordinator_policy.value,
-            options.data_parallel_size,
-            is_recorded=options.schedule_output_path is not None,
+            policy.value, options.data_parallel_size, is_recorded=options.schedule_output_path is not None
         )
         self.dispatcher = Dispatcher(
             engines=self.engines,

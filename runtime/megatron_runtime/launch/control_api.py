@@ -99,14 +99,25 @@ def create_control_api(
     token: str | None,
     metrics: Callable[[], bytes],
 ) -> FastAPI:
-    """``sender`` has an answer while this pod leads, and ``roles`` is None where it can neither take nor lose the lead.
+    """The application.
 
-    Without a ``token`` whoever reaches the socket is trusted.
+    Args:
+        sender: Returns the sender of this pod's signals while this pod leads, else None.
+        roles: None where the pod can neither get nor lose the role of the leader.
+        token: The bearer token that clients have to send; None trusts every client.
+        metrics: Returns the text of ``GET /metrics``.
     """
     app = FastAPI(title="Megatron control API", docs_url=None, redoc_url=None, openapi_url=None)
     _install_handlers(app)
     guarded = [Depends(_bearer(token))]
+    _install_probes(app, state, metrics)
+    _install_state(app, state, guarded)
+    _install_roles(app, state, roles, guarded)
+    _install_signals(app, state, sender, guarded)  # last: its path matches every word
+    return app
 
+
+def _install_probes(app: FastAPI, state: PodState, metrics: Callable[[], bytes]) -> None:
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
@@ -120,6 +131,8 @@ def create_control_api(
     async def read_metrics() -> Response:
         return Response(metrics(), media_type=METRICS_TYPE)
 
+
+def _install_state(app: FastAPI, state: PodState, guarded: list[Any]) -> None:
     @app.get("/v1/state", dependencies=guarded)
     async def read_state(
         after: int | None = Query(None), timeout: float = Query(30.0, ge=0, le=LONGEST_POLL)
@@ -127,35 +140,6 @@ def create_control_api(
         if after is not None:
             await state.wait_for_change(after, timeout)
         return state.body()
-
-    def leading() -> SignalSender:
-        if (found := sender()) is None:
-            raise _Refused(409, "NotLeader", "this pod does not lead; send signals to the leader")
-        return found
-
-    def accepted(wait: bool) -> JSONResponse:
-        body = {"accepted": True, "engineState": state.facts.engine_state}
-        return JSONResponse(body, status_code=200 if wait else 202)
-
-    _install_roles(app, state, roles, guarded)
-
-    @app.post("/v1/weights", dependencies=guarded)
-    async def update_weights(
-        body: WeightsBody, wait: Wait = False, timeout: TransitionTimeout = DEFAULT_TRANSITION
-    ) -> JSONResponse:
-        await _send(leading().update_weights(body.path, timeout=timeout, wait=wait), state)
-        return accepted(wait)
-
-    @app.post("/v1/{signal}", dependencies=guarded)
-    async def signal_engines(
-        signal: str, wait: Wait = False, timeout: TransitionTimeout = DEFAULT_TRANSITION
-    ) -> JSONResponse:
-        if signal not in SIGNALS:
-            raise _Refused(404, "NotFound", f"{signal} is no signal; send one of {', '.join(SIGNALS)}")
-        await _send(leading().send(SIGNALS[signal], timeout=timeout, wait=wait), state)
-        return accepted(wait)
-
-    return app
 
 
 def _install_roles(app: FastAPI, state: PodState, roles: RoleTaker | None, guarded: list[Any]) -> None:
@@ -175,6 +159,35 @@ def _install_roles(app: FastAPI, state: PodState, roles: RoleTaker | None, guard
     async def follow(body: FollowBody) -> JSONResponse:
         await _decide(movable().follow(body.epoch))
         return JSONResponse({"role": "worker", "epoch": body.epoch})
+
+
+def _install_signals(
+    app: FastAPI, state: PodState, sender: Callable[[], SignalSender | None], guarded: list[Any]
+) -> None:
+    def leading() -> SignalSender:
+        if (found := sender()) is None:
+            raise _Refused(409, "NotLeader", "this pod does not lead; send signals to the leader")
+        return found
+
+    def accepted(wait: bool) -> JSONResponse:
+        body = {"accepted": True, "engineState": state.facts.engine_state}
+        return JSONResponse(body, status_code=200 if wait else 202)
+
+    @app.post("/v1/weights", dependencies=guarded)
+    async def update_weights(
+        body: WeightsBody, wait: Wait = False, timeout: TransitionTimeout = DEFAULT_TRANSITION
+    ) -> JSONResponse:
+        await _send(leading().update_weights(body.path, timeout=timeout, wait=wait), state)
+        return accepted(wait)
+
+    @app.post("/v1/{signal}", dependencies=guarded)
+    async def signal_engines(
+        signal: str, wait: Wait = False, timeout: TransitionTimeout = DEFAULT_TRANSITION
+    ) -> JSONResponse:
+        if signal not in SIGNALS:
+            raise _Refused(404, "NotFound", f"{signal} is no signal; send one of {', '.join(SIGNALS)}")
+        await _send(leading().send(SIGNALS[signal], timeout=timeout, wait=wait), state)
+        return accepted(wait)
 
 
 async def _decide(deciding: Coroutine[Any, Any, None]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import uvicorn
 
 from megatron_runtime.errors import InvalidStateError
+from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
 
@@ -84,13 +85,14 @@ class StandIn:
         replicas = self.state.facts.replicas or (ReplicaState(self._group, state),)
         self.state.update(engine_state=state, replicas=tuple(replace(each, state=state) for each in replicas))
 
-    async def send(self, signal: str, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
+    async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
         """The control API's ``SignalSender``."""
         state = self.state.facts.engine_state or ""
-        if (signal, state) not in STEPS:
+        name = signal.name.lower()
+        if (name, state) not in STEPS:
             allowed = tuple(known for known, source in STEPS if source == state)
-            raise InvalidStateError(f"{signal} is not allowed while {state}", state=state, allowed=allowed)
-        self.signals.append(signal)
-        between, after = STEPS[signal, state]
+            raise InvalidStateError(f"{name} is not allowed while {state}", state=state, allowed=allowed)
+        self.signals.append(name)
+        between, after = STEPS[name, state]
         self.enter(between)
         asyncio.get_running_loop().call_later(0.2, self.enter, after)

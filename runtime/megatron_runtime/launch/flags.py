@@ -1,0 +1,215 @@
+"""The flags of ``megatron-serve``, by what they set, and the options that they make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from megatron_runtime.launch.identity import Identity
+from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
+from megatron_runtime.launch.quantity import parse_bytes
+from megatron_runtime.server.options import HttpOptions
+from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
+
+_Group = TypeVar("_Group")
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Where the checkpoint is."""
+
+    model: Annotated[Path | None, typer.Option(help="A .gguf file or a checkpoint folder.")] = None
+    hf_repo: Annotated[str | None, typer.Option(help="A repository on the Hugging Face hub instead.")] = None
+    hf_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the repository.")] = None
+
+    def source(self) -> ModelSource:
+        """The same as options."""
+        return ModelSource(path=self.model, hf_repo=self.hf_repo, hf_revision=self.hf_revision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """The engine of each replica group; all fields but ``kv_cache_memory`` are those of EngineOptions."""
+
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = EngineOptions.dtype
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
+    max_sequence_length: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each layer.")] = EngineOptions.tensor_parallel
+    pipeline_parallel: Annotated[int, typer.Option(help="Stages that the layers are spread over.")] = (
+        EngineOptions.pipeline_parallel
+    )
+    expert_parallel: Annotated[int, typer.Option(help="Groups of a layer's ranks that share its experts out.")] = (
+        EngineOptions.expert_parallel
+    )
+    block_size_tokens: Annotated[int, typer.Option(help="Tokens per block of the KV cache.")] = (
+        EngineOptions.block_size_tokens
+    )
+    kv_cache_memory: Annotated[str | None, typer.Option(help="Size of the KV cache per rank, like 20Gi.")] = None
+    max_requests: Annotated[int | None, typer.Option(help="Most requests in one forward pass.")] = None
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes.")] = (
+        EngineOptions.prefix_caching
+    )
+    chunked_prefill: Annotated[bool, typer.Option(help="Split long prompts over several steps.")] = (
+        EngineOptions.chunked_prefill
+    )
+    kv_cache_management: Annotated[
+        str, typer.Option(help="What suspend does with the KV cache: persist, offload or recompute.")
+    ] = EngineOptions.kv_cache_management
+    offload_weights: Annotated[bool, typer.Option(help="Suspend moves the weights to host memory.")] = (
+        EngineOptions.offload_weights
+    )
+    logprobs_mode: Annotated[
+        str,
+        typer.Option(help="raw_logprobs: of the model; processed_logprobs: of the distribution that is sampled."),
+    ] = EngineOptions.logprobs_mode
+    check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = (
+        EngineOptions.check_finite
+    )
+
+    def options(self) -> EngineOptions:
+        """The same as options; ConfigurationError names a flag whose value can't be parsed."""
+        values = dict(vars(self))
+        memory = values.pop("kv_cache_memory")
+        return EngineOptions(
+            kv_cache_bytes=None if memory is None else parse_bytes(memory, "--kv-cache-memory"), **values
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpFlags:
+    """The OpenAI endpoint."""
+
+    max_in_flight: Annotated[
+        int, typer.Option(help="Answers in progress per frontend process; more requests get 429.")
+    ] = HttpOptions.max_in_flight
+    max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "16Mi"
+    body_timeout: Annotated[float, typer.Option(help="Seconds that the body of a request may take to arrive.")] = (
+        HttpOptions.body_timeout
+    )
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose pages may read answers, or *; may be repeated.")
+    ] = None
+    access_log: Annotated[str, typer.Option(help="A line per request: off, text or json.")] = HttpOptions.access_log
+    parsers: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Parser of tool calls ({', '.join(TOOL_PARSERS)}; default: as the chat template shows)"
+            f" or of reasoning ({', '.join(REASONING_PARSERS)}; default: none); may be repeated."
+        ),
+    ] = None
+    page: Annotated[bool, typer.Option(help="Serve a page at / to chat with the model and to watch the service.")] = (
+        HttpOptions.page
+    )
+
+    def options(self) -> HttpOptions:
+        """The same as options; ConfigurationError names a flag whose value can't be parsed."""
+        return HttpOptions(
+            max_body_bytes=parse_bytes(self.max_body, "--max-body"),
+            body_timeout=self.body_timeout,
+            max_in_flight=self.max_in_flight,
+            cors_origins=tuple(self.cors_origin or ()),
+            access_log=self.access_log,
+            parsers=tuple(self.parsers or ()),
+            page=self.page,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodFlags:
+    """The processes of the pod; the fields are those of LaunchOptions."""
+
+    served_name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None
+    replicas: Annotated[int, typer.Option(help="Number of replica groups, for a standalone run.")] = (
+        LaunchOptions.replicas
+    )
+    ranks_per_pod: Annotated[
+        int | None, typer.Option(help="Ranks of a replica group that one pod runs. Default: all.")
+    ] = None
+    threads_per_rank: Annotated[int | None, typer.Option(help="Default: the cores, shared by the ranks.")] = None
+    routing_policy: Annotated[
+        str,
+        typer.Option(
+            help="round-robin, load-balanced, first-prefix-block, longest-prefix, or auto: longest-prefix with prefix "
+            "caching, load-balanced without."
+        ),
+    ] = LaunchOptions.routing_policy
+    routing_alpha: Annotated[float, typer.Option(help="Weight of the prefix against the load, 0 to 1.")] = (
+        LaunchOptions.routing_alpha
+    )
+    frontend_replicas: Annotated[int, typer.Option(help="Number of frontend processes.")] = (
+        LaunchOptions.frontend_replicas
+    )
+    request_timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = (
+        LaunchOptions.request_timeout
+    )
+    drain_timeout: Annotated[float, typer.Option(help="Seconds that requests get to finish after SIGTERM.")] = (
+        LaunchOptions.drain_timeout
+    )
+    auto_suspend_after: Annotated[
+        float,
+        typer.Option(help="Seconds without a request after which engines are suspended until the next; 0: never."),
+    ] = LaunchOptions.auto_suspend_after
+    max_restarts: Annotated[int, typer.Option(help="Restarts of failed ranks before the launcher gives up.")] = (
+        LaunchOptions.max_restarts
+    )
+    restart_reset_after: Annotated[
+        float, typer.Option(help="Seconds without a restart after which the budget of restarts is reset.")
+    ] = LaunchOptions.restart_reset_after
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds without a heartbeat after which a process counts as hung and is replaced.")
+    ] = LaunchOptions.hang_timeout
+    rendezvous_timeout: Annotated[
+        float, typer.Option(help="Seconds within which all ranks of a replica group have to connect.")
+    ] = LaunchOptions.rendezvous_timeout
+    host: Annotated[str | None, typer.Option(help="Address of the OpenAI endpoint.")] = None
+    port: Annotated[int | None, typer.Option(help="Port of the OpenAI endpoint; 0: any free one. Default: 8000.")] = (
+        None
+    )
+    control_port: Annotated[int | None, typer.Option(help="Port of the control API. Default: 9000.")] = None
+    coordinator_port: Annotated[int | None, typer.Option(help="Port of the coordinator. Default: 5557.")] = None
+
+
+GROUPS = (ModelFlags, EngineFlags, HttpFlags, PodFlags)
+
+
+def with_flags(command: Command) -> Command:
+    """Gives a typer command the flags of all groups as parameters, beside those that it declares itself."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [parameter for group in GROUPS for parameter in _parameters(group)]
+    parameters += [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def launch_options(values: Mapping[str, Any], environment: Mapping[str, str]) -> LaunchOptions:
+    """The options of a pod from the values of all flags and the environment.
+
+    Raises:
+        ConfigurationError: A flag or a variable can't be parsed; the message names it.
+    """
+    return LaunchOptions(
+        model=_group(ModelFlags, values).source(),
+        identity=Identity.from_environment(environment),
+        engine=_group(EngineFlags, values).options(),
+        http=_group(HttpFlags, values).options(),
+        **vars(_group(PodFlags, values)),
+    )
+
+
+def _parameters(group: type) -> Iterator[inspect.Parameter]:
+    annotations = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotations[field.name]
+        )
+
+
+def _group(group: type[_Group], values: Mapping[str, Any]) -> _Group:
+    return group(**{field.name: values[field.name] for field in fields(group)})  # type: ignore[arg-type]
