@@ -18,7 +18,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from megatron_operator.metrics import Meters
 from megatron_runtime.launch.metrics import PodCollector
-from megatron_runtime.launch.pod_state import PodFacts, RankState, ReplicaState
+from megatron_runtime.launch.pod_state import PodFacts, RankState, ReplicaGroupState
 from megatron_runtime.server.metrics import FrontendMetrics
 
 PAGE = Path("docs/metrics.md")
@@ -83,7 +83,7 @@ QUESTIONS = {
         "histogram_quantile(0.95, sum by (le) (rate(megatron_operator_reconcile_duration_seconds_bucket[5m])))",
     ),
     "megatron_operator_resources": Question(
-        "How many models are not well?", 'sum(megatron_operator_resources{phase=~"Failed|Degraded"})'
+        "How many models have problems?", 'sum(megatron_operator_resources{phase=~"Failed|Degraded"})'
     ),
     "megatron_operator_leading": Question("Does any operator act?", "max(megatron_operator_leading) == 1"),
     "megatron_engine_state": Question("Which models are suspended?", 'megatron_engine_state{state="SUSPENDED"} == 1'),
@@ -91,35 +91,38 @@ QUESTIONS = {
         "How busy is it?", f"{BY_MODEL} (megatron_requests_running)", "vllm:num_requests_running"
     ),
     "megatron_requests_waiting": Question(
-        "Are there too few groups?", f"{BY_MODEL} (megatron_requests_waiting) > 0", "vllm:num_requests_waiting"
+        "Are there too few replica groups?", f"{BY_MODEL} (megatron_requests_waiting) > 0", "vllm:num_requests_waiting"
     ),
-    "megatron_requests_paused": Question("Who waits for an unpause?", f"{BY_MODEL} (megatron_requests_paused) > 0"),
+    "megatron_requests_paused": Question(
+        "Which requests wait for an unpause?", f"{BY_MODEL} (megatron_requests_paused) > 0"
+    ),
     "megatron_kv_blocks": Question(
-        "How many tokens more fit, in blocks?", f'{BY_MODEL} (megatron_kv_blocks{{state="free"}})'
+        "How much of the KV cache is free?", f'{BY_MODEL} (megatron_kv_blocks{{state="free"}})'
     ),
     "megatron_kv_usage": Question(
         "Which cache is nearly full?", "megatron_kv_usage > 0.95", "vllm:kv_cache_usage_perc"
     ),
     "megatron_weight_version": Question(
-        "Do groups have different weights?",
+        "Do replica groups have different weights?",
         "max by (namespace, megatroninference) (megatron_weight_version)"
         " != min by (namespace, megatroninference) (megatron_weight_version)",
     ),
-    "megatron_replica_prompt_tokens_total": Question(
-        "Is the load spread evenly?", "sum by (group) (rate(megatron_replica_prompt_tokens_total[5m]))"
+    "megatron_replica_group_prompt_tokens_total": Question(
+        "Is the load spread evenly?", "sum by (replica_group) (rate(megatron_replica_group_prompt_tokens_total[5m]))"
     ),
-    "megatron_replica_generation_tokens_total": Question(
-        "How fast is each group?", "sum by (group) (rate(megatron_replica_generation_tokens_total[5m]))"
+    "megatron_replica_group_generation_tokens_total": Question(
+        "How fast is each replica group?",
+        "sum by (replica_group) (rate(megatron_replica_group_generation_tokens_total[5m]))",
     ),
     "megatron_dropped_messages_total": Question(
-        "Does a stranger knock?", "increase(megatron_dropped_messages_total[1h]) > 0"
+        "Does an unauthorized peer connect?", "increase(megatron_dropped_messages_total[1h]) > 0"
     ),
-    "megatron_replicas": Question("How many groups serve?", f"{BY_MODEL} (megatron_replicas)"),
+    "megatron_replica_groups": Question("How many replica groups serve?", f"{BY_MODEL} (megatron_replica_groups)"),
     "megatron_ranks": Question(
         "Which pods still load?", 'megatron_ranks{phase=~"Starting|Loading|Rendezvous|Registering"} > 0'
     ),
     "megatron_ready": Question("Which pods are not ready?", "megatron_ready == 0"),
-    "megatron_restarts_total": Question("Do processes keep dying?", "increase(megatron_restarts_total[30m]) > 0"),
+    "megatron_restarts_total": Question("Do processes fail repeatedly?", "increase(megatron_restarts_total[30m]) > 0"),
     "megatron_requests_total": Question(
         "Which part of the requests fails?",
         f'{BY_MODEL} (rate(megatron_requests_total{{status=~"5.."}}[5m]))'
@@ -176,8 +179,8 @@ def of_the_operator() -> Iterable[Metric]:
 
 def of_a_pod(*, is_leader: bool = True) -> Iterable[Metric]:
     """What a launcher exports; that of a leader exports the engines' metrics too."""
-    replicas = (ReplicaState(group=0, state="RUNNING"),)
-    facts = PodFacts(is_leader=is_leader, engine_state="RUNNING", replicas=replicas, ranks={0: RankState(0)})
+    groups = (ReplicaGroupState(index=0, state="RUNNING"),)
+    facts = PodFacts(is_leader=is_leader, engine_state="RUNNING", replica_groups=groups, ranks={0: RankState(0)})
     return PodCollector(lambda: facts).collect()
 
 

@@ -21,7 +21,7 @@ REPORT = {
     "role": "leader",
     "epoch": 1,
     "engineState": "RUNNING",
-    "replicas": [{"group": 0, "state": "RUNNING"}],
+    "replicaGroups": [{"index": 0, "state": "RUNNING"}],
     "ranks": [{"rank": 0, "phase": "Serving"}],
     "requests": {"running": 0, "waiting": 0},
     "ready": True,

@@ -74,7 +74,7 @@ class PodReport:
             ready=bool(body.get("ready", False)),
             engine_state=EngineState(state) if state else None,
             auto_suspended=bool(body.get("autoSuspended", False)),
-            replicas=tuple(_replica(replica) for replica in body.get("replicas") or ()),
+            replicas=tuple(_replica(replica) for replica in body.get("replicaGroups") or ()),
             ranks=tuple(_rank(rank) for rank in body.get("ranks") or ()),
             running_requests=int(requests.get("running", 0)),
             waiting_requests=int(requests.get("waiting", 0)),
@@ -200,7 +200,7 @@ class ControlClient:
 
         Raises ControlApiUnreachable.
         """
-        path, body = ("/v1/lead", {"lifecycle": lifecycle.value}) if leader else ("/v1/follow", {})
+        path, body = ("/v1/lead", {"lifecycle": lifecycle.value}) if leader else ("/v1/step-down", {})
         answer = await self._request("POST", address, path, {}, ANSWER_TIMEOUT, {"epoch": epoch, **body})
         if not answer.is_success and answer.status_code != httpx.codes.CONFLICT:
             raise ControlApiUnreachable(f"{path} at {address} failed with {answer.status_code}: {_message(answer)}")
@@ -235,7 +235,7 @@ def _progress(phase: str) -> int:
 
 
 def _replica(body: Mapping[str, Any]) -> ObservedReplica:
-    return ObservedReplica(group=int(body["group"]), state=EngineState(body["state"]))
+    return ObservedReplica(group=int(body["index"]), state=EngineState(body["state"]))
 
 
 def _rank(body: Mapping[str, Any]) -> RankReport:

@@ -208,7 +208,7 @@ async def _serve(link: ParentLink, options: RankOptions, plan: RankPlan, engine:
     loop = EngineLoop(
         together or engine,
         coordinator_address=plan.coordinator_address,
-        data_parallel_rank=options.replica_group,
+        replica_group=options.replica_group,
         attempt=options.attempt,
         key=os.environ.get(KEY_VARIABLE),
         prepare_thread=lambda: _use_device_of(engine),

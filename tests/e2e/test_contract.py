@@ -43,7 +43,7 @@ from megatron_runtime.launch.options import (
     LaunchOptions,
     ModelSource,
 )
-from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaGroupState
 from megatron_runtime.launch.tasks import first_rank, rendezvous_address
 from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.lifecycle import SIGNALS
@@ -161,7 +161,7 @@ def test_every_choice_of_the_resource_is_understood(spec: dict[str, Any], expect
 def test_the_pods_of_a_group_are_understood_as_parts_of_one_copy() -> None:
     spread: dict[str, Any] = {"parallelism": {"tensor": 4, "pipeline": 2, "expert": 2}, "pods": {"ranksPerPod": 3}}
     options = [options_of(rendered(replace(LEADER, index=index, leader=not index), **spread)) for index in range(3)]
-    assert [(first_rank(each), each.group_ranks) for each in options] == [(0, 3), (3, 3), (6, 2)]
+    assert [(first_rank(each), each.local_ranks_per_replica_group) for each in options] == [(0, 3), (3, 3), (6, 2)]
     assert [each.spans_pods for each in options] == [True] * 3
     places = [rendezvous_address(each) for each in options]
     assert places == [(HOST, names.RENDEZVOUS_PORT), *[("smollm2-0-3-0.smollm2-pods.default.svc", 29500)] * 2]
@@ -193,7 +193,7 @@ def test_every_word_that_the_resource_offers_is_one_that_the_runtime_takes() -> 
 
 def test_a_pod_knows_who_it_is() -> None:
     leader = Identity.from_environment(environment_of(rendered(LEADER, lifecycle="Paused")))
-    assert (leader.group, leader.attempt, leader.pod_index, leader.is_leader) == (0, 3, 0, True)
+    assert (leader.replica_group, leader.attempt, leader.pod_index, leader.is_leader) == (0, 3, 0, True)
     assert leader.lifecycle.value == "Paused"
     assert leader.coordinator_address == "tcp://smollm2-coordinator.default.svc:5557"
     assert leader.bind_host == HOST
@@ -201,7 +201,7 @@ def test_a_pod_knows_who_it_is() -> None:
     assert leader.termination_log == Path("/dev/termination-log")
     assert not leader.is_standalone
     worker = Identity.from_environment(environment_of(rendered(WORKER)))
-    assert (worker.group, worker.is_leader) == (1, False)
+    assert (worker.replica_group, worker.is_leader) == (1, False)
 
 
 @pytest.mark.parametrize("lifecycle", [each for each in Lifecycle if each is not Lifecycle.STOPPED])
@@ -298,7 +298,7 @@ def facts() -> PodFacts:
     return PodFacts(
         is_leader=True,
         engine_state="RUNNING",
-        replicas=(ReplicaState(group=0, state="RUNNING", running_requests=1, waiting_requests=2),),
+        replica_groups=(ReplicaGroupState(index=0, state="RUNNING", running_requests=1, waiting_requests=2),),
         ranks={0: RankState(0, RankPhase.LOADING, 1, 4)},
         frontends_listening=1,
         restarts=2,

@@ -82,7 +82,7 @@ def load_on(url: str) -> Iterator[Load]:
 
 def processes_of(command: Any, group: int) -> list[int]:
     """All processes of a group's pod."""
-    wanted = f"MEGATRON_GROUP_INDEX={group}".encode()
+    wanted = f"MEGATRON_REPLICA_GROUP={group}".encode()
     return [
         process.pid
         for process in descendants(command.process.pid)

@@ -79,7 +79,10 @@ def running_by_group(command: Any) -> dict[str, int]:
     """Requests that each copy computes, as the leader's metrics say."""
     leader = re.findall(r"pod smollm2-0-\d+-0: \S+ at (127\.[\d.]+)", command.text)[-1]
     text = httpx.get(f"http://{leader}:9000/metrics", trust_env=False).text
-    return {group: int(float(count)) for group, count in re.findall(r'requests_running\{group="(\d+)"\} (\S+)', text)}
+    return {
+        group: int(float(count))
+        for group, count in re.findall(r'requests_running\{replica_group="(\d+)"\} (\S+)', text)
+    }
 
 
 @pytest.mark.parametrize("pods", [1, 2])

@@ -100,7 +100,7 @@ def test_an_interrupt_ends_everything_with_exit_code_0(served) -> None:
 def _is_launcher_of(pid: int, group: int) -> bool:
     process = Path(f"/proc/{pid}")
     try:
-        leads = f"MEGATRON_GROUP_INDEX={group}\0" in (process / "environ").read_text()
+        leads = f"MEGATRON_REPLICA_GROUP={group}\0" in (process / "environ").read_text()
         return leads and "megatron-serve" in (process / "cmdline").read_text()
     except OSError:
         return False

@@ -23,7 +23,7 @@ STATE = {
     "revision": 17,
     "role": "leader",
     "engineState": "RUNNING",
-    "replicas": [{"group": 0, "state": "RUNNING", "runningRequests": 1, "waitingRequests": 0}],
+    "replicaGroups": [{"index": 0, "state": "RUNNING", "runningRequests": 1, "waitingRequests": 0}],
     "ranks": [
         {"rank": 0, "phase": "Serving", "loadedBytes": 5, "totalBytes": 5, "message": "", "registered": True},
         {"rank": 1, "phase": "Loading", "loadedBytes": 1, "totalBytes": 5, "message": ""},

@@ -55,7 +55,7 @@ def test_the_grace_period_is_longer_than_draining() -> None:
 
 def test_a_pod_knows_its_place_and_where_the_others_are() -> None:
     found = env(pod(WORKER))
-    assert found["MEGATRON_GROUP_INDEX"] == "1"
+    assert found["MEGATRON_REPLICA_GROUP"] == "1"
     assert found["MEGATRON_LEADER"] == "0"
     assert found["MEGATRON_COORDINATOR_ADDRESS"] == "tcp://chat-coordinator.models.svc:5557"
     assert found["MEGATRON_MASTER_ADDR"] == "chat-1-0-0.chat-pods.models.svc"

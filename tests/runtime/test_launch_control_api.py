@@ -19,7 +19,7 @@ from megatron_runtime.errors import (
 from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.metrics import create_exposition
-from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, ReplicaState
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, ReplicaGroupState
 
 
 class Engines:
@@ -67,7 +67,10 @@ async def client(state: PodState, engines: Engines) -> AsyncIterator[httpx.Async
 
 def registered(*groups: int, state: str = "RUNNING") -> dict[str, Any]:
     """What the coordinator says when these groups are registered."""
-    return {"engine_state": state, "replicas": tuple(ReplicaState(group, state, 2, 3, 8, 2) for group in groups)}
+    return {
+        "engine_state": state,
+        "replica_groups": tuple(ReplicaGroupState(group, state, 2, 3, 8, 2) for group in groups),
+    }
 
 
 async def test_a_leader_is_ready_with_a_frontend_and_a_replica(client: httpx.AsyncClient, state: PodState) -> None:
@@ -119,8 +122,8 @@ async def test_the_state_is_that_of_the_contract(client: httpx.AsyncClient, stat
         "epoch": 0,
         "engineState": "RUNNING",
         "autoSuspended": False,
-        "replicas": [
-            {"group": group, "state": "RUNNING", "runningRequests": 2, "waitingRequests": 3, "weightVersion": 0}
+        "replicaGroups": [
+            {"index": group, "state": "RUNNING", "runningRequests": 2, "waitingRequests": 3, "weightVersion": 0}
             for group in (0, 1)
         ],
         "ranks": [],
@@ -150,9 +153,9 @@ async def test_a_revision_from_before_a_restart_is_answered_at_once(client: http
 
 
 async def test_load_alone_makes_no_new_revision(state: PodState) -> None:
-    state.update(replicas=(ReplicaState(0, "RUNNING", running_requests=1),))
+    state.update(replica_groups=(ReplicaGroupState(0, "RUNNING", running_requests=1),))
     revision = state.revision
-    state.update(replicas=(ReplicaState(0, "RUNNING", running_requests=5),))
+    state.update(replica_groups=(ReplicaGroupState(0, "RUNNING", running_requests=5),))
     assert state.revision == revision
     assert state.body()["requests"]["running"] == 5
 
@@ -166,10 +169,10 @@ async def test_signals_are_passed_on(client: httpx.AsyncClient, engines: Engines
 async def test_new_weights_are_passed_on_as_signals_are(client: httpx.AsyncClient, engines: Engines) -> None:
     assert (await client.post("/v1/weights", json={"path": "/models/2"})).status_code == 202
     assert engines.taken == [("/models/2", False)]
-    engines.error = CheckpointError("engine group 1 (attempt 0): tensor a missing")
+    engines.error = CheckpointError("replica group 1 (attempt 0): tensor a missing")
     answer = await client.post("/v1/weights", params={"wait": "true"}, json={"path": "/models/3"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "InvalidWeights")
-    assert answer.json()["error"]["message"] == "engine group 1 (attempt 0): tensor a missing"
+    assert answer.json()["error"]["message"] == "replica group 1 (attempt 0): tensor a missing"
     for body in ({}, {"path": ""}, {"path": 3}, {"path": "/a", "way": "b"}):
         assert (await client.post("/v1/weights", json=body)).status_code == 400
 
@@ -211,9 +214,9 @@ class Roles:
             raise StaleEpochError("lead", epoch, 5)
         self.taken.append(("lead", epoch, lifecycle))
 
-    async def follow(self, epoch: int) -> None:
+    async def step_down(self, epoch: int) -> None:
         """As the real one."""
-        self.taken.append(("follow", epoch, None))
+        self.taken.append(("step-down", epoch, None))
 
 
 async def test_the_role_is_taken_and_given_up_as_told_but_not_by_an_overtaken_decision(state: PodState) -> None:
@@ -223,7 +226,7 @@ async def test_the_role_is_taken_and_given_up_as_told_but_not_by_an_overtaken_de
     transport = httpx.ASGITransport(app=api)
     async with httpx.AsyncClient(transport=transport, base_url="http://pod", headers=headers) as client:
         assert (await client.post("/v1/lead", json={"epoch": 6, "lifecycle": "Paused"})).status_code == 200
-        assert (await client.post("/v1/follow", json={"epoch": 7})).status_code == 200
+        assert (await client.post("/v1/step-down", json={"epoch": 7})).status_code == 200
         stale = await client.post("/v1/lead", json={"epoch": 4})
         assert (stale.status_code, stale.json()["error"]["code"], stale.json()["error"]["epoch"]) == (
             409,
@@ -235,11 +238,11 @@ async def test_the_role_is_taken_and_given_up_as_told_but_not_by_an_overtaken_de
         assert (await client.post("/v1/lead", json={"epoch": 9}, headers={"Authorization": ""})).status_code == 401
         state.update(draining=True)
         assert (await client.post("/v1/lead", json={"epoch": 9})).json()["error"]["code"] == "Draining"
-    assert roles.taken == [("lead", 6, "Paused"), ("follow", 7, None)]
+    assert roles.taken == [("lead", 6, "Paused"), ("step-down", 7, None)]
 
 
 async def test_a_launcher_that_is_alone_keeps_its_role(client: httpx.AsyncClient) -> None:
-    for body, way in (({"epoch": 1}, "follow"), ({"epoch": 1}, "lead")):
+    for body, way in (({"epoch": 1}, "step-down"), ({"epoch": 1}, "lead")):
         answer = await client.post(f"/v1/{way}", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "FixedRole")
 
@@ -247,8 +250,8 @@ async def test_a_launcher_that_is_alone_keeps_its_role(client: httpx.AsyncClient
 async def test_no_request_stands_still_in_an_engine_that_runs(client: httpx.AsyncClient, state: PodState) -> None:
     state.update(**registered(0, 1))
     text = (await client.get("/metrics", headers={"Authorization": ""})).text
-    assert 'megatron_requests_paused{group="1"} 0.0' in text
-    assert 'megatron_requests_running{group="1"} 2.0' in text
+    assert 'megatron_requests_paused{replica_group="1"} 0.0' in text
+    assert 'megatron_requests_running{replica_group="1"} 2.0' in text
 
 
 async def test_metrics_show_the_engines_and_the_ranks(client: httpx.AsyncClient, state: PodState) -> None:
@@ -258,11 +261,11 @@ async def test_metrics_show_the_engines_and_the_ranks(client: httpx.AsyncClient,
     text = (await client.get("/metrics", headers={"Authorization": ""})).text
     assert 'megatron_engine_state{state="PAUSED"} 1.0' in text
     assert 'megatron_engine_state{state="RUNNING"} 0.0' in text
-    assert 'megatron_requests_waiting{group="0"} 3.0' in text
-    assert 'megatron_requests_paused{group="0"} 5.0' in text
-    assert 'megatron_kv_usage{group="0"} 0.25' in text
-    assert 'megatron_replica_prompt_tokens_total{group="0"} 0.0' in text
-    assert 'megatron_replica_generation_tokens_total{group="0"} 0.0' in text
-    assert 'megatron_weight_version{group="0"} 0.0' in text
+    assert 'megatron_requests_waiting{replica_group="0"} 3.0' in text
+    assert 'megatron_requests_paused{replica_group="0"} 5.0' in text
+    assert 'megatron_kv_usage{replica_group="0"} 0.25' in text
+    assert 'megatron_replica_group_prompt_tokens_total{replica_group="0"} 0.0' in text
+    assert 'megatron_replica_group_generation_tokens_total{replica_group="0"} 0.0' in text
+    assert 'megatron_weight_version{replica_group="0"} 0.0' in text
     assert 'megatron_ranks{phase="Serving"} 1.0' in text
     assert "megatron_dropped_messages_total 7.0" in text

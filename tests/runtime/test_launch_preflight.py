@@ -53,7 +53,7 @@ def refusal(options: LaunchOptions) -> str | None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"replicas": 0}, "--replicas 0: must be at least 1"),
+        ({"replica_groups": 0}, "--replica-groups 0: must be at least 1"),
         ({"routing_alpha": 1.5}, "--routing-alpha 1.5: must be between 0 and 1"),
         (
             {"routing_policy": "longest-prefix", "engine": EngineOptions(prefix_caching=False)},
@@ -76,7 +76,10 @@ def refusal(options: LaunchOptions) -> str | None:
             {"identity": Identity(bind_host="10.0.0.1", control_token="t", coordinator_address="tcp://c:5557")},
             "MEGATRON_COORDINATOR_KEY is not set",
         ),
-        ({"identity": Identity(coordinator_address="tcp://c:1"), "replicas": 2}, "--replicas 2: only for a standalone"),
+        (
+            {"identity": Identity(coordinator_address="tcp://c:1"), "replica_groups": 2},
+            "--replica-groups 2: only for a standalone",
+        ),
     ],
 )
 def test_a_wrong_option_is_named_with_its_value(options: LaunchOptions, changes: dict[str, Any], words: str) -> None:
@@ -89,7 +92,7 @@ def test_a_wrong_option_is_named_with_its_value(options: LaunchOptions, changes:
         {},
         {"routing_alpha": 0.0},
         {"routing_alpha": 1.0, "routing_policy": "longest-prefix"},
-        {"port": 0, "control_port": 65535, "replicas": 2},
+        {"port": 0, "control_port": 65535, "replica_groups": 2},
         {"identity": Identity(bind_host="10.0.0.1", control_token="t")},
     ],
 )
@@ -127,7 +130,7 @@ def test_replicas_on_one_machine_share_its_memory(options: LaunchOptions) -> Non
     one = AvailableMemory(RANK_OVERHEAD + 4000 + 2**20, "free on this machine")
     assert plan_engine(asked, FACTS, one).kv_cache_bytes == 2**20
     with pytest.raises(ConfigurationError, match=r"--kv-cache-memory 1Mi: .* 2 rank\(s\) need .* fewer replicas"):
-        plan_engine(replace(asked, replicas=2), FACTS, one)
+        plan_engine(replace(asked, replica_groups=2), FACTS, one)
 
 
 def test_no_room_for_the_weights_is_said_of_the_model(options: LaunchOptions) -> None:
@@ -168,7 +171,7 @@ def test_a_rank_needs_room_for_its_part_alone(options: LaunchOptions) -> None:
 def pod_of_three_ranks(options: LaunchOptions, index: int, **identity: Any) -> LaunchOptions:
     """One of two pods of a replica whose second has one rank, as an operator starts it."""
     place = {"bind_host": "127.0.0.1", "master_address": "first.pod", "coordinator_address": "tcp://c:1", **identity}
-    who = Identity(group=2, attempt=7, pod_index=index, is_leader=False, **place)
+    who = Identity(replica_group=2, attempt=7, pod_index=index, is_leader=False, **place)
     return replace(with_engine(options, tensor_parallel=3), ranks_per_pod=2, identity=who)
 
 
@@ -209,10 +212,10 @@ def test_a_pod_that_could_not_meet_the_others_says_what_is_missing(
 
 
 def test_several_copies_are_not_split_over_pods_by_one_launcher(options: LaunchOptions) -> None:
-    alone = replace(with_engine(options, tensor_parallel=2), ranks_per_pod=1, replicas=2)
+    alone = replace(with_engine(options, tensor_parallel=2), ranks_per_pod=1, replica_groups=2)
     words = refusal(alone)
     assert words is not None
-    assert words.endswith("in several pods, each of one copy; use --replicas 1, or --ranks-per-pod 2")
+    assert words.endswith("in several pods, each of one copy; use --replica-groups 1, or --ranks-per-pod 2")
 
 
 def test_a_pod_needs_memory_for_its_own_ranks_alone(options: LaunchOptions) -> None:
@@ -248,7 +251,7 @@ def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions, monkeypatc
     assert threads_per_rank(replace(options, threads_per_rank=7)) == 7
     assert threads_per_rank(replace(options, identity=Identity(local_ranks=10_000))) == 1
     task = rank_task(
-        replace(options, threads_per_rank=3, identity=Identity(group=4)),
+        replace(options, threads_per_rank=3, identity=Identity(replica_group=4)),
         rank=4,
         key="secret",
     )
@@ -282,14 +285,14 @@ def test_amounts_of_memory_are_written_short() -> None:
 
 def test_the_environment_says_who_the_pod_is() -> None:
     environment = {
-        "MEGATRON_GROUP_INDEX": "2",
+        "MEGATRON_REPLICA_GROUP": "2",
         "MEGATRON_LEADER": "0",
         "MEGATRON_LIFECYCLE": "Paused",
         "MEGATRON_COORDINATOR_ADDRESS": "tcp://c:5557",
         "MEGATRON_CONTROL_TOKEN": "",
     }
     identity = Identity.from_environment(environment)
-    assert (identity.group, identity.is_leader, identity.lifecycle) == (2, False, Lifecycle.PAUSED)
+    assert (identity.replica_group, identity.is_leader, identity.lifecycle) == (2, False, Lifecycle.PAUSED)
     assert identity.control_token is None
     assert not identity.is_standalone
     assert Identity.from_environment({}).is_standalone
@@ -298,7 +301,7 @@ def test_the_environment_says_who_the_pod_is() -> None:
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
-        ("MEGATRON_GROUP_INDEX", "-1"),
+        ("MEGATRON_REPLICA_GROUP", "-1"),
         ("MEGATRON_LEADER", "yes"),
         ("MEGATRON_LIFECYCLE", "Stopped"),
         ("MEGATRON_COORDINATOR_KEY", "short"),

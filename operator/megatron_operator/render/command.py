@@ -70,8 +70,8 @@ def environment(resource: MegatronInference, identity: PodIdentity) -> Env:
     first_pod = names.pod_name(name, identity.group, identity.attempt, 0)
     coordinator = f"tcp://{names.coordinator_host(name, namespace)}:{names.COORDINATOR_PORT}"
     plain = {
-        "MEGATRON_GROUP_INDEX": str(identity.group),
-        "MEGATRON_GROUP_ATTEMPT": str(identity.attempt),
+        "MEGATRON_REPLICA_GROUP": str(identity.group),
+        "MEGATRON_ATTEMPT": str(identity.attempt),
         "MEGATRON_POD_INDEX": str(identity.index),
         "MEGATRON_LEADER": "1" if identity.leader else "0",
         "MEGATRON_LEADER_EPOCH": str(identity.epoch),

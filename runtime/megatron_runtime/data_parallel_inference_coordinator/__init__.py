@@ -1,4 +1,4 @@
-"""The data parallel inference coordinator."""
+"""The data-parallel inference coordinator."""
 
 from __future__ import annotations
 

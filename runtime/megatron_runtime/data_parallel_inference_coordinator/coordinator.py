@@ -1,4 +1,4 @@
-"""The coordinator process: takes requests from clients and spreads them over the data parallel engines."""
+"""The coordinator: distributes the requests of clients over the data-parallel engines."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5
 BUSY_REQUESTS = 16
-"""Outstanding requests from which on messages are gathered."""
-GATHER_SECONDS = 0.002
-"""Between two turns under load, so that many requests or replies share a message and a wake-up."""
+"""Number of outstanding requests from which on the loop batches messages."""
+BATCH_SECONDS = 0.002
+"""Pause before an iteration of a busy loop, so that many requests or replies share a message."""
 
 
 class ReadyEvent(Protocol):
@@ -38,36 +38,36 @@ class ReadyEvent(Protocol):
 
 
 class DataParallelInferenceCoordinator:
-    """Routes requests over all engines that are registered, and control signals to all of them.
+    """Routes requests to the registered engines, and control signals to all of them.
 
     The constructor binds the socket; `start` runs until `stop`, until a client sends SHUTDOWN, or until SIGTERM in a
-    process that `entrypoint` runs. Engines may register, leave and come back at any time; requests that arrive while
-    there is none wait. No message and no vanished peer ends the loop.
+    process that `entrypoint` runs. Engines may register, leave and return at any time; requests wait while no engine is
+    registered. No message and no lost peer ends the loop.
 
     Args:
-        pipe_connection: The address is sent through it, and it is closed; None if nobody has to be told.
-        data_parallel_size: Engines that are expected; more or fewer are fine.
-        tokenizer: For `detokenize`, and to hash prompts that come as text; may be None, since engines detokenize their
-            results themselves and clients hash token ids.
-        inference_coordinator_port: Port to listen on; None, or one that is taken, means any free one.
-        deterministic_mode: Route over the engines in the order of their groups instead of that of their arrival.
+        pipe_connection: Receives the address and is closed; may be None.
+        data_parallel_size: Expected number of engines; more and fewer work too.
+        tokenizer: For `detokenize`, and to hash prompts that are text; may be None, since engines detokenize their
+            results and clients hash token ids.
+        inference_coordinator_port: Port to listen on; None, or a port that is in use, means any free port.
+        deterministic_mode: Route over the engines in the order of their replica groups, not of their registration.
         block_size_tokens: Tokens per hashed block.
-        enable_prefix_caching: Route by prompt prefixes, as far as the policy does.
-        prefix_caching_coordinator_policy: How an engine is chosen.
-        schedule_output_path: File for the routing decisions, written at the end.
-        host: Address to listen on; anything but loopback needs a key.
+        enable_prefix_caching: Route by prompt prefixes, if the policy does.
+        prefix_caching_coordinator_policy: How the engine of a request is chosen.
+        schedule_output_path: File for the routing decisions, written when the loop ends.
+        host: Address to listen on; all but loopback addresses need a key.
         key: Shared secret of all peers; None means plain sockets.
-        initial_state: Where engines are brought before they get requests. A coordinator that replaces one that died has
-            to be given the state that its service was in.
-        initial_weights: Version and path of the weights that engines load before they get requests; None lets them keep
-            what they have. As for initial_state: those that `on_weights` was called with last.
-        request_timeout: Seconds that a request waits while there is no engine.
-        engine_timeout: Seconds of silence after which an engine is taken for dead.
+        initial_state: The state that engines are brought to before they get requests. A coordinator that replaces
+            another one needs the state of the service.
+        initial_weights: Version and path of the weights that engines load before they get requests; None: engines keep
+            their weights. A coordinator that replaces another one needs the last argument of its `on_weights`.
+        request_timeout: Seconds that a request waits while no engine is registered.
+        engine_timeout: Seconds without a message after which an engine counts as lost.
         prefix_caching_routing_alpha: Weight, 0 to 1, of a known prefix against the load.
-        max_requests: Requests with which an engine counts as full in that weighing.
+        max_requests: Number of requests with which an engine counts as full in prefix routing.
 
     Raises:
-        ConfigurationError: host needs a key, or can't be bound, or prefix_caching_routing_alpha is out of range.
+        ConfigurationError: host needs a key or can't be bound, or prefix_caching_routing_alpha is out of range.
     """
 
     CoordinatorState = lifecycle.CoordinatorState
@@ -145,11 +145,11 @@ class DataParallelInferenceCoordinator:
         """Called with the service's weights when they change."""
         self._core.weights.on_change = lambda weights: self.on_weights(weights)
 
-    # Attributes under the names that Megatron's users know
+    # Attributes by the names of Megatron
 
     @property
     def router_socket(self) -> Any:
-        """The ROUTER socket that everybody talks to."""
+        """The ROUTER socket that engines and clients connect to."""
         return self._router_socket.socket
 
     @property
@@ -164,7 +164,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def request_id_to_client_request_id(self) -> dict[int, bytes]:
-        """The UUID by which the client calls each outstanding request, by the coordinator's number."""
+        """The client's UUID of each outstanding request, by the coordinator's number."""
         return {entry.server_id: entry.uuid for entry in self._core.dispatcher.requests.values()}
 
     @property
@@ -174,16 +174,16 @@ class DataParallelInferenceCoordinator:
 
     @property
     def state(self) -> lifecycle.CoordinatorState:
-        """Where the service is, or is on its way to."""
+        """The state of the service, or the target of its transition."""
         return self._core.lifecycle.target
 
     # Routing
 
     def get_next_data_parallel_rank(self) -> bytes:
-        """The socket identity of the engine whose turn it is.
+        """The socket identity of the next engine in round-robin order.
 
         Raises:
-            CoordinatorError: No engine takes requests.
+            CoordinatorError: No engine is ready.
         """
         return self._identity(self._core.router.next_in_turn(self._core.engines.candidates()))
 
@@ -196,30 +196,30 @@ class DataParallelInferenceCoordinator:
         return compute_block_hashes(tokens, block_size)
 
     def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
-        """The socket identity of the engine that the policy picks for a prompt with these hashes.
+        """The socket identity of the engine that the policy chooses for a prompt with these hashes.
 
         Raises:
-            CoordinatorError: No engine takes requests.
+            CoordinatorError: No engine is ready.
         """
         return self._identity(self._core.router.pick(self._core.engines.candidates(), request_hashes))
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
-        """This engine was given a prompt with these hashes."""
+        """Record that a prompt with these hashes was assigned to this engine."""
         self._core.router.record(rank_identity, request_hashes)
 
     @staticmethod
     def _identity(engine: Any) -> bytes:
         if engine is None:
-            raise CoordinatorError("no engine takes requests")
+            raise CoordinatorError("no engine is ready for requests")
         identity: bytes = engine.identity
         return identity
 
     def _remove_engine(self, identity: bytes) -> None:
-        """Take an engine out of the pool; its requests go to others."""
+        """Remove an engine; its requests are assigned to others."""
         self._core.lose_engine(identity, "removed")
 
     def _send_to_engine(self, identity: bytes, payload: list[bytes]) -> bool:
-        """Send frames to an engine; False when it can't be reached, and then it is out of the pool."""
+        """Send frames to an engine. An engine that can't be reached is removed, and the result is False."""
         return self._send(identity, payload)
 
     def _send(self, peer: bytes, frames: list[bytes]) -> bool:
@@ -229,7 +229,7 @@ class DataParallelInferenceCoordinator:
         return False
 
     def detokenize(self, finished_request: dict[str, Any]) -> None:
-        """Fill in ``generated_text``, and ``prompt`` if it is missing, of a serialized merged request."""
+        """Set ``generated_text``, and ``prompt`` if it is missing, of a serialized merged request."""
         tokens = finished_request["generated_tokens"]
         params = finished_request.get("sampling_params") or {}
         if not params.get("detokenize_stop_sequence"):
@@ -244,20 +244,20 @@ class DataParallelInferenceCoordinator:
     # The loop
 
     def start(self) -> None:
-        """Run until told to end; then write the routing trace and close the socket."""
+        """Run until `stop` or SHUTDOWN; then write the routing trace and close the socket."""
         core = self._core
         next_tick = core.clock()
         try:
             while not core.stopping:
                 if len(core.dispatcher.requests) >= BUSY_REQUESTS:
-                    time.sleep(GATHER_SECONDS)
+                    time.sleep(BATCH_SECONDS)
                 self._router_socket.receive(next_tick - core.clock(), core.handle)
                 now = core.clock()
                 if now >= next_tick:
                     core.tick(now)
                     self.on_tick()
                     next_tick = now + TICK_SECONDS
-                core.tell_subscribers()
+                core.notify_subscribers()
                 self._flush()
         finally:
             self._write_routing_trace()
@@ -269,15 +269,15 @@ class DataParallelInferenceCoordinator:
             Path(path).write_text(text)
 
     def _flush(self) -> None:
-        """Send what waits. A peer that can't be reached leaves, which may make new messages for others."""
-        gone: set[bytes] = set()
+        """Send all messages. The loss of a peer that can't be reached may add messages for others."""
+        lost: set[bytes] = set()
         while self._core.outbox:
-            for peer, frames in self._core.outbox.take():
-                if peer not in gone and not self._send(peer, frames):
-                    gone.add(peer)
+            for peer, frames in self._core.outbox.drain():
+                if peer not in lost and not self._send(peer, frames):
+                    lost.add(peer)
 
     def stop(self) -> None:
-        """End `start` soon; from any thread, and from a signal handler. Engines and clients are not told."""
+        """End `start` soon; safe in any thread and in signal handlers. Engines and clients get no message."""
         self._core.stopping = True
         with contextlib.suppress(OSError):
             self._router_socket.wake()
@@ -291,12 +291,12 @@ class DataParallelInferenceCoordinator:
         Args:
             pipe_connection: As for the class.
             ready_event: Set once the socket is bound, so that peers can connect.
-            arguments: Those of the class from ``data_parallel_size`` on, by place.
-            options: Arguments of the class by name.
+            arguments: Positional arguments of the class, from ``data_parallel_size`` on.
+            options: Keyword arguments of the class.
         """
         coordinator = cls(pipe_connection, *arguments, **options)
         signal.signal(signal.SIGTERM, lambda *_: coordinator.stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ready_event.set()
         coordinator.start()
-        logger.info("the coordinator at %s ended", coordinator.address)
+        logger.info("the coordinator at %s has ended", coordinator.address)

@@ -1,4 +1,4 @@
-"""The coordinator without its socket: messages in, messages out, and time as an argument."""
+"""The coordinator without socket and clock: messages in, messages out."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ CLIENT_TIMEOUT = 30.0
 
 
 class Core:
-    """All the coordinator's books, and the rules by which messages change them.
+    """The state of the coordinator, and how messages change it.
 
-    Every method leaves what is to be sent in ``outbox``. None of them raises for a bad message.
+    Every method adds the messages to send to ``outbox``. None raises for a malformed message.
 
     Args:
-        handlers: What to do with each message.
+        handlers: The function that handles each kind of message.
         clock: Monotonic seconds.
         epoch: Identifies this coordinator process to its peers.
         first_revision: The first revision of the service's state; higher than every one of an earlier coordinator.
-        hash_prompt: Block hashes of a prompt that its client didn't hash.
+        hash_prompt: Returns the block hashes of a prompt that its client did not hash.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Core:
         self._handlers = handlers
 
     def handle(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Take one message. What can't be understood or isn't allowed is counted and dropped."""
+        """Handle one message. Malformed and unexpected messages are counted and dropped."""
         try:
             message = decode(frames)
             handler = self._handlers.get(message.header)
@@ -102,14 +102,14 @@ class Core:
         except MalformedMessage as defect:
             self.protocol_errors.add(str(defect))
         except Exception as failure:
-            # The last line of defence: a defect of ours must cost one message, not the service.
+            # A defect of the coordinator must cost one message, not the service.
             self.protocol_errors.add("a handler of the coordinator failed", failure)
 
     def tick(self, now: float) -> None:
-        """What time alone brings; call it about twice a second."""
+        """Detect lost peers and expired deadlines, and send heartbeats; call it about twice a second."""
         for engine in self.engines:
             if now - engine.last_seen > self.options.engine_timeout:
-                self.lose_engine(engine.identity, f"no sign of life for {self.options.engine_timeout:g} s")
+                self.lose_engine(engine.identity, f"no message for {self.options.engine_timeout:g} s")
             else:
                 self.outbox.put(engine.identity, Headers.BEAT, self.epoch)
         for client in list(self.clients.values()):
@@ -122,18 +122,18 @@ class Core:
         self.weights.expire(now)
         self.outbox.release()
 
-    def tell_subscribers(self) -> None:
-        """Send the state of the service to those who wait for changes and have not seen this one."""
+    def notify_subscribers(self) -> None:
+        """Send the state of the service to the subscribers that have an older revision."""
         revision = self.lifecycle.revision
-        behind = [client for client in self.clients.values() if client.subscribed and client.told_revision < revision]
+        behind = [client for client in self.clients.values() if client.subscribed and client.sent_revision < revision]
         if behind:
             content = self.service_state().serialize()
             for client in behind:
-                client.told_revision = revision
+                client.sent_revision = revision
                 self.outbox.put(client.identity, Headers.SERVICE_STATE, None, content)
 
     def service_state(self) -> ServiceState:
-        """The state of the service now."""
+        """The current state of the service."""
         return ServiceState(
             state=self.lifecycle.state,
             revision=self.lifecycle.revision,
@@ -146,12 +146,12 @@ class Core:
         )
 
     def lose_engine(self, identity: bytes, reason: str, *, failed: bool = False) -> EngineEntry | None:
-        """Take an engine out of the pool and hand its requests on; ``failed`` if its own work was the reason."""
+        """Remove an engine and reassign its requests; ``failed`` if its step raised an error."""
         now = self.clock()
         engine = self.engines.remove(identity, now)
         if engine is not None:
-            logger.info("%s is gone: %s", engine.name, reason)
-            self.outbox.forget(identity)
+            logger.info("%s is lost: %s", engine.name, reason)
+            self.outbox.discard(identity)
             self.router.forget(identity)
             self.dispatcher.lose_engine(engine, f"{engine.name}: {reason}", now, failed=failed)
             self.lifecycle.engine_gone(engine, self.clock())
@@ -159,14 +159,14 @@ class Core:
         return engine
 
     def lose_client(self, identity: bytes, *, may_return: bool = True) -> None:
-        """Forget a client and abort its requests, but for those that it or another may ask for again by name."""
+        """Remove a client and its requests, except those that a client may submit again by name."""
         client = self.clients.pop(identity, None)
         if client is not None:
-            self.outbox.forget(identity)
+            self.outbox.discard(identity)
             self.dispatcher.forget_client(client, self.clock(), may_return=may_return)
 
     def unreachable(self, peer: bytes) -> None:
-        """A message to this peer could not be sent."""
-        self.outbox.forget(peer)
-        self.lose_engine(peer, "its connection is gone")
+        """Remove a peer to which a message could not be sent."""
+        self.outbox.discard(peer)
+        self.lose_engine(peer, "its connection is closed")
         self.lose_client(peer)

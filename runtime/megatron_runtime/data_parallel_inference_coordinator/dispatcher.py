@@ -1,4 +1,4 @@
-"""Hands requests to engines, follows their progress, and hands them on when an engine is lost."""
+"""Assigns requests to engines, tracks their progress, and reassigns them when an engine is lost."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from megatron_runtime.wire.items import Assignment, Failure, Finished, Forwarded
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
 
 CLAIM_SECONDS = 30.0
-"""How long an engine that registers with unknown requests is let work on them, until their client shows up."""
+"""Time for which an engine that registers with unknown requests keeps them, until their client submits them again."""
 LINGER_SECONDS = 30.0
-"""How long a request with a name-based UUID is kept after its client vanished: whoever has the name may come for it."""
-MOST_LOSSES = 10
-"""A request that was there when so many engines were lost is taken for their cause, and fails."""
+"""Time for which a request with a name-based UUID is kept after its client was lost: any client that knows the name may
+submit it again."""
+MAX_LOSSES = 10
+"""A request fails after so many of its engines were lost: it counts as the cause of the losses."""
 FAILURE_WEIGHT = 4
-"""How many lost engines one counts for that failed in a step instead of just vanishing."""
+"""An engine that failed in a step counts as so many lost engines."""
 
 
 class Dispatcher:
-    """The table of outstanding requests, and every decision about where they are.
+    """Holds the outstanding requests and decides which engine serves each of them.
 
     Args:
         request_timeout: Seconds that a request waits for an engine to register before it fails.
@@ -52,16 +53,16 @@ class Dispatcher:
         self._request_timeout = request_timeout
         self.requests: dict[bytes, RequestEntry] = {}
         self.waiting: dict[bytes, RequestEntry] = {}
-        """Those without an engine, in the order in which they will get one."""
+        """Requests without an engine, in the order in which they will be assigned."""
         self._claims: dict[bytes, tuple[EngineEntry, float]] = {}
         self._orphans: dict[bytes, float] = {}
-        """When to give up those whose clients vanished and may come back."""
+        """Requests whose clients were lost and may reconnect, with the times at which they are discarded."""
         self.next_request_id = 0
 
-    # What clients ask for
+    # Messages of clients
 
     def submit(self, client: ClientEntry, submission: Submission, body: bytes, now: float) -> None:
-        """Take a new request, or note that the client of a known one is back and what it has seen."""
+        """Accept a new request, or resume a known one for a client that has reconnected."""
         known = self.requests.get(submission.uuid)
         if known is not None:
             self._resume_client(known, client, submission)
@@ -88,7 +89,7 @@ class Dispatcher:
             self._drop(entry)
         elif submission.streaming and submission.received < entry.token_count:
             try:
-                missing = entry.made_since(submission.received)
+                missing = entry.generated_since(submission.received)
             except MalformedMessage as defect:
                 self._protocol_errors.add(f"stored tokens: {defect}")
                 return
@@ -96,26 +97,26 @@ class Dispatcher:
             self._outbox.add(client.identity, Headers.ENGINE_REPLY_PARTIAL, item, missing.pack())
 
     def _change_client(self, entry: RequestEntry, client: ClientEntry) -> None:
-        before = self._clients.get(entry.client)
-        if before is not None and before is not client:
-            before.owned.discard(entry.uuid)
-            reason = "another client has sent the same request again"
+        previous = self._clients.get(entry.client)
+        if previous is not None and previous is not client:
+            previous.owned.discard(entry.uuid)
+            reason = "another client has submitted the same request"
             failure = Failure(entry.uuid, CoordinatorError.__name__, reason)
-            self._outbox.add(before.identity, Headers.REQUEST_FAILED, failure)
+            self._outbox.add(previous.identity, Headers.REQUEST_FAILED, failure)
         self._orphans.pop(entry.uuid, None)
         entry.client = client.identity
         client.owned.add(entry.uuid)
 
     def abort(self, entry: RequestEntry) -> None:
-        """The client wants no more of it. Its engine answers; if there is none, the coordinator does."""
+        """Abort a request for its client. The engine answers; without an engine, the coordinator does."""
         entry.aborted = True
         if entry.engine is not None:
             self._outbox.add(entry.engine, Headers.ABORT_REQUEST, entry.uuid)
         else:
-            self.fail(entry, CoordinatorError("aborted while no engine had it"))
+            self.fail(entry, CoordinatorError("the request was aborted before it was assigned to an engine"))
 
     def forget_client(self, client: ClientEntry, now: float, *, may_return: bool) -> None:
-        """The client is gone: nobody waits for its requests any more, unless they may be asked for again by name."""
+        """Discard the requests of a lost client, except those that a client may submit again by name."""
         for uuid in list(client.owned):
             entry = self.requests.get(uuid)
             if entry is None or entry.client != client.identity:
@@ -132,16 +133,16 @@ class Dispatcher:
             self._release(engine, entry.uuid)
         self._drop(entry)
 
-    # What engines report
+    # Reports of engines
 
     def progress(self, engine: EngineEntry, item: Progress, body: bytes) -> None:
-        """Remember new tokens, and pass them on if the client streams."""
+        """Record new tokens, and forward them if the client streams."""
         entry = self._owned_entry(engine, item.uuid, item.dispatch)
         if entry is None or item.start + item.length <= entry.token_count:
             return
         if item.start != entry.token_count:
-            # Messages in between were lost with a connection: the engine answers a repeated hand-out with all of them.
-            self._hand_out(entry, engine)
+            # Messages were lost with a connection: the engine answers a repeated assignment with all tokens.
+            self._send(entry, engine)
             return
         entry.chunks.append(body)
         entry.token_count += item.length
@@ -150,13 +151,13 @@ class Dispatcher:
             self._outbox.add(entry.client, Headers.ENGINE_REPLY_PARTIAL, forwarded, body)
 
     def finish(self, engine: EngineEntry, item: Finished, body: bytes) -> None:
-        """Pass a result on, or keep it while its client is away, and confirm it."""
+        """Forward a result, or keep it while its client is lost, and acknowledge it."""
         entry = self._owned_entry(engine, item.uuid, item.dispatch)
         if entry is None:
             return
-        # An engine that drains waits for this one; others only keep a result for a moment longer.
-        confirm = self._outbox.add if engine.draining else self._outbox.add_later
-        confirm(engine.identity, Headers.REPLY_ACK, item.uuid)
+        # Only an engine that drains waits for the acknowledgement.
+        acknowledge = self._outbox.add if engine.draining else self._outbox.defer
+        acknowledge(engine.identity, Headers.REPLY_ACK, item.uuid)
         if entry.client:
             self._outbox.add(entry.client, Headers.ENGINE_REPLY, item.uuid, body)
             self._drop(entry)
@@ -165,12 +166,12 @@ class Dispatcher:
             engine.owned.discard(item.uuid)
 
     def _owned_entry(self, engine: EngineEntry, uuid: bytes, dispatch: int) -> RequestEntry | None:
-        """The entry, if this engine is the one that works on it; tells the engine to stop if somebody else does."""
+        """The entry, if this engine serves it. Otherwise the engine is informed that its work is not needed."""
         entry = self.requests.get(uuid)
         if entry is not None and entry.engine == engine.identity:
             if entry.dispatch == dispatch:
                 return entry
-            self._protocol_errors.add("reply to an earlier hand-out")
+            self._protocol_errors.add("reply to an earlier assignment")
             return None
         claim = self._claims.get(uuid)
         if claim is None or claim[0] is not engine:
@@ -179,11 +180,11 @@ class Dispatcher:
         return None
 
     def _release(self, engine: EngineEntry, uuid: bytes) -> None:
-        """Tell an engine that nobody waits for its work on this request, running or finished."""
+        """Inform an engine that this request, running or finished, is not needed any more."""
         self._outbox.add(engine.identity, Headers.REPLY_ACK, uuid)
 
     def reconcile(self, engine: EngineEntry, claims: list[bytes], now: float) -> None:
-        """An engine (re-)registered with these requests: repeat what it owns, keep what clients may still ask for."""
+        """An engine has registered with these requests: assign its own again, and keep unknown ones for a while."""
         repeated = [self.requests[uuid] for uuid in engine.owned if uuid in self.requests]
         for uuid in claims:
             entry = self.requests.get(uuid)
@@ -193,14 +194,14 @@ class Dispatcher:
                 self._release(engine, uuid)
             elif entry.engine is None:
                 self.waiting.pop(uuid, None)
-                self._hand_out(entry, engine)
+                self._send(entry, engine)
             elif entry.engine != engine.identity:
                 self._release(engine, uuid)
         for entry in repeated:
-            self._hand_out(entry, engine)
+            self._send(entry, engine)
 
     def lose_engine(self, engine: EngineEntry, reason: str, now: float, *, failed: bool) -> None:
-        """The engine is gone: its requests go to others, oldest first, with the tokens made so far."""
+        """Assign the requests of a lost engine to other engines, oldest first, with the tokens generated so far."""
         self._claims = {uuid: claim for uuid, claim in self._claims.items() if claim[0] is not engine}
         owned = [self.requests[uuid] for uuid in engine.owned if uuid in self.requests]
         engine.owned.clear()
@@ -209,16 +210,19 @@ class Dispatcher:
             entry.losses += FAILURE_WEIGHT if failed else 1
             entry.waiting_since = now
             if entry.aborted:
-                self.fail(entry, CoordinatorError("aborted"))
-            elif entry.losses >= MOST_LOSSES:
-                self.fail(entry, EngineError(f"too many engines were lost while they served it; the last: {reason}"))
+                self.fail(entry, CoordinatorError("the request was aborted"))
+            elif entry.losses >= MAX_LOSSES:
+                self.fail(
+                    entry,
+                    EngineError(f"too many engines were lost while they served this request; the last one: {reason}"),
+                )
             else:
                 self._assign(entry)
 
-    # Handing out
+    # Assignment
 
     def assign_waiting(self) -> None:
-        """An engine became ready: hand out what waited."""
+        """Assign the waiting requests; an engine became ready."""
         waiting, self.waiting = self.waiting, {}
         for entry in waiting.values():
             self._assign(entry)
@@ -230,15 +234,15 @@ class Dispatcher:
             self.waiting[entry.uuid] = entry
             return
         self._router.record(engine.identity, entry.hashes)
-        self._routing_trace.record(entry.server_id, engine.group, len(entry.hashes))
-        self._hand_out(entry, engine)
+        self._routing_trace.record(entry.server_id, engine.replica_group, len(entry.hashes))
+        self._send(entry, engine)
 
-    def _hand_out(self, entry: RequestEntry, engine: EngineEntry) -> None:
+    def _send(self, entry: RequestEntry, engine: EngineEntry) -> None:
         try:
-            body = entry.body_to_hand_out()
+            body = entry.current_body()
         except MalformedMessage as defect:
             self._protocol_errors.add(f"stored request: {defect}")
-            self.fail(entry, EngineError(f"its tokens so far can't be handed to another engine: {defect}"))
+            self.fail(entry, EngineError(f"its tokens can't be decoded for another engine: {defect}"))
             return
         entry.dispatch += 1
         entry.engine = engine.identity
@@ -246,20 +250,20 @@ class Dispatcher:
         assignment = Assignment(entry.uuid, entry.dispatch, entry.streaming)
         self._outbox.add(engine.identity, Headers.SUBMIT_REQUEST, assignment, body)
 
-    # Endings
+    # End of a request
 
     def fail(self, entry: RequestEntry, error: Exception) -> None:
-        """Tell the client why there will be no answer."""
+        """End a request with an error for its client."""
         if entry.client:
             failure = Failure(entry.uuid, type(error).__name__, str(error))
             self._outbox.add(entry.client, Headers.REQUEST_FAILED, failure)
         self._drop(entry)
 
     def expire(self, now: float) -> None:
-        """Fail what waited too long for an engine, and free engines of requests that no client came back for."""
+        """Fail requests that waited too long for an engine, and drop requests whose clients did not reconnect."""
         for entry in list(self.waiting.values()):
             if now - entry.waiting_since >= self._request_timeout:
-                message = f"no engine was there to serve it within {self._request_timeout:g} s"
+                message = f"no engine was available for this request within {self._request_timeout:g} s"
                 self.fail(entry, RequestTimeoutError(message))
         for uuid, (engine, deadline) in list(self._claims.items()):
             if now >= deadline:
@@ -281,5 +285,5 @@ class Dispatcher:
 
 
 def _is_name_based(uuid: bytes) -> bool:
-    """Whether this is a UUID of version 5 (RFC 9562), which is made from a name and so can be made again."""
+    """Whether this is a UUID of version 5 (RFC 9562), which is derived from a name and so can be derived again."""
     return uuid[6] >> 4 == 5

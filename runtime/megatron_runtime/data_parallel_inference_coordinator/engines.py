@@ -1,4 +1,4 @@
-"""The registered engines: who serves which group, and who may still come."""
+"""The registered engines: at most one per replica group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron_runtime.wire.items import EngineLoad, Registration
 from megatron_runtime.wire.service_state import EngineView
 
 OUTDATED_SECONDS = 60.0
-"""How long older attempts of a group are refused after the newest one has gone. No longer, so that one with a number
-that is too high, by mistake or by malice, does not shut the others out for good."""
+"""Time after the loss of a replica group's newest attempt during which older attempts are still refused. It is limited
+so that an attempt number that is too high, by mistake or by an attack, does not lock the replica group out."""
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class EngineEntry:
     """One registered engine."""
 
     identity: bytes
-    group: int
+    replica_group: int
     attempt: int
     incarnation: str
     state: EngineState
@@ -27,22 +27,22 @@ class EngineEntry:
     load: EngineLoad
     last_seen: float
     ready: bool = False
-    """It was brought to the service's state once, and gets requests since."""
+    """The engine has reached the state of the service once, and gets requests since."""
     signal: Headers | None = None
-    """Sent, and no new state reported since."""
+    """The last signal sent, until the engine reports a new state."""
     signal_time: float = 0.0
     owned: set[bytes] = field(default_factory=set)
-    """UUIDs of the requests that were handed to it."""
+    """UUIDs of the requests that are assigned to it."""
 
     @property
     def name(self) -> str:
-        """For messages to people."""
-        return f"engine group {self.group} (attempt {self.attempt})"
+        """For messages."""
+        return f"replica group {self.replica_group} (attempt {self.attempt})"
 
     def view(self) -> EngineView:
         """For reports to clients."""
         return EngineView(
-            group=self.group,
+            replica_group=self.replica_group,
             attempt=self.attempt,
             state=self.state.value,
             draining=self.draining,
@@ -52,13 +52,13 @@ class EngineEntry:
 
 
 class EngineRegistry:
-    """At most one engine per group: a newer attempt replaces an older one, which is refused from then on."""
+    """Holds one engine per replica group: a newer attempt replaces an older one, which is refused from then on."""
 
     def __init__(self, *, sort_by_group: bool) -> None:
         self._sort_by_group = sort_by_group
         self._entries: dict[bytes, EngineEntry] = {}
         self._newest: dict[int, tuple[int, float | None]] = {}
-        """By group: the newest attempt, and since when it is gone."""
+        """By replica group: the newest attempt, and the time of its loss."""
 
     def __iter__(self) -> Iterator[EngineEntry]:
         return iter(list(self._entries.values()))
@@ -67,37 +67,37 @@ class EngineRegistry:
         return len(self._entries)
 
     def get(self, identity: bytes) -> EngineEntry | None:
-        """The engine behind this socket identity."""
+        """The engine with this socket identity."""
         return self._entries.get(identity)
 
     def refusal(self, registration: Registration, now: float) -> str | None:
         """Why this engine may not register, or None if it may."""
-        newest, gone_since = self._newest.get(registration.group, (registration.attempt, None))
-        if registration.attempt >= newest or (gone_since is not None and now - gone_since >= OUTDATED_SECONDS):
+        newest, lost_at = self._newest.get(registration.replica_group, (registration.attempt, None))
+        if registration.attempt >= newest or (lost_at is not None and now - lost_at >= OUTDATED_SECONDS):
             return None
         return (
-            f"attempt {registration.attempt} of engine group {registration.group} is outdated: attempt {newest} has "
-            f"registered. It is taken again once that one has been gone for {OUTDATED_SECONDS:g} s"
+            f"attempt {registration.attempt} of replica group {registration.replica_group} is outdated: attempt "
+            f"{newest} has registered. An older attempt may register {OUTDATED_SECONDS:g} s after the newer one is lost"
         )
 
     def predecessors(self, identity: bytes, registration: Registration) -> list[EngineEntry]:
-        """The engines that this registration replaces: others of its group, and others behind its socket identity."""
+        """The engines that this registration replaces: those of its replica group or with its socket identity."""
         return [
             entry
             for entry in self._entries.values()
-            if (entry.group == registration.group or entry.identity == identity)
-            and (entry.identity, entry.group, entry.incarnation)
-            != (identity, registration.group, registration.incarnation)
+            if (entry.replica_group == registration.replica_group or entry.identity == identity)
+            and (entry.identity, entry.replica_group, entry.incarnation)
+            != (identity, registration.replica_group, registration.incarnation)
         ]
 
     def register(self, identity: bytes, registration: Registration, now: float) -> EngineEntry:
-        """Enter a new engine, or refresh one that registers again; predecessors must be gone."""
-        self._newest[registration.group] = registration.attempt, None
+        """Add an engine, or update one that registers again. Its predecessors must have been removed."""
+        self._newest[registration.replica_group] = registration.attempt, None
         entry = self._entries.get(identity)
         if entry is None:
             entry = EngineEntry(
                 identity=identity,
-                group=registration.group,
+                replica_group=registration.replica_group,
                 attempt=registration.attempt,
                 incarnation=registration.incarnation,
                 state=registration.state,
@@ -107,18 +107,19 @@ class EngineRegistry:
             )
             self._entries[identity] = entry
             if self._sort_by_group:
-                self._entries = dict(sorted(self._entries.items(), key=lambda pair: (pair[1].group, pair[0])))
+                by_group = sorted(self._entries.items(), key=lambda pair: (pair[1].replica_group, pair[0]))
+                self._entries = dict(by_group)
         entry.attempt, entry.state, entry.draining = registration.attempt, registration.state, registration.draining
         entry.load, entry.last_seen, entry.signal = registration.load, now, None
         return entry
 
     def remove(self, identity: bytes, now: float) -> EngineEntry | None:
-        """Take an engine out of the pool."""
+        """Remove an engine."""
         entry = self._entries.pop(identity, None)
         if entry is not None:
-            self._newest[entry.group] = entry.attempt, now
+            self._newest[entry.replica_group] = entry.attempt, now
         return entry
 
     def candidates(self) -> list[EngineEntry]:
-        """The engines that new requests may go to, in routing order."""
+        """The engines that new requests may be routed to, in routing order."""
         return [entry for entry in self._entries.values() if entry.ready and not entry.draining]

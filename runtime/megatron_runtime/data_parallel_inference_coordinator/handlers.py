@@ -1,4 +1,4 @@
-"""What each message does: from engines, from clients, and from strangers."""
+"""The handlers of the messages from engines and clients."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def handlers() -> Mapping[Headers, Handler]:
-    """The messages that the coordinator takes."""
+    """The messages that the coordinator accepts, and their handlers."""
     table: dict[Headers, Handler] = {
         Headers.CONNECT: _connect,
         Headers.REGISTER: _register,
@@ -54,26 +54,26 @@ def handlers() -> Mapping[Headers, Handler]:
 
 
 def _client(core: Core, peer: bytes) -> ClientEntry:
-    """The client that speaks; one that is not known is told to connect (again)."""
+    """The client that sent a message. An unknown peer is asked to connect (again)."""
     client = core.clients.get(peer)
     if client is None:
-        raise _stranger(core, peer)
+        raise _unknown_peer(core, peer)
     client.last_seen = core.clock()
     return client
 
 
 def _engine(core: Core, peer: bytes) -> EngineEntry:
-    """The engine that speaks; one that is not known is told to register (again)."""
+    """The engine that sent a message. An unknown peer is asked to register (again)."""
     engine = core.engines.get(peer)
     if engine is None:
-        raise _stranger(core, peer)
+        raise _unknown_peer(core, peer)
     engine.last_seen = core.clock()
     return engine
 
 
-def _stranger(core: Core, peer: bytes) -> MalformedMessage:
+def _unknown_peer(core: Core, peer: bytes) -> MalformedMessage:
     core.outbox.put(peer, Headers.UNKNOWN_PEER, core.epoch)
-    return MalformedMessage("a message from a peer that has not introduced itself")
+    return MalformedMessage("a message from an unknown peer")
 
 
 def _connect(core: Core, peer: bytes, message: Message) -> None:
@@ -97,9 +97,11 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
         core.outbox.put(peer, Headers.REGISTER_REFUSED, refusal)
         return
     for predecessor in core.engines.predecessors(peer, registration):
-        core.lose_engine(predecessor.identity, f"attempt {registration.attempt} of its group has registered")
+        core.lose_engine(predecessor.identity, f"attempt {registration.attempt} of its replica group has registered")
         if predecessor.identity != peer:
-            core.outbox.put(predecessor.identity, Headers.REGISTER_REFUSED, "another engine serves this group now")
+            core.outbox.put(
+                predecessor.identity, Headers.REGISTER_REFUSED, "another engine serves this replica group now"
+            )
     engine = core.engines.register(peer, registration, now)
     logger.info("%s registered, %s", engine.name, engine.state.value)
     core.outbox.put(peer, Headers.REGISTER_ACK, core.epoch)
@@ -132,8 +134,8 @@ def _submit(core: Core, peer: bytes, message: Message) -> None:
 
 
 def _hashes(core: Core, body: bytes) -> list[int]:
-    """Of a prompt that its client didn't hash. One that can't be hashed is its engine's to refuse: other requests came
-    in the same message."""
+    """The block hashes of a prompt that its client did not hash. A prompt that can't be hashed is left to its engine to
+    refuse, since other requests of the same message are valid."""
     try:
         return core.hash_prompt(RequestBody.unpack(body).prompt)
     except Exception as failure:
@@ -165,7 +167,7 @@ def _state(core: Core, peer: bytes, message: Message) -> None:
     engine = _engine(core, peer)
     state = engine_state(arguments(message, 1)[0])
     if state is EngineState.STOPPED:
-        core.lose_engine(peer, "it was stopped")
+        core.lose_engine(peer, "it has stopped")
     elif state is EngineState.RESUMED:
         raise MalformedMessage("RESUMED is an event, not a state")
     else:
@@ -196,7 +198,7 @@ def _weights_updated(core: Core, peer: bytes, message: Message) -> None:
         core.lifecycle.touch()
         core.lifecycle.steer(engine, core.clock())
         return
-    reason = f"it can't have the weights that the others have: {error}"
+    reason = f"it can't load the weights of the other engines: {error}"
     logger.warning("refused %s: %s", engine.name, reason)
     core.lose_engine(peer, reason)
     core.outbox.put(peer, Headers.REGISTER_REFUSED, reason)
@@ -207,7 +209,7 @@ def _service_state(core: Core, peer: bytes, message: Message) -> None:
     call_id, subscribe = arguments(message, 2)
     call_id = natural(call_id, "call id")
     client.subscribed = client.subscribed or flag(subscribe, "subscribe")
-    client.told_revision = core.lifecycle.revision
+    client.sent_revision = core.lifecycle.revision
     core.outbox.put(peer, Headers.SERVICE_STATE, call_id, core.service_state().serialize())
 
 

@@ -1,4 +1,4 @@
-"""Messages that wait for the end of the turn, so that many items to one peer share one message."""
+"""Collects the messages of one loop iteration, so that many items for one peer share one message."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import Any
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MAX_BATCH, encode
 
-ENOUGH_FOR_A_MESSAGE = 64
+DEFERRED_BATCH = 64
+"""Number of deferred items that are sent without waiting for `release`."""
 
 
 class Outbox:
-    """Order per peer is kept; items of the same type that follow each other become one message."""
+    """Keeps the order per peer; consecutive items with the same header become one message."""
 
     def __init__(self) -> None:
         self._pending: dict[bytes, list[_Pending]] = {}
-        self._later: dict[tuple[bytes, Headers], list[Any]] = {}
+        self._deferred: dict[tuple[bytes, Headers], list[Any]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._pending)
 
     def put(self, peer: bytes, header: Headers, *args: Any) -> None:
-        """A message that stands alone."""
+        """Add a message that is not a batch."""
         self._pending.setdefault(peer, []).append(_Pending(header, args, None, []))
 
     def add(self, peer: bytes, header: Headers, item: Any, body: bytes | None = None) -> None:
-        """One item of a batch message."""
+        """Add one item of a batch message."""
         messages = self._pending.setdefault(peer, [])
         last = messages[-1] if messages else None
         if last is None or last.header != header or last.items is None or len(last.items) >= MAX_BATCH:
@@ -37,33 +38,33 @@ class Outbox:
         if body is not None:
             last.bodies.append(body)
 
-    def add_later(self, peer: bytes, header: Headers, item: Any) -> None:
-        """One item without a body that nobody waits for: it leaves with enough others, or with the next release."""
-        items = self._later.setdefault((peer, header), [])
+    def defer(self, peer: bytes, header: Headers, item: Any) -> None:
+        """Add one item without a body that is not urgent: it is sent with others, or after the next `release`."""
+        items = self._deferred.setdefault((peer, header), [])
         items.append(item)
-        if len(items) >= ENOUGH_FOR_A_MESSAGE:
+        if len(items) >= DEFERRED_BATCH:
             self._move(peer, header)
 
     def release(self) -> None:
-        """What was added for later leaves now."""
-        for peer, header in list(self._later):
+        """Send the deferred items."""
+        for peer, header in list(self._deferred):
             self._move(peer, header)
 
     def _move(self, peer: bytes, header: Headers) -> None:
-        for item in self._later.pop((peer, header)):
+        for item in self._deferred.pop((peer, header)):
             self.add(peer, header, item)
 
-    def take(self) -> Iterator[tuple[bytes, list[bytes]]]:
-        """Empties the box: (peer, frames) in the order of sending. What is added meanwhile waits for the next take."""
+    def drain(self) -> Iterator[tuple[bytes, list[bytes]]]:
+        """Empties the outbox: (peer, frames) in order. Messages added meanwhile stay for the next call."""
         pending, self._pending = self._pending, {}
         for peer, messages in pending.items():
             for message in messages:
                 yield peer, message.frames()
 
-    def forget(self, peer: bytes) -> None:
-        """Drop what waits for a peer that is gone."""
+    def discard(self, peer: bytes) -> None:
+        """Drop the messages for a lost peer."""
         self._pending.pop(peer, None)
-        self._later = {key: items for key, items in self._later.items() if key[0] != peer}
+        self._deferred = {key: items for key, items in self._deferred.items() if key[0] != peer}
 
 
 class _Pending:

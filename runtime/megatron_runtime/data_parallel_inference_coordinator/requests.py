@@ -1,4 +1,4 @@
-"""The coordinator's memory of each outstanding request."""
+"""The coordinator's records of clients and outstanding requests."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from megatron_runtime.wire.bodies import RequestBody, TokenChunk
 
 @dataclass(eq=False, slots=True)
 class RequestEntry:
-    """One request from its submission until its reply was forwarded.
+    """One request, from its submission until its reply is forwarded.
 
-    The coordinator routes on header frames and never looks into a body on the way. It keeps, though, the request's body
-    and the frames of the partial replies, packed as they came: with those it hands a lost engine's request to another
-    one at once, to go on from the tokens made so far. Asking the client for them instead would cost a round trip, and a
-    client that doesn't stream has none. The price is memory, for outstanding requests only: a prompt of 2048 tokens
-    takes about 6 KB, a generated token about 60 bytes.
+    The coordinator routes on header frames and decodes no body on the way. It keeps the request's body and the frames
+    of the partial replies as they arrived: with them it assigns the request of a lost engine to another one at once,
+    which continues after the tokens generated so far. Fetching them from the client would cost a round trip, and a
+    client that does not stream has no tokens. The cost is memory for outstanding requests: about 6 KB for a prompt of
+    2048 tokens and 60 bytes per generated token.
     """
 
     uuid: bytes
     server_id: int
     client: bytes
-    """Socket identity; empty while it waits for its client to come back."""
+    """Socket identity; empty while the client is lost."""
     streaming: bool
     body: bytes
     token_count: int
-    """Tokens made so far: those in the body and those in ``chunks``."""
+    """Tokens generated so far: those in the body and those in ``chunks``."""
     hashes: list[int]
     waiting_since: float
-    """When it last began to wait for an engine."""
+    """When the request began to wait for an engine the last time."""
     chunks: list[bytes] = field(default_factory=list)
     engine: bytes | None = None
     dispatch: int = 0
     losses: int = 0
-    """Engines that were lost while they worked on it."""
+    """Engines that were lost while they served it."""
     reply: bytes | None = None
-    """Its result, which came while its client was away."""
+    """The result, if it arrived while the client was lost."""
     aborted: bool = False
-    """The client wants no more of it; its engine was told."""
+    """The client aborted the request, and its engine was informed."""
 
-    def body_to_hand_out(self) -> bytes:
-        """The body with all tokens made so far in it.
+    def current_body(self) -> bytes:
+        """The body with all tokens generated so far.
 
         Raises:
-            MalformedMessage: The body or a partial reply can't be read.
+            MalformedMessage: The body or a partial reply can't be decoded.
         """
         if self.chunks:
             request = RequestBody.unpack(self.body)
@@ -54,13 +54,13 @@ class RequestEntry:
             self.chunks = []
         return self.body
 
-    def made_since(self, start: int) -> TokenChunk:
-        """The tokens from number ``start`` on, for a client that lost some partial replies.
+    def generated_since(self, start: int) -> TokenChunk:
+        """The tokens from number ``start`` on, for a client that lost partial replies.
 
         Raises:
-            MalformedMessage: The body or a partial reply can't be read.
+            MalformedMessage: The body or a partial reply can't be decoded.
         """
-        return RequestBody.unpack(self.body_to_hand_out()).generated.since(start)
+        return RequestBody.unpack(self.current_body()).generated.since(start)
 
 
 @dataclass(eq=False)
@@ -70,6 +70,6 @@ class ClientEntry:
     identity: bytes
     last_seen: float
     subscribed: bool = False
-    told_revision: int = -1
+    sent_revision: int = -1
     owned: set[bytes] = field(default_factory=set)
     """UUIDs of its outstanding requests."""

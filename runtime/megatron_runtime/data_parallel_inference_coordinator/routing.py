@@ -1,4 +1,4 @@
-"""Picks the engine for a request: in turn, by load, or by who has seen the beginning of the prompt before."""
+"""Chooses the engine for a request: round robin, by load, or by cached prompt prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFIX_TABLE_SIZE = 1 << 17
 
 
 class PrefixTable:
-    """Which engine was last given which block hash, and when; the hash unused for longest makes room for a new one."""
+    """Which engines were assigned which block hashes, and when; the least recently used hash is evicted first."""
 
     def __init__(self, size: int = PREFIX_TABLE_SIZE) -> None:
         self._size = size
@@ -24,40 +24,40 @@ class PrefixTable:
         return len(self._owners)
 
     def record(self, identity: bytes, hashes: Sequence[int]) -> None:
-        """This engine was just given a prompt with these block hashes."""
+        """Record that a prompt with these block hashes was assigned to this engine."""
         self._clock += 1
         owners = self._owners
-        before: dict[bytes, int] | None = None
-        now = {identity: self._clock}
+        previous: dict[bytes, int] | None = None
+        current = {identity: self._clock}
         for block_hash in hashes:
             known = owners.get(block_hash)
-            # Neighbours were mostly given out together, and share one dict, which therefore never changes.
-            if known is not before:
-                before = known
-                now = {**(known or {}), identity: self._clock}
-            owners[block_hash] = now
+            # Adjacent blocks were mostly assigned together and share one dict, which is therefore never modified.
+            if known is not previous:
+                previous = known
+                current = {**(known or {}), identity: self._clock}
+            owners[block_hash] = current
             if known is not None:
                 owners.move_to_end(block_hash)
         while len(self._owners) > self._size:
             self._owners.popitem(last=False)
 
     def holders(self, hashes: Sequence[int], candidates: Sequence[EngineEntry]) -> tuple[int, dict[bytes, int]]:
-        """How many leading hashes are known at most, and which candidates were given those, with a number that is
-        higher the later it was.
+        """The length of the longest known prefix, and the candidates that have it, each with the time of its
+        assignment (a counter).
 
-        The hashes are chained, so an engine that has one has all before it: the last known one decides.
+        The hashes are chained: an engine that has one has all before it, so the last known hash decides.
         """
         for index in range(len(hashes) - 1, -1, -1):
             owners = self._owners.get(hashes[index])
             if owners is None:
                 continue
-            knowing = {entry.identity: owners[entry.identity] for entry in candidates if entry.identity in owners}
-            if knowing:
-                return index + 1, knowing
+            holders = {entry.identity: owners[entry.identity] for entry in candidates if entry.identity in owners}
+            if holders:
+                return index + 1, holders
         return 0, {}
 
     def forget(self, identity: bytes) -> None:
-        """This engine is gone, and its cache with it."""
+        """Remove a lost engine."""
         for block_hash, owners in list(self._owners.items()):
             if identity in owners:
                 rest = {owner: time for owner, time in owners.items() if owner != identity}
@@ -68,14 +68,14 @@ class PrefixTable:
 
 
 class Router:
-    """One policy with its memory.
+    """One routing policy and its state.
 
     Args:
-        policy: ROUND_ROBIN and LOAD_BALANCED ignore prompts. The other two take the least loaded engine, in turn among
-            equals, for a prompt whose prefix no engine knows.
-        alpha: Weight, 0 to 1, of the part of a prompt that an engine knows; the rest is that of the engine's free
-            places, so that a popular prefix does not pile up at one engine.
-        max_requests: Requests with which an engine has no free places.
+        policy: ROUND_ROBIN and LOAD_BALANCED ignore prompts. The others take the least loaded engine, in turn among
+            equals, for a prompt whose prefix is cached nowhere.
+        alpha: Weight, 0 to 1, of the cached fraction of a prompt against the engine's free capacity, so that a popular
+            prefix does not overload one engine.
+        max_requests: Number of requests with which an engine has no free capacity.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Router:
         self._turn = 0
 
     def next_in_turn(self, candidates: Sequence[EngineEntry]) -> EngineEntry | None:
-        """Round robin over the engines as they are now."""
+        """The next candidate in round-robin order."""
         if not candidates:
             return None
         chosen = candidates[self._turn % len(candidates)]
@@ -116,16 +116,16 @@ class Router:
         return max(candidates, key=score)
 
     def record(self, identity: bytes, hashes: Sequence[int]) -> None:
-        """The engine was handed a request with these block hashes."""
+        """Record that a request with these block hashes was assigned to the engine."""
         if hashes:
             self._prefixes.record(identity, self.relevant(hashes))
 
     def forget(self, identity: bytes) -> None:
-        """The engine is gone."""
+        """Remove a lost engine."""
         self._prefixes.forget(identity)
 
     def relevant(self, hashes: Sequence[int]) -> Sequence[int]:
-        """The hashes that this policy looks at."""
+        """The hashes that this policy considers."""
         if self.policy is Policy.LONGEST_PREFIX:
             return hashes
         return hashes[:1] if self.policy is Policy.FIRST_PREFIX_BLOCK else ()

@@ -1,4 +1,4 @@
-"""The ROUTER socket and its loop: receives in batches, sends in batches, and sleeps in between."""
+"""The ROUTER socket of the coordinator: receives and sends in batches."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron_runtime.wire.security import require_key_or_loopback, secure_serve
 logger = logging.getLogger(__name__)
 
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-MESSAGES_PER_TURN = 512
-"""Received before anything is sent: large enough to batch under load, small enough not to delay replies."""
+RECEIVE_BATCH = 512
+"""Most messages per call of `receive`: enough to batch under load, few enough not to delay replies."""
 
-# Joined once: send_multipart joins its flags, which are enumerations, again for each frame.
+# Combined once: send_multipart combines its flags, which are enumerations, for each frame.
 _AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class RouterSocket:
-    """A bound ROUTER that tells when a peer can't be reached, and that can be woken from another thread.
+    """A bound ROUTER socket that reports unreachable peers, and that another thread can wake.
 
     Raises:
-        ConfigurationError: Without a key, a host that others can reach; or a host that can't be bound.
+        ConfigurationError: The host is no loopback address and there is no key, or it can't be bound.
     """
 
     def __init__(self, host: str, port: int | None, key: str | None) -> None:
@@ -37,7 +37,7 @@ class RouterSocket:
         self.socket = self._context.socket(zmq.ROUTER)
         sockets.configure_socket(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A peer that reconnects before its old connection is known to be dead must not be shut out.
+        # Accept a peer that reconnects before its old connection has timed out.
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._authenticator = secure_server(self._context, self.socket, key) if key is not None else None
         try:
@@ -49,26 +49,26 @@ class RouterSocket:
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self.on_refused: Callable[[], None] = lambda: None
-        """Called for each connection that was refused at its handshake, as by a wrong key."""
+        """Called for each connection whose handshake failed, for example because of a wrong key."""
         self._monitor = self.socket.get_monitor_socket(_REFUSALS)
         self._poller = zmq.Poller()
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._wake_receiver.fileno(), zmq.POLLIN)
 
-    def receive(self, timeout: float, take: Callable[[bytes, list[bytes]], None]) -> None:
-        """Wait for messages for at most ``timeout`` seconds, and hand out those that are there: (peer, frames)."""
+    def receive(self, timeout: float, handle: Callable[[bytes, list[bytes]], None]) -> None:
+        """Wait up to ``timeout`` seconds for messages, and call ``handle(peer, frames)`` for each."""
         ready = self._poller.poll(max(0, round(timeout * 1000)))
         if not ready:
             return
         if any(source is self._monitor for source, _ in ready):
             self._count_refusals()
-        for _ in range(MESSAGES_PER_TURN):
+        for _ in range(RECEIVE_BATCH):
             try:
                 peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            take(peer, frames)
+            handle(peer, frames)
 
     def _count_refusals(self) -> None:
         while self._monitor.poll(0):
@@ -76,7 +76,7 @@ class RouterSocket:
             self.on_refused()
 
     def send(self, peer: bytes, frames: list[bytes]) -> bool:
-        """Send without waiting; False when the peer is gone, or so far behind that it counts as gone."""
+        """Send without waiting; False when the peer is disconnected, or its queue is full."""
         try:
             self.socket.send(peer, _AND_MORE)
             for frame in frames[:-1]:
@@ -88,12 +88,12 @@ class RouterSocket:
         return True
 
     def wake(self) -> None:
-        """End a `receive` that waits now, or the next one; from any thread, and from a signal handler."""
+        """End the current or the next `receive`; safe in any thread and in signal handlers."""
         with contextlib.suppress(BlockingIOError):
             self._wake_sender.send(b"\0")
 
     def close(self) -> None:
-        """Close everything; what was sent just before still goes out, for at most half a second."""
+        """Close everything. Messages that were just sent are still delivered, for at most half a second."""
         self.socket.setsockopt(zmq.LINGER, 500)
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
@@ -109,7 +109,7 @@ class RouterSocket:
 
 
 def _bind(router: zmq.Socket[bytes], host: str, port: int | None) -> None:
-    """A port that is taken is replaced by a free one, with a warning; peers learn the real address anyway."""
+    """Bind the port, or with a warning any free port if it is in use; peers get the actual address."""
     endpoint = _numeric(host)
     if ":" in endpoint:
         router.setsockopt(zmq.IPV6, 1)
@@ -120,11 +120,11 @@ def _bind(router: zmq.Socket[bytes], host: str, port: int | None) -> None:
         if error.errno != zmq.EADDRINUSE:
             raise _unusable(host, error.strerror) from None
         router.bind(f"tcp://{endpoint}:*")
-        logger.warning("port %s of %s is taken; the coordinator listens on another one", port, host)
+        logger.warning("port %s of %s is in use; the coordinator listens on another one", port, host)
 
 
 def _numeric(host: str) -> str:
-    """ZeroMQ binds to addresses, not to names."""
+    """The address of a host name: ZeroMQ binds to addresses only."""
     try:
         return str(socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""New weights for all engines: who has them, who does not, and who waits to hear of it."""
+"""Weight updates: sends them to all engines, and to engines that register later."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class _Update:
     call_id: int
     deadline: float
     weights: ServiceWeights
-    before: ServiceWeights | None
+    previous: ServiceWeights | None
     missing: set[bytes]
     failures: dict[str, str] = field(default_factory=dict)
     succeeded: int = 0
 
 
 class WeightRollout:
-    """Sends updates to the engines, and brings those that come later up to date before they get requests.
+    """Sends updates to the engines, and brings engines that register later up to date before they get requests.
 
-    A coordinator that replaces one that died is told the service's weights by whoever starts it, and hears of them from
-    the engines that have them.
+    A coordinator that replaces another one gets the service's weights as an option, and from the engines that have
+    them.
 
     Args:
-        latest: The weights that the service had already; None means those that its engines start with.
-        is_idle: Whether the service is paused or suspended, and on its way nowhere else.
-        state: Its state's name.
+        latest: The weights of the service so far; None means those that its engines start with.
+        is_idle: Whether the service is paused or suspended, and no transition is in progress.
+        state: The name of the service's state.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class WeightRollout:
         self._latest = latest
         self._open: dict[int, _Update] = {}
         self.on_change: Callable[[ServiceWeights | None], None] = lambda _: None
-        """Called with the service's weights whenever they are others."""
+        """Called with the service's weights whenever they change."""
 
     def start(self, client: bytes, call_id: int, path: str, deadline: float) -> None:
-        """Send an update to every engine, or answer why not."""
+        """Send an update to every engine, or refuse it."""
         if not self._is_idle():
             allowed = ["pause"] if self._state() == EngineState.RUNNING else []
             self._reply(client, call_id, {"outcome": "refused", "allowed": allowed})
             return
-        known = [engine.load.weight_version for engine in self._engines]
-        before = 0 if self._latest is None else self._latest.version
-        weights = ServiceWeights(1 + max([before, *known]), path)
+        versions = [engine.load.weight_version for engine in self._engines]
+        latest = 0 if self._latest is None else self._latest.version
+        weights = ServiceWeights(1 + max([latest, *versions]), path)
         missing = {engine.identity for engine in self._engines}
         update = _Update(client, call_id, deadline, weights, self._latest, missing)
         self._open[weights.version] = update
@@ -72,7 +72,7 @@ class WeightRollout:
         self._settle(update)
 
     def engine_reports(self, engine: EngineEntry, version: int, error: str) -> bool:
-        """An engine has this version, or an error; False if it came later and can't be brought up to date."""
+        """Note that an engine has this version, or failed; False if it registered later and can't load the weights."""
         if not error:
             engine.load = engine.load._replace(weight_version=version)
         update = self._open.get(version)
@@ -87,13 +87,13 @@ class WeightRollout:
         return True
 
     def engine_registered(self, engine: EngineEntry, path: str) -> list[EngineEntry]:
-        """Repeat what it may have missed while its connection was gone, and learn from it.
+        """Repeat the updates that an engine may have missed while it was disconnected, and adopt newer weights of it.
 
         Args:
-            path: Of the weights that a coordinator gave it last; empty if none did.
+            path: Of the last weights that the engine got from a coordinator; empty if there are none.
 
         Returns:
-            The engines that have turned out to have older weights than the service.
+            The engines whose weights are older than those that were adopted.
         """
         for update in self._open.values():
             if engine.identity in update.missing:
@@ -105,22 +105,22 @@ class WeightRollout:
         return [other for other in self._engines if other.load.weight_version < weights.version]
 
     def engine_gone(self, engine: EngineEntry) -> None:
-        """Nobody waits for a vanished engine."""
+        """Stop waiting for a lost engine."""
         for update in list(self._open.values()):
             update.missing.discard(engine.identity)
             self._settle(update)
 
     def next_step(self, engine: EngineEntry) -> tuple[Headers, tuple[object, ...]] | None:
-        """What an engine has to be told to get nearer to the service's weights; None if it has them."""
+        """The next message that brings an engine closer to the service's weights; None if it has them."""
         if self._latest is None or engine.load.weight_version >= self._latest.version:
             return None
         if engine.state is EngineState.RUNNING:
             return Headers.PAUSE, ()
-        # In between two states it has nothing to be told.
+        # During a transition there is nothing to send.
         return (Headers.UPDATE_WEIGHTS, self._latest) if engine.state in IDLE_STATES else None
 
     def expire(self, now: float) -> None:
-        """Answer the calls whose time is up, naming the engines that have not answered."""
+        """Answer the calls that are past their deadline, with the names of the engines that have not answered."""
         for update in list(self._open.values()):
             if now >= update.deadline:
                 del self._open[update.weights.version]
@@ -135,7 +135,7 @@ class WeightRollout:
             self._reply(update.client, update.call_id, {"outcome": "done", "version": update.weights.version})
             return
         if not update.succeeded and self._latest is update.weights:
-            self._change(update.before)
+            self._change(update.previous)
         self._reply(update.client, update.call_id, {"outcome": "failed", "failures": update.failures})
 
     def _change(self, weights: ServiceWeights | None) -> None:

@@ -1,4 +1,4 @@
-"""The client of the coordinator, and what it hands back."""
+"""The client of the coordinator, and its results."""
 
 from megatron_runtime.inference_client.client import InferenceClient
 from megatron_runtime.inference_client.outstanding import RequestStream

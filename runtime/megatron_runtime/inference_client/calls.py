@@ -1,4 +1,4 @@
-"""A client's questions to the coordinator that have one answer each: control signals and the state of the service."""
+"""Calls of a client to the coordinator with one answer each: control signals and the state of the service."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 ANSWER_GRACE_SECONDS = 5.0
-"""The coordinator answers a signal at its timeout; only a coordinator that is gone leaves it open for longer."""
+"""Time after the timeout of a signal, at which the coordinator answers, until the client stops waiting."""
 
 
 @dataclass(eq=False)
@@ -58,12 +58,12 @@ class SignalTask(asyncio.Task[_Result]):
 
 
 class ClientCalls:
-    """Calls that are open. They are sent again after a reconnection; control signals can be repeated without harm.
+    """Open calls. They are sent again after a reconnection; control signals are idempotent.
 
     Args:
         dealer: The connection.
-        why_unreachable: Says why there is no answer, when there is no connection.
-        transition_timeout: Seconds that a control signal may take unless it says otherwise.
+        why_unreachable: Returns why there is no answer while there is no connection.
+        transition_timeout: Default timeout of a control signal in seconds.
     """
 
     def __init__(self, dealer: Dealer, why_unreachable: Callable[[], str], transition_timeout: float) -> None:
@@ -73,25 +73,25 @@ class ClientCalls:
         self._calls: dict[int, _PendingCall] = {}
         self._ids = itertools.count()
         self._latest: ServiceState | None = None
-        self._news = Notifier()
+        self._changed = Notifier()
         self.is_open = False
 
     def open(self) -> None:
-        """The coordinator has answered our hello; ask again what it may have missed."""
+        """The coordinator has answered; send again the calls that it may have missed."""
         self.is_open = True
         for call_id, call in self._calls.items():
             call.repeated = True
             self._dealer.send(call.header, call_id, *call.args)
         if self._latest is not None:
-            # The subscription went with the connection; the answer refreshes what was missed.
+            # The subscription ended with the connection; the answer has the current state.
             self._dealer.send(Headers.SERVICE_STATE, next(self._ids), True)
 
     def close(self) -> None:
-        """The connection is gone."""
+        """The connection is closed."""
         self.is_open = False
 
     def fail(self, error: MegatronInferenceError) -> None:
-        """No answers will come."""
+        """End all calls with this error."""
         for call in list(self._calls.values()):
             if not call.answer.done():
                 call.answer.set_exception(error)
@@ -101,11 +101,11 @@ class ClientCalls:
         return self._command(lambda _: None, header, timeout, strict)
 
     def update_weights(self, path: str, timeout: float | None) -> Awaitable[int]:
-        """As `signal`, with the version that the weights have then."""
+        """As `signal`; the awaitable returns the version of the weights."""
         return self._command(lambda content: int(content["version"]), Headers.UPDATE_WEIGHTS, timeout, path)
 
     async def service_state(self, limit: float) -> ServiceState:
-        """Ask for the state of the service, and subscribe to its changes."""
+        """Request the state of the service, and subscribe to its changes."""
         call = self._start(Headers.SERVICE_STATE, True)
         await self._answer(call, limit)
         assert self._latest is not None
@@ -118,19 +118,19 @@ class ClientCalls:
                 if self._latest is None:
                     await self.service_state(limit)
                 while self._latest is None or self._latest.revision <= after_revision:
-                    await self._news.wait()
+                    await self._changed.wait()
                 return self._latest
         except TimeoutError:
             return await self.service_state(ANSWER_GRACE_SECONDS)
 
-    def take(self, message: Message) -> None:
-        """An answer, or news of the service's state that was subscribed to."""
+    def handle(self, message: Message) -> None:
+        """Handle an answer, or a report of the service's state."""
         call_id, content = arguments(message, 2)
         if message.header is Headers.SERVICE_STATE:
             self._latest = ServiceState.deserialize(content)
-            self._news.notify()
+            self._changed.notify()
         elif not _is_signal_reply(content):
-            raise MalformedMessage("not the answer to a signal")
+            raise MalformedMessage("not an answer to a signal")
         if call_id is None:
             return
         call = self._calls.get(natural(call_id, "call id"))
@@ -162,15 +162,15 @@ class ClientCalls:
             async with asyncio.timeout(limit):
                 return await call.answer
         except TimeoutError:
-            why = "the coordinator is silent" if self.is_open else self._why_unreachable()
+            why = "the coordinator does not answer" if self.is_open else self._why_unreachable()
             raise CoordinatorError(f"no answer to {call.header.name.lower()} within {limit:g} s: {why}") from None
 
     async def _await_done(self, call: _PendingCall, limit: float) -> Any:
         content = await self._answer(call, limit + ANSWER_GRACE_SECONDS)
         name, state = call.header.name.lower(), content["state"]
         if content["outcome"] == "timeout":
-            missing = ", ".join(content["missing"]) or "nobody"
-            raise TransitionTimeoutError(f"{name} was not done within {limit:g} s; still missing: {missing}")
+            missing = ", ".join(content["missing"]) or "no engine"
+            raise TransitionTimeoutError(f"{name} was not done within {limit:g} s; missing: {missing}")
         if content["outcome"] == "failed":
             raise CheckpointError("; ".join(f"{engine}: {why}" for engine, why in sorted(content["failures"].items())))
         if content["outcome"] == "refused" and not (call.repeated and _is_done(call.header, state)):
@@ -189,23 +189,23 @@ def _is_done(signal: Headers, state: str) -> bool:
 
 
 def _is_signal_reply(content: Any) -> bool:
-    """Whether the fields are there that its outcome has."""
+    """Whether the content has the fields of its outcome."""
     if not isinstance(content, dict) or not isinstance(content.get("state"), str):
         return False
     match content.get("outcome"):
         case "done":
             return isinstance(content.get("version", 0), int)
         case "timeout":
-            return _are_texts(content.get("missing"))
+            return _are_strings(content.get("missing"))
         case "refused":
-            return _are_texts(content.get("allowed"))
+            return _are_strings(content.get("allowed"))
         case "failed":
             failures = content.get("failures")
-            return isinstance(failures, dict) and _are_texts([*failures, *failures.values()])
+            return isinstance(failures, dict) and _are_strings([*failures, *failures.values()])
     return False
 
 
-def _are_texts(value: Any) -> bool:
+def _are_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 

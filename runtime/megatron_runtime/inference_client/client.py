@@ -1,4 +1,4 @@
-"""The client of the coordinator: submits requests, follows them, and moves the service between its states."""
+"""The client of the coordinator: submits requests, streams their answers, and sends control signals."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class InferenceClient:
-    """An asynchronous client of one coordinator. It belongs to one event loop and is not safe for several threads.
+    """An asynchronous client of one coordinator. It belongs to one event loop and is not thread-safe.
 
-    A request is kept until it is answered. When the connection or the coordinator is lost, the client reconnects and
-    submits what is outstanding again under the same UUIDs, with the tokens that it has received; streams go on without
-    a gap or a repeat. What can't be answered ends with an error at its deadline, or once the coordinator has been away
-    for ``coordinator_timeout``.
+    The client keeps a request until it is answered. When the connection or the coordinator is lost, the client
+    reconnects and submits the outstanding requests again with the same UUIDs and the tokens that it has received;
+    streams continue without gaps and repetitions. A request without an answer ends with an error at its deadline, or
+    after ``coordinator_timeout`` without a coordinator.
 
     Args:
         inference_coordinator_address: A port of this machine, ``host:port`` or ``tcp://host:port``.
-        inference_coordinator_port: The same as a port, by the name that it had when it could be nothing else.
-        deserialize: Results as objects; False gives the serialized merged request, a dict.
+        inference_coordinator_port: The address as a port of this machine, by its older name.
+        deserialize: Return results as objects; False returns the serialized merged request, a dict.
         key: The coordinator's shared secret; None means plain sockets, allowed on loopback only.
-        request_timeout: Seconds that a request may take unless it says otherwise; None for no limit.
-        coordinator_timeout: Seconds without a coordinator after which everything outstanding fails.
-        transition_timeout: Seconds that a control signal may take unless it says otherwise.
+        request_timeout: Default timeout of a request in seconds; None for no limit.
+        coordinator_timeout: Seconds without a coordinator after which all outstanding requests and calls fail.
+        transition_timeout: Default timeout of a control signal in seconds.
         strict_signals: Each signal is one edge of the lifecycle: one to suspend or stop a running service is refused.
 
     Raises:
-        ConfigurationError: Not an address, none or two, or a key is missing or too short.
+        ConfigurationError: The address is invalid, missing or given twice, or a key is missing or too short.
 
     Attributes:
-        listener_task: Ends when the client is stopped.
+        listener_task: Runs until the client is stopped.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class InferenceClient:
             inference_coordinator_address or inference_coordinator_port or "",
             identity=b"client-" + secrets.token_hex(8).encode(),
             key=key,
-            on_message=self._take,
+            on_message=self._handle,
             on_connected=self._connect_with_inference_coordinator,
             on_disconnected=self._disconnected,
         )
@@ -87,36 +87,36 @@ class InferenceClient:
         )
         self._calls = ClientCalls(self._dealer, self._why_unreachable, transition_timeout)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._welcome: asyncio.Future[None] | None = None
-        self._away_since = 0.0
+        self._first_answer: asyncio.Future[None] | None = None
+        self._disconnected_at = 0.0
         self._hello = 0
         self.coordinator_epoch: str | None = None
-        """Names the coordinator process; None before the first contact."""
+        """Identifies the coordinator process; None before its first answer."""
         self.listener_task: asyncio.Task[None] | None = None
 
-    # Life
+    # Start and stop
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> Awaitable[None]:
-        """Start connecting. The answer may be awaited: it is done once the coordinator has answered.
+        """Start connecting. The awaitable ends when the coordinator has answered.
 
-        Requests may be submitted at once; they leave when the connection is there.
+        Requests may be submitted at once; they are sent when the connection is open.
 
         Raises:
             CoordinatorError: (from the awaitable) no answer within ``coordinator_timeout``.
-            InvalidStateError: It is started already.
+            InvalidStateError: The client was started already.
         """
         if self._loop is not None:
-            raise InvalidStateError("the client is started already", state="STARTED", allowed=["stop"])
+            raise InvalidStateError("the client was started already", state="STARTED", allowed=["stop"])
         self._loop = loop or asyncio.get_running_loop()
-        self._welcome = self._loop.create_future()
-        self._welcome.add_done_callback(retrieve)
-        self._away_since = time.monotonic()
+        self._first_answer = self._loop.create_future()
+        self._first_answer.add_done_callback(retrieve)
+        self._disconnected_at = time.monotonic()
         self._dealer.open(self._loop)
         self.listener_task = self._loop.create_task(self._keep_alive())
-        return self._welcome
+        return self._first_answer
 
     def stop(self) -> None:
-        """Say goodbye and close the socket. What is outstanding ends with a CoordinatorError. Repeating it is fine."""
+        """Disconnect and close the socket. Outstanding requests end with a CoordinatorError. Idempotent."""
         if self._loop is None:
             return
         self._dealer.send(Headers.DISCONNECT, "the client was stopped", False)
@@ -127,7 +127,7 @@ class InferenceClient:
         self._fail_everything(CoordinatorError("the client was stopped"))
 
     def fail_outstanding(self, error: MegatronInferenceError) -> None:
-        """End everything outstanding with this error, for a caller that knows that no answers will come."""
+        """End all outstanding requests and calls with this error, for a caller that expects no more answers."""
         self._requests.fail(error)
         self._calls.fail(error)
 
@@ -153,7 +153,7 @@ class InferenceClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the coordinator has answered over the connection that there is now."""
+        """Whether the coordinator has answered over the current connection."""
         return self._calls.is_open
 
     # Requests
@@ -170,21 +170,19 @@ class InferenceClient:
         """Submit a request.
 
         Args:
-            prompt: Text, or token ids.
-            sampling_params: Copied. A missing seed is chosen here, so that any engine would continue alike.
-            request_uuid: 16 bytes that name the request; a submission under a name that the coordinator knows is not
-                served twice.
-            timeout: Seconds until it ends with a RequestTimeoutError; None takes the client's setting.
-            on_update: Called with tokens as they come, the last ones included; None asks for the whole answer only.
+            prompt: Text or token ids.
+            sampling_params: Copied. A missing seed is chosen here, so that every engine continues alike.
+            request_uuid: 16 bytes that identify the request; the coordinator does not serve a UUID twice.
+            timeout: Seconds until it ends with a RequestTimeoutError; None: the default of the client.
+            on_update: Called with new tokens, the last ones included; None: the request does not stream.
 
         Returns:
             A future of the InferenceResult (a dict with ``deserialize=False``). A request that the engine refused or
-            failed comes back with status FAILED; one that could not be answered raises. Cancelling it aborts the
-            request.
+            failed has status FAILED; without an answer, the future raises. Cancelling it aborts the request.
 
         Raises:
             InvalidStateError: The client is not started.
-            InvalidRequestError: The prompt is of another type, or too large.
+            InvalidRequestError: The prompt has a wrong type, or is too large.
         """
         self._require_started()
         limit = self._request_timeout if timeout is None else timeout
@@ -198,7 +196,7 @@ class InferenceClient:
         request_uuid: bytes | None = None,
         timeout: float | None = None,
     ) -> RequestStream:
-        """Submit a request and follow it; arguments and errors as for `add_request`."""
+        """Submit a request and stream its answer; arguments and errors as for `add_request`."""
         stream = RequestStream(self._requests.abort)
         future = self.add_request(
             prompt, sampling_params, request_uuid=request_uuid, timeout=timeout, on_update=stream.push
@@ -207,20 +205,20 @@ class InferenceClient:
         return stream
 
     def abort_request(self, request_id: int) -> None:
-        """Ask the engine to end a request: it comes back with what there is, as FAILED with finish_reason "abort"."""
+        """Abort a request. Its result is FAILED, with finish_reason "abort" and the tokens so far."""
         self._requests.abort(request_id)
 
     # Control
 
     def pause_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """RUNNING -> PAUSED: requests freeze where they are, new ones queue.
+        """RUNNING -> PAUSED: engines stop computing and keep their requests; new requests queue.
 
         Like the other signals it is sent at once, and returns an awaitable that is done when all registered engines
         have reached the state. A signal that is possible once the signals before it are carried out waits for them.
 
         Raises:
-            InvalidStateError: (from the awaitable) the state doesn't allow it.
-            TransitionTimeoutError: (from the awaitable) names the engines that are not there yet.
+            InvalidStateError: (from the awaitable) the state of the service doesn't allow it.
+            TransitionTimeoutError: (from the awaitable) names the engines that are missing.
             CoordinatorError: (from the awaitable) the coordinator can't be reached.
         """
         return self._send_signal_to_engines(Headers.PAUSE, timeout)
@@ -230,14 +228,14 @@ class InferenceClient:
         return self._send_signal_to_engines(Headers.UNPAUSE, timeout)
 
     def suspend_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """PAUSED -> SUSPENDED: memory is given back; otherwise as `pause_engines`.
+        """PAUSED -> SUSPENDED: engines release memory; otherwise as `pause_engines`.
 
         A running service is paused first, unless the client has ``strict_signals``.
         """
         return self._send_signal_to_engines(Headers.SUSPEND, timeout)
 
     def resume_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """SUSPENDED -> PAUSED: memory is taken again; otherwise as `pause_engines`.
+        """SUSPENDED -> PAUSED: engines allocate their memory again; otherwise as `pause_engines`.
 
         After a suspension that paused a running service it goes on to RUNNING, unless the client has
         ``strict_signals``.
@@ -245,7 +243,7 @@ class InferenceClient:
         return self._send_signal_to_engines(Headers.RESUME, timeout)
 
     def stop_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """PAUSED or SUSPENDED -> stopped: unfinished requests come back aborted; otherwise as `pause_engines`.
+        """PAUSED or SUSPENDED -> stopped: unfinished requests are aborted; otherwise as `pause_engines`.
 
         A running service is paused first, unless the client has ``strict_signals``.
         """
@@ -254,15 +252,16 @@ class InferenceClient:
     def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
         """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
 
-        Sent at once, like the signals. Engines that register later load them before they get requests: keep the files
-        until the next update. Named tensors go by a file: ``safetensors.torch.save_file`` writes it, say to /dev/shm.
+        Sent at once, as the signals. Engines that register later load the weights before they get requests: keep the
+        files until the next update. To send named tensors, write them with ``safetensors.torch.save_file``, for
+        example to /dev/shm.
 
         Returns:
-            An awaitable of the weights' version, which results have as ``weight_version``.
+            An awaitable of the version of the weights, the ``weight_version`` of results.
 
         Raises:
-            InvalidStateError: (from the awaitable) the state is another one.
-            CheckpointError: (from the awaitable) names the engines that could not, and why; they have their old ones.
+            InvalidStateError: (from the awaitable) the service is in another state.
+            CheckpointError: (from the awaitable) names the engines that failed, and why; they keep their weights.
             TransitionTimeoutError: (from the awaitable) names the engines that have not answered.
             CoordinatorError: (from the awaitable) the coordinator can't be reached.
         """
@@ -274,13 +273,13 @@ class InferenceClient:
         return self._calls.signal(signal, timeout, strict=self._strict_signals)
 
     def shutdown_coordinator(self) -> None:
-        """End the coordinator process; engines are not touched."""
+        """End the coordinator process; engines go on."""
         self._require_started()
         self._requests.flush()
         self._dealer.send(Headers.SHUTDOWN)
 
     def service_state(self, timeout: float | None = None) -> Coroutine[None, None, ServiceState]:
-        """The state of the service, asked for now.
+        """The current state of the service.
 
         Raises:
             CoordinatorError: No answer within ``timeout`` (10 s).
@@ -292,12 +291,12 @@ class InferenceClient:
         """The state as soon as its revision is greater than ``after_revision``; at the timeout, the state as it is.
 
         Raises:
-            CoordinatorError: There is no coordinator at the timeout.
+            CoordinatorError: The coordinator can't be reached at the timeout.
         """
         self._require_started()
         return self._calls.wait_for_state_change(after_revision, timeout)
 
-    # Inside
+    # Messages and connection
 
     def _require_started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -307,33 +306,33 @@ class InferenceClient:
         return self._loop
 
     def _connect_with_inference_coordinator(self) -> None:
-        """Introduce ourselves; after each (re-)connection, since the coordinator may be another process."""
+        """Introduce this client, after each (re-)connection, since the coordinator may be another process."""
         self._hello += 1
         self._dealer.send(Headers.CONNECT, self._hello)
 
     def _disconnected(self) -> None:
-        self._away_since = time.monotonic()
+        self._disconnected_at = time.monotonic()
         self._calls.close()
 
-    def _welcomed(self, message: Message) -> None:
+    def _accepted(self, message: Message) -> None:
         epoch, block_size, hello = arguments(message, 3)
         if natural(hello, "hello") != self._hello:
-            return  # what is submitted now would be submitted again after the next answer, and may be served by then
+            return  # an answer to an earlier hello: submitting now and after the next answer would submit twice
         self.coordinator_epoch = text(epoch, "epoch")
         self._requests.hash_block_size = natural(block_size, "block size")
         self._calls.open()
-        if self._welcome is not None and not self._welcome.done():
-            self._welcome.set_result(None)
+        if self._first_answer is not None and not self._first_answer.done():
+            self._first_answer.set_result(None)
         self._requests.resubmit()
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message.header:
             case Headers.ENGINE_REPLY_PARTIAL | Headers.ENGINE_REPLY | Headers.REQUEST_FAILED:
-                self._requests.take(message)
+                self._requests.handle(message)
             case Headers.SIGNAL_REPLY | Headers.SERVICE_STATE:
-                self._calls.take(message)
+                self._calls.handle(message)
             case Headers.CONNECT_ACK:
-                self._welcomed(message)
+                self._accepted(message)
             case Headers.UNKNOWN_PEER:
                 self._disconnected()
                 self._connect_with_inference_coordinator()
@@ -343,20 +342,20 @@ class InferenceClient:
                 raise MalformedMessage(f"{message.header.name} is not for clients")
 
     async def _keep_alive(self) -> None:
-        """Tell the coordinator that we live, and our waiters when it has been away for too long."""
+        """Send heartbeats, and fail everything outstanding when there is no coordinator for too long."""
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
             if self.is_connected:
                 self._dealer.send(Headers.HEARTBEAT)
-            elif time.monotonic() - self._away_since >= self._coordinator_timeout:
+            elif time.monotonic() - self._disconnected_at >= self._coordinator_timeout:
                 self._fail_everything(CoordinatorError(self._why_unreachable()))
 
     def _why_unreachable(self) -> str:
-        away = time.monotonic() - self._away_since
-        reason = "; it does not accept this client's key" if self._dealer.refused_by_key else ""
-        return f"no coordinator has answered at {self._dealer.address} for {away:.1f} s{reason}"
+        seconds = time.monotonic() - self._disconnected_at
+        reason = "; it rejects this client's key" if self._dealer.refused_by_key else ""
+        return f"no answer from a coordinator at {self._dealer.address} for {seconds:.1f} s{reason}"
 
     def _fail_everything(self, error: CoordinatorError) -> None:
         self.fail_outstanding(error)
-        if self._welcome is not None and not self._welcome.done():
-            self._welcome.set_exception(error)
+        if self._first_answer is not None and not self._first_answer.done():
+            self._first_answer.set_exception(error)

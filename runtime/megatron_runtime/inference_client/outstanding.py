@@ -1,4 +1,4 @@
-"""A client's memory of each request that is not answered yet."""
+"""A client's records of outstanding requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RequestFuture(asyncio.Future[Any]):
 
     Attributes:
         request_id: The client's own number, for `InferenceClient.abort_request`.
-        request_uuid: 16 bytes that name the request everywhere.
+        request_uuid: 16 bytes that identify the request everywhere.
     """
 
     def __init__(self, request_id: int, request_uuid: bytes, *, loop: asyncio.AbstractEventLoop) -> None:
@@ -29,7 +29,7 @@ class RequestFuture(asyncio.Future[Any]):
 
 @dataclass(eq=False)
 class Outstanding:
-    """One request from its submission to its answer. Its future is done when there is an answer, or none will come."""
+    """One request from its submission to its answer or error."""
 
     body: RequestBody
     packed: bytes
@@ -37,14 +37,14 @@ class Outstanding:
     hashes: list[int]
     future: RequestFuture
     on_update: Callable[[StreamUpdate], None] | None
-    """Takes tokens as they come; None for a request whose answer comes whole."""
+    """Called with new tokens; None for a request that does not stream."""
     aborted: bool = False
     timer: asyncio.TimerHandle | None = None
     submitted: float = field(default_factory=time.perf_counter)
 
     @property
     def received(self) -> TokenChunk:
-        """The tokens that the client has seen; part of the body, so that a resubmission carries them."""
+        """The tokens that the client has received; part of the body, so that a resubmission has them."""
         return self.body.generated
 
     def pack(self) -> bytes:
@@ -53,15 +53,15 @@ class Outstanding:
 
 
 class RequestStream:
-    """The updates of a streaming request, as they come; the last one has the finished request.
+    """The updates of a streaming request; the last one has the finished request.
 
-    Iterating raises what ended the request without an answer. `aclose` aborts a request that isn't finished.
+    Iterating raises the error of a request that ended without an answer. `aclose` aborts an unfinished request.
     """
 
     def __init__(self, abort: Callable[[int], None]) -> None:
         self._abort = abort
         self._updates: deque[StreamUpdate] = deque()
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._future: RequestFuture | None = None
         self._closed = False
 
@@ -72,14 +72,14 @@ class RequestStream:
         return self._future.request_id
 
     def attach(self, future: RequestFuture) -> None:
-        """Follow this request."""
+        """Stream this request."""
         self._future = future
-        future.add_done_callback(lambda _: self._news.set())
+        future.add_done_callback(lambda _: self._changed.set())
 
     def push(self, update: StreamUpdate) -> None:
         """Add an update."""
         self._updates.append(update)
-        self._news.set()
+        self._changed.set()
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -93,15 +93,15 @@ class RequestStream:
                 self._closed = True
                 self._future.result()
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
         return self._updates.popleft()
 
     async def aclose(self) -> None:
-        """End the stream; no more updates come."""
+        """End the stream; there are no more updates."""
         self._closed = True
         self._updates.clear()
-        self._news.set()
+        self._changed.set()
         if self._future is not None and not self._future.done():
             self._abort(self._future.request_id)
             self._future.cancel()

@@ -1,4 +1,4 @@
-"""A client's requests: from submission, over progress and resubmission, to the answer."""
+"""A client's requests: submission, progress, resubmission and answers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, is
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import Failure, Forwarded, Submission, items, uuid_bytes
 
-_ABORTED_ALONE = "the request was aborted while there was no coordinator"
+_ABORTED_OFFLINE = "the request was aborted while there was no coordinator"
 
 
 class ClientRequests:
-    """Everything outstanding of one client.
+    """The outstanding requests of one client.
 
     Args:
         dealer: The connection.
-        is_connected: Whether the coordinator has answered over the connection that there is now.
-        why_unreachable: Says why there is no answer, when there is no connection.
-        deserialize: Results as objects, or as dicts.
+        is_connected: Whether the coordinator has answered over the current connection.
+        why_unreachable: Returns why there is no answer while there is no connection.
+        deserialize: Return results as objects, or as dicts.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ClientRequests:
         self._outstanding: dict[bytes, Outstanding] = {}
         self._to_submit: list[Outstanding] = []
         self.hash_block_size = 0
-        """Tokens per block that the coordinator wants hashed for routing; 0 for no hashes."""
+        """Tokens per block that the coordinator hashes for routing; 0: no hashes."""
         self.futures: dict[int, RequestFuture] = {}
         self.next_id = 0
 
@@ -68,11 +68,14 @@ class ClientRequests:
         limit: float | None,
         on_update: Callable[[StreamUpdate], None] | None,
     ) -> RequestFuture:
-        """Take a request, to be sent at the end of this turn of the loop. Errors as in InferenceClient.add_request."""
+        """Add a request, which `flush` sends in the next loop iteration. Errors as for InferenceClient.add_request."""
         loop = asyncio.get_running_loop()
         future = RequestFuture(self.next_id, request_uuid or uuid.uuid4().bytes, loop=loop)
         if len(future.request_uuid) != 16 or future.request_uuid in self._outstanding:
-            raise InvalidRequestError("request_uuid must be 16 bytes that no other request has", field="request_uuid")
+            raise InvalidRequestError(
+                "request_uuid must be 16 bytes, and different from those of other outstanding requests",
+                field="request_uuid",
+            )
         body = _checked_body(prompt, sampling_params)
         entry = Outstanding(body, _packed(body), self._hashes(prompt), future, on_update)
         self.next_id += 1
@@ -83,13 +86,13 @@ class ClientRequests:
         if limit is not None:
             entry.timer = loop.call_later(limit, self._time_out, entry, limit)
         if not self._to_submit:
-            # At the end of this turn of the loop, so that requests submitted together travel together.
+            # In the next loop iteration, so that requests submitted together share a message.
             loop.call_soon(self.flush)
         self._to_submit.append(entry)
         return future
 
     def abort(self, request_id: int) -> None:
-        """Ask the engine to end a request, if it is not answered yet."""
+        """Abort a request, if it has no answer yet."""
         future = self.futures.get(request_id)
         entry = self._outstanding.get(future.request_uuid) if future is not None else None
         if entry is None or entry.aborted:
@@ -99,16 +102,16 @@ class ClientRequests:
             self.flush()
             self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
         else:
-            _end(entry, CoordinatorError(_ABORTED_ALONE))
+            _end(entry, CoordinatorError(_ABORTED_OFFLINE))
 
     def flush(self) -> None:
-        """Send what was submitted since the last turn; without a connection it waits for the next welcome."""
+        """Send the requests submitted since the last call; without a connection they are sent after the next one."""
         waiting, self._to_submit = self._to_submit, []
         if not self._is_connected():
             return
-        fresh = [entry for entry in waiting if not entry.future.done()]
-        for start in range(0, len(fresh), MAX_BATCH):
-            batch = fresh[start : start + MAX_BATCH]
+        pending = [entry for entry in waiting if not entry.future.done()]
+        for start in range(0, len(pending), MAX_BATCH):
+            batch = pending[start : start + MAX_BATCH]
             submissions = [
                 Submission(
                     entry.future.request_uuid, entry.on_update is not None, len(entry.received.tokens), entry.hashes
@@ -118,15 +121,15 @@ class ClientRequests:
             self._dealer.send(Headers.SUBMIT_REQUEST, submissions, bodies=[entry.pack() for entry in batch])
 
     def resubmit(self) -> None:
-        """The coordinator answers (again): send everything outstanding, with what was received of it."""
+        """Send all outstanding requests again, with the tokens received so far, to a coordinator that answers again."""
         for entry in list(self._outstanding.values()):
             if entry.aborted:
-                _end(entry, CoordinatorError(_ABORTED_ALONE))
+                _end(entry, CoordinatorError(_ABORTED_OFFLINE))
         self._to_submit = list(self._outstanding.values())
         self.flush()
 
-    def take(self, message: Message) -> None:
-        """Progress, results and failures."""
+    def handle(self, message: Message) -> None:
+        """Handle progress, results and failures."""
         match message.header:
             case Headers.ENGINE_REPLY_PARTIAL:
                 for item, body in zip(items(message, Forwarded.parse), message.bodies, strict=True):
@@ -141,7 +144,7 @@ class ClientRequests:
                         _end(entry, deserialize_error({"type": failure.kind, "message": failure.message}))
 
     def fail(self, error: MegatronInferenceError) -> None:
-        """No answers will come."""
+        """End all requests with this error."""
         for entry in list(self._outstanding.values()):
             _end(entry, error)
 
@@ -151,10 +154,10 @@ class ClientRequests:
             return
         known = len(entry.received.tokens)
         if item.start > known or item.start + item.length <= known:
-            return  # the final reply fills a gap; what is known is not repeated
+            return  # the final reply fills a gap; known tokens are not repeated
         chunk = TokenChunk.unpack(body)
         if len(chunk.tokens) != item.length:
-            raise MalformedMessage("a chunk of tokens is not as long as its item says")
+            raise MalformedMessage("a chunk of tokens does not have the length that its item states")
         self._deliver(entry, chunk.since(known - item.start), finished=None)
 
     def _finish(self, request_uuid: bytes, body: bytes) -> None:
@@ -164,7 +167,7 @@ class ClientRequests:
         try:
             self._answer(entry, unpack_body(body))
         except Exception as error:
-            _end(entry, EngineError(f"the engine's reply can't be read: {error!r}"))
+            _end(entry, EngineError(f"the engine's reply can't be decoded: {error!r}"))
 
     def _answer(self, entry: Outstanding, content: dict[str, Any]) -> None:
         content["latency"] = time.perf_counter() - entry.submitted
@@ -232,6 +235,6 @@ def _packed(body: RequestBody) -> bytes:
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark an error as seen: whoever does not await the future chose to ignore it."""
+    """Mark the error of a future as retrieved: not awaiting the future ignores the error on purpose."""
     if not future.cancelled():
         future.exception()

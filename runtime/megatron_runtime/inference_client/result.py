@@ -1,4 +1,4 @@
-"""What a client hands back: finished requests, and updates of those that stream."""
+"""The results of a client: finished requests, and updates of streaming requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class InferenceResult(DynamicInferenceRequestRecord):
-    """A finished request as a record of one segment, which also answers for the attributes of that segment."""
+    """A finished request as a record of one segment; it also has the attributes of that segment."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -22,12 +22,12 @@ class InferenceResult(DynamicInferenceRequestRecord):
 
 @dataclass(frozen=True)
 class StreamUpdate:
-    """What is new in a streaming request since the last update."""
+    """New tokens of a streaming request since the last update."""
 
     new_tokens: list[int]
     new_log_probs: list[float]
-    """One per new token if the request asked for log probabilities, else empty."""
+    """One per new token if the request has log probabilities, else empty."""
     new_top_n_logprobs: list[dict[str, float]]
-    """One per new token if the request asked for the likeliest tokens, else empty."""
+    """One per new token if the request has top-n log probabilities, else empty."""
     finished: DynamicInferenceRequest | None
-    """The whole request, in the last update only."""
+    """The finished request, in the last update only."""

@@ -47,19 +47,19 @@ class SignalSender(Protocol):
         ...
 
 
-class RoleTaker(Protocol):
+class LeaderRole(Protocol):
     """Takes and gives up the role of the leader; ``StaleEpochError`` tells of a newer decision."""
 
     async def lead(self, epoch: int, lifecycle: Lifecycle) -> None:
         """Returns when the coordinator is being started, or there is one already."""
         ...
 
-    async def follow(self, epoch: int) -> None:
+    async def step_down(self, epoch: int) -> None:
         """Returns when the coordinator has ended, if there was one."""
         ...
 
 
-class FollowBody(BaseModel):
+class StepDownBody(BaseModel):
     """A decision that another pod leads."""
 
     model_config = ConfigDict(extra="forbid")
@@ -68,7 +68,7 @@ class FollowBody(BaseModel):
     """Its number; pods obey none that is older than the last."""
 
 
-class LeadBody(FollowBody):
+class LeadBody(StepDownBody):
     """A decision that this pod leads."""
 
     lifecycle: Lifecycle = Lifecycle.RUNNING
@@ -95,7 +95,7 @@ def create_control_api(
     state: PodState,
     sender: Callable[[], SignalSender | None],
     *,
-    roles: RoleTaker | None = None,
+    roles: LeaderRole | None = None,
     token: str | None,
     metrics: Callable[[], bytes],
 ) -> FastAPI:
@@ -142,8 +142,8 @@ def _install_state(app: FastAPI, state: PodState, guarded: list[Any]) -> None:
         return state.body()
 
 
-def _install_roles(app: FastAPI, state: PodState, roles: RoleTaker | None, guarded: list[Any]) -> None:
-    def movable() -> RoleTaker:
+def _install_roles(app: FastAPI, state: PodState, roles: LeaderRole | None, guarded: list[Any]) -> None:
+    def movable() -> LeaderRole:
         if roles is None:
             raise _Refused(409, "FixedRole", "this launcher is alone: it leads for good")
         return roles
@@ -155,9 +155,9 @@ def _install_roles(app: FastAPI, state: PodState, roles: RoleTaker | None, guard
         await _decide(movable().lead(body.epoch, body.lifecycle))
         return JSONResponse({"role": "leader", "epoch": body.epoch})
 
-    @app.post("/v1/follow", dependencies=guarded)
-    async def follow(body: FollowBody) -> JSONResponse:
-        await _decide(movable().follow(body.epoch))
+    @app.post("/v1/step-down", dependencies=guarded)
+    async def step_down(body: StepDownBody) -> JSONResponse:
+        await _decide(movable().step_down(body.epoch))
         return JSONResponse({"role": "worker", "epoch": body.epoch})
 
 

@@ -12,7 +12,7 @@ from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch.auto_suspend import AutoSuspend
 from megatron_runtime.launch.identity import Lifecycle
-from megatron_runtime.launch.pod_state import PodState, ReplicaState
+from megatron_runtime.launch.pod_state import PodState, ReplicaGroupState
 from megatron_runtime.lifecycle import TARGET_OF_STATE, CoordinatorState
 from megatron_runtime.wire.service_state import ServiceState
 
@@ -74,7 +74,7 @@ class EngineLink:
 
     def forget(self) -> None:
         """Drop the reports of a coordinator that is gone; signals fail until engines register with the next one."""
-        self._state.update(engine_state=None, replicas=())
+        self._state.update(engine_state=None, replica_groups=())
 
     async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:
         """As ``control_api.SignalSender`` says."""
@@ -95,7 +95,7 @@ class EngineLink:
         await self._send(signal.name.lower(), self._calls[signal], timeout=timeout, wait=wait)
 
     async def _send(self, name: str, call: Callable[..., Awaitable[object]], *, timeout: float, wait: bool) -> None:
-        if not self._state.facts.replicas:
+        if not self._state.facts.replica_groups:
             raise CoordinatorError(f"{name}: no engine is registered with the coordinator")
         task: asyncio.Task[object] = asyncio.create_task(self._call(name, call, timeout))
         self._sending.add(task)
@@ -123,9 +123,9 @@ class EngineLink:
         state = EngineState(service.state)
         if (target := TARGET_OF_STATE[state]) is not CoordinatorState.STOPPING:
             self.target = target
-        replicas = tuple(
-            ReplicaState(
-                group=engine.group,
+        groups = tuple(
+            ReplicaGroupState(
+                index=engine.replica_group,
                 state=engine.state,
                 running_requests=engine.running,
                 waiting_requests=engine.waiting,
@@ -135,11 +135,11 @@ class EngineLink:
                 prompt_tokens=engine.prompt_tokens,
                 generated_tokens=engine.generated_tokens,
             )
-            for engine in sorted(service.engines, key=lambda engine: engine.group)
+            for engine in sorted(service.engines, key=lambda engine: engine.replica_group)
         )
         self._state.update(
-            engine_state=state.value if replicas else None,
-            replicas=replicas,
+            engine_state=state.value if groups else None,
+            replica_groups=groups,
             dropped_messages=service.dropped_messages,
         )
         if self._auto_suspend is not None:

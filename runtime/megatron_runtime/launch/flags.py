@@ -125,8 +125,8 @@ class PodFlags:
     """The processes of the pod; the fields are those of LaunchOptions."""
 
     served_name: Annotated[str | None, typer.Option(help="Name of the model in requests.")] = None
-    replicas: Annotated[int, typer.Option(help="Number of replica groups, for a standalone run.")] = (
-        LaunchOptions.replicas
+    replica_groups: Annotated[int, typer.Option(help="Number of replica groups, for a standalone run.")] = (
+        LaunchOptions.replica_groups
     )
     ranks_per_pod: Annotated[
         int | None, typer.Option(help="Ranks of a replica group that one pod runs. Default: all.")

@@ -26,7 +26,7 @@ class Lifecycle(StrEnum):
 class Identity:
     """The pod's place among the pods of one resource, and the secrets that they share."""
 
-    group: int = 0
+    replica_group: int = 0
     """Index of the replica group, which is the data parallel rank of its engine."""
     attempt: int = 0
     pod_index: int = 0
@@ -56,8 +56,8 @@ class Identity:
         """Reads the ``MEGATRON_*`` variables; raises ConfigurationError naming the variable."""
         read = _Reader(environment)
         return cls(
-            group=read.integer("MEGATRON_GROUP_INDEX", 0),
-            attempt=read.integer("MEGATRON_GROUP_ATTEMPT", 0),
+            replica_group=read.integer("MEGATRON_REPLICA_GROUP", 0),
+            attempt=read.integer("MEGATRON_ATTEMPT", 0),
             pod_index=read.integer("MEGATRON_POD_INDEX", 0),
             is_leader=read.flag("MEGATRON_LEADER", True),
             leader_epoch=read.integer("MEGATRON_LEADER_EPOCH", 0),

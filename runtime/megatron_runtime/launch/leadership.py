@@ -79,7 +79,7 @@ class Leadership:
                 self._settled = asyncio.get_running_loop().call_later(SETTLING_SECONDS, self._settle)
             self._state.update(is_leader=True, epoch=epoch)
 
-    async def follow(self, epoch: int) -> None:
+    async def step_down(self, epoch: int) -> None:
         """End the coordinator, if there is one, since another pod leads from now on.
 
         Raises:
@@ -87,7 +87,7 @@ class Leadership:
         """
         async with self._turn:
             if epoch < self._state.facts.epoch:
-                raise StaleEpochError("follow", epoch, self._state.facts.epoch)
+                raise StaleEpochError("step-down", epoch, self._state.facts.epoch)
             await self._end(epoch)
 
     async def close(self) -> None:
@@ -130,4 +130,4 @@ class Leadership:
             logger.info("another pod leads from now on")
             self._earlier_restarts += leader.restarts
             await leader.stop()
-        self._state.update(is_leader=False, epoch=epoch, engine_state=None, auto_suspended=False, replicas=())
+        self._state.update(is_leader=False, epoch=epoch, engine_state=None, auto_suspended=False, replica_groups=())

@@ -1,7 +1,7 @@
-"""What Prometheus reads from a pod: the frontends' counters, the engines' load, and the launcher's own.
+"""The metrics of a pod for Prometheus: the frontends' counters, the engines' load, and the launcher's own.
 
-The frontends write their counters to files in one folder (the multiprocess mode of prometheus-client), so that a scrape
-costs them nothing and what a dead frontend counted is not lost.
+The frontends write their counters to files in one folder (the multiprocess mode of prometheus-client): a scrape costs
+them nothing, and the counts of a process outlive it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,32 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from megatron_runtime.headers import EngineState
-from megatron_runtime.launch.pod_state import PodFacts, RankPhase
+from megatron_runtime.launch.pod_state import PodFacts, RankPhase, ReplicaGroupState
 
 ENGINE_STATES = tuple(state.value for state in EngineState if state is not EngineState.RESUMED)
+
+Value = Callable[[ReplicaGroupState], float]
+
+_GAUGES: tuple[tuple[str, str, Value], ...] = (
+    ("megatron_requests_running", "Requests in the running batch", lambda group: group.running_requests),
+    ("megatron_requests_waiting", "Requests in the queue", lambda group: group.waiting_requests),
+    ("megatron_requests_paused", "Requests of a paused or suspended engine", lambda group: group.paused_requests),
+    (
+        "megatron_kv_usage",
+        "Used part of the KV cache, 0 to 1",
+        lambda group: group.kv_blocks_used / max(group.kv_blocks_total, 1),
+    ),
+    ("megatron_weight_version", "Number of weight updates", lambda group: group.weight_version),
+)
+_COUNTERS: tuple[tuple[str, str, Value], ...] = (
+    (
+        "megatron_replica_group_prompt_tokens",
+        "Prompt tokens of scheduled requests, cached or not",
+        lambda group: group.prompt_tokens,
+    ),
+    ("megatron_replica_group_generation_tokens", "Generated tokens", lambda group: group.generated_tokens),
+)
+"""Metrics of a replica group: name, help, and value."""
 
 
 class PodCollector(Collector):
@@ -50,44 +73,35 @@ def create_exposition(read_facts: Callable[[], PodFacts], frontend_folder: Path 
 
 
 def _engine_metrics(facts: PodFacts) -> Iterator[Metric]:
-    states = GaugeMetricFamily("megatron_engine_state", "1 for the state the engines are in", labels=["state"])
+    states = GaugeMetricFamily("megatron_engine_state", "1 for the state of the engines", labels=["state"])
     for state in ENGINE_STATES:
         states.add_metric([state], float(facts.engine_state == state))
     yield states
-    running = GaugeMetricFamily("megatron_requests_running", "Requests that generate tokens", labels=["group"])
-    waiting = GaugeMetricFamily("megatron_requests_waiting", "Requests that wait for their turn", labels=["group"])
-    paused = GaugeMetricFamily(
-        "megatron_requests_paused", "Requests that stand still in a paused or suspended engine", labels=["group"]
-    )
-    usage = GaugeMetricFamily("megatron_kv_usage", "Used part of the KV cache, 0 to 1", labels=["group"])
-    prompts = CounterMetricFamily(
-        "megatron_replica_prompt_tokens", "Tokens of prompts taken up, cached or not", labels=["group"]
-    )
-    generated = CounterMetricFamily("megatron_replica_generation_tokens", "Tokens generated", labels=["group"])
-    blocks = GaugeMetricFamily("megatron_kv_blocks", "Blocks of the KV cache", labels=["group", "state"])
-    weights = GaugeMetricFamily("megatron_weight_version", "How often the weights were updated", labels=["group"])
-    for replica in facts.replicas:
-        group = str(replica.group)
-        running.add_metric([group], replica.running_requests)
-        waiting.add_metric([group], replica.waiting_requests)
-        blocks.add_metric([group, "used"], replica.kv_blocks_used)
-        blocks.add_metric([group, "free"], replica.kv_blocks_total - replica.kv_blocks_used)
-        weights.add_metric([group], replica.weight_version)
-        paused.add_metric([group], replica.paused_requests)
-        usage.add_metric([group], replica.kv_blocks_used / max(replica.kv_blocks_total, 1))
-        prompts.add_metric([group], replica.prompt_tokens)
-        generated.add_metric([group], replica.generated_tokens)
-    yield from (running, waiting, paused, blocks, usage, weights, prompts, generated)
+    yield from _group_metrics(facts)
     yield CounterMetricFamily(
         "megatron_dropped_messages",
-        "Messages to the coordinator that were malformed, stale or from strangers, and connections without the key",
+        "Malformed, stale or unexpected messages to the coordinator, and connections without the key",
         value=facts.dropped_messages,
     )
-    yield GaugeMetricFamily("megatron_replicas", "Replicas that are registered", value=len(facts.replicas))
+    yield GaugeMetricFamily("megatron_replica_groups", "Registered replica groups", value=len(facts.replica_groups))
+
+
+def _group_metrics(facts: PodFacts) -> Iterator[Metric]:
+    for kind, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for name, documentation, value in metrics:
+            family = kind(name, documentation, labels=["replica_group"])
+            for group in facts.replica_groups:
+                family.add_metric([str(group.index)], value(group))
+            yield family
+    blocks = GaugeMetricFamily("megatron_kv_blocks", "Blocks of the KV cache", labels=["replica_group", "state"])
+    for group in facts.replica_groups:
+        blocks.add_metric([str(group.index), "used"], group.kv_blocks_used)
+        blocks.add_metric([str(group.index), "free"], group.kv_blocks_total - group.kv_blocks_used)
+    yield blocks
 
 
 def _ranks(facts: PodFacts) -> Metric:
-    ranks = GaugeMetricFamily("megatron_ranks", "Ranks of this pod by phase", labels=["phase"])
+    ranks = GaugeMetricFamily("megatron_ranks", "Ranks of this pod, by phase", labels=["phase"])
     for phase in RankPhase:
         ranks.add_metric([phase.value], sum(rank.phase is phase for rank in facts.ranks.values()))
     return ranks

@@ -79,7 +79,7 @@ class EngineOptions:
         return ParallelSizes(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel, expert=self.expert_parallel)
 
     @property
-    def ranks_per_group(self) -> int:
+    def ranks_per_replica_group(self) -> int:
         """Ranks that hold one copy of the model."""
         return self.tensor_parallel * self.pipeline_parallel
 
@@ -92,7 +92,7 @@ class LaunchOptions:
     identity: Identity = field(default_factory=Identity)
     engine: EngineOptions = field(default_factory=EngineOptions)
     served_name: str | None = None
-    replicas: int = 1
+    replica_groups: int = 1
     ranks_per_pod: int | None = None
     """None: all ranks of a copy of the model."""
     threads_per_rank: int | None = None
@@ -131,30 +131,30 @@ class LaunchOptions:
         return self.served_name or self.model.name
 
     @property
-    def group_ranks(self) -> int:
+    def local_ranks_per_replica_group(self) -> int:
         """Ranks that this pod runs for one replica group."""
-        left = self.engine.ranks_per_group - self.first_group_rank
+        left = self.engine.ranks_per_replica_group - self.first_rank_in_replica_group
         return left if self.ranks_per_pod is None else min(self.ranks_per_pod, left)
 
     @property
-    def first_group_rank(self) -> int:
+    def first_rank_in_replica_group(self) -> int:
         """The lowest of this pod's ranks, counted within the replica group."""
-        return self.identity.pod_index * (self.ranks_per_pod or self.engine.ranks_per_group)
+        return self.identity.pod_index * (self.ranks_per_pod or self.engine.ranks_per_replica_group)
 
     @property
     def spans_pods(self) -> bool:
         """Whether a replica has ranks in other pods than this one."""
-        return self.group_ranks < self.engine.ranks_per_group
+        return self.local_ranks_per_replica_group < self.engine.ranks_per_replica_group
 
     @property
     def has_first_rank(self) -> bool:
         """Whether the first rank of a replica is in this pod."""
-        return self.first_group_rank == 0
+        return self.first_rank_in_replica_group == 0
 
     @property
     def local_ranks(self) -> int:
         """All ranks that this pod runs."""
-        return self.group_ranks * self.replicas
+        return self.local_ranks_per_replica_group * self.replica_groups
 
     def check(self) -> None:
         """Raises ConfigurationError naming the flag, its value and the mend."""
@@ -189,7 +189,7 @@ class LaunchOptions:
 
     def _check_numbers(self) -> None:
         engine = self.engine
-        _at_least("--replicas", self.replicas, 1)
+        _at_least("--replica-groups", self.replica_groups, 1)
         _at_least("--ranks-per-pod", self.ranks_per_pod, 1)
         _at_least("--frontend-replicas", self.frontend_replicas, 1)
         _at_least("--block-size-tokens", engine.block_size_tokens, 1)
@@ -219,8 +219,8 @@ class LaunchOptions:
     def _check_parallelism(self) -> None:
         for name, size in self.engine.parallel_sizes.items():
             _at_least(parallel_flag(name), size, 1)
-        ranks = self.engine.ranks_per_group
-        if self.group_ranks < 1:
+        ranks = self.engine.ranks_per_replica_group
+        if self.local_ranks_per_replica_group < 1:
             raise ConfigurationError(
                 f"MEGATRON_POD_INDEX={self.identity.pod_index}: the group's {ranks} rank(s) "
                 f"fit into fewer pods of --ranks-per-pod {self.ranks_per_pod or ranks}"
@@ -230,10 +230,10 @@ class LaunchOptions:
 
     def _check_rendezvous_address(self) -> None:
         """What a pod has to know to meet the others of its group."""
-        identity, ranks = self.identity, self.engine.ranks_per_group
+        identity, ranks = self.identity, self.engine.ranks_per_replica_group
         split = f"--ranks-per-pod {self.ranks_per_pod}: the {ranks} ranks of a copy of the model are in several pods"
-        if self.replicas > 1:
-            raise ConfigurationError(f"{split}, each of one copy; use --replicas 1, or --ranks-per-pod {ranks}")
+        if self.replica_groups > 1:
+            raise ConfigurationError(f"{split}, each of one copy; use --replica-groups 1, or --ranks-per-pod {ranks}")
         needed = ("MEGATRON_MASTER_ADDR", identity.master_address, "where the first of them is")
         if self.has_first_rank:
             needed = ("MEGATRON_BIND_HOST", identity.bind_host, "at which address the others reach this one")
@@ -248,9 +248,9 @@ class LaunchOptions:
         identity = self.identity
         if not identity.is_leader and identity.coordinator_address is None:
             raise ConfigurationError("MEGATRON_LEADER=0: MEGATRON_COORDINATOR_ADDRESS must say where the leader is")
-        if self.replicas > 1 and not identity.is_standalone:
+        if self.replica_groups > 1 and not identity.is_standalone:
             raise ConfigurationError(
-                f"--replicas {self.replicas}: only for a standalone run; elsewhere a pod is one replica"
+                f"--replica-groups {self.replica_groups}: only for a standalone run; elsewhere a pod is one replica"
             )
         if is_loopback(self.private_host):
             return

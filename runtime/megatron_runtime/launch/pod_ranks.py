@@ -55,7 +55,7 @@ class PodRanks:
 
     def start(self, plan: PendingPlan, *, key: str | None) -> None:
         """Starts all ranks of this pod: they import what they need, and load once there is the ``plan``."""
-        first, size = first_rank(self._options), self._options.group_ranks
+        first, size = first_rank(self._options), self._options.local_ranks_per_replica_group
         for start in range(first, first + self._options.local_ranks, size):
             ranks = range(start, start + size)
             self._supervisors[ranks] = ReplicaSupervisor(

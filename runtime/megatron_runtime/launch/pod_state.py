@@ -49,10 +49,10 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class ReplicaState:
+class ReplicaGroupState:
     """A replica as the coordinator knows it. Its load changes all the time and makes no new revision."""
 
-    group: int
+    index: int
     state: str
     running_requests: int = field(default=0, compare=False)
     waiting_requests: int = field(default=0, compare=False)
@@ -72,7 +72,7 @@ class ReplicaState:
     def body(self) -> dict[str, Any]:
         """As the control API writes it."""
         return {
-            "group": self.group,
+            "index": self.index,
             "state": self.state,
             "runningRequests": self.running_requests,
             "waitingRequests": self.waiting_requests,
@@ -95,7 +95,7 @@ class PodFacts:
     """The coordinator's state; None before a replica has registered, and on pods that do not lead."""
     auto_suspended: bool = False
     """Whether the engines are suspended for want of requests, or on their way there or back; a request wakes them."""
-    replicas: tuple[ReplicaState, ...] = ()
+    replica_groups: tuple[ReplicaGroupState, ...] = ()
     ranks: Mapping[int, RankState] = field(default_factory=dict)
     frontends_listening: int = 0
     dropped_messages: int = field(default=0, compare=False)
@@ -113,7 +113,7 @@ class PodFacts:
         if self.draining or (self.has_frontends and not self.frontends_listening):
             return False
         if self.is_leader and (self.engine_state is not None or not self.is_settling):
-            return bool(self.replicas) and self.engine_state is not None
+            return bool(self.replica_groups) and self.engine_state is not None
         return bool(self.ranks) and all(rank.phase is RankPhase.SERVING for rank in self.ranks.values())
 
     def body(self) -> dict[str, Any]:
@@ -123,11 +123,11 @@ class PodFacts:
             "epoch": self.epoch,
             "engineState": self.engine_state,
             "autoSuspended": self.auto_suspended,
-            "replicas": [replica.body() for replica in self.replicas],
+            "replicaGroups": [group.body() for group in self.replica_groups],
             "ranks": [rank.body() for _, rank in sorted(self.ranks.items())],
             "requests": {
-                "running": sum(replica.running_requests for replica in self.replicas),
-                "waiting": sum(replica.waiting_requests for replica in self.replicas),
+                "running": sum(group.running_requests for group in self.replica_groups),
+                "waiting": sum(group.waiting_requests for group in self.replica_groups),
             },
             "ready": self.ready,
             "draining": self.draining,

@@ -45,7 +45,7 @@ def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: Avail
             f"use {facts.longest} or less"
         )
     held = facts.parameters + (facts.tied_head_parameters if engine.device == "cpu" else 0)
-    weights = held * element_bytes(engine) // engine.ranks_per_group
+    weights = held * element_bytes(engine) // engine.ranks_per_replica_group
     wanted = engine.max_sequence_length or facts.longest
     if engine.device != "cpu":
         return EnginePlan(wanted, engine.kv_cache_bytes, weights)

@@ -38,7 +38,7 @@ def coordinator_options(options: LaunchOptions, port: int) -> CoordinatorOptions
     return CoordinatorOptions(
         host=options.private_host,
         inference_coordinator_port=port,
-        data_parallel_size=options.replicas,
+        data_parallel_size=options.replica_groups,
         prefix_caching_coordinator_policy=coordinator_policy(
             options.routing_policy, prefix_caching=options.engine.prefix_caching
         ),
@@ -73,7 +73,7 @@ def replica_tasks(options: LaunchOptions, plan: PendingPlan, *, ranks: range, ke
 def rendezvous_address(options: LaunchOptions) -> tuple[str, int] | None:
     """Host and port where the ranks of a replica meet for one start; within a pod no other start uses the port."""
     identity = options.identity
-    if options.engine.ranks_per_group == 1:
+    if options.engine.ranks_per_replica_group == 1:
         return None
     if not options.spans_pods:
         return LOOPBACK, free_loopback_port()
@@ -95,7 +95,7 @@ def rank_task(
     threads = str(threads_per_rank(options))
     rank_options = RankOptions(
         rank=rank,
-        replica_group=rank // options.engine.ranks_per_group,
+        replica_group=rank // options.engine.ranks_per_replica_group,
         attempt=options.identity.attempt,
         local_rank=rank - first_rank(options),
         rendezvous_address=rendezvous,
@@ -122,7 +122,7 @@ def compute_environment() -> dict[str, str]:
 
 def first_rank(options: LaunchOptions) -> int:
     """The lowest of this pod's ranks, counted over all pods."""
-    return options.identity.group * options.engine.ranks_per_group + options.first_group_rank
+    return options.identity.replica_group * options.engine.ranks_per_replica_group + options.first_rank_in_replica_group
 
 
 def threads_per_rank(options: LaunchOptions) -> int:

@@ -58,7 +58,7 @@ def status_routes(frontend: Frontend, **common: Any) -> APIRouter:
             "state": service.state if service is not None and engines else None,
             "requests_running": sum(engine.running for engine in engines),
             "requests_waiting": sum(engine.waiting for engine in engines) + unassigned,
-            "replicas": [_replica(engine) for engine in sorted(engines, key=lambda engine: engine.group)],
+            "replicas": [_replica(engine) for engine in sorted(engines, key=lambda engine: engine.replica_group)],
         }
 
     return router
@@ -66,7 +66,7 @@ def status_routes(frontend: Frontend, **common: Any) -> APIRouter:
 
 def _replica(engine: EngineView) -> dict[str, Any]:
     return {
-        "group": engine.group,
+        "group": engine.replica_group,
         "attempt": engine.attempt,
         "state": engine.state,
         "ready": engine.ready,

@@ -1,1 +1,1 @@
-"""What clients, the coordinator and engines say to each other: frames, their contents, and who may speak."""
+"""The messages between clients, coordinator and engines: frames, their contents, and access to the socket."""

@@ -1,4 +1,4 @@
-"""What the body frames hold: a request on its way in, and a chunk of generated tokens on its way out."""
+"""The contents of body frames: a request, and a chunk of generated tokens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ TopLogProbs = list[dict[str, float]]
 
 @dataclass
 class TokenChunk:
-    """Consecutive generated tokens of one request, with a log probability and a top-n dict for each if asked."""
+    """Consecutive generated tokens of one request, with a log probability and a top-n dict for each if requested."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
-    """As long as ``tokens``, or empty if nobody asked."""
+    """As long as ``tokens``, or empty if not requested."""
     top_n_logprobs: TopLogProbs = field(default_factory=list)
-    """As long as ``tokens``, or empty if nobody asked."""
+    """As long as ``tokens``, or empty if not requested."""
 
     def extend(self, other: TokenChunk) -> None:
-        """Append what came after."""
+        """Append the tokens that follow."""
         self.tokens += other.tokens
         self.log_probs += other.log_probs
         self.top_n_logprobs += other.top_n_logprobs
@@ -44,12 +44,12 @@ class TokenChunk:
         """The inverse of `content`.
 
         Raises:
-            MalformedMessage: Not three lists, or no list of token ids first.
+            MalformedMessage: Not three lists, or the first one is not a list of token ids.
         """
         if not isinstance(content, list) or len(content) != 3 or set(map(type, content)) != {list}:
-            raise MalformedMessage("a chunk of tokens is no three lists")
+            raise MalformedMessage("a chunk of tokens is not three lists")
         if not is_list_of_integers(content[0]):
-            raise MalformedMessage("token ids are no integers")
+            raise MalformedMessage("token ids are not integers")
         return cls(*content)
 
     @classmethod
@@ -64,19 +64,19 @@ class TokenChunk:
 
 @dataclass
 class RequestBody:
-    """A request as it travels: the prompt, the sampling parameters, and the tokens that were made for it already."""
+    """A request in a message: the prompt, the sampling parameters, and the tokens generated so far."""
 
     prompt: Prompt
     sampling_params: dict[str, Any]
     generated: TokenChunk = field(default_factory=TokenChunk)
     trace: dict[str, str] = field(default_factory=dict)
-    """The context of the trace that it belongs to, as `tracing.carrier` has it."""
+    """The trace context, as `tracing.carrier` returns it."""
 
     def pack(self) -> bytes:
         """As a body frame.
 
         Raises:
-            ValueError: Larger than a body may be.
+            ValueError: Larger than MAX_BODY_BYTES.
         """
         return pack_body([self.prompt, self.sampling_params, self.generated.content(), self.trace])
 
@@ -85,16 +85,16 @@ class RequestBody:
         """The inverse of `pack`.
 
         Raises:
-            MalformedMessage: Not such a body.
+            MalformedMessage: The body is invalid.
         """
         content = unpack_body(body)
         if not isinstance(content, list) or len(content) != 4:
-            raise MalformedMessage("request body is no list of 4 fields")
+            raise MalformedMessage("request body is not a list of 4 fields")
         prompt, sampling_params, generated, trace = content
         if not isinstance(prompt, str) and not is_list_of_integers(prompt):
             raise MalformedMessage("prompt is neither text nor token ids")
         if not isinstance(sampling_params, dict):
-            raise MalformedMessage("sampling parameters are no map")
+            raise MalformedMessage("sampling parameters are not a map")
         if not isinstance(trace, dict) or not all(isinstance(word, str) for pair in trace.items() for word in pair):
-            raise MalformedMessage("the trace's context is no map of texts")
+            raise MalformedMessage("the trace context is not a map of strings")
         return cls(prompt, sampling_params, TokenChunk.from_content(generated), trace)

@@ -1,4 +1,4 @@
-"""Frames on the coordinator's socket: one small msgpack header, then body frames that only the ends decode.
+"""Frames on the coordinator's socket: one small msgpack header, then body frames that only clients and engines decode.
 
 A message is ``[header, body...]``. The header is a msgpack list ``[Headers number, arguments...]``; the coordinator
 routes on it alone. Messages that carry requests or replies hold a batch: their first argument is a list of items, and
@@ -18,14 +18,14 @@ from megatron_runtime.headers import Headers
 MAX_HEADER_BYTES = 4 * 2**20
 MAX_BODY_BYTES = 64 * 2**20
 MAX_BATCH = 1024
-"""Most items, and so body frames, of one message."""
+"""Most items, and therefore body frames, of one message."""
 
 _HEADERS = {int(header): header for header in Headers}
 _DECODING_FAILURES = (ValueError, TypeError, msgpack.UnpackException, UnicodeDecodeError, RecursionError)
 
 
 class MalformedMessage(Exception):
-    """What arrived is no message of ours; the text names the defect and never repeats the content."""
+    """A received message is invalid; the text names the defect and never repeats the content."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ def decode(frames: Sequence[bytes]) -> Message:
     """The message in these frames.
 
     Raises:
-        MalformedMessage: Not a message of ours, for whatever reason.
+        MalformedMessage: The frames are no valid message.
     """
     if not frames or not frames[0]:
         raise MalformedMessage("empty header frame")
@@ -59,7 +59,7 @@ def decode(frames: Sequence[bytes]) -> Message:
     except _DECODING_FAILURES:
         raise MalformedMessage("undecodable header frame") from None
     if not isinstance(parts, list) or not parts or type(parts[0]) is not int:
-        raise MalformedMessage("header frame is no list that starts with a number")
+        raise MalformedMessage("header frame is not a list that starts with a number")
     header = _HEADERS.get(parts[0])
     if header is None:
         raise MalformedMessage("unknown header number")
@@ -74,7 +74,7 @@ def pack_body(content: Any) -> bytes:
     """
     body: bytes = msgpack.packb(content, use_bin_type=True)
     if len(body) > MAX_BODY_BYTES:
-        raise ValueError(f"the message has {len(body)} bytes, more than the {MAX_BODY_BYTES} that are allowed")
+        raise ValueError(f"the message has {len(body)} bytes; the limit is {MAX_BODY_BYTES}")
     return body
 
 
@@ -93,5 +93,5 @@ def unpack_body(body: bytes) -> Any:
 
 
 def is_list_of_integers(value: Any) -> bool:
-    """Whether it is, in the time that thousands of them allow."""
+    """Whether it is one; fast for lists of thousands."""
     return isinstance(value, list) and set(map(type, value)) <= {int}

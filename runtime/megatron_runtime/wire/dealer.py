@@ -1,4 +1,4 @@
-"""One end's socket to the coordinator: it reconnects by itself and says when it did."""
+"""The socket of a client or an engine to the coordinator. It reconnects automatically."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Dealer:
 
     Args:
         address: A port of this machine, ``host:port`` or ``tcp://host:port``.
-        identity: Socket identity, unique among all peers.
+        identity: The socket identity, unique among all peers.
         key: The coordinator's shared secret, or None for plain sockets on loopback.
-        on_message: Called with every message that can be decoded.
-        on_connected: Called after every (re-)connection; the other end may have forgotten us.
+        on_message: Called with every valid message.
+        on_connected: Called after every (re-)connection; the coordinator may be another process.
         on_disconnected: Called when the connection is lost.
 
     Raises:
-        ConfigurationError: Not an address, or a key is needed.
+        ConfigurationError: The address is invalid, or needs a key.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Dealer:
         self._on_disconnected = on_disconnected
         self._tasks: list[asyncio.Task[None]] = []
         self.protocol_errors = ProtocolErrors(time.monotonic)
-        """What arrived and was dropped."""
+        """Received messages that were dropped."""
         self.context: zmq.asyncio.Context | None = None
         self.socket: zmq.asyncio.Socket | None = None
         self.connected = False
         self.refused_by_key = False
-        """The coordinator did not accept our key at the last attempt."""
+        """The coordinator rejected the key at the last attempt."""
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start connecting and listening on this loop."""
@@ -80,7 +80,7 @@ class Dealer:
         self.socket.connect(self.address)
 
     def send(self, header: Headers, *args: Any, bodies: list[bytes] | None = None) -> bool:
-        """Send without waiting. False when there is no connection or the queue is full: say it again when connected."""
+        """Send without waiting. False when there is no connection or the queue is full: send again when connected."""
         if self.socket is None or not self.connected:
             return False
         frames = codec.encode(header, *args, bodies=bodies or ())
@@ -88,7 +88,7 @@ class Dealer:
         return sent.exception() is None
 
     def close(self) -> None:
-        """Stop listening and close the socket; what was just sent still goes out if there is a connection."""
+        """Stop listening and close the socket. Messages that were just sent are still delivered over a connection."""
         for task in self._tasks:
             task.cancel()
         if self.socket is not None and self.context is not None:
@@ -108,7 +108,7 @@ class Dealer:
                 self.protocol_errors.add(f"from the coordinator: {defect}")
             except Exception as failure:
                 self.protocol_errors.add("from the coordinator: it could not be handled", failure)
-            # Receiving doesn't yield while messages are there: a flood of them must not starve everybody else.
+            # Receiving does not yield while messages are queued: many of them must not starve other tasks.
             await asyncio.sleep(0)
 
     async def _watch(self, monitor: Any) -> None:

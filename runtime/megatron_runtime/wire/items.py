@@ -1,6 +1,6 @@
 """The items and reports inside messages, with their validation.
 
-Everything that arrives is checked here, field by field, so that the handlers behind can trust types and ranges.
+Every field of a received message is checked here, so that the handlers can rely on types and ranges.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, is
 _Item = TypeVar("_Item")
 _LARGEST = 2**63 - 1
 MAX_TEXT = 4096
-"""Longest reason or name in a message; longer ones are cut."""
+"""Most characters of a reason or a name in a message; longer ones are truncated."""
 
 
 def natural(value: Any, field: str) -> int:
     """A non-negative 63-bit integer."""
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        raise MalformedMessage(f"{field} is no natural number")
+        raise MalformedMessage(f"{field} is not a natural number")
     return value
 
 
 def flag(value: Any, field: str) -> bool:
     """A boolean."""
     if type(value) is not bool:
-        raise MalformedMessage(f"{field} is no boolean")
+        raise MalformedMessage(f"{field} is not a boolean")
     return value
 
 
 def seconds(value: Any, field: str) -> float:
     """A finite, non-negative number of seconds."""
     if type(value) not in (int, float) or not 0 <= value < 1e12:
-        raise MalformedMessage(f"{field} is no number of seconds")
+        raise MalformedMessage(f"{field} is not a number of seconds")
     return float(value)
 
 
 def text(value: Any, field: str) -> str:
-    """A string, cut to MAX_TEXT characters."""
+    """A string, truncated to MAX_TEXT characters."""
     if type(value) is not str:
-        raise MalformedMessage(f"{field} is no text")
+        raise MalformedMessage(f"{field} is not a string")
     return value[:MAX_TEXT]
 
 
 def uuid_bytes(value: Any) -> bytes:
     """The 16 bytes of a request's UUID."""
     if type(value) is not bytes or len(value) != 16:
-        raise MalformedMessage("request id is no 16 bytes")
+        raise MalformedMessage("request id is not 16 bytes")
     return value
 
 
 def fields(value: Any, count: int, what: str) -> list[Any]:
     """A list of exactly ``count`` fields."""
     if type(value) is not list or len(value) != count:
-        raise MalformedMessage(f"{what} is no list of {count} fields")
+        raise MalformedMessage(f"{what} is not a list of {count} fields")
     return value
 
 
@@ -73,7 +73,7 @@ def items(message: Message, parse: Callable[[Any], _Item], *, with_bodies: bool 
         raise MalformedMessage(f"{name} takes one list of at most {MAX_BATCH} items")
     raw = message.args[0]
     if len(message.bodies) != (len(raw) if with_bodies else 0):
-        raise MalformedMessage(f"{name} has not as many bodies as it needs for its items")
+        raise MalformedMessage(f"{name} has a wrong number of bodies for its items")
     return [parse(item) for item in raw]
 
 
@@ -83,7 +83,7 @@ class Submission(NamedTuple):
     uuid: bytes
     streaming: bool
     received: int
-    """Tokens that the client has already seen; they are in the body too."""
+    """Number of tokens that the client has received; the body has them too."""
     hashes: list[int]
     """Block hashes of the prompt for prefix routing; may be empty."""
 
@@ -91,16 +91,16 @@ class Submission(NamedTuple):
     def parse(cls, raw: Any) -> Submission:
         uuid, streaming, received, hashes = fields(raw, 4, "submission")
         if not is_list_of_integers(hashes):
-            raise MalformedMessage("block hashes are no list of integers")
+            raise MalformedMessage("block hashes are not a list of integers")
         return cls(uuid_bytes(uuid), flag(streaming, "streaming"), natural(received, "received"), hashes)
 
 
 class Assignment(NamedTuple):
-    """coordinator -> engine: one request; the body is the client's, plus the tokens made elsewhere if there are any."""
+    """coordinator -> engine: one request; the body is the client's, with the tokens of other engines."""
 
     uuid: bytes
     dispatch: int
-    """Counts how often this request was handed out; replies to an earlier hand-out are stale."""
+    """Counts the assignments of this request; replies to an earlier assignment are stale."""
     streaming: bool
 
     @classmethod
@@ -136,7 +136,7 @@ class Progress(NamedTuple):
 
 
 class Forwarded(NamedTuple):
-    """coordinator -> client: a Progress without what concerns engines only."""
+    """coordinator -> client: a Progress without the fields for engines."""
 
     uuid: bytes
     start: int
@@ -149,7 +149,7 @@ class Forwarded(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """coordinator -> client: one request that can't be served."""
+    """coordinator -> client: one request that failed without a result."""
 
     uuid: bytes
     kind: str
@@ -163,7 +163,7 @@ class Failure(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """engine -> coordinator: how busy it is."""
+    """engine -> coordinator: the load of the engine."""
 
     running: int = 0
     waiting: int = 0
@@ -174,9 +174,9 @@ class EngineLoad(NamedTuple):
     generated_tokens: int = 0
     """Tokens generated since the engine started."""
     step_seconds: float = 0.0
-    """How long the step that runs now has been running; 0 between steps."""
+    """How long the current step has been running; 0 between steps."""
     weight_version: int = 0
-    """Of the weights that it has."""
+    """Version of its weights."""
 
     @classmethod
     def parse(cls, raw: Any) -> EngineLoad:
@@ -186,27 +186,27 @@ class EngineLoad(NamedTuple):
 
 
 class Registration(NamedTuple):
-    """engine -> coordinator: who it is, where it stands, and what it holds."""
+    """engine -> coordinator: the identity, the state and the requests of an engine."""
 
-    group: int
+    replica_group: int
     attempt: int
     incarnation: str
-    """Random per process, so that a restarted engine of the same attempt is told from the dead one."""
+    """Random per process: distinguishes a restarted engine of the same attempt from the previous one."""
     state: EngineState
     draining: bool
     claims: list[bytes]
-    """UUIDs of the requests that it works on or whose results it still keeps."""
+    """UUIDs of the requests that it serves or whose results it keeps."""
     load: EngineLoad
     weights_path: str
-    """Of the weights that a coordinator gave it last, if it still has them; else empty."""
+    """Path of the last weights that it got from a coordinator, if it still has them; else empty."""
 
     @classmethod
     def parse(cls, message: Message) -> Registration:
-        group, attempt, incarnation, state, draining, claims, load, weights_path = arguments(message, 8)
+        replica_group, attempt, incarnation, state, draining, claims, load, weights_path = arguments(message, 8)
         if type(claims) is not list:
-            raise MalformedMessage("claims are no list")
+            raise MalformedMessage("claims are not a list")
         return cls(
-            natural(group, "group"),
+            natural(replica_group, "replica group"),
             natural(attempt, "attempt"),
             text(incarnation, "incarnation"),
             engine_state(state),

@@ -1,4 +1,4 @@
-"""Counts what was dropped, and logs it without letting a flood of bad messages flood the log too."""
+"""Counts dropped messages, and logs them at a limited rate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 10.0
-MOST_KINDS = 256
+MAX_KINDS = 256
 
 
 class ProtocolErrors:
-    """Dropped messages by kind. A kind is a short text of ours and never repeats what a message said."""
+    """Dropped messages by kind. A kind is a fixed short text that never repeats the content of a message."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -22,12 +22,11 @@ class ProtocolErrors:
         self.counts: Counter[str] = Counter()
 
     def add(self, kind: str, failure: Exception | None = None) -> None:
-        """Count one, and log it unless this kind was logged within the last 10 seconds.
+        """Count a message, and log it unless this kind was logged within the last 10 seconds.
 
-        Of a ``failure`` of ours the log gets its type and where it happened, but not its words, which may quote what
-        the message said.
+        Of a ``failure`` the log has the type and the stack, but not the text, which may quote the message.
         """
-        if kind not in self.counts and len(self.counts) >= MOST_KINDS:
+        if kind not in self.counts and len(self.counts) >= MAX_KINDS:
             kind = "other"
         self.counts[kind] += 1
         now = self._clock()
@@ -37,7 +36,7 @@ class ProtocolErrors:
             logger.warning("dropped a message: %s (%d so far)%s", kind, self.counts[kind], where)
 
     def total(self) -> int:
-        """How many were dropped."""
+        """Number of dropped messages."""
         return self.counts.total()
 
 

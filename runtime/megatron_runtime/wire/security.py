@@ -1,4 +1,4 @@
-"""Who may speak on the coordinator's socket: CURVE keys made from one shared secret, or loopback only."""
+"""Access to the coordinator's socket: CURVE keys derived from one shared secret, or loopback only."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from zmq.utils import z85
 from megatron_runtime.errors import ConfigurationError
 
 KEY_VARIABLE = "MEGATRON_COORDINATOR_KEY"
-"""Where a process is given the shared secret of its coordinator."""
+"""The environment variable with the shared secret of the coordinator."""
 SHORTEST_SECRET = 32
 _DOMAIN = "megatron-coordinator"
 
 
 @dataclass(frozen=True)
 class CurveKeys:
-    """Both key pairs, Z85 encoded; whoever has the shared secret has them all."""
+    """Both key pairs, Z85 encoded; the shared secret determines all of them."""
 
     server_public: bytes
     server_secret: bytes
@@ -32,7 +32,7 @@ class CurveKeys:
 
 
 def key_environment(key: str | None) -> dict[str, str]:
-    """What tells the key to a process that is started with this."""
+    """The environment that passes the key to a child process."""
     return {} if key is None else {KEY_VARIABLE: key}
 
 
@@ -58,7 +58,7 @@ def _private_key(secret: str, label: str) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host can only be reached from this machine; names other than localhost count as reachable."""
+    """Whether a host is reachable from this machine only; names other than localhost count as reachable from others."""
     if host == "localhost":
         return True
     try:
@@ -71,7 +71,7 @@ def coordinator_address(address: int | str) -> str:
     """``tcp://host:port`` from a port of this machine, ``host:port`` or the whole address.
 
     Raises:
-        ConfigurationError: Not one of these forms.
+        ConfigurationError: None of these forms.
     """
     if isinstance(address, int):
         address = f"tcp://127.0.0.1:{address}"
@@ -84,17 +84,17 @@ def coordinator_address(address: int | str) -> str:
         whole = False
     if not whole:
         raise ConfigurationError(
-            f"inference_coordinator_address={address!r} is no address; give a port, host:port or tcp://host:port",
+            f"inference_coordinator_address={address!r} is not an address; use a port, host:port or tcp://host:port",
             field="inference_coordinator_address",
         )
     return address
 
 
 def require_key_or_loopback(host: str, key: str | None) -> None:
-    """Plain sockets are for this machine only.
+    """Allow plain sockets on loopback addresses only.
 
     Raises:
-        ConfigurationError: No key, and a host that others can reach.
+        ConfigurationError: There is no key, and the host is reachable from other machines.
     """
     if key is None and not is_loopback(host):
         raise ConfigurationError(
@@ -105,7 +105,7 @@ def require_key_or_loopback(host: str, key: str | None) -> None:
 
 
 def secure_server(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], key: str) -> ThreadAuthenticator:
-    """Make a socket speak CURVE and admit only the client key of the same secret; stop the answer when done."""
+    """Enable CURVE on a server socket for clients with the same secret. The caller stops the returned authenticator."""
     keys = derive_keys(key)
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
@@ -118,7 +118,7 @@ def secure_server(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[by
 
 
 def secure_client(socket: zmq.Socket[Any], key: str) -> None:
-    """Make a socket speak CURVE to the server of the same secret; call it before connecting."""
+    """Enable CURVE on a client socket for the server with the same secret; call it before connecting."""
     keys = derive_keys(key)
     socket.curve_serverkey = keys.server_public
     socket.curve_publickey = keys.client_public
@@ -126,7 +126,7 @@ def secure_client(socket: zmq.Socket[Any], key: str) -> None:
 
 
 class _OnlyClient:
-    """Credentials provider of the authenticator: one key is welcome."""
+    """Credentials provider of the authenticator: accepts one key."""
 
     def __init__(self, public_key: bytes) -> None:
         self._public_key = public_key

@@ -1,4 +1,4 @@
-"""What the coordinator tells about the service: its state, and one view per engine."""
+"""The coordinator's report on the service: its state, and one view per engine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron_runtime.wire.codec import MalformedMessage
 from megatron_runtime.wire.items import engine_state
 
 _TYPES = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-"""The types that a field of such an annotation may have on the wire."""
+"""The types that are valid on the wire, by the annotation of a field."""
 
 
 @dataclass(frozen=True)
 class EngineView:
-    """One registered engine, as its last report said."""
+    """One registered engine, as of its last report."""
 
-    group: int
+    replica_group: int
     attempt: int
     state: str
     running: int
@@ -28,32 +28,32 @@ class EngineView:
     generated_tokens: int
     """Tokens generated since this engine started."""
     step_seconds: float
-    """How long its current step had been running at the report."""
+    """How long the current step had been running at the time of the report."""
     weight_version: int
-    """How often its weights were updated."""
+    """Number of weight updates."""
     draining: bool
     ready: bool
-    """Whether it was brought to the service's state and gets requests."""
+    """Whether it has reached the state of the service and gets requests."""
 
 
 @dataclass(frozen=True)
 class ServiceState:
-    """The whole service at one moment. Loads are as of the engines' last heartbeats."""
+    """A snapshot of the service. Loads are as of the engines' last heartbeats."""
 
     state: str
     """RUNNING, PAUSING, PAUSED, UNPAUSING, SUSPENDING, SUSPENDED, RESUMING or STOPPING."""
     revision: int
-    """Grows with every change of ``state``, of the set of engines or of their states; not with their loads. It goes on
-    growing over a restart of the coordinator."""
+    """Grows with every change of ``state``, of the set of engines or of their states, not of their loads. A restarted
+    coordinator continues with higher numbers."""
     epoch: str
     """Random per coordinator process."""
     engines: tuple[EngineView, ...]
     unassigned_requests: int
-    """Requests that wait for an engine to register."""
+    """Requests that wait for an engine."""
     outstanding_requests: int
-    """All requests that are not answered yet."""
+    """Requests without an answer so far."""
     accepted_requests: int
-    """All requests since the coordinator started."""
+    """Requests since the coordinator started."""
     dropped_messages: int
     """Malformed, stale or unexpected messages since the coordinator started."""
 
@@ -66,7 +66,7 @@ class ServiceState:
         """The inverse of `serialize`.
 
         Raises:
-            MalformedMessage: Fields are missing, or there are others, or one is of another type.
+            MalformedMessage: A field is missing, unknown or of the wrong type.
         """
         try:
             engines = tuple(EngineView(**view) for view in content["engines"])
@@ -84,4 +84,4 @@ def _check_fields(part: ServiceState | EngineView) -> None:
     for field in fields(part):
         allowed = _TYPES.get(str(field.type))
         if allowed is not None and type(getattr(part, field.name)) not in allowed:
-            raise MalformedMessage(f"{field.name} of a service state is of another type")
+            raise MalformedMessage(f"{field.name} of a service state has the wrong type")

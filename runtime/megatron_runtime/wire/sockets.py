@@ -1,4 +1,4 @@
-"""The options of the sockets that carry messages."""
+"""The ZeroMQ options of the coordinator's and its peers' sockets."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import zmq
 from megatron_runtime.wire.codec import MAX_BODY_BYTES
 
 SEND_QUEUE_MESSAGES = 200_000
-"""Messages that may wait for one slow peer; one more, and the peer counts as gone."""
+"""Most queued messages for one peer; a peer with a full queue counts as lost."""
 
 
 def configure_socket(socket: zmq.Socket[Any]) -> None:
-    """The options that all our sockets share: bounded frames and queues, and dead TCP peers noticed."""
+    """Options of all sockets: bounded frames and queues, and heartbeats that detect dead TCP peers."""
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BODY_BYTES)
     socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -28,7 +28,7 @@ def configure_dealer(socket: zmq.Socket[Any], identity: bytes) -> None:
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-    # The name may lead to another pod at the next try: a vanished address, or a process that stands still, must not
-    # hold this one up for the minutes that the kernel would take.
+    # At the next attempt the name may resolve to another pod: an unreachable address or a hanging process must not
+    # block the connection for minutes, as the timeouts of the kernel would.
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)

@@ -54,7 +54,7 @@ class ScriptedNode(PlayedNode):
             await self._token(metadata["labels"][f"{LABELS}/name"]),
             leader=environment["MEGATRON_LEADER"] == "1",
             epoch=int(environment["MEGATRON_LEADER_EPOCH"]),
-            group=int(environment["MEGATRON_GROUP_INDEX"]),
+            group=int(environment["MEGATRON_REPLICA_GROUP"]),
             lifecycle=environment["MEGATRON_LIFECYCLE"],
         )
         await launcher.start()

@@ -11,7 +11,7 @@ import uvicorn
 from megatron_runtime.errors import InvalidStateError
 from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
-from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaState
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaGroupState
 
 CONTROL_PORT = 9000
 STEPS = {
@@ -70,20 +70,20 @@ class StandIn:
             self.enter(self._wish)
 
     async def lead(self, epoch: int, lifecycle: str) -> None:
-        """The control API's ``RoleTaker``: the engine is in the wished state at once."""
+        """The control API's ``LeaderRole``: the engine is in the wished state at once."""
         self._wish = LIFECYCLES[lifecycle]
         self.state.update(is_leader=True, epoch=epoch)
         if self.state.facts.ranks[0].phase is RankPhase.SERVING:
             self.serve()
 
-    async def follow(self, epoch: int) -> None:
+    async def step_down(self, epoch: int) -> None:
         """The other half of it."""
-        self.state.update(is_leader=False, epoch=epoch, engine_state=None, replicas=())
+        self.state.update(is_leader=False, epoch=epoch, engine_state=None, replica_groups=())
 
     def enter(self, state: str) -> None:
         """The engine is in this state now."""
-        replicas = self.state.facts.replicas or (ReplicaState(self._group, state),)
-        self.state.update(engine_state=state, replicas=tuple(replace(each, state=state) for each in replicas))
+        groups = self.state.facts.replica_groups or (ReplicaGroupState(self._group, state),)
+        self.state.update(engine_state=state, replica_groups=tuple(replace(each, state=state) for each in groups))
 
     async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
         """The control API's ``SignalSender``."""

@@ -72,7 +72,7 @@ async def test_a_reply_that_nobody_can_read_is_an_error_for_its_request_only(fle
         future = client.add_request("hello", PARAMS, request_uuid=name)
         await until(lambda: fleet.coordinator and fleet.coordinator.request_id_to_client_id, "the submission")
         engine.send_multipart(codec.encode(Headers.ENGINE_REPLY, [Finished(name, 1)], bodies=[b"\xc1"]))
-        with pytest.raises(Exception, match="can't be read"):
+        with pytest.raises(Exception, match="can't be decoded"):
             await future
 
 

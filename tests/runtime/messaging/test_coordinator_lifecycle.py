@@ -99,7 +99,7 @@ async def test_a_transition_that_takes_too_long_names_the_engines_that_are_missi
     await fleet.ready(client, 2)
     futures = [client.add_request("a", PARAMS), client.add_request("b", PARAMS)]
     await until(lambda: stuck.added, "the hand-out")
-    with pytest.raises(TransitionTimeoutError, match=r"missing: engine group 1 \(attempt 0\)$"):
+    with pytest.raises(TransitionTimeoutError, match=r"missing: replica group 1 \(attempt 0\)$"):
         await client.pause_engines(timeout=0.5)
     with pytest.raises(
         InvalidStateError, match="while the service is PAUSING; possible: pause, unpause, suspend, stop"
@@ -135,7 +135,7 @@ async def test_every_signal_ends_at_its_timeout_and_names_who_did_not_obey(
         await getattr(client, f"{step}_engines")()
     for deaf in loops[1:]:
         deaf._link._on_message = lambda _: None
-    missing = r"missing: engine group 1 \(attempt 0\), engine group 2 \(attempt 0\)$"
+    missing = r"missing: replica group 1 \(attempt 0\), replica group 2 \(attempt 0\)$"
     with pytest.raises(TransitionTimeoutError, match=rf"^{signal} was not done within 0.3 s; .*{missing}"):
         await getattr(client, f"{signal}_engines")(timeout=0.3)
 

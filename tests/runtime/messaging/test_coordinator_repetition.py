@@ -108,6 +108,6 @@ async def test_a_client_whose_request_another_one_takes_over_is_told(fleet: Flee
     lost = first.add_request("hello", PARAMS, request_uuid=NAME)
     await until(engine.has_unfinished_requests, "the start")
     result = await second.add_request("hello", PARAMS, request_uuid=NAME)
-    with pytest.raises(CoordinatorError, match="another client has sent the same request again"):
+    with pytest.raises(CoordinatorError, match="another client has submitted the same request"):
         await lost
     assert result.generated_tokens == expected_tokens("hello", PARAMS)

@@ -74,7 +74,7 @@ async def test_a_request_without_any_engine_fails_with_the_reason_at_its_deadlin
     async with Fleet(request_timeout=0.2) as fleet:
         fleet.start_coordinator()
         client = await fleet.connect()
-        with pytest.raises(RequestTimeoutError, match=r"no engine was there .* 0\.2 s"):
+        with pytest.raises(RequestTimeoutError, match=r"no engine was available .* 0\.2 s"):
             await client.add_request("nobody", params())
 
 

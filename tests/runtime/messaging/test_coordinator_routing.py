@@ -196,7 +196,7 @@ def test_without_engines_there_is_nobody_to_choose() -> None:
     coordinator = DataParallelInferenceCoordinator(None, 1)
     assert coordinator.state is CoordinatorState.RUNNING
     assert coordinator.compute_request_hashes([1] * 100) == []
-    with pytest.raises(CoordinatorError, match="no engine takes requests"):
+    with pytest.raises(CoordinatorError, match="no engine is ready for requests"):
         coordinator.get_next_data_parallel_rank()
     coordinator.stop()
     coordinator.start()

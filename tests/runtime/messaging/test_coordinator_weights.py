@@ -67,7 +67,7 @@ async def test_engines_that_run_are_not_given_other_weights(fleet: Fleet) -> Non
 
 async def test_engines_that_can_not_load_them_are_named_and_keep_what_they_have(fleet: Fleet) -> None:
     client, _ = await paused(fleet, FakeEngine(), FakeEngine(refuses="/models/2"))
-    with pytest.raises(CheckpointError, match=r"^engine group 1 \(attempt 0\): /models/2: not a checkpoint$"):
+    with pytest.raises(CheckpointError, match=r"^replica group 1 \(attempt 0\): /models/2: not a checkpoint$"):
         await client.update_weights("/models/2")
     assert await versions(client) == [1, 0]
     assert await client.update_weights("/models/3") == 2
@@ -79,7 +79,7 @@ async def test_engines_that_can_not_load_them_are_named_and_keep_what_they_have(
 async def test_an_update_that_takes_too_long_names_who_has_not_answered(fleet: Fleet) -> None:
     client, loops = await paused(fleet, FakeEngine(), FakeEngine())
     loops[1]._link._on_message = lambda _: None
-    with pytest.raises(TransitionTimeoutError, match=r"update_weights was not done .* engine group 1 \(attempt 0\)$"):
+    with pytest.raises(TransitionTimeoutError, match=r"update_weights was not done .* replica group 1 \(attempt 0\)$"):
         await client.update_weights("/models/2", timeout=0.3)
 
 
@@ -111,7 +111,7 @@ async def test_an_engine_that_comes_later_and_can_not_load_them_is_refused(fleet
     await client.update_weights("/models/2")
     late = fleet.add_engine(FakeEngine(refuses="/models/2"), group=1)
     await until(lambda: late.ended, "the end of the late engine")
-    assert "can't have the weights that the others have: /models/2: not a checkpoint" in str(late.failure)
+    assert "can't load the weights of the other engines: /models/2: not a checkpoint" in str(late.failure)
     assert await versions(client) == [1]
 
 

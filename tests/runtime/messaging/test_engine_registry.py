@@ -14,7 +14,7 @@ def attempt(number: int, *, group: int = 0) -> Registration:
 def test_a_number_that_is_too_high_shuts_the_others_out_only_while_it_is_there_and_a_little_longer() -> None:
     registry = EngineRegistry(sort_by_group=False)
     registry.register(b"huge", attempt(2**62), 0.0)
-    assert "attempt 3 of engine group 0 is outdated" in str(registry.refusal(attempt(3), 1e6))
+    assert "attempt 3 of replica group 0 is outdated" in str(registry.refusal(attempt(3), 1e6))
     assert registry.refusal(attempt(3, group=1), 0.0) is None
     registry.remove(b"huge", 1e6)
     assert registry.refusal(attempt(3), 1e6 + OUTDATED_SECONDS - 1)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_runtime.data_parallel_inference_coordinator.outbox import ENOUGH_FOR_A_MESSAGE, Outbox
+from megatron_runtime.data_parallel_inference_coordinator.outbox import DEFERRED_BATCH, Outbox
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import decode
 
 
 def taken(outbox: Outbox) -> list[tuple[bytes, Headers, int]]:
     """Peer, type and number of items of each message."""
-    messages = [(peer, decode(frames)) for peer, frames in outbox.take()]
+    messages = [(peer, decode(frames)) for peer, frames in outbox.drain()]
     return [(peer, message.header, len(message.args[0])) for peer, message in messages]
 
 
@@ -28,8 +28,8 @@ def test_items_that_follow_each_other_share_a_message() -> None:
 
 def test_what_nobody_waits_for_leaves_when_it_is_released() -> None:
     outbox = Outbox()
-    outbox.add_later(b"a", Headers.REPLY_ACK, b"1")
-    outbox.add_later(b"a", Headers.REPLY_ACK, b"2")
+    outbox.defer(b"a", Headers.REPLY_ACK, b"1")
+    outbox.defer(b"a", Headers.REPLY_ACK, b"2")
     assert not outbox
     outbox.release()
     assert taken(outbox) == [(b"a", Headers.REPLY_ACK, 2)]
@@ -39,16 +39,16 @@ def test_what_nobody_waits_for_leaves_when_it_is_released() -> None:
 
 def test_what_nobody_waits_for_leaves_when_there_is_enough_of_it() -> None:
     outbox = Outbox()
-    for number in range(ENOUGH_FOR_A_MESSAGE + 1):
-        outbox.add_later(b"a", Headers.REPLY_ACK, number)
-    assert taken(outbox) == [(b"a", Headers.REPLY_ACK, ENOUGH_FOR_A_MESSAGE)]
+    for number in range(DEFERRED_BATCH + 1):
+        outbox.defer(b"a", Headers.REPLY_ACK, number)
+    assert taken(outbox) == [(b"a", Headers.REPLY_ACK, DEFERRED_BATCH)]
 
 
 def test_nothing_waits_for_a_peer_that_is_gone() -> None:
     outbox = Outbox()
     outbox.add(b"a", Headers.REPLY_ACK, b"1")
-    outbox.add_later(b"a", Headers.REPLY_ACK, b"2")
-    outbox.add_later(b"b", Headers.REPLY_ACK, b"3")
-    outbox.forget(b"a")
+    outbox.defer(b"a", Headers.REPLY_ACK, b"2")
+    outbox.defer(b"b", Headers.REPLY_ACK, b"3")
+    outbox.discard(b"a")
     outbox.release()
     assert taken(outbox) == [(b"b", Headers.REPLY_ACK, 1)]

@@ -242,11 +242,11 @@ async def test_requests_are_answered_once_each_and_rightly_while_processes_are_k
     rng = random.Random(seed)
     checkpoint = write_tiny_checkpoint(tmp_path / "tiny")
     flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--dtype", "float32", "--max-restarts", "1000"]
-    pod = start_pod(*flags, "--replicas", str(REPLICAS), "--frontend-replicas", str(FRONTENDS))
+    pod = start_pod(*flags, "--replica-groups", str(REPLICAS), "--frontend-replicas", str(FRONTENDS))
     jobs = make_jobs(rng)
     wanted = await asyncio.to_thread(undisturbed, checkpoint, jobs)
     jobs, wanted = await asyncio.to_thread(decided, checkpoint, jobs, wanted)
-    await asyncio.to_thread(pod.wait_for, lambda state: state["ready"] and len(state["replicas"]) == REPLICAS)
+    await asyncio.to_thread(pod.wait_for, lambda state: state["ready"] and len(state["replicaGroups"]) == REPLICAS)
     client = InferenceClient(f"tcp://{pod.host}:5557", key=pod.key)
     await client.start()
     crowd = Crowd(pod, client)

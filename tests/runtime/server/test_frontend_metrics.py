@@ -32,8 +32,8 @@ def test_an_answer_is_counted_and_timed(shared_pod: Any, stream: bool) -> None:
     )
     shared_pod.wait_for(
         lambda _: (
-            samples(shared_pod)["megatron_replica_generation_tokens_total"]
-            >= before["megatron_replica_generation_tokens_total"] + GENERATED
+            samples(shared_pod)["megatron_replica_group_generation_tokens_total"]
+            >= before["megatron_replica_group_generation_tokens_total"] + GENERATED
         ),
         seconds=10,
     )
@@ -59,5 +59,5 @@ def test_an_answer_is_counted_and_timed(shared_pod: Any, stream: bool) -> None:
     assert change["megatron_finished_answers_total:length"] == 1
     assert change["megatron_requests_total"] == 1
     assert change["megatron_cached_prompt_tokens_total"] in (0, 32)
-    assert change["megatron_replica_prompt_tokens_total"] == 40
+    assert change["megatron_replica_group_prompt_tokens_total"] == 40
     assert 0 <= after["megatron_kv_usage"] <= 1

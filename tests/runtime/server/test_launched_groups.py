@@ -36,27 +36,27 @@ def test_a_worker_pod_joins_the_leader_and_leaves_it_without_loss(
     worker = start_pod(
         *flags,
         MEGATRON_LEADER="0",
-        MEGATRON_GROUP_INDEX="1",
+        MEGATRON_REPLICA_GROUP="1",
         MEGATRON_COORDINATOR_ADDRESS=f"tcp://{leader.host}:5557",
     )
-    state = leader.wait_for(lambda state: len(state["replicas"]) == 2)
-    assert [replica["group"] for replica in state["replicas"]] == [0, 1]
+    state = leader.wait_for(lambda state: len(state["replicaGroups"]) == 2)
+    assert [replica["index"] for replica in state["replicaGroups"]] == [0, 1]
     assert worker.wait_for(lambda state: state["ready"])["role"] == "worker"
     assert worker.control.post("/v1/pause").status_code == 409
     assert {ask(leader) for _ in range(4)} == {alone}
     worker.process.send_signal(signal.SIGTERM)
     assert worker.process.wait(30) == 0
-    leader.wait_for(lambda state: len(state["replicas"]) == 1)
+    leader.wait_for(lambda state: len(state["replicaGroups"]) == 1)
     assert ask(leader) == alone
 
 
 def test_a_replica_that_is_restarted_with_its_coordinator_loads_the_weights_that_the_service_has(
     start_pod: Callable[..., Any], tiny_checkpoint: Path
 ) -> None:
-    pod = start_pod("--model", str(tiny_checkpoint), *FLAGS, "--replicas", "2")
+    pod = start_pod("--model", str(tiny_checkpoint), *FLAGS, "--replica-groups", "2")
 
     def has_versions(wanted: int) -> Callable[[Any], bool]:
-        return lambda state: [replica["weightVersion"] for replica in state["replicas"]] == [wanted] * 2
+        return lambda state: [replica["weightVersion"] for replica in state["replicaGroups"]] == [wanted] * 2
 
     pod.wait_for(has_versions(0))
     pod.signal("pause")
@@ -75,7 +75,7 @@ def test_a_replica_that_is_restarted_with_its_coordinator_loads_the_weights_that
 
 @pytest.mark.model
 def test_a_model_alone_is_enough_on_a_laptop(smollm2_path: Path) -> None:
-    command = [sys.executable, "-m", "megatron_runtime.cli", "--model", str(smollm2_path), "--replicas", "2"]
+    command = [sys.executable, "-m", "megatron_runtime.cli", "--model", str(smollm2_path), "--replica-groups", "2"]
     command += ["--dtype", "float32"]
     flags = ["--kv-cache-memory", "128Mi", "--threads-per-rank", "1", "--frontend-replicas", "1"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGATRON_")}

@@ -49,7 +49,7 @@ def test_what_a_killed_frontend_asked_for_leaves_the_engine_and_its_blocks(
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
     pod.wait_for(lambda state: state["requests"] == {"running": 0, "waiting": 0}, seconds=10)
-    unused = 'megatron_kv_blocks{group="0",state="used"} 0.0'
+    unused = 'megatron_kv_blocks{replica_group="0",state="used"} 0.0'
     pod.wait_for(lambda _: unused in pod.control.get("/metrics").text, seconds=10)
     pod.signal("unpause")
     assert ask(pod)
@@ -68,8 +68,8 @@ def test_a_stopped_coordinator_is_replaced_before_others_would_be(
 @pytest.mark.parametrize("victim", ["server.frontend", "coordinator_process", "megatron_runtime.rank"])
 def test_a_stopped_process_is_replaced(start_pod: Callable[..., Any], checkpoint: Path, victim: str) -> None:
     flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--hang-timeout", "3"]
-    pod = start_pod(*flags, "--replicas", str(REPLICAS))
-    pod.wait_for(lambda state: state["ready"] and len(state["replicas"]) == REPLICAS)
+    pod = start_pod(*flags, "--replica-groups", str(REPLICAS))
+    pod.wait_for(lambda state: state["ready"] and len(state["replicaGroups"]) == REPLICAS)
     whole = ask(pod)
     stopped = pod.child(victim)
     with ThreadPoolExecutor() as pool:
@@ -80,7 +80,7 @@ def test_a_stopped_process_is_replaced(start_pod: Callable[..., Any], checkpoint
         lambda state: (
             state["restarts"] == 1
             and state["ready"]
-            and len(state["replicas"]) == REPLICAS
+            and len(state["replicaGroups"]) == REPLICAS
             and len(pod.children()) == REPLICAS + 3
         )
     )

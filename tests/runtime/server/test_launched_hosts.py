@@ -56,7 +56,7 @@ def start_attempt(switch: Switch, start_pod: Callable[..., Any], checkpoint: Pat
                 MEGATRON_BIND_HOST=host.address,
                 MEGATRON_MASTER_ADDR=first,
                 MEGATRON_COORDINATOR_ADDRESS=f"tcp://{first}:5557",
-                MEGATRON_GROUP_ATTEMPT=str(attempt),
+                MEGATRON_ATTEMPT=str(attempt),
                 MEGATRON_POD_INDEX=str(index),
                 MEGATRON_LEADER="0" if index else "1",
             )

@@ -59,7 +59,7 @@ def pair(start_pod: Callable[..., Any], new_host: Callable[[], str], tiny_checkp
                 *FLAGS,
                 MEGATRON_LEADER=str(int(index == 0)),
                 MEGATRON_LEADER_EPOCH=str(int(index == 0)),
-                MEGATRON_GROUP_INDEX=str(index),
+                MEGATRON_REPLICA_GROUP=str(index),
                 MEGATRON_COORDINATOR_ADDRESS=f"tcp://{host}:{port}",
             )
             for index in range(2)
@@ -67,7 +67,7 @@ def pair(start_pod: Callable[..., Any], new_host: Callable[[], str], tiny_checkp
         coordinator.target = (pods[0].host, 5557)
         for pod in pods:
             pod.wait_ready()
-        pods[0].wait_for(lambda state: len(state["replicas"]) == 2)
+        pods[0].wait_for(lambda state: len(state["replicaGroups"]) == 2)
         yield Pair(pods[0], pods[1], coordinator, ask(pods[0]))
 
 
@@ -75,7 +75,7 @@ def leads(groups: int, engine: str = "RUNNING") -> Callable[[dict[str, Any]], bo
     """Whether a pod leads so many groups that are in this state."""
 
     def check(state: dict[str, Any]) -> bool:
-        registered = [replica["state"] for replica in state["replicas"]]
+        registered = [replica["state"] for replica in state["replicaGroups"]]
         return state["role"] == "leader" and state["engineState"] == engine and registered == [engine] * groups
 
     return check
@@ -103,17 +103,17 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
         pair.first.signal("unpause")
         pair.first.wait_for(lambda state: state["requests"]["running"] == 4)
         pair.give_lead(pair.second, 2)
-        assert pair.first.control.post("/v1/follow", json={"epoch": 2}).status_code == 200
+        assert pair.first.control.post("/v1/step-down", json={"epoch": 2}).status_code == 200
         pair.second.wait_for(leads(2))
         assert len({answer.result(60) for answer in answers}) == 1
     former = pair.first.state()
-    assert (former["role"], former["epoch"], former["engineState"], former["replicas"]) == ("worker", 2, None, [])
+    assert (former["role"], former["epoch"], former["engineState"], former["replicaGroups"]) == ("worker", 2, None, [])
     assert former["ready"]
     assert pair.first.control.post("/v1/pause").json()["error"]["code"] == "NotLeader"
     assert not any("coordinator_process" in command for command in pair.first.children().values())
     # Back again: the ranks are still those that were started first.
     pair.give_lead(pair.first, 3)
-    assert pair.second.control.post("/v1/follow", json={"epoch": 3}).status_code == 200
+    assert pair.second.control.post("/v1/step-down", json={"epoch": 3}).status_code == 200
     pair.first.wait_for(leads(2))
     assert {ask(pod) for pod in pods} == {pair.answer}
     assert [pod.child("megatron_runtime.rank") for pod in pods] == ranks
@@ -133,7 +133,7 @@ def test_when_the_leaders_pod_is_lost_the_others_requests_go_on(pair: Pair) -> N
 def test_a_paused_service_stays_paused_when_the_lead_moves(pair: Pair) -> None:
     pair.first.signal("pause")
     pair.give_lead(pair.second, 2, lifecycle="Paused")
-    pair.first.control.post("/v1/follow", json={"epoch": 2})
+    pair.first.control.post("/v1/step-down", json={"epoch": 2})
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, pair.first)
         pair.second.wait_for(lambda state: leads(2, "PAUSED")(state) and state["requests"]["waiting"] == 1)
@@ -150,10 +150,10 @@ def test_a_leader_that_stood_still_gives_up_when_it_is_told_and_obeys_no_older_d
     assert ask(pair.second) == pair.answer
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
-    assert pair.first.control.post("/v1/follow", json={"epoch": 2}).status_code == 200
+    assert pair.first.control.post("/v1/step-down", json={"epoch": 2}).status_code == 200
     assert pair.first.control.post("/v1/lead", json={"epoch": 1}).status_code == 409
     assert pair.first.control.post("/v1/lead", json={"epoch": 2}).status_code == 409
-    assert pair.second.control.post("/v1/follow", json={"epoch": 1}).status_code == 409
+    assert pair.second.control.post("/v1/step-down", json={"epoch": 1}).status_code == 409
     pair.second.wait_for(leads(2))
     assert not any("coordinator_process" in command for command in pair.first.children().values())
     assert {ask(pair.first), ask(pair.second)} == {pair.answer}
@@ -171,7 +171,7 @@ def test_engines_leave_a_leader_whose_launcher_alone_stands_still(pair: Pair) ->
         pair.second.wait_for(leads(2))
         assert waiting.result(60) == pair.answer
     pair.first.process.send_signal(signal.SIGCONT)
-    assert pair.first.control.post("/v1/follow", json={"epoch": 2}).status_code == 200
+    assert pair.first.control.post("/v1/step-down", json={"epoch": 2}).status_code == 200
     assert not is_alive(coordinator)
     assert {ask(pair.first), ask(pair.second)} == {pair.answer}
 

@@ -136,11 +136,11 @@ def test_new_weights_come_between_pause_and_unpause_and_answers_tell_of_them(
     assert load(tiny_checkpoint).json() == {"accepted": True, "engineState": "PAUSED"}
     refused = load("/nowhere.gguf")
     assert (refused.status_code, refused.json()["error"]["code"]) == (422, "InvalidWeights")
-    assert "engine group 0 (attempt 0): /nowhere.gguf" in refused.json()["error"]["message"]
+    assert "replica group 0 (attempt 0): /nowhere.gguf" in refused.json()["error"]["message"]
     tiny_pod.signal("unpause")
     assert ask(tiny_pod) == before
     assert fingerprints(stream=True)[-1] == "weights-1"
-    tiny_pod.wait_for(lambda state: [replica["weightVersion"] for replica in state["replicas"]] == [1])
+    tiny_pod.wait_for(lambda state: [replica["weightVersion"] for replica in state["replicaGroups"]] == [1])
 
 
 def test_a_signal_that_is_not_waited_for_is_accepted(tiny_pod: Any) -> None:

@@ -34,10 +34,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pod(pod_type: type[Any], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two replicas of two ranks; the tests leave them running."""
-    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--replicas", "2")
+    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--replica-groups", "2")
     started = pod_type(tmp_path_factory.mktemp("pod"), *flags)
     try:
-        started.wait_for(lambda state: state["ready"] and len(state["replicas"]) == 2)
+        started.wait_for(lambda state: state["ready"] and len(state["replicaGroups"]) == 2)
         yield started
     finally:
         started.end()
@@ -93,7 +93,7 @@ def test_a_rank_that_dies_takes_its_replica_along_and_no_other(pod: Any, whole: 
         os.kill(before[victim], signal.SIGKILL)
         pod.wait_for(lambda _: not any(is_alive(pid) for pid in fellows), seconds=10)
         assert [answer.result(60) for answer in answers] == [whole] * 4
-    pod.wait_for(lambda state: state["restarts"] == restarts + 1 and len(state["replicas"]) == 2)
+    pod.wait_for(lambda state: state["restarts"] == restarts + 1 and len(state["replicaGroups"]) == 2)
     after = ranks_of(pod)
     assert others.items() <= after.items()
     assert after.keys() == before.keys()

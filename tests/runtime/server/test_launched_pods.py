@@ -42,8 +42,8 @@ def start_group(start_pod: Callable[..., Any], new_host: Callable[[], str], chec
                 MEGATRON_BIND_HOST=host,
                 MEGATRON_MASTER_ADDR=hosts[0],
                 MEGATRON_COORDINATOR_ADDRESS=f"tcp://{coordinator}:5557",
-                MEGATRON_GROUP_INDEX=str(group),
-                MEGATRON_GROUP_ATTEMPT=str(attempt),
+                MEGATRON_REPLICA_GROUP=str(group),
+                MEGATRON_ATTEMPT=str(attempt),
                 MEGATRON_POD_INDEX=str(index),
                 MEGATRON_LEADER="1" if host == coordinator else "0",
             )
@@ -112,7 +112,7 @@ def test_a_rank_that_dies_ends_its_group_in_all_pods_and_the_next_attempt_takes_
     leader = start_pod("--model", str(checkpoint), *FLAGS).wait_ready()
     whole, sizes = ask(leader, 300), ("--tensor-parallel", "2", "--ranks-per-pod", "1")
     group = start_group(*sizes, group=1, attempt=4, leader=leader.host)
-    leader.wait_for(lambda state: len(state["replicas"]) == 2)
+    leader.wait_for(lambda state: len(state["replicaGroups"]) == 2)
     ranks = [rank_in(pod) for pod in group]
     with ThreadPoolExecutor() as pool:
         answers = leader.begin(pool, long_answer(leader), 4)
@@ -126,7 +126,7 @@ def test_a_rank_that_dies_ends_its_group_in_all_pods_and_the_next_attempt_takes_
     assert (survivor["reason"], survivor["rank"]) == ("LostRank", 2 + victim)
     assert f"rank {victim} (tensor {victim}, stage 0) is missing" in survivor["message"]
     start_group(*sizes, group=1, attempt=5, leader=leader.host)
-    leader.wait_for(lambda state: len(state["replicas"]) == 2)
+    leader.wait_for(lambda state: len(state["replicaGroups"]) == 2)
     assert [ask(leader, 300) for _ in range(2)] == [whole] * 2
 
 

@@ -194,7 +194,7 @@ def test_metrics_count_what_was_served(shared_pod: Any) -> None:
     assert "megatron_generation_tokens_total" in text
     assert "megatron_prompt_tokens_total" in text
     assert "megatron_cached_prompt_tokens_total" in text
-    assert 'megatron_kv_blocks{group="0",state="free"}' in text
+    assert 'megatron_kv_blocks{replica_group="0",state="free"}' in text
     assert "megatron_request_duration_seconds_bucket" in text
 
 

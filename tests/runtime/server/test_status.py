@@ -19,10 +19,10 @@ def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
     model = write_tiny_checkpoint(folder / "tiny")
-    flags = "--dtype float32 --kv-cache-memory 16Mi --frontend-replicas 1 --replicas 2"
+    flags = "--dtype float32 --kv-cache-memory 16Mi --frontend-replicas 1 --replica-groups 2"
     pod = pod_type(folder, "--model", str(model), *flags.split(), MEGATRON_API_KEYS_FILE=str(keys))
     try:
-        pod.wait_for(lambda state: state["ready"] and len(state["replicas"]) == 2)
+        pod.wait_for(lambda state: state["ready"] and len(state["replicaGroups"]) == 2)
         pod.http.headers["Authorization"] = f"Bearer {KEY}"
         yield pod
     finally:

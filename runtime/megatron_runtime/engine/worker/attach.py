@@ -127,9 +127,7 @@ def _make_loop(
             following = FollowerLoop(engine, engine.ranks, **options)
             return following, following.run()
         together = LockStepEngine(engine, engine.ranks, takes_tensors=True)
-    loop = EngineLoop(
-        together or engine, coordinator_address=address, data_parallel_rank=world.replica, key=key, **options
-    )
+    loop = EngineLoop(together or engine, coordinator_address=address, replica_group=world.replica, key=key, **options)
     return loop, loop.run() if together is None else _lead(loop, together)
 
 

@@ -34,14 +34,14 @@ class CoordinatorConnection:
         self,
         address: int | str,
         *,
-        group: int,
+        replica_group: int,
         attempt: int,
         key: str | None,
         describe: Callable[[], tuple[EngineState, bool, list[bytes], EngineLoad, str]],
         on_message: Callable[[Message], None],
         on_refused: Callable[[str], None],
     ) -> None:
-        self._group = group
+        self._replica_group = replica_group
         self._attempt = attempt
         self._incarnation = secrets.token_hex(8)
         self._describe = describe
@@ -49,7 +49,7 @@ class CoordinatorConnection:
         self._on_refused = on_refused
         self._dealer = Dealer(
             address,
-            identity=f"mp-coord-{group}-{self._incarnation}".encode(),
+            identity=f"mp-coord-{replica_group}-{self._incarnation}".encode(),
             key=key,
             on_message=self._take,
             on_connected=self._register,
@@ -134,7 +134,7 @@ class CoordinatorConnection:
     def _register(self) -> None:
         """Introduce this engine with all it holds; after each (re-)connection, and when the coordinator asks."""
         self.registered.clear()
-        registration = Registration(self._group, self._attempt, self._incarnation, *self._describe())
+        registration = Registration(self._replica_group, self._attempt, self._incarnation, *self._describe())
         self._dealer.send(Headers.REGISTER, *registration.wire())
 
     def _disconnected(self) -> None:

@@ -41,7 +41,7 @@ class EngineLoop:
     Args:
         engine: Nobody else may use it while the loop runs.
         coordinator_address: A port of this machine, ``host:port`` or ``tcp://host:port``.
-        data_parallel_rank: The replica group that this engine serves.
+        replica_group: The replica group that this engine serves.
         attempt: Which start of this group this is; a coordinator refuses an older one than it has seen.
         key: The coordinator's shared secret; None means plain sockets, allowed on loopback only.
         prepare_thread: Called once in the thread that steps, for instance to choose its CUDA device.
@@ -56,17 +56,17 @@ class EngineLoop:
         engine: Engine,
         *,
         coordinator_address: int | str,
-        data_parallel_rank: int = 0,
+        replica_group: int = 0,
         attempt: int = 0,
         key: str | None = None,
         prepare_thread: Callable[[], None] | None = None,
         on_state: Callable[[EngineState], None] | None = None,
     ) -> None:
         self._engine = engine
-        self._group = data_parallel_rank
+        self._replica_group = replica_group
         self._link = CoordinatorConnection(
             coordinator_address,
-            group=data_parallel_rank,
+            replica_group=replica_group,
             attempt=attempt,
             key=key,
             describe=self._describe,
@@ -108,7 +108,7 @@ class EngineLoop:
             self._fail(error)
             if isinstance(error, EngineError):
                 raise
-            raise EngineError(f"the engine loop of group {self._group} failed: {error!r}") from error
+            raise EngineError(f"the engine loop of replica group {self._replica_group} failed: {error!r}") from error
         finally:
             self._link.close()
             self._thread.shutdown(wait=False)
@@ -322,7 +322,7 @@ class EngineLoop:
         self._news.set()
 
     def _fail(self, error: BaseException) -> None:
-        logger.error("the engine loop of group %d failed", self._group, exc_info=error)
+        logger.error("the engine loop of replica group %d failed", self._replica_group, exc_info=error)
         self.failure = error
         self._link.say_goodbye(f"it failed: {error!r}"[:500], failed=True)
         with contextlib.suppress(Exception):

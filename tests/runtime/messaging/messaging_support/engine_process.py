@@ -30,7 +30,7 @@ async def main() -> None:
     loop = EngineLoop(
         build_engine(float(step_seconds), checkpoint[0] if checkpoint else None),
         coordinator_address=address,
-        data_parallel_rank=int(group),
+        replica_group=int(group),
         attempt=int(attempt),
         key=os.environ.get("MEGATRON_COORDINATOR_KEY"),
     )

@@ -107,7 +107,7 @@ class Fleet:
         loop = EngineLoop(
             engine or FakeEngine(),
             coordinator_address=self.address,
-            data_parallel_rank=group,
+            replica_group=group,
             attempt=attempt,
             key=self.key,
         )
