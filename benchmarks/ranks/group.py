@@ -23,7 +23,7 @@ import torch
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.worker.lock_step import LockStepEngine, follow
+from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_follower
 from megatron_runtime.launch.ports import free_loopback_port
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.parallel.join import join_replica
@@ -96,12 +96,12 @@ class Group:
 def _start(setup: Setup, rank: int) -> Connection:
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    spawn.Process(target=_follow, args=(setup, rank, there), daemon=True).start()
+    spawn.Process(target=_run_follower, args=(setup, rank, there), daemon=True).start()
     return here
 
 
-def _follow(setup: Setup, rank: int, clock: Connection) -> None:
-    follow(*_join(setup, rank, clock.send))
+def _run_follower(setup: Setup, rank: int, clock: Connection) -> None:
+    run_follower(*_join(setup, rank, clock.send))
 
 
 def _join(setup: Setup, rank: int, on_end: Any) -> tuple[DynamicInferenceEngine, Any]:

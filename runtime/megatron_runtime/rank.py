@@ -1,6 +1,6 @@
 """One rank: ``python -m megatron_runtime.rank``, started by the launcher. Loads its part of the model and serves it.
 
-Of a replica of several ranks the first one talks to the coordinator, and the others do what it does.
+The first rank of a replica group connects to the coordinator; the others are followers, which execute its actions.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 0.1
-"""Least time between two reports of progress."""
-LOOK_SECONDS = 0.5
-"""Between two looks whether the coordinator is still there."""
+"""Minimum interval of progress reports."""
+POLL_SECONDS = 0.5
+"""Interval in which the registration is checked."""
 CUDA_SHARE = 0.9
-"""Part of the device's free memory that a KV cache of unasked size takes; the rest is for activations."""
+"""Fraction of the device's free memory for a KV cache without a configured size; the rest is for activations."""
 
 
 def main() -> None:
-    """Ends with 0 after a drain or a stop, with 2 when the input can't be served."""
+    """Exits with 0 after a drain or a stop, with 2 when the input can't be served."""
     link = ParentLink.from_arguments()
     options = RankOptions.deserialize(link.options)
     _report_phase(link, RankPhase.STARTING)
@@ -60,7 +60,7 @@ def main() -> None:
         engine = _build_engine(link, options, plan)
         ranks = engine.controller.model.ranks
         ranks.barrier("ready", LOAD_TIMEOUT)
-        serve = _serve(link, options, plan, engine) if ranks.position.is_first else _follow(link, engine, ranks)
+        serve = _serve(link, options, plan, engine) if ranks.position.is_first else _run_follower(link, engine, ranks)
         asyncio.run(serve)
         ranks.close()
     except (CheckpointError, ConfigurationError) as error:
@@ -114,10 +114,10 @@ def _build_engine(link: ParentLink, options: RankOptions, plan: RankPlan) -> Dyn
 
 
 def _import_engine() -> None:
-    """Imports all that a rank runs on, which takes more than a second, before it is known what is to be loaded.
+    """Imports the modules of a rank, which takes more than a second, while the launcher inspects the checkpoint.
 
-    Of a million objects that are made here next to all stay: the garbage collector would look through them in vain,
-    now and whenever it looks through all that there is.
+    Nearly all of the million objects created here are permanent: freezing them keeps the garbage collector from
+    scanning them, now and in every full collection.
     """
     gc.disable()
     try:
@@ -140,9 +140,9 @@ def _choose_device(options: RankOptions) -> torch.device:
             "--device cpu"
         )
     index, count = options.local_rank, torch.cuda.device_count()
-    if index >= count:  # on this machine, or at the moment: not bad input
+    if index >= count:  # may differ on another machine or later: not bad input
         raise EngineError(
-            f"--device cuda: each rank takes a GPU of its own, this one number {index} counted from 0, but "
+            f"--device cuda: each rank needs its own GPU, this one number {index} counted from 0, but "
             f"PyTorch finds {count}; give the pod a GPU for each of its ranks"
         )
     device = torch.device("cuda", index)
@@ -171,7 +171,7 @@ def _join_replica_group(link: ParentLink, options: RankOptions) -> Ranks:
             rendezvous_timeout=options.rendezvous_timeout,
         )
     except ConfigurationError as error:
-        raise EngineError(str(error)) from error  # the port was free when it was chosen; the next one may be again
+        raise EngineError(str(error)) from error  # the port was free when it was chosen; a restart chooses another one
 
 
 def _inference_config(engine: EngineOptions, plan: RankPlan, ranks: Ranks) -> InferenceConfig:
@@ -198,15 +198,15 @@ def _free_device_memory() -> int:
 
 
 async def _serve(link: ParentLink, options: RankOptions, plan: RankPlan, engine: DynamicInferenceEngine) -> None:
-    """Works for the coordinator until it says stop, or until SIGTERM has been obeyed by a drain."""
+    """Serves the coordinator's requests until it sends STOP, or until the drain after SIGTERM is done."""
     from megatron_runtime.engine.worker.engine_loop import EngineLoop
-    from megatron_runtime.engine.worker.lock_step import LockStepEngine, lead
+    from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_in_lock_step
 
     tracing.start()
     ranks = engine.controller.model.ranks
-    together = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica > 1 else None
+    lock_step = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica > 1 else None
     loop = EngineLoop(
-        together or engine,
+        lock_step or engine,
         coordinator_address=plan.coordinator_address,
         replica_group=options.replica_group,
         attempt=options.attempt,
@@ -223,34 +223,34 @@ async def _serve(link: ParentLink, options: RankOptions, plan: RankPlan, engine:
     _report_phase(link, RankPhase.REGISTERING)
     reporting = [asyncio.create_task(work) for work in (_report_registration(link, loop), link.keep_beating())]
     try:
-        await (loop.run() if together is None else lead(loop, together))
+        await (loop.run() if lock_step is None else run_in_lock_step(loop, lock_step))
     finally:
         for task in reporting:
             task.cancel()
         await asyncio.gather(*reporting, *drains, return_exceptions=True)
 
 
-async def _follow(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
-    """Does what the first rank does until that lets it go; SIGTERM is for that one."""
+async def _run_follower(link: ParentLink, engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+    """Runs until the first rank releases this one; only the first rank handles SIGTERM."""
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     beating = asyncio.create_task(link.keep_beating())
     _report_phase(link, RankPhase.SERVING)
     try:
-        await asyncio.to_thread(_follow_on_device, engine, ranks)
+        await asyncio.to_thread(_run_follower_on_device, engine, ranks)
     finally:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
 
 
-def _follow_on_device(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
-    from megatron_runtime.engine.worker.lock_step import follow
+def _run_follower_on_device(engine: DynamicInferenceEngine, ranks: Ranks) -> None:
+    from megatron_runtime.engine.worker.lock_step import run_follower
 
     _use_device_of(engine)
-    follow(engine, ranks)
+    run_follower(engine, ranks)
 
 
 def _use_device_of(engine: DynamicInferenceEngine) -> None:
-    """Every thread has a GPU of its own choice, the first one until it says otherwise."""
+    """Sets the current GPU of this thread, which is the first one by default."""
     import torch
 
     if engine.context.device.type == "cuda":
@@ -258,7 +258,7 @@ def _use_device_of(engine: DynamicInferenceEngine) -> None:
 
 
 async def _report_registration(link: ParentLink, loop: EngineLoop) -> None:
-    """The first time it makes a rank that serves; a coordinator that is lost later is only missed for a while."""
+    """Reports the first registration as the phase Serving, and changes of the registration afterwards."""
     await loop.registered.wait()
     _report_phase(link, RankPhase.SERVING)
     registered = False
@@ -266,7 +266,7 @@ async def _report_registration(link: ParentLink, loop: EngineLoop) -> None:
         if loop.registered.is_set() != registered:
             registered = not registered
             link.report(registered=registered)
-        await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def _report_phase(link: ParentLink, phase: RankPhase) -> None:
@@ -274,7 +274,7 @@ def _report_phase(link: ParentLink, phase: RankPhase) -> None:
 
 
 class _Progress:
-    """Reports how many bytes of the weights are loaded, not too often."""
+    """Reports the number of loaded bytes of the weights, at a limited rate."""
 
     def __init__(self, link: ParentLink) -> None:
         self._link = link

@@ -68,7 +68,7 @@ def test_a_reply_has_the_prompt_s_tokens_when_asked_for(make_engine: MakeEngine,
     engine = make_engine()
     requests = LoopRequests(engine)
     params = greedy(return_prompt_tokens=wanted)
-    requests.take(Assignment(b"u" * 16, 0, False), RequestBody("Hello", params.serialize()))
+    requests.add(Assignment(b"u" * 16, 0, False), RequestBody("Hello", params.serialize()))
     while engine.has_unfinished_requests():
         for record in engine.step_modern()["finished_request_records"]:
             served = requests.finish(record)

@@ -88,7 +88,7 @@ async def test_stored_tokens_that_nobody_can_read_fail_their_request_when_the_en
         await until(lambda: fleet.coordinator._core.dispatcher.requests[name].token_count, "the report")  # type: ignore[union-attr]
         fleet.add_engine(group=1)
         await fleet.ready(client, 2)
-    with pytest.raises(Exception, match="can't be handed to another engine"):
+    with pytest.raises(Exception, match="can't be decoded for another engine"):
         await future
     assert (await client.add_request("hello", PARAMS)).succeeded()
 
@@ -147,7 +147,7 @@ async def test_only_the_right_key_is_let_in() -> None:
                 assert not unknown.poll(300)
             assert (await client.service_state()).dropped_messages > dropped
         fleet.key = "w" * 40
-        with pytest.raises(CoordinatorError, match="no coordinator has answered"):
+        with pytest.raises(CoordinatorError, match="no answer from a coordinator"):
             await fleet.connect(coordinator_timeout=1.0)
 
 

@@ -183,7 +183,7 @@ async def test_clients_and_engines_survive_whatever_a_coordinator_says(caplog: p
         answer = client.add_request(SECRET, params)
         await asyncio.to_thread(pass_on, false, *names)
         assert (await answer).generated_tokens == expected_tokens(SECRET, params)
-        await until(lambda: loop._link.protocol_errors.total() == sent, "the engine's count")
+        await until(lambda: loop._connection.protocol_errors.total() == sent, "the engine's count")
         assert client._dealer.protocol_errors.total() == sent
     finally:
         client.stop()

@@ -134,7 +134,7 @@ async def test_every_signal_ends_at_its_timeout_and_names_who_did_not_obey(
     for step in before:
         await getattr(client, f"{step}_engines")()
     for deaf in loops[1:]:
-        deaf._link._on_message = lambda _: None
+        deaf._connection._on_message = lambda _: None
     missing = r"missing: replica group 1 \(attempt 0\), replica group 2 \(attempt 0\)$"
     with pytest.raises(TransitionTimeoutError, match=rf"^{signal} was not done within 0.3 s; .*{missing}"):
         await getattr(client, f"{signal}_engines")(timeout=0.3)
@@ -170,7 +170,7 @@ async def test_an_engine_that_vanishes_during_a_transition_does_not_hold_it_up(f
     await until(lambda: stuck.added, "the hand-out")
     pausing = client.pause_engines()
     await until(lambda: fleet.loops[0].state is EngineState.PAUSED, "the pause of the other")
-    leaving._link.close()  # without a word, as a process that was killed
+    leaving._connection.close()  # without a word, as a process that was killed
     await pausing
     stuck.let_go.set()
     await client.unpause_engines()
@@ -226,7 +226,7 @@ async def test_a_change_of_state_wakes_whoever_waits_for_it(fleet: Fleet) -> Non
     fleet.add_engine(group=3, attempt=2)
     after = await waiting
     assert after.revision > before.revision
-    assert [(view.group, view.attempt) for view in after.engines] == [(3, 2)]
+    assert [(view.replica_group, view.attempt) for view in after.engines] == [(3, 2)]
     await fleet.ready(client, 1)
     await client.pause_engines()
     state = after

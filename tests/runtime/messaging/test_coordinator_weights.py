@@ -26,7 +26,7 @@ PARAMS = SamplingParams(num_tokens_to_generate=5, seed=5)
 async def versions(client: InferenceClient) -> list[int]:
     """By the engines' groups: they register in any order."""
     views = (await client.service_state()).engines
-    return [view.weight_version for view in sorted(views, key=lambda view: view.group)]
+    return [view.weight_version for view in sorted(views, key=lambda view: view.replica_group)]
 
 
 async def paused(fleet: Fleet, *engines: FakeEngine) -> tuple[InferenceClient, list[EngineLoop]]:
@@ -78,17 +78,17 @@ async def test_engines_that_can_not_load_them_are_named_and_keep_what_they_have(
 
 async def test_an_update_that_takes_too_long_names_who_has_not_answered(fleet: Fleet) -> None:
     client, loops = await paused(fleet, FakeEngine(), FakeEngine())
-    loops[1]._link._on_message = lambda _: None
+    loops[1]._connection._on_message = lambda _: None
     with pytest.raises(TransitionTimeoutError, match=r"update_weights was not done .* replica group 1 \(attempt 0\)$"):
         await client.update_weights("/models/2", timeout=0.3)
 
 
 async def test_an_engine_that_vanishes_meanwhile_does_not_hold_it_up(fleet: Fleet) -> None:
     client, loops = await paused(fleet, FakeEngine(), FakeEngine())
-    loops[1]._link._on_message = lambda _: None
+    loops[1]._connection._on_message = lambda _: None
     updating = client.update_weights("/models/2")
     await until(lambda: loops[0]._engine.stats().weight_version == 1, "the update of the other")
-    loops[1]._link.close()
+    loops[1]._connection.close()
     assert await updating == 1
 
 
@@ -191,8 +191,8 @@ async def test_an_engine_that_was_ready_with_older_weights_is_brought_up_to_date
     await client.update_weights("/models/2")
     await client.unpause_engines()
     # The next coordinator meets an engine that was restarted before it meets the one that has the weights.
-    connected = loop._link._register
-    loop._link._dealer._on_connected = lambda: None
+    connected = loop._connection._register
+    loop._connection._dealer._on_connected = lambda: None
     await asyncio.to_thread(fleet.stop_coordinator)
     fleet.start_coordinator()
     behind = FakeEngine()

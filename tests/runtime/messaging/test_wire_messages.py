@@ -59,9 +59,9 @@ def test_arbitrary_bytes_are_a_body_or_malformed_and_nothing_else(body: bytes) -
         ([], "empty header"),
         ([b""], "empty header"),
         ([b"\xc1"], "undecodable header"),
-        ([msgpack.packb({"a": 1})], "no list"),
-        ([msgpack.packb([])], "no list"),
-        ([msgpack.packb([True])], "no list"),
+        ([msgpack.packb({"a": 1})], "not a list"),
+        ([msgpack.packb([])], "not a list"),
+        ([msgpack.packb([True])], "not a list"),
         ([msgpack.packb([9999])], "unknown header"),
         ([b"\x91" * 2000 + b"\x00"], "undecodable header"),
         ([b"\x00" * (codec.MAX_HEADER_BYTES + 1)], "oversized header"),
@@ -89,7 +89,7 @@ def test_a_registration_survives_the_way() -> None:
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
-    with pytest.raises(ValueError, match="more than the"):
+    with pytest.raises(ValueError, match="the limit is"):
         RequestBody("x" * (codec.MAX_BODY_BYTES + 1), {}).pack()
 
 
@@ -136,7 +136,7 @@ def test_plain_sockets_are_for_this_machine_only() -> None:
 
 def service_state(**changes: Any) -> dict[str, Any]:
     load = EngineLoad()._asdict()
-    view = EngineView(group=0, attempt=0, state="RUNNING", draining=False, ready=True, **load)
+    view = EngineView(replica_group=0, attempt=0, state="RUNNING", draining=False, ready=True, **load)
     return {**ServiceState("RUNNING", 7, "epoch", (view,), 0, 1, 3, 0).serialize(), **changes}
 
 

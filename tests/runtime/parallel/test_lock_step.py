@@ -75,7 +75,7 @@ def test_weights_are_taken_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -
     other = write_tiny_checkpoint(tmp_path / "other", seed=4)
     said = run_ranks(lock_step_scenarios.renew, 2, TENSOR, free_port(), tiny, other)
     assert "nowhere" in said[0]["complaints"][0]
-    assert "takes weights from files; give their path" in said[0]["complaints"][1]
+    assert "loads weights from files; give their path" in said[0]["complaints"][1]
     assert said[0]["answers"] == alone(other) != alone(tiny)
     assert (said[0]["version"], said[1]["own version"]) == (1, 1)
 

@@ -126,7 +126,7 @@ def test_an_answer_is_followed_as_it_comes_from_ranks_that_share_a_copy(checkpoi
 def test_a_coordinator_that_cannot_be_is_told_on_all_ranks(checkpoints: tuple[Path, Path]) -> None:
     said = run_ranks(world_scenarios.miss_coordinator, 3, 3, free_port(), ParallelSizes(), checkpoints[0])
     assert "192.0.2.1" in said[0]
-    assert all(heard == f"rank 0 of the world has no coordinator: {said[0]}" for heard in said[1:])
+    assert all(heard == f"rank 0 of the world could not start the coordinator: {said[0]}" for heard in said[1:])
 
 
 def test_weights_are_not_taken_by_a_running_engine_on_any_rank(checkpoints: tuple[Path, Path]) -> None:

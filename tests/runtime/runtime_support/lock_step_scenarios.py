@@ -13,7 +13,7 @@ from runtime_support.group_scenarios import join
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engine.worker.lock_step import LockStepEngine, follow
+from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_follower
 from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
 from megatron_runtime.guides import lark_grammar, regex_grammar
 from megatron_runtime.inference_request import DynamicInferenceRequest
@@ -105,7 +105,7 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
     engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True)
     said: dict[str, Any] = {}
     if rank:
-        follow(engine, ranks)
+        run_follower(engine, ranks)
     else:
         first = LockStepEngine(engine, ranks)
 
@@ -144,7 +144,7 @@ def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> d
     engine = build(old, ranks)
     said: dict[str, Any] = {}
     if rank:
-        follow(engine, ranks)
+        run_follower(engine, ranks)
     else:
         first = LockStepEngine(engine, ranks)
         for weights in (old / "nowhere", {"norm": None}):
@@ -170,7 +170,7 @@ def stray(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
             engine.scheduler.schedule()
             engine.abort_request(77)
             engine.add_request(78, [1], SamplingParams(num_tokens_to_generate=4))
-            follow(engine, ranks)
+            run_follower(engine, ranks)
         else:
             serve(LockStepEngine(engine, ranks))
     except (LockStepError, LostRankError) as error:
@@ -186,7 +186,7 @@ def miss_suspension(rank: int, sizes: ParallelSizes, port: int, path: Path) -> s
         if rank == sizes.ranks_per_replica - 1:
             engine.suspend = lambda: time.sleep(6.0)  # type: ignore[method-assign]
         if rank:
-            follow(engine, ranks)
+            run_follower(engine, ranks)
         else:
             LockStepEngine(engine, ranks).suspend()
     except LostRankError as error:
@@ -201,7 +201,7 @@ def wait_idle(rank: int, sizes: ParallelSizes, port: int, path: Path) -> float:
     first = LockStepEngine(engine, ranks) if rank == 0 else None
     before = time.process_time()
     if first is None:
-        follow(engine, ranks)
+        run_follower(engine, ranks)
         return time.process_time() - before
     time.sleep(3.0)
     first.release_followers()

@@ -1,1 +1,1 @@
-"""Runs an engine for a coordinator: its loop, its connection, and the lock step of several ranks."""
+"""Runs an engine for a coordinator: its loop, its connection, and lock step of several ranks."""

@@ -1,4 +1,4 @@
-"""Puts an engine to work for a coordinator, and starts the coordinator if this is the rank to do so."""
+"""Attaches an engine to a coordinator, and starts the coordinator on rank 0 of the world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_runtime.data_parallel_inference_coordinator.options import Coordin
 from megatron_runtime.data_parallel_inference_coordinator.supervised_coordinator import SupervisedCoordinator
 from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.engine.worker.follower_loop import FollowerLoop
-from megatron_runtime.engine.worker.lock_step import LockStepEngine, lead, refuse_request_timeout
+from megatron_runtime.engine.worker.lock_step import LockStepEngine, refuse_request_timeout, run_in_lock_step
 from megatron_runtime.engine.worker.protocol import AttachedLoop, RankEngine
 from megatron_runtime.engine.worker.state_journal import StateJournal
 from megatron_runtime.errors import CoordinatorError
@@ -32,26 +32,26 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
-MOST_RESTARTS = 10
-_WHEN_ASKED_TO = (EXIT_DRAINED, -signal.SIGTERM)
-"""How a coordinator ends that was told to; the signal itself ends one that is ending already."""
+MAX_RESTARTS = 10
+_NORMAL_EXITS = (EXIT_DRAINED, -signal.SIGTERM)
+"""Exit codes of a coordinator that was stopped; the signal itself ends one that is already ending."""
 
 
 @dataclass(eq=False)
 class AttachedEngine:
-    """An engine at work for a coordinator."""
+    """An engine that serves a coordinator's requests."""
 
     address: str
-    """Where the coordinator is."""
+    """Address of the coordinator."""
     key: str | None
-    """What to show it."""
+    """The shared secret of the coordinator."""
     loop: EngineLoop | FollowerLoop
     task: asyncio.Task[None]
     """Runs the loop."""
     reached: StateJournal
-    """What the loop did."""
+    """The states that the engine has reached."""
     coordinator: SupervisedCoordinator | None
-    """On the rank that started it."""
+    """On the rank that has started it, else None."""
 
 
 async def attach_engine(
@@ -64,22 +64,22 @@ async def attach_engine(
     schedule_output_path: str | None = None,
     prepare_thread: Callable[[], None] | None = None,
 ) -> AttachedEngine:
-    """Put an engine to work, as a task of the running loop. With several ranks, every rank calls it.
+    """Run an engine for a coordinator, as a task of the running event loop. With several ranks, every rank calls it.
 
-    The first rank of each replica works for the coordinator; the others do what it does.
+    The first rank of each replica group connects to the coordinator; its other ranks are followers.
 
     Args:
-        port: Of the coordinator; None lets a launched one choose.
-        launch_coordinator: Rank 0 starts a coordinator process; False joins one that runs.
-        hostname: Of the coordinator; None means loopback for one rank, and MASTER_ADDR for several.
-        key: The shared secret; None takes MEGATRON_COORDINATOR_KEY, if there is one.
-        schedule_output_path: File for a launched coordinator's routing decisions.
+        port: Port of the coordinator; None lets a launched one choose.
+        launch_coordinator: Rank 0 starts a coordinator process; False connects to a running one.
+        hostname: Host of the coordinator; None: loopback for one rank, and MASTER_ADDR for several.
+        key: The shared secret; None: MEGATRON_COORDINATOR_KEY, if it is set.
+        schedule_output_path: File for the routing decisions of a launched coordinator.
         prepare_thread: Called once in the thread that steps the engine.
 
     Raises:
-        ConfigurationError: host needs a key, or is not this machine's; or no port to join at.
+        ConfigurationError: The host needs a key or is no address of this machine, or the port is missing.
         CoordinatorError: The coordinator did not start.
-        LostRankError: Other ranks did not come; they are named.
+        LostRankError: Other ranks are missing; the error names them.
     """
     world = World.current(engine.ranks.position)
     await asyncio.to_thread(engine.ranks.barrier, "listen", LOAD_TIMEOUT)
@@ -101,41 +101,41 @@ async def attach_engine(
 async def _share_coordinator(
     engine: RankEngine, world: World, options: CoordinatorOptions, key: str | None
 ) -> tuple[SupervisedCoordinator | None, str]:
-    """Rank 0 of the world starts the coordinator, and every rank returns its address."""
+    """Start the coordinator on rank 0 of the world, and return its address on every rank."""
     coordinator: SupervisedCoordinator | None = None
-    address, trouble = "", ""
+    address, failure = "", ""
     if world.is_primary:
         try:
             coordinator, address = await _launch_coordinator(options, key, lambda: _service_state(engine.attached_loop))
         except Exception as error:
             await asyncio.to_thread(world.share, (address, str(error)), "listen")
             raise
-    address, trouble = await asyncio.to_thread(world.share, (address, trouble), "listen")
-    if trouble:
-        raise CoordinatorError(f"rank 0 of the world has no coordinator: {trouble}")
+    address, failure = await asyncio.to_thread(world.share, (address, failure), "listen")
+    if failure:
+        raise CoordinatorError(f"rank 0 of the world could not start the coordinator: {failure}")
     return coordinator, address
 
 
 def _make_loop(
     engine: RankEngine, world: World, *, address: str, key: str | None, **options: Any
 ) -> tuple[EngineLoop | FollowerLoop, Coroutine[Any, Any, None]]:
-    """This rank's loop, and what runs it."""
-    together: LockStepEngine | None = None
+    """The loop of this rank, and the coroutine that runs it."""
+    lock_step: LockStepEngine | None = None
     if world.ranks_per_replica > 1:
         refuse_request_timeout(engine.config)
         if not engine.ranks.position.is_first:
-            following = FollowerLoop(engine, engine.ranks, **options)
-            return following, following.run()
-        together = LockStepEngine(engine, engine.ranks, takes_tensors=True)
-    loop = EngineLoop(together or engine, coordinator_address=address, replica_group=world.replica, key=key, **options)
-    return loop, loop.run() if together is None else _lead(loop, together)
+            follower = FollowerLoop(engine, engine.ranks, **options)
+            return follower, follower.run()
+        lock_step = LockStepEngine(engine, engine.ranks, accepts_tensors=True)
+    loop = EngineLoop(lock_step or engine, coordinator_address=address, replica_group=world.replica, key=key, **options)
+    return loop, loop.run() if lock_step is None else _run_in_lock_step(loop, lock_step)
 
 
-async def _lead(loop: EngineLoop, engine: LockStepEngine) -> None:
+async def _run_in_lock_step(loop: EngineLoop, engine: LockStepEngine) -> None:
     try:
-        await lead(loop, engine)
+        await run_in_lock_step(loop, engine)
     except BaseException:
-        await asyncio.to_thread(engine.leave)
+        await asyncio.to_thread(engine.disconnect)
         raise
 
 
@@ -158,7 +158,7 @@ async def _launch_coordinator(
         budget=budget,
         restart_success=False,
         log_level="WARNING",
-        on_end=_note_end,
+        on_end=_log_end,
     )
     coordinator.start()
     try:
@@ -166,13 +166,13 @@ async def _launch_coordinator(
     except BaseException:
         await coordinator.close()
         raise
-    budget.limit = MOST_RESTARTS
+    budget.limit = MAX_RESTARTS
     return coordinator, address
 
 
-def _note_end(end: ChildEnd) -> None:
-    if end.exit_code not in _WHEN_ASKED_TO:
-        logger.error("the coordinator is not started again: %s", end.message)
+def _log_end(end: ChildEnd) -> None:
+    if end.exit_code not in _NORMAL_EXITS:
+        logger.error("the coordinator is not restarted: %s", end.message)
 
 
 def _coordinator_options(
@@ -198,10 +198,10 @@ _attached: set[asyncio.Task[None]] = set()
 
 
 async def start_listening(engine: RankEngine, **options: Any) -> str:
-    """As `attach_engine`, for callers that stop engine and coordinator through a client.
+    """As `attach_engine`, for callers that stop engine and coordinator by a client.
 
     Returns:
-        The coordinator's address.
+        The address of the coordinator.
     """
     attached = await attach_engine(engine, **options)
 
@@ -210,7 +210,7 @@ async def start_listening(engine: RankEngine, **options: Any) -> str:
         if attached.coordinator is not None and attached.loop.failure is not None:
             await attached.coordinator.stop(STOP_SECONDS)
 
-    # The loop holds tasks by weak references only.
+    # The event loop keeps only weak references to tasks.
     task = asyncio.create_task(end())
     _attached.add(task)
     task.add_done_callback(_attached.discard)

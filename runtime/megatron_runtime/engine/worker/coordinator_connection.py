@@ -1,4 +1,4 @@
-"""An engine's end of the connection to the coordinator: registration, heartbeats, and everything that is reported."""
+"""An engine's connection to the coordinator: registration, heartbeats and reports."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class CoordinatorConnection:
-    """Sends nothing but the registration until the coordinator has confirmed it.
+    """Sends only the registration until the coordinator has confirmed it.
 
-    What is not sent is not lost: after a registration the coordinator hands out again what this engine holds, and is
-    answered with what it missed.
+    Reports in between are not lost: after a registration the coordinator assigns the engine's requests again, and the
+    engine answers with all that the coordinator has missed.
 
     Args:
-        describe: What to tell about the engine: its state, whether it drains, the UUIDs that it holds, its load, and
-            the path of the weights that a coordinator gave it last.
-        on_message: Called with every message but those of the registration.
-        on_refused: Called with the reason when the coordinator doesn't want this engine.
+        describe: Returns the engine's state, whether it drains, the UUIDs of its requests, its load, and the path of
+            the last weights that it got from a coordinator.
+        on_message: Called with every message except those of the registration.
+        on_refused: Called with the reason when the coordinator refuses the engine.
     """
 
     def __init__(
@@ -51,59 +51,59 @@ class CoordinatorConnection:
             address,
             identity=f"mp-coord-{replica_group}-{self._incarnation}".encode(),
             key=key,
-            on_message=self._take,
+            on_message=self._handle,
             on_connected=self._register,
             on_disconnected=self._disconnected,
         )
         self._heartbeats: asyncio.Task[None] | None = None
         self.registered = asyncio.Event()
-        """Set while the coordinator knows this engine over the connection that there is now."""
+        """Set while the engine is registered over the current connection."""
 
     @property
     def protocol_errors(self) -> ProtocolErrors:
-        """What arrived and was dropped."""
+        """Received messages that were dropped."""
         return self._dealer.protocol_errors
 
     def open(self) -> None:
-        """Start connecting, on the running loop."""
+        """Start connecting, on the running event loop."""
         loop = asyncio.get_running_loop()
         self._dealer.open(loop)
         self._heartbeats = loop.create_task(self._send_heartbeats())
 
     def close(self) -> None:
-        """Close the connection; what was just sent still goes out."""
+        """Close the connection. Messages that were just sent are still delivered."""
         if self._heartbeats is not None:
             self._heartbeats.cancel()
         self._dealer.close()
         self.registered.clear()
 
-    def tell_state(self, state: EngineState) -> None:
-        """Report a state that was reached."""
+    def report_state(self, state: EngineState) -> None:
+        """Report the state of the engine."""
         if self.registered.is_set():
             self._dealer.send(Headers.STATE, state.value)
 
-    def tell_weights(self, version: int, update: asyncio.Future[int]) -> None:
-        """Report what becomes of an update to this version, once that is known."""
+    def report_weights(self, version: int, update: asyncio.Future[int]) -> None:
+        """Report the result of an update to this version, when it is done."""
 
-        def tell(done: asyncio.Future[int]) -> None:
+        def report(done: asyncio.Future[int]) -> None:
             if self.registered.is_set() and not done.cancelled():
                 error = done.exception()
                 self._dealer.send(Headers.WEIGHTS_UPDATED, version, "" if error is None else str(error) or repr(error))
 
-        update.add_done_callback(tell)
+        update.add_done_callback(report)
 
-    def tell_draining(self) -> None:
-        """Ask for no new requests."""
+    def report_draining(self) -> None:
+        """Report that the engine accepts no new requests."""
         if self.registered.is_set():
             self._dealer.send(Headers.DRAIN)
 
-    def send_progress(self, news: list[tuple[LoopRequest, int, TokenChunk]]) -> None:
+    def send_progress(self, chunks: list[tuple[LoopRequest, int, TokenChunk]]) -> None:
         """Report new tokens: (request, number of the first token, tokens)."""
-        if news and self.registered.is_set():
+        if chunks and self.registered.is_set():
             progress = [
-                Progress(request.uuid, request.dispatch, start, len(chunk.tokens)) for request, start, chunk in news
+                Progress(request.uuid, request.dispatch, start, len(chunk.tokens)) for request, start, chunk in chunks
             ]
-            bodies = [chunk.pack() for _, _, chunk in news]
+            bodies = [chunk.pack() for _, _, chunk in chunks]
             self._dealer.send(Headers.ENGINE_REPLY_PARTIAL, progress, bodies=bodies)
 
     def send_replies(self, requests: list[LoopRequest]) -> None:
@@ -113,17 +113,17 @@ class CoordinatorConnection:
             bodies = [request.reply for request in requests if request.reply is not None]
             self._dealer.send(Headers.ENGINE_REPLY, replies, bodies=bodies)
 
-    def say_goodbye(self, reason: str, *, failed: bool) -> None:
-        """Leave the coordinator's pool; it hands the requests to others."""
+    def send_disconnect(self, reason: str, *, failed: bool) -> None:
+        """Deregister the engine; the coordinator assigns its requests to others."""
         self._dealer.send(Headers.DISCONNECT, reason, failed)
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message.header:
             case Headers.REGISTER_ACK:
                 self.registered.set()
             case Headers.REGISTER_REFUSED:
                 self.registered.clear()
-                self._on_refused(str(message.args[0]) if message.args else "it did not say why")
+                self._on_refused(str(message.args[0]) if message.args else "without a reason")
             case Headers.UNKNOWN_PEER:
                 self._register()
             case Headers.BEAT:
@@ -132,7 +132,7 @@ class CoordinatorConnection:
                 self._on_message(message)
 
     def _register(self) -> None:
-        """Introduce this engine with all it holds; after each (re-)connection, and when the coordinator asks."""
+        """Register the engine with its requests, after each (re-)connection and when the coordinator requests it."""
         self.registered.clear()
         registration = Registration(self._replica_group, self._attempt, self._incarnation, *self._describe())
         self._dealer.send(Headers.REGISTER, *registration.wire())

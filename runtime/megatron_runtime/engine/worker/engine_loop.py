@@ -1,4 +1,4 @@
-"""The loop of an engine that works for a coordinator: inbox, signals, step, reports."""
+"""The loop of an engine that serves a coordinator's requests: inbox, signals, steps and reports."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ logger = logging.getLogger(__name__)
 class EngineLoop:
     """Runs one engine for a coordinator, from registration to the end.
 
-    Each turn takes all messages that have arrived, then at most one control signal, then one step of the engine. The
-    step runs in a thread of its own, so that heartbeats and the inbox go on during a long one. Without work the loop
-    sleeps until a message comes. Results are kept until the coordinator confirms them; a lost connection or a restarted
-    coordinator costs nothing but time, during which the engine works on.
+    Each iteration handles all received messages, then at most one control signal, then one step of the engine. The step
+    runs in a separate thread, so that a long step delays neither heartbeats nor the inbox. Without work the loop waits
+    for a message. The engine keeps results until the coordinator acknowledges them: when the connection is lost or the
+    coordinator restarts, no result is lost and the engine goes on.
 
     Args:
-        engine: Nobody else may use it while the loop runs.
+        engine: Used by this loop only while it runs.
         coordinator_address: A port of this machine, ``host:port`` or ``tcp://host:port``.
         replica_group: The replica group that this engine serves.
-        attempt: Which start of this group this is; a coordinator refuses an older one than it has seen.
+        attempt: Number of this start of the replica group; the coordinator refuses older attempts than the newest one.
         key: The coordinator's shared secret; None means plain sockets, allowed on loopback only.
-        prepare_thread: Called once in the thread that steps, for instance to choose its CUDA device.
-        on_state: Called with every state that is reached; RESUMED comes before PAUSED.
+        prepare_thread: Called once in the thread that steps, for example to choose its CUDA device.
+        on_state: Called with every state that the engine reaches; RESUMED precedes PAUSED.
 
     Raises:
-        ConfigurationError: Not an address, or a key is missing or too short.
+        ConfigurationError: The address is invalid, or a key is missing or too short.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class EngineLoop:
     ) -> None:
         self._engine = engine
         self._replica_group = replica_group
-        self._link = CoordinatorConnection(
+        self._connection = CoordinatorConnection(
             coordinator_address,
             replica_group=replica_group,
             attempt=attempt,
             key=key,
             describe=self._describe,
-            on_message=self._hear,
+            on_message=self._receive,
             on_refused=self._refused,
         )
         self._thread = ThreadPoolExecutor(1, "engine-step", initializer=prepare_thread)
@@ -79,30 +79,30 @@ class EngineLoop:
         self._inbox: deque[Message] = deque()
         self._signals: deque[Headers] = deque()
         self._weights = WeightUpdateQueue(engine, lambda: self.state)
-        self._news = asyncio.Event()
+        self._wake = asyncio.Event()
         self._changed = Notifier()
         self._step_started: float | None = None
         self._draining = False
         self._leave_reason: str | None = None
         self._reached = ReachedStates()
         self.failure: BaseException | None = None
-        """What ended the loop, if it failed."""
+        """The error that ended the loop, if it failed."""
         self.ended = False
 
     async def run(self) -> None:
-        """Work until the coordinator says STOP, or `drain` is done.
+        """Run until the coordinator sends STOP, or `drain` is done.
 
         Raises:
-            EngineError: A step failed (with the failure as its cause), or the coordinator refused this engine. The
-                coordinator has been told, and hands the requests to others.
+            EngineError: A step failed (the error is the cause), or the coordinator refused this engine. The engine is
+                deregistered, and the coordinator assigns its requests to others.
         """
-        self._link.open()
+        self._connection.open()
         try:
-            await self._turns()
+            await self._iterate()
             if self.failure is not None:
                 raise self.failure
         except asyncio.CancelledError:
-            self._link.say_goodbye("its loop was cancelled", failed=False)
+            self._connection.send_disconnect("its loop was cancelled", failed=False)
             raise
         except Exception as error:
             self._fail(error)
@@ -110,33 +110,33 @@ class EngineLoop:
                 raise
             raise EngineError(f"the engine loop of replica group {self._replica_group} failed: {error!r}") from error
         finally:
-            self._link.close()
+            self._connection.close()
             self._thread.shutdown(wait=False)
             self.ended = True
             self._weights.close()
             self._reach(EngineState.STOPPED)
 
     def drain(self, timeout: float) -> Coroutine[None, None, bool]:
-        """Take nothing new, finish what there is, and leave; what is not done in time goes to other engines.
+        """Accept no new requests, finish the present ones, and end; unfinished requests go to other engines.
 
         Returns:
-            True if everything was done in time.
+            True if all requests were finished in time.
         """
         self._draining = True
-        self._link.tell_draining()
+        self._connection.report_draining()
         return self._finish_and_leave(timeout)
 
     async def _finish_and_leave(self, limit: float) -> bool:
         drained = True
         try:
             async with asyncio.timeout(limit):
-                # A paused engine makes no progress: its requests are better off elsewhere.
+                # A paused engine makes no progress: other engines serve its requests earlier.
                 while len(self._requests) and self.state is EngineState.RUNNING and not self.ended:
                     await self._changed.wait()
         except TimeoutError:
             drained = False
         drained = drained and not len(self._requests)
-        self._leave("it was drained" if drained else "it was drained, and its time was up")
+        self._leave("it was drained" if drained else "its drain timed out")
         while not self.ended:
             await self._changed.wait()
         return drained
@@ -148,8 +148,8 @@ class EngineLoop:
 
     @property
     def registered(self) -> asyncio.Event:
-        """Set while the coordinator knows this engine."""
-        return self._link.registered
+        """Set while the engine is registered."""
+        return self._connection.registered
 
     async def wait_until(self, *states: EngineState) -> EngineState:
         """Wait for one of these states; returns at once if it is the present one, or an event that is still set.
@@ -159,28 +159,28 @@ class EngineLoop:
         """
         while (found := self._reached.first_of(states)) is None:
             if self.ended:
-                raise EngineError(f"the engine loop has ended: {self.failure or 'it was stopped'}") from self.failure
+                raise EngineError(f"the engine loop has ended: {self.failure or 'it has stopped'}") from self.failure
             await self._changed.wait()
         return found
 
     async def update_weights(self, weights: Weights) -> int:
-        """Give the engine other weights while it is paused or suspended; their version.
+        """Load other weights into the paused or suspended engine, and return their version.
 
         Raises:
-            InvalidStateError: It is neither.
-            CheckpointError: They do not fit, or can't be read; the engine has its old ones.
+            InvalidStateError: The engine is neither paused nor suspended.
+            CheckpointError: The weights don't fit or can't be read; the engine keeps its weights.
             EngineError: The loop has ended.
         """
         answer = self._weights.put(weights)
-        self._news.set()
+        self._wake.set()
         return await answer
 
-    # The turns
+    # Iterations
 
-    async def _turns(self) -> None:
+    async def _iterate(self) -> None:
         while self._leave_reason is None:
-            self._news.clear()
-            self._take_inbox()
+            self._wake.clear()
+            self._handle_inbox()
             await self._weights.apply_all(self._in_thread)
             if self._signals and await self._apply(self._signals.popleft()):
                 return
@@ -188,8 +188,8 @@ class EngineLoop:
             if self.state is EngineState.RUNNING and self._engine.has_unfinished_requests():
                 await self._step()
             elif not self._signals and not self._inbox and not self._weights:
-                await self._news.wait()
-        self._link.say_goodbye(self._leave_reason, failed=False)
+                await self._wake.wait()
+        self._connection.send_disconnect(self._leave_reason, failed=False)
 
     async def _step(self) -> None:
         self._step_started = time.monotonic()
@@ -202,8 +202,8 @@ class EngineLoop:
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def _hear(self, message: Message) -> None:
-        """Sort what arrives; nothing here touches the engine, which may be in a step."""
+    def _receive(self, message: Message) -> None:
+        """Queue a message. This must not use the engine, which may be in a step."""
         match message.header:
             case Headers.SUBMIT_REQUEST | Headers.ABORT_REQUEST | Headers.REPLY_ACK:
                 self._inbox.append(message)
@@ -211,50 +211,52 @@ class EngineLoop:
                 self._signals.append(message.header)
             case Headers.UPDATE_WEIGHTS:
                 version, path = arguments(message, 2)
-                self._link.tell_weights(natural(version, "version"), self._weights.put(text(path, "path"), version))
+                self._connection.report_weights(
+                    natural(version, "version"), self._weights.put(text(path, "path"), version)
+                )
             case _:
                 raise MalformedMessage(f"{message.header.name} is not for engines")
-        self._news.set()
+        self._wake.set()
 
     def _refused(self, reason: str) -> None:
         self.failure = EngineError(f"the coordinator refused this engine: {reason}")
         self._leave(reason)
 
-    def _take_inbox(self) -> None:
+    def _handle_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
             try:
                 if message.header is Headers.SUBMIT_REQUEST:
                     for assignment, body in zip(items(message, Assignment.parse), message.bodies, strict=True):
-                        self._take_request(assignment, body)
+                        self._add_request(assignment, body)
                 else:
-                    act = self._requests.abort if message.header is Headers.ABORT_REQUEST else self._requests.forget
+                    act = self._requests.abort if message.header is Headers.ABORT_REQUEST else self._requests.release
                     for request_uuid in items(message, uuid_bytes, with_bodies=False):
                         act(request_uuid)
                     self._changed.notify()
             except MalformedMessage as defect:
-                self._link.protocol_errors.add(f"from the coordinator: {defect}")
+                self._connection.protocol_errors.add(f"from the coordinator: {defect}")
 
-    def _take_request(self, assignment: Assignment, packed: bytes) -> None:
+    def _add_request(self, assignment: Assignment, packed: bytes) -> None:
         try:
-            request, told = self._requests.take(assignment, RequestBody.unpack(packed))
+            request, known = self._requests.add(assignment, RequestBody.unpack(packed))
         except Exception as error:
-            # Whatever is wrong with one request is its own answer, and nobody else's trouble. What the error says may
-            # quote the request, and is for its client alone.
+            # An invalid request must not affect others. The text of the error may quote the request and is for its
+            # client only.
             logger.info("refused a request: %s", type(error).__name__)
-            self._link.send_replies([self._requests.refuse(assignment, error)])
+            self._connection.send_replies([self._requests.refuse(assignment, error)])
             return
         if request.reply is not None:
-            self._link.send_replies([request])
-        elif told < len(request.made.tokens):
-            self._link.send_progress([(request, told, request.made.since(told))])
+            self._connection.send_replies([request])
+        elif known < len(request.made.tokens):
+            self._connection.send_progress([(request, known, request.made.since(known))])
 
     # Signals
 
     async def _apply(self, signal: Headers) -> bool:
-        """Carry out a signal; in a wrong state, say where the engine is instead. True if the loop is to end."""
+        """Carry out a signal, or report the state if it does not allow the signal. True if the loop ends."""
         if self.state not in SOURCE_STATES[signal]:
-            self._link.tell_state(self.state)
+            self._connection.report_state(self.state)
             return False
         match signal:
             case Headers.PAUSE | Headers.UNPAUSE:
@@ -279,12 +281,12 @@ class EngineLoop:
         for request in self._requests.unfinished():
             self._requests.abort(request.uuid)
         self._report(*self._engine.take_reports())
-        self._link.tell_state(EngineState.STOPPED)
+        self._connection.report_state(EngineState.STOPPED)
 
     def _reach(self, state: EngineState) -> None:
         self._reached.add(state)
         if state not in (EngineState.RESUMED, EngineState.STOPPED):
-            self._link.tell_state(self.state)
+            self._connection.report_state(self.state)
         if self._on_state is not None:
             self._on_state(state)
         self._changed.notify()
@@ -292,13 +294,13 @@ class EngineLoop:
     # Reports
 
     def _report(self, records: list[Any], partials: Mapping[int, Any]) -> None:
-        news = [self._requests.progress(local_id, partial) for local_id, partial in partials.items()]
+        chunks = [self._requests.progress(local_id, partial) for local_id, partial in partials.items()]
         finished = [self._requests.finish(record) for record in records]
-        # A result has all tokens in it: the last few are not told twice.
-        self._link.send_progress([item for item in news if item is not None and item[0].reply is None])
-        self._link.send_replies([request for request in finished if request is not None])
+        # A result has all tokens: the last ones are not sent twice.
+        self._connection.send_progress([item for item in chunks if item is not None and item[0].reply is None])
+        self._connection.send_replies([request for request in finished if request is not None])
 
-    # Link and life
+    # Registration and end
 
     def _describe(self) -> tuple[EngineState, bool, list[bytes], EngineLoad, str]:
         return self.state, self._draining, self._requests.uuids, self._load(), self._weights.given_path
@@ -319,11 +321,11 @@ class EngineLoop:
 
     def _leave(self, reason: str) -> None:
         self._leave_reason = reason
-        self._news.set()
+        self._wake.set()
 
     def _fail(self, error: BaseException) -> None:
         logger.error("the engine loop of replica group %d failed", self._replica_group, exc_info=error)
         self.failure = error
-        self._link.say_goodbye(f"it failed: {error!r}"[:500], failed=True)
+        self._connection.send_disconnect(f"it failed: {error!r}"[:500], failed=True)
         with contextlib.suppress(Exception):
             self._engine.fail_all_requests(EngineError(f"the engine loop failed: {error!r}"))

@@ -1,4 +1,4 @@
-"""The loop of an engine whose rank does what the first one of its replica does."""
+"""The loop of a follower: a rank that executes the actions of its replica group's first rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from megatron_runtime.engine.worker.lock_step import Turn, follow
+from megatron_runtime.engine.worker.lock_step import Action, run_follower
 from megatron_runtime.engine.worker.weight_updates import require_idle
 from megatron_runtime.errors import CheckpointError, EngineError
 from megatron_runtime.headers import EngineState, Headers
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 
 class FollowerLoop:
-    """To those who wait for the engine it is what a `EngineLoop` is on the first rank.
+    """Has the interface of `EngineLoop`, which runs on the first rank.
 
     Args:
-        engine: Nobody else may use it while the loop runs.
-        ranks: The replica. Closed when the loop fails, so that the others hear of it at once.
-        prepare_thread: Called once in the thread that steps, for instance to choose its CUDA device.
-        on_state: Called with every state that is reached, on the event loop.
+        engine: Used by this loop only while it runs.
+        ranks: The replica group. Closed when the loop fails, so that the other ranks fail at once.
+        prepare_thread: Called once in the thread that steps, for example to choose its CUDA device.
+        on_state: Called on the event loop with every state that the engine reaches.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class FollowerLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reached = ReachedStates()
         self.failure: BaseException | None = None
-        """What ended the loop, if it failed."""
+        """The error that ended the loop, if it failed."""
         self.ended = False
 
     async def run(self) -> None:
-        """Follow until the first rank says that this is the end.
+        """Run until the first rank releases this one.
 
         Raises:
-            EngineError: A step failed, or other ranks are gone, late or at something else; its cause says so.
+            EngineError: A step failed, or other ranks are lost, late or out of step; the cause has the details.
         """
         self._loop = asyncio.get_running_loop()
         end: asyncio.Future[BaseException | None] = self._loop.create_future()
-        # A daemon, since nobody can wake it who is not one of the other ranks.
-        threading.Thread(target=self._follow, args=(end,), name="engine-step", daemon=True).start()
+        # A daemon, since only the other ranks can end its wait.
+        threading.Thread(target=self._run_follower, args=(end,), name="engine-step", daemon=True).start()
         try:
             self.failure = await end
             if self.failure is not None:
@@ -84,49 +84,49 @@ class FollowerLoop:
         return self._reached.present
 
     async def wait_until(self, *states: EngineState) -> EngineState:
-        """As EngineLoop does."""
+        """As for EngineLoop."""
         while (found := self._reached.first_of(states)) is None:
-            self._require_life()
+            self._require_running()
             await self._changed.wait()
         return found
 
     async def update_weights(self, weights: Weights) -> int:
-        """What became of the update that the first rank was asked for as well; errors as for EngineLoop.
+        """The result of the update that the first rank executes too; errors as for EngineLoop.
 
-        Tensors are taken as they are given here, and files as the first rank names them.
+        Tensors are those given here; files are those given to the first rank.
         """
         if not self._updates:
             require_idle(self.state)
             self._given.put(weights)
         try:
             while not self._updates:
-                self._require_life()
+                self._require_running()
                 require_idle(self.state)
                 await self._changed.wait()
         finally:
-            self._forget_given()
+            self._discard_given()
         outcome = self._updates.popleft()
         if isinstance(outcome, CheckpointError):
             raise outcome
         return outcome
 
-    def _forget_given(self) -> None:
+    def _discard_given(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._given.get_nowait()
 
-    def _require_life(self) -> None:
+    def _require_running(self) -> None:
         if self.ended:
-            raise EngineError(f"the engine loop has ended: {self.failure or 'it was stopped'}") from self.failure
+            raise EngineError(f"the engine loop has ended: {self.failure or 'it has stopped'}") from self.failure
 
     # In the thread
 
-    def _follow(self, end: asyncio.Future[BaseException | None]) -> None:
+    def _run_follower(self, end: asyncio.Future[BaseException | None]) -> None:
         failure: BaseException | None = None
         try:
             if self._prepare_thread is not None:
                 self._prepare_thread()
-            follow(self._engine, self._ranks, self._note_turn, self._own_weights)
+            run_follower(self._engine, self._ranks, self._note_action, self._own_weights)
         except BaseException as error:
             failure = error
         self._on_loop(lambda: None if end.done() else end.set_result(failure))
@@ -136,16 +136,16 @@ class FollowerLoop:
             return self._given.get(timeout=READ_TIMEOUT)
         except queue.Empty:
             raise EngineError(
-                f"{self._ranks.position}: update_weights was called with tensors on rank 0 of its replica, and within "
-                f"{READ_TIMEOUT:g} s not here; every rank calls it"
+                f"{self._ranks.position}: update_weights was called with tensors on rank 0 of its replica group, but "
+                f"not here within {READ_TIMEOUT:g} s; call it on every rank"
             ) from None
 
-    def _note_turn(self, action: str, args: list[Any], refusal: CheckpointError | None) -> None:
-        if action == Turn.UPDATE_WEIGHTS:
+    def _note_action(self, action: str, args: list[Any], refusal: CheckpointError | None) -> None:
+        if action == Action.UPDATE_WEIGHTS:
             self._updates.append(refusal or self._engine.weight_version)
             self._on_loop(self._changed.notify)
             return
-        signal = SIGNALS.get(args[0] if action == Turn.BARRIER else action)
+        signal = SIGNALS.get(args[0] if action == Action.BARRIER else action)
         if signal is None:
             return
         if signal is Headers.PAUSE:
@@ -159,7 +159,7 @@ class FollowerLoop:
 
     def _on_loop(self, act: Callable[[], None]) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # it was closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: there are no waiters
             self._loop.call_soon_threadsafe(act)
 
     # On the event loop

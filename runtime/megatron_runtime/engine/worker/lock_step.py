@@ -1,4 +1,4 @@
-"""A replica of several ranks as one engine: what its first rank is told, all of them do in the same order."""
+"""A replica group of several ranks as one engine: all ranks execute the actions of the first rank in the same order."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
 
 T = TypeVar("T")
-OnTurn = Callable[[str, list[Any], CheckpointError | None], None]
+OnAction = Callable[[str, list[Any], CheckpointError | None], None]
 
-BEAT_SECONDS = 5.0
-"""Between two signs of life of an idle first rank: a rank that is lost meanwhile is noticed then."""
+HEARTBEAT_SECONDS = 5.0
+"""Interval of the first rank's heartbeats while it is idle; they detect lost ranks."""
 
 
-class Turn(StrEnum):
-    """What all ranks do together."""
+class Action(StrEnum):
+    """What all ranks execute together. Those of a signal have its name."""
 
     STEP = "step"
     SUSPEND = "suspend"
@@ -45,39 +45,39 @@ class Turn(StrEnum):
     LEAVE = "leave"
 
 
-class _News(StrEnum):
-    """What comes in before a turn."""
+class _Change(StrEnum):
+    """What changes the requests between two actions."""
 
     ADD = "add"
     ABORT = "abort"
 
 
 class LockStepEngine:
-    """The engine of a replica's first rank, as a coordinator's loop uses it; the other ranks `follow`.
+    """The engine of a replica group's first rank, as a coordinator's loop uses it; followers call `run_follower`.
 
-    Requests and aborts are carried out here at once, and noted. The next turn - a step, or a change of the engine's
-    state - shares them with the other ranks, which carry them out in the same order before they do the same. So all
-    ranks make the same schedules; only a turn waits for anybody.
+    Requests and aborts change this rank's engine at once. The next action - a step, or a change of the engine's state -
+    sends them to the followers, which apply them in the same order before they execute the same action. So all ranks
+    compute the same schedules; only actions wait for other ranks.
 
-    Turns may be made in one thread while another adds requests between them, as the loop does.
+    One thread may execute actions while another adds requests between them, as the loop does.
 
     Args:
-        engine: This rank's own.
-        ranks: The replica.
-        takes_tensors: Whether the other ranks are given the tensors of new weights as this one is.
+        engine: The engine of this rank.
+        ranks: The replica group.
+        accepts_tensors: Whether every rank gets the tensors of new weights from its caller, as this one does.
 
     Raises:
-        ConfigurationError: The engine has a ``request_timeout``; ranks have no clock in common.
+        ConfigurationError: The engine has a ``request_timeout``; ranks have no common clock.
     """
 
-    def __init__(self, engine: RankEngine, ranks: Ranks, *, takes_tensors: bool = False) -> None:
+    def __init__(self, engine: RankEngine, ranks: Ranks, *, accepts_tensors: bool = False) -> None:
         refuse_request_timeout(engine.config)
-        self._takes_tensors = takes_tensors
+        self._accepts_tensors = accepts_tensors
         self.config = engine.config
         self._engine = engine
         self._ranks = ranks
-        self._news: list[Any] = []
-        self._turn = threading.Lock()
+        self._changes: list[Any] = []
+        self._action = threading.Lock()
 
     def add_request(
         self,
@@ -91,13 +91,13 @@ class LockStepEngine:
         params = SamplingParams() if sampling_params is None else copy.copy(sampling_params)
         if params.seed is None:
             params.seed = secrets.randbits(63)
-        given = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
-        self._news.append((_News.ADD, request_id, given, params.serialize(), list(generated)))
+        tokens = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+        self._changes.append((_Change.ADD, request_id, tokens, params.serialize(), list(generated)))
         return self._engine.add_request(request_id, prompt, params, generated=generated)
 
     def abort_request(self, request_id: int) -> bool:
         """As DynamicInferenceEngine does."""
-        self._news.append((_News.ABORT, request_id))
+        self._changes.append((_Change.ABORT, request_id))
         return self._engine.abort_request(request_id)
 
     def has_unfinished_requests(self) -> bool:
@@ -113,84 +113,84 @@ class LockStepEngine:
         return self._engine.stats()
 
     def fail_all_requests(self, error: Exception) -> None:
-        """As DynamicInferenceEngine does, on this rank alone: the replica is at its end."""
+        """As DynamicInferenceEngine does, on this rank only: the replica group is about to end."""
         self._engine.fail_all_requests(error)
 
     def step_modern(self) -> StepResult:
-        """As DynamicInferenceEngine does; LostRankError names ranks that are gone or late."""
-        return self._take_turn(self._engine.step_modern, Turn.STEP)
+        """As DynamicInferenceEngine does; LostRankError names lost and late ranks."""
+        return self._execute(self._engine.step_modern, Action.STEP)
 
     def suspend(self) -> None:
-        """All ranks give memory back; LostRankError names those that don't in time."""
-        self._take_turn(lambda: _suspend(self._engine, self._ranks), Turn.SUSPEND)
+        """All ranks release memory; LostRankError names lost and late ranks."""
+        self._execute(lambda: _suspend(self._engine, self._ranks), Action.SUSPEND)
 
     def resume(self) -> None:
-        """All ranks take their memory again; LostRankError names those that don't in time."""
-        self._take_turn(lambda: _resume(self._engine, self._ranks), Turn.RESUME)
+        """All ranks allocate their memory again; LostRankError names lost and late ranks."""
+        self._execute(lambda: _resume(self._engine, self._ranks), Action.RESUME)
 
     def barrier(self, occasion: str) -> None:
-        """Wait until all ranks have done all that came before; LostRankError names those that haven't in time."""
-        self._take_turn(lambda: _barrier(self._engine, self._ranks, occasion), Turn.BARRIER, occasion)
+        """Wait until all ranks have executed all earlier actions; LostRankError names lost and late ranks."""
+        self._execute(lambda: _barrier(self._engine, self._ranks, occasion), Action.BARRIER, occasion)
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
-        """As DynamicInferenceEngine does, from files that all ranks see, or tensors that all are given.
+        """As DynamicInferenceEngine does, from files that all ranks can read, or tensors that every rank gets.
 
         Raises:
-            CheckpointError: They don't fit on some rank, and no rank has taken them; or they are no files, and the
-                other ranks are given no tensors.
+            CheckpointError: They don't fit on a rank, and no rank has loaded them; or they are tensors, and the other
+                ranks get none.
         """
         path = str(weights) if isinstance(weights, str | Path) else None
-        if path is None and not self._takes_tensors:
-            raise CheckpointError("a replica of several ranks takes weights from files; give their path")
-        return self._take_turn(
-            lambda: self._engine.update_weights(weights, version=version), Turn.UPDATE_WEIGHTS, path, version
+        if path is None and not self._accepts_tensors:
+            raise CheckpointError("a replica group of several ranks loads weights from files; give their path")
+        return self._execute(
+            lambda: self._engine.update_weights(weights, version=version), Action.UPDATE_WEIGHTS, path, version
         )
 
     def release_followers(self) -> None:
-        """Let the other ranks go; nothing may come after it."""
-        self._take_turn(lambda: None, Turn.LEAVE)
+        """End the followers; there are no actions after it."""
+        self._execute(lambda: None, Action.LEAVE)
 
-    def leave(self) -> None:
-        """Go without a word, after the turn in flight: the others find the connections closed."""
-        with self._turn:
+    def disconnect(self) -> None:
+        """Close the connections after the current action, without a message; the followers fail."""
+        with self._action:
             self._ranks.close()
 
-    async def keep_in_touch(self) -> None:
-        """Until cancelled, let idle ranks know that this one is there; LostRankError when one of them is not."""
+    async def send_heartbeats(self) -> None:
+        """Send heartbeats to idle ranks until cancelled; LostRankError when one of them is lost."""
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            await asyncio.to_thread(self._beat)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.to_thread(self._send_heartbeat)
 
-    def _beat(self) -> None:
-        if self._turn.acquire(blocking=False):  # in the middle of a turn nobody waits for a sign of life
+    def _send_heartbeat(self) -> None:
+        if self._action.acquire(blocking=False):  # during an action no rank waits for a heartbeat
             try:
                 self._ranks.share_inbox(b"")
             finally:
-                self._turn.release()
+                self._action.release()
 
-    def _take_turn(self, act: Callable[[], T], *action: Any) -> T:
-        with self._turn:
-            news, self._news = self._news, []
-            self._ranks.share_inbox(msgpack.packb((news, action)))
+    def _execute(self, act: Callable[[], T], *action: Any) -> T:
+        with self._action:
+            changes, self._changes = self._changes, []
+            self._ranks.share_inbox(msgpack.packb((changes, action)))
             return act()
 
 
-async def lead(loop: EngineLoop, engine: LockStepEngine) -> None:
-    """Run the loop of this engine as long as the other ranks are there, and let them go at its end.
+async def run_in_lock_step(loop: EngineLoop, engine: LockStepEngine) -> None:
+    """Run the loop of this engine, and release the followers when it ends.
 
     Raises:
-        EngineError: The loop failed, or, as LostRankError, ranks are gone or late while there is nothing to do; either
-            way the loop has it as its failure, and the others were not let go.
+        EngineError: The loop failed, or ranks were lost or late while it was idle (LostRankError). The loop has the
+            error as its failure, and the followers were not released.
     """
-    work, touch = asyncio.create_task(loop.run()), asyncio.create_task(engine.keep_in_touch())
+    work, heartbeats = asyncio.create_task(loop.run()), asyncio.create_task(engine.send_heartbeats())
     try:
-        await asyncio.wait({work, touch}, return_when=asyncio.FIRST_COMPLETED)
-        if touch.done():
-            loop.failure = touch.exception()
+        await asyncio.wait({work, heartbeats}, return_when=asyncio.FIRST_COMPLETED)
+        if heartbeats.done():
+            loop.failure = heartbeats.exception()
     finally:
-        for task in (touch, work):
+        for task in (heartbeats, work):
             task.cancel()
-        ends = await asyncio.gather(touch, work, return_exceptions=True)
+        ends = await asyncio.gather(heartbeats, work, return_exceptions=True)
     for end in ends:
         if isinstance(end, Exception):
             raise end
@@ -198,78 +198,78 @@ async def lead(loop: EngineLoop, engine: LockStepEngine) -> None:
 
 
 def refuse_request_timeout(config: InferenceConfig) -> None:
-    """Raise ConfigurationError where a replica of several ranks is to watch over deadlines."""
+    """Raise ConfigurationError if a replica group of several ranks has a request timeout."""
     if config.request_timeout is not None:
         raise ConfigurationError(
-            f"request_timeout={config.request_timeout}: the ranks of a replica have no clock in common; leave it out, "
-            "and give it to the coordinator",
+            f"request_timeout={config.request_timeout}: the ranks of a replica group have no common clock; leave it "
+            "out, and set it for the coordinator",
             field="request_timeout",
         )
 
 
-def follow(
+def run_follower(
     engine: RankEngine,
     ranks: Ranks,
-    on_turn: OnTurn | None = None,
+    on_action: OnAction | None = None,
     own_weights: Callable[[], Weights] | None = None,
 ) -> None:
-    """Do what the first rank does, until it says that this is the end.
+    """Execute the actions of the first rank until it releases this one.
 
     Args:
-        engine: This rank's own.
-        ranks: The replica.
-        on_turn: Called after every turn, with what the first rank asked for and why no rank did it, if that is so.
-        own_weights: Waits for the tensors of new weights that this rank is given, where the first rank takes some.
+        engine: The engine of this rank.
+        ranks: The replica group.
+        on_action: Called after every action, with its arguments, and the error if no rank has executed it.
+        own_weights: Waits for the tensors of new weights that this rank gets, if the first rank accepts tensors.
 
     Raises:
-        LostRankError: Ranks are gone or late; they are named.
-        LockStepError: This rank no longer does the same.
+        LostRankError: Ranks are lost or late; the error names them.
+        LockStepError: This rank has computed another schedule than the first one.
     """
     while True:
         inbox = ranks.share_inbox(None)
         if not inbox:
             continue
-        news, (action, *args) = msgpack.unpackb(inbox)
-        for item in news:
-            _take(engine, *item)
-        if action == Turn.LEAVE:
+        changes, (action, *args) = msgpack.unpackb(inbox)
+        for change in changes:
+            _apply(engine, *change)
+        if action == Action.LEAVE:
             return
-        if action == Turn.UPDATE_WEIGHTS and args[0] is None:
-            assert own_weights is not None, "the first rank takes tensors that this one is not given"
+        if action == Action.UPDATE_WEIGHTS and args[0] is None:
+            assert own_weights is not None, "the first rank accepts tensors that this one does not get"
             args[0] = own_weights()
-        refusal = _act(engine, ranks, action, args)
-        engine.take_reports()  # the first rank has them too
-        if on_turn is not None:
-            on_turn(action, args, refusal)
+        refusal = _execute(engine, ranks, action, args)
+        engine.take_reports()  # the first rank reports them
+        if on_action is not None:
+            on_action(action, args, refusal)
 
 
-def _take(engine: RankEngine, kind: str, request_id: int, *args: Any) -> None:
-    if kind == _News.ABORT:
+def _apply(engine: RankEngine, kind: str, request_id: int, *args: Any) -> None:
+    if kind == _Change.ABORT:
         engine.abort_request(request_id)
         return
     prompt, params, generated = args
-    # What is wrong with a request is said by the first rank, which has met the same.
+    # The first rank reports the errors of a request, which are the same there.
     with contextlib.suppress(Exception):
         engine.add_request(request_id, prompt, SamplingParams.deserialize(params), generated=generated)
 
 
-def _act(engine: RankEngine, ranks: Ranks, action: str, args: list[Any]) -> CheckpointError | None:
+def _execute(engine: RankEngine, ranks: Ranks, action: str, args: list[Any]) -> CheckpointError | None:
     match action:
-        case Turn.STEP:
+        case Action.STEP:
             engine.step_modern()
-        case Turn.SUSPEND:
+        case Action.SUSPEND:
             _suspend(engine, ranks)
-        case Turn.RESUME:
+        case Action.RESUME:
             _resume(engine, ranks)
-        case Turn.BARRIER:
+        case Action.BARRIER:
             _barrier(engine, ranks, args[0])
-        case Turn.UPDATE_WEIGHTS:
+        case Action.UPDATE_WEIGHTS:
             try:
                 engine.update_weights(args[0], version=args[1])
             except CheckpointError as error:
-                return error  # no rank has taken them
+                return error  # no rank has loaded them
         case _:
-            raise AssertionError(f"the first rank asks for {action}")
+            raise AssertionError(f"unknown action {action}")
     return None
 
 

@@ -1,4 +1,4 @@
-"""What an engine's loop knows of the requests that the coordinator handed to it."""
+"""The requests that the coordinator has assigned to an engine."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_runtime import tracing
-from megatron_runtime.engine.worker.protocol import RequestTaker
+from megatron_runtime.engine.worker.protocol import RequestEngine
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.bodies import RequestBody, TokenChunk
 from megatron_runtime.wire.codec import pack_body
 from megatron_runtime.wire.items import Assignment
 
-QUIET_INTERVAL = 8
-"""Tokens between the progress reports of a request that nobody streams; a lost engine costs at most so many again."""
+REPORT_INTERVAL = 8
+"""Tokens between the progress reports of a request that does not stream: at most so many are lost with an engine."""
 
 
 class Partial(Protocol):
-    """New tokens of one request, as the engine reports them."""
+    """The engine's report of new tokens of one request."""
 
     @property
     def new_tokens(self) -> list[int]: ...
@@ -33,28 +33,28 @@ class Partial(Protocol):
 
 @dataclass(eq=False)
 class LoopRequest:
-    """One request that was handed to this engine, until the coordinator lets it go."""
+    """One request that is assigned to this engine, until the coordinator releases it."""
 
     uuid: bytes
     local_id: int
     dispatch: int
     params: SamplingParams
     made: TokenChunk
-    """All tokens so far, also those that were made elsewhere."""
+    """All tokens so far, including those of other engines."""
     trace: dict[str, str] = field(default_factory=dict)
-    """The context of the trace that it belongs to."""
+    """The trace context."""
     reply: bytes | None = None
-    """The packed result; kept until the coordinator has it."""
+    """The packed result; kept until the coordinator acknowledges it."""
 
 
 class LoopRequests:
-    """The requests by their UUIDs. A request that is handed out twice is served once.
+    """The requests by UUID. A request that is assigned twice is served once.
 
     Args:
-        engine: Serves them under numbers of this class.
+        engine: Serves the requests under ids of this class.
     """
 
-    def __init__(self, engine: RequestTaker) -> None:
+    def __init__(self, engine: RequestEngine) -> None:
         self._engine = engine
         self._by_uuid: dict[bytes, LoopRequest] = {}
         self._by_id: dict[int, LoopRequest] = {}
@@ -65,45 +65,45 @@ class LoopRequests:
 
     @property
     def uuids(self) -> list[bytes]:
-        """Of all requests that run or whose results are kept."""
+        """Of all unfinished requests, and of those whose results are kept."""
         return list(self._by_uuid)
 
     def unfinished(self) -> Iterable[LoopRequest]:
-        """Those without a result."""
+        """The requests without a result."""
         return [request for request in self._by_uuid.values() if request.reply is None]
 
-    def take(self, assignment: Assignment, body: RequestBody) -> tuple[LoopRequest, int]:
-        """Serve a request, or go on with one that is known.
+    def add(self, assignment: Assignment, body: RequestBody) -> tuple[LoopRequest, int]:
+        """Serve a request, or continue a known one.
 
         Returns:
-            The request, and how many of its tokens the coordinator knows.
+            The request, and the number of its tokens that the coordinator has.
         """
         known = self._by_uuid.get(assignment.uuid)
-        told = len(body.generated.tokens)
-        if known is not None and known.reply is None and told > len(known.made.tokens):
-            self.forget(assignment.uuid)  # another engine got further with it
+        num_reported = len(body.generated.tokens)
+        if known is not None and known.reply is None and num_reported > len(known.made.tokens):
+            self.release(assignment.uuid)  # another engine has generated more tokens of it
             known = None
         if known is not None:
             known.dispatch = assignment.dispatch
-            return known, told
+            return known, num_reported
         params = SamplingParams.deserialize(body.sampling_params)
         request = self._keep(assignment, params, body.generated)
         request.trace = body.trace
         reported = copy.copy(params)
         if not (assignment.streaming and params.streaming):
-            reported.streaming_interval = 1 if assignment.streaming else QUIET_INTERVAL
+            reported.streaming_interval = 1 if assignment.streaming else REPORT_INTERVAL
         reported.streaming = True
         self._engine.add_request(request.local_id, body.prompt, reported, generated=list(body.generated.tokens))
-        return request, told
+        return request, num_reported
 
     def abort(self, uuid: bytes) -> None:
-        """End a request; its result says that it was aborted."""
+        """End a request; its result has finish_reason "abort"."""
         request = self._by_uuid.get(uuid)
         if request is not None and request.reply is None:
             self._engine.abort_request(request.local_id)
 
-    def forget(self, uuid: bytes) -> None:
-        """Nobody needs this request any more, finished or not."""
+    def release(self, uuid: bytes) -> None:
+        """Drop a request that the coordinator does not need any more, finished or not."""
         request = self._by_uuid.pop(uuid, None)
         if request is not None:
             del self._by_id[request.local_id]
@@ -111,17 +111,17 @@ class LoopRequests:
                 self._engine.abort_request(request.local_id)
 
     def progress(self, local_id: int, partial: Partial) -> tuple[LoopRequest, int, TokenChunk] | None:
-        """Note new tokens: the request, the number of the first, and the tokens; None if the request was let go."""
+        """Record new tokens: (request, number of the first token, tokens), or None for a released request."""
         request = self._by_id.get(local_id)
         if request is None:
             return None
         start = len(request.made.tokens)
-        news = TokenChunk(partial.new_tokens, partial.new_log_probs or [], partial.new_top_n_logprobs or [])
-        request.made.extend(news)
-        return request, start, news
+        chunk = TokenChunk(partial.new_tokens, partial.new_log_probs or [], partial.new_top_n_logprobs or [])
+        request.made.extend(chunk)
+        return request, start, chunk
 
     def finish(self, record: DynamicInferenceRequestRecord) -> LoopRequest | None:
-        """Keep a result; the request, or None if it was let go."""
+        """Keep a result. Returns the request, or None for a released request."""
         request = self._by_id.get(record.request_id)
         if request is None:
             return None
@@ -134,8 +134,8 @@ class LoopRequests:
         return request
 
     def refuse(self, assignment: Assignment, error: Exception) -> LoopRequest:
-        """Keep, as the result, that this request can't be served."""
-        self.forget(assignment.uuid)
+        """Keep an error as the result of a request that can't be served."""
+        self.release(assignment.uuid)
         request = self._keep(assignment, SamplingParams(), TokenChunk())
         failed = DynamicInferenceRequest(
             request_id=request.local_id, status=Status.FAILED, finish_reason="error", generated_text=""
@@ -152,7 +152,7 @@ class LoopRequests:
 
 
 def _for_the_wire(content: dict[str, Any], params: SamplingParams) -> dict[str, Any]:
-    """Without what the client has itself or never needs, and without staleness counters that never counted."""
+    """The content without fields that the client has or does not need, and without staleness counters of 0."""
     if not params.return_prompt_tokens:
         content["prompt_tokens"] = None
     content["remaining_prompt_tokens"] = None

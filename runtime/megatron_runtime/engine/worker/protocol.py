@@ -1,4 +1,4 @@
-"""What the loops of this folder need of an engine, and what an engine sees of its loop."""
+"""Protocols between engines and the loops that run them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from megatron_runtime.parallel.ranks import Ranks
 
 
-class RequestTaker(Protocol):
-    """The part of an engine that takes requests."""
+class RequestEngine(Protocol):
+    """The methods of an engine for requests."""
 
     def add_request(
         self, request_id: int, prompt: Any, sampling_params: SamplingParams | None, *, generated: Sequence[int]
@@ -27,14 +27,14 @@ class RequestTaker(Protocol):
     def abort_request(self, request_id: int) -> bool: ...
 
 
-class WeightTaker(Protocol):
-    """The part of an engine that takes weights."""
+class WeightEngine(Protocol):
+    """The methods of an engine for weights."""
 
     def update_weights(self, weights: Weights, *, version: int | None) -> int: ...
 
 
-class Engine(RequestTaker, WeightTaker, Protocol):
-    """What `EngineLoop` needs of an engine; DynamicInferenceEngine and LockStepEngine have it."""
+class Engine(RequestEngine, WeightEngine, Protocol):
+    """The engine of an `EngineLoop`: a DynamicInferenceEngine or a LockStepEngine."""
 
     def has_unfinished_requests(self) -> bool: ...
     def step_modern(self) -> Any: ...
@@ -47,7 +47,7 @@ class Engine(RequestTaker, WeightTaker, Protocol):
 
 
 class AttachedLoop(Protocol):
-    """What an engine, and those who wait for it, see of the loop that runs it for a coordinator."""
+    """The loop that runs an engine for a coordinator."""
 
     failure: BaseException | None
     ended: bool
@@ -59,7 +59,7 @@ class AttachedLoop(Protocol):
 
 
 class RankEngine(Engine, Protocol):
-    """The engine of one rank, which may be one of several that serve the same model."""
+    """The engine of one rank of a replica group."""
 
     @property
     def config(self) -> InferenceConfig: ...

@@ -1,4 +1,4 @@
-"""The states that an engine reached, for those who come late to wait for one."""
+"""The states that an engine has reached, for callers that wait for a state late."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from collections import deque
 from megatron_runtime.headers import EngineState
 from megatron_runtime.notifier import Notifier
 
-_KEPT = 64
-"""States that are remembered for somebody who asks for none."""
+_MAX_STATES = 64
+"""Most states that are kept while there is no caller."""
 
 
 class StateJournal:
-    """Written by an engine's loop; read by one who goes the same way, maybe later.
+    """Written by an engine's loop; read by a caller that waits for the same states in the same order.
 
-    Whoever moves an engine through its states on another rank may be several states ahead of those who wait for each of
-    them here.
+    The caller that moves the engines, on another rank, may be several states ahead of the callers here.
     """
 
     def __init__(self) -> None:
-        self._reached: deque[EngineState] = deque(maxlen=_KEPT)
+        self._reached: deque[EngineState] = deque(maxlen=_MAX_STATES)
         self._changed = Notifier()
 
     def note(self, state: EngineState) -> None:
-        """A state was reached."""
+        """Append a state."""
         self._reached.append(state)
         self._changed.notify()
 
     async def next_of(self, *states: EngineState) -> EngineState:
-        """Which of these was reached first since the one that was asked for last; waits for it."""
+        """The first of these states after the one that was returned last; waits for it."""
         while True:
             while self._reached:
                 if (state := self._reached.popleft()) in states:

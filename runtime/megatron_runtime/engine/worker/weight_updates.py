@@ -1,4 +1,4 @@
-"""New weights for an engine that a loop runs: wanted at any time, taken up between steps."""
+"""Weight updates of an engine that a loop runs: queued at any time, applied between steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megatron_runtime.engine.worker.protocol import WeightTaker
+from megatron_runtime.engine.worker.protocol import WeightEngine
 from megatron_runtime.errors import EngineError, InvalidStateError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.lifecycle import IDLE_STATES
@@ -20,7 +20,7 @@ InThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 
 def require_idle(state: EngineState) -> None:
-    """Raise InvalidStateError unless an engine in this state may be given other weights."""
+    """Raise InvalidStateError unless weights can be updated in this state."""
     if state not in IDLE_STATES:
         raise InvalidStateError(
             f"weights can't be updated while the engine is {state.value}; pause it first",
@@ -30,58 +30,58 @@ def require_idle(state: EngineState) -> None:
 
 
 class WeightUpdateQueue:
-    """The updates that are wanted, in their order.
+    """The pending updates, in order.
 
     Args:
-        engine: Takes them.
-        state: Where it stands.
+        engine: The engine that loads the weights.
+        state: Returns the state of the engine.
     """
 
-    def __init__(self, engine: WeightTaker, state: Callable[[], EngineState]) -> None:
+    def __init__(self, engine: WeightEngine, state: Callable[[], EngineState]) -> None:
         self._engine = engine
         self._state = state
-        self._wanted: deque[tuple[Weights, int | None, asyncio.Future[int]]] = deque()
+        self._pending: deque[tuple[Weights, int | None, asyncio.Future[int]]] = deque()
         self._given: tuple[int, str] | None = None
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self._pending)
 
     @property
     def given_path(self) -> str:
-        """Where the weights come from that the engine has; empty unless they were given by path and version."""
+        """Path of the engine's weights, if they were loaded by path and version; else empty."""
         return "" if self._given is None else self._given[1]
 
     def put(self, weights: Weights, version: int | None = None) -> asyncio.Future[int]:
-        """Want an update; the future brings the version, or what the engine said, and then it has its old weights."""
+        """Add an update. The future has the version, or the error of the engine, which then keeps its weights."""
         answer = asyncio.get_running_loop().create_future()
-        self._wanted.append((weights, version, answer))
+        self._pending.append((weights, version, answer))
         if self._closed:
             self.close()
         return answer
 
     async def apply_all(self, in_thread: InThread) -> None:
-        """Carry them out in the engine's thread. What fails is its caller's concern, since it changes nothing."""
-        while self._wanted:
-            weights, version, answer = self._wanted.popleft()
+        """Apply the updates in the engine's thread. A failed update changes nothing; its caller gets the error."""
+        while self._pending:
+            weights, version, answer = self._pending.popleft()
             if version is not None and (version, weights) == self._given:
-                answer.set_result(version)  # it was sent again, because its answer was lost
+                answer.set_result(version)  # it was sent again because its answer was lost
                 continue
             try:
                 require_idle(self._state())
-                made = await in_thread(partial(self._engine.update_weights, weights, version=version))
+                updated = await in_thread(partial(self._engine.update_weights, weights, version=version))
             except Exception as error:
                 if not answer.done():
                     answer.set_exception(error)
             else:
                 self._given = (version, weights) if version is not None and isinstance(weights, str) else None
                 if not answer.done():
-                    answer.set_result(made)
+                    answer.set_result(updated)
 
     def close(self) -> None:
-        """The loop has ended: nothing more is carried out."""
+        """Fail all pending and later updates; the loop has ended."""
         self._closed = True
-        while self._wanted:
-            _, _, answer = self._wanted.popleft()
+        while self._pending:
+            _, _, answer = self._pending.popleft()
             if not answer.done():
                 answer.set_exception(EngineError("the engine loop has ended"))
