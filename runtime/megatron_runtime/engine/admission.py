@@ -1,4 +1,4 @@
-"""Turning a submission into a sequence, or saying why it can't be served."""
+"""Validates a request and turns it into a sequence."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Prompt = str | list[int] | Tensor
 
 
 class Admission:
-    """The rules that a request has to meet before it may queue.
+    """The conditions that a request has to meet before it is queued.
 
     Args:
-        tokenizer: Makes tokens of text prompts.
-        limits: What the context can hold.
-        vocab_size: Token ids from 0 to below this are known to the model.
+        tokenizer: Tokenizes text prompts.
+        limits: Limits of the context.
+        vocab_size: Token ids are less than this number.
         chunked_prefill: Whether a prompt may be longer than one pass.
-        prefix_caching: Whether requests get block hashes, by which they find and leave computed prefixes.
-        scores_prompts: Whether requests may ask for log probabilities of their prompts.
+        prefix_caching: Whether requests get block hashes, which identify cached prefixes.
+        scores_prompts: Whether requests may have log probabilities of their prompts.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Admission:
         self._scores_prompts = scores_prompts
 
     def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
-        """Fill in the request's tokens and limits, and make its sequence.
+        """Set the request's tokens and limits, and return its sequence.
 
         Raises:
-            InvalidRequestError: The prompt or the tokens generated elsewhere make no sense.
-            ContextOverflowError: It would never fit; the subclass says in what.
+            InvalidRequestError: The prompt, the parameters or the generated tokens are invalid.
+            ContextOverflowError: The request can never fit; the subclass names the limit.
         """
         params = request.sampling_params
         assert params is not None
@@ -82,23 +82,23 @@ class Admission:
             check_grammar(params.grammar)
         tokens = self._prompt_tokens(prompt, params)
         request.prompt_tokens = request.remaining_prompt_tokens = torch.tensor(tokens, dtype=torch.int64)
-        continued = self._checked("generated", generated)
+        generated_tokens = self._checked("generated", generated)
         if not tokens:
             raise InvalidRequestError("prompt is empty; give at least one token", field="prompt")
         limit = self._tokens_to_generate(request.request_id, len(tokens), params)
         if params.num_tokens_total is None:
             params.num_tokens_to_generate = limit
             params.min_tokens = min(params.min_tokens, limit)
-        if len(continued) > limit:
+        if len(generated_tokens) > limit:
             raise InvalidRequestError(
-                f"generated has {len(continued)} tokens, more than the {limit} to generate", field="generated"
+                f"generated has {len(generated_tokens)} tokens, more than the {limit} to generate", field="generated"
             )
         self._require_room(request.request_id, len(tokens), limit)
-        hashes = self._block_hashes(tokens + continued)
+        hashes = self._block_hashes(tokens + generated_tokens)
         request.precomputed_block_hashes = hashes[: len(tokens) // self._limits.block_size_tokens]
         return Sequence(
             request_id=request.request_id,
-            tokens=tokens + continued,
+            tokens=tokens + generated_tokens,
             prompt_length=len(tokens),
             max_length=len(tokens) + limit,
             priority=params.priority,
@@ -137,36 +137,36 @@ class Admission:
         for index, token in enumerate(tokens):
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 raise InvalidRequestError(
-                    f"{field}[{index}]={token!r} is no token id; the model knows 0 to {self._vocab_size - 1}",
+                    f"{field}[{index}]={token!r} is not a token id; the model has 0 to {self._vocab_size - 1}",
                     field=field,
                 )
         return list(tokens)
 
     def _tokens_to_generate(self, request_id: int, prompt_length: int, params: SamplingParams) -> int:
         longest = self._limits.max_sequence_length
-        wanted = params.num_tokens_to_generate
+        count = params.num_tokens_to_generate
         if params.num_tokens_total is not None:
-            wanted = params.num_tokens_total - prompt_length
-            if wanted < 0:
+            count = params.num_tokens_total - prompt_length
+            if count < 0:
                 raise InvalidRequestError(
                     f"num_tokens_total={params.num_tokens_total} is less than the prompt's {prompt_length} tokens",
                     field="num_tokens_total",
                 )
-        if prompt_length > longest or (prompt_length == longest and wanted != 0):
+        if prompt_length > longest or (prompt_length == longest and count != 0):
             raise MaxSequenceLengthOverflowError(
                 request_id,
                 f"the prompt has {prompt_length} tokens and leaves no room for an answer within "
                 f"max_sequence_length={longest}; shorten the prompt",
             )
         room = longest - prompt_length
-        if wanted is None:
+        if count is None:
             return max(1, min(room, self._pool_tokens + 1 - prompt_length))
-        if wanted > room:
+        if count > room:
             _logger.warning(
-                "request %d: %d tokens to generate cut to the %d that max_sequence_length=%d leaves",
-                request_id, wanted, room, longest,
+                "request %d: %d tokens to generate reduced to %d by max_sequence_length=%d",
+                request_id, count, room, longest,
             )  # fmt: skip
-        return min(wanted, room)
+        return min(count, room)
 
     def _require_room(self, request_id: int, prompt_length: int, limit: int) -> None:
         if prompt_length > self._limits.max_tokens and not self._chunked_prefill:
@@ -190,7 +190,7 @@ class Admission:
 
 
 def _first_log_prob(params: SamplingParams, prompt_length: int, limit: int) -> int | None:
-    """Index of the first token whose log probability is wanted; the very first token has none."""
+    """Index of the first token whose log probability is reported; the first token of a prompt has none."""
     if not params.return_log_probs:
         return None
     if not params.skip_prompt_log_probs and prompt_length > 1:

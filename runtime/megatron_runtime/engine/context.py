@@ -27,31 +27,31 @@ from megatron_runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class LogProbRows:
-    """Which log probabilities a step is asked for: P of them, over L rows of logits and S sampled tokens."""
+    """The log probabilities that a step reports: P of them, over L rows of logits and S sampled tokens."""
 
     rows: Tensor
     """int64 [P], rows of the logits."""
     targets: Tensor
-    """int64 [P], the tokens whose log probability is wanted, where ``sampled`` is -1."""
+    """int64 [P], the tokens whose log probability is reported, where ``sampled`` is -1."""
     sampled: Tensor
-    """int64 [P], the sampled token (0 .. S-1) whose log probability is wanted, or -1."""
+    """int64 [P], the sampled token (0 .. S-1) whose log probability is reported, or -1."""
     top_n: int
-    """How many of the likeliest tokens are wanted at most."""
+    """Most tokens of a top-n list."""
     drawn: Tensor | None = None
-    """int64 [D], which of the P are wanted as they were drawn with; None if all are the model's own."""
+    """int64 [D], those of the P that are of the sampled distribution; None if all are of the model."""
     rules: SamplingRules | None = None
-    """How the D are drawn."""
+    """The sampling rules of the D."""
 
 
 class DynamicInferenceContext:
-    """Device memory of one engine: a paged KV cache, a row of tables per running sequence.
+    """The device memory of one engine: a paged KV cache, and a row of the tables per running sequence.
 
     Args:
-        model_config: Sizes of the model.
-        inference_config: How much memory, and how many requests and tokens at a time.
-        dtype: Of keys and values.
-        device: Where the model computes.
-        shard: What of the model is here; None means all. The limits are those of the largest one, on all ranks.
+        model_config: The sizes of the model.
+        inference_config: The limits of memory, requests and tokens.
+        dtype: Type of keys and values.
+        device: The device of the model.
+        shard: This rank's part of the model; None: the whole model. All ranks have the limits of the largest part.
 
     Raises:
         ConfigurationError: The settings leave no room for a single block, or the memory can't be had.
@@ -105,20 +105,20 @@ class DynamicInferenceContext:
         stop_ids: Collection[int] = (),
         guide: RequestGuide | None = None,
     ) -> None:
-        """Give a sequence that begins to run a row; the stop ids are the tokens that end its answer."""
+        """Assign a row to a sequence that starts to run; ``stop_ids`` are the tokens that end its answer."""
         assert sequence.row is None, f"request {sequence.request_id} has a row already"
         sequence.row = row = self._free_rows.pop()
         self._num_blocks_known[row] = 0
         self._sampling.write(row, params, sequence.prompt_length, stop_ids, guide)
 
     def vacate(self, sequence: Sequence) -> None:
-        """Take the row of a sequence that stopped running, if it has one."""
+        """Free the row of a sequence that has stopped running, if it has one."""
         if sequence.row is not None:
             self._free_rows.append(sequence.row)
             sequence.row = None
 
     def forward_batch(self, slices: Slices[SequenceSlice]) -> ForwardBatch:
-        """The flat batch of the slices, which are in running sequences and own the blocks that they need."""
+        """The flat batch of slices of running sequences, which own the blocks that they need."""
         count = len(slices)
         tokens: list[int] = []
         rows = np.empty(count, np.intp)
@@ -150,11 +150,11 @@ class DynamicInferenceContext:
         )
 
     def sampling_rules(self, slices: Slices[SequenceSlice]) -> SamplingRules:
-        """How the slices that sample do so."""
+        """The sampling rules of the slices that sample."""
         return self._sampling.rules([(part.sequence, part.end) for part in slices if part.samples])
 
     def sampled_logit_rows(self, slices: Slices[SequenceSlice]) -> Tensor | None:
-        """int64 [S], the rows of the logits that are sampled; None if that is all of them."""
+        """int64 [S], the rows of the logits that are sampled; None means all rows."""
         if all(part.samples and part.num_logits == 1 for part in slices):
             return None
         ends = np.cumsum([part.num_logits for part in slices])
@@ -163,7 +163,7 @@ class DynamicInferenceContext:
         )
 
     def log_prob_rows(self, slices: Slices[SequenceSlice], top_n: int) -> LogProbRows | None:
-        """Which log probabilities the slices want; None if none do."""
+        """The log probabilities that the slices report, or None."""
         rows: list[int] = []
         targets: list[int] = []
         sampled: list[int] = []
@@ -191,7 +191,7 @@ class DynamicInferenceContext:
         )
 
     def _drawn(self, slices: Slices[SequenceSlice]) -> tuple[Tensor | None, SamplingRules | None]:
-        """Which of the wanted log probabilities belong to generated tokens, and how these are drawn."""
+        """Those of the log probabilities that are of the sampled distribution, and its sampling rules."""
         if self.config.logprobs_mode == "raw_logprobs":
             return None, None
         drawn: list[int] = []
@@ -214,7 +214,7 @@ class DynamicInferenceContext:
         assert sorted([*self._free_rows, *(row for row in rows if row is not None)]) == list(range(self.max_requests))
 
     def _sync_blocks(self, sequence: Sequence) -> int:
-        """Note blocks that the sequence got since last time; its row."""
+        """Copy new blocks of the sequence to its row, and return the row."""
         row = sequence.row
         assert row is not None, f"request {sequence.request_id} has no row"
         known, now = self._num_blocks_known[row], len(sequence.blocks)
@@ -234,7 +234,7 @@ class DynamicInferenceContext:
 
 
 def _logit_rows(slices: Slices[SequenceSlice], query_starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The trailing rows of each slice whose logits are wanted."""
+    """The last rows of each slice, whose logits are computed."""
     counts = np.array([part.num_logits for part in slices], np.int64)
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1])) + np.repeat(query_starts[1:] - ends, counts)

@@ -1,4 +1,4 @@
-"""How large a context is, from what the user asked for and what the model needs."""
+"""The size of a context, from the configuration and the model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _logger = logging.getLogger(__name__)
 
 _DEFAULT_MAX_TOKENS = 16384
 _DEFAULT_MAX_TOKENS_ON_CPU = 1024
-"""A pass of more would keep everyone else waiting for seconds."""
+"""A larger pass would delay all other requests by seconds."""
 
 
 @dataclass(frozen=True)
 class ContextLimits:
-    """Sizes that every rank of a replica agrees on."""
+    """Sizes that are equal on all ranks of a replica group."""
 
     num_blocks: int
     block_size_tokens: int
@@ -29,21 +29,21 @@ class ContextLimits:
     max_tokens: int
     max_sequence_length: int
     paused_blocks: int = 0
-    """Most blocks that requests may own while they wait for further ones."""
+    """Most blocks of requests that wait for further blocks."""
 
     @property
     def max_blocks_per_sequence(self) -> int:
-        """Blocks of the longest sequence."""
+        """Number of blocks of the longest sequence."""
         return -(-self.max_sequence_length // self.block_size_tokens)
 
     @classmethod
     def derive(
         cls, model_config: ModelConfig, config: InferenceConfig, *, dtype: torch.dtype, device_type: str
     ) -> ContextLimits:
-        """The limits that the settings come to; the pool is never larger than all requests together can fill.
+        """The limits for a configuration. The pool is not larger than all requests together can fill.
 
         Raises:
-            ConfigurationError: The pool would not hold a single block.
+            ConfigurationError: The pool has no room for a single block.
         """
         max_sequence_length = _sequence_length(model_config, config)
         blocks_each = -(-max_sequence_length // config.block_size_tokens)
@@ -60,17 +60,17 @@ class ContextLimits:
         )
 
     def allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
-        """The KV cache of these limits.
+        """A KV cache with these limits.
 
         Raises:
-            ConfigurationError: The device has not so much memory.
+            ConfigurationError: The device has too little memory.
         """
         try:
             return KVCache(model_config, self.num_blocks, self.block_size_tokens, dtype, device)
         except (RuntimeError, MemoryError) as error:
-            wanted = self.num_blocks * KVCache.block_bytes(model_config, self.block_size_tokens, dtype)
+            size = self.num_blocks * KVCache.block_bytes(model_config, self.block_size_tokens, dtype)
             raise ConfigurationError(
-                f"the KV cache of {wanted} bytes can't be allocated on {device} ({error}); "
+                f"the KV cache of {size} bytes can't be allocated on {device} ({error}); "
                 "lower kv_cache_memory_bytes, max_requests or max_sequence_length",
                 field="kv_cache_memory_bytes",
             ) from error

@@ -1,4 +1,4 @@
-"""The engine: one loop that reads schedule, run, settle."""
+"""The engine: schedules, runs and settles one pass after the other."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ from megatron_runtime.sampling_params import SamplingParams
 class DynamicInferenceEngine(RunningEngine):
     """Serves many requests at once from one model and one pool of KV blocks.
 
-    Not safe for use from several threads at once. ``step_modern`` raises only if the model itself fails; what is wrong
-    with a request ends that request, as a FAILED record.
+    Not thread-safe. ``step_modern`` raises only if the model fails; an invalid request ends as a FAILED record.
 
     Args:
         controller: Runs the model and samples.
-        context: The KV cache and its tables; made for the controller's model.
+        context: The KV cache and its tables, for the controller's model.
     """
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
@@ -105,14 +104,14 @@ class DynamicInferenceEngine(RunningEngine):
         """Queue a request.
 
         Args:
-            request_id: Unlike that of any unfinished request.
-            prompt: Text, or token ids.
-            sampling_params: Copied; a missing seed is chosen here and noted in the request.
-            generated: Tokens of the answer that were made elsewhere; they count as this request's own.
+            request_id: Different from the ids of all unfinished requests.
+            prompt: Text or token ids.
+            sampling_params: Copied; a missing seed is chosen here and stored in the request.
+            generated: Tokens of the answer that another engine has generated; they count as this request's own.
 
         Returns:
-            A future of the record: an asyncio future if a loop runs in this thread, a concurrent one otherwise. It is
-            never set to an error: a request that can't be served ends as a FAILED record with an error event.
+            A future of the record: an asyncio future if an event loop runs in this thread, else a concurrent future. It
+            never has an error: a request that can't be served ends as a FAILED record with an error event.
 
         Raises:
             InvalidRequestError: The id is in use.
@@ -131,38 +130,39 @@ class DynamicInferenceEngine(RunningEngine):
         return tracked.future
 
     def abort_request(self, request_id: int) -> bool:
-        """End a request now, as FAILED with what it has so far; False if it isn't known or has ended."""
+        """End a request now, as FAILED with its tokens so far; False if it is unknown or has ended."""
         if request_id not in self._requests:
             return False
         self._passes.finish(self._requests[request_id], "abort")
         return True
 
     def fail_all_requests(self, error: Exception) -> None:
-        """End every unfinished request with the error, so that nobody waits for an engine that is lost."""
+        """End every unfinished request with the error."""
         for tracked in self._requests:
             self._passes.finish(tracked, "error", error)
 
     def expire_overdue_requests(self) -> None:
-        """Fail what is past its deadline; every step does so, and a paused loop may."""
+        """Fail the requests that are past their deadline. Every step calls this, and a paused loop may."""
         for tracked, error in self._requests.overdue():
             self._passes.finish(tracked, "error", error)
 
     def has_unfinished_requests(self) -> bool:
         """True if a step has something to compute or to report."""
-        return self._requests.has_news_or_work()
+        return self._requests.has_reports_or_requests()
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The current segment of an unfinished request.
 
         Raises:
-            KeyError: It isn't known or has ended.
+            KeyError: The request is unknown or has ended.
         """
         return self._requests[request_id].current
 
     def step_modern(self) -> StepResult:
-        """Advance every running request by one pass, and report what ended and what came.
+        """Advance every running request by one pass, and report finished requests and new tokens.
 
-        In a pipeline a pass is begun, and the oldest of those that are in flight, one for each stage, is settled.
+        With pipeline parallelism a step begins one pass and settles the oldest pass in flight; there is one pass for
+        each stage.
 
         Raises:
             EngineSuspendedError: The engine is suspended.
@@ -174,7 +174,7 @@ class DynamicInferenceEngine(RunningEngine):
         self._passes.run_pass()
         result = self._report(started)
         if self._log.note_step(self, result):
-            # A request gets one token while each of the passes that are in flight takes a step.
+            # A request gets one token while each pass in flight takes a step.
             seconds = result["step_time"] * (self._passes.num_in_flight + 1)
             self._requests.note_step_time(result["active_request_ids"], seconds)
         return result
@@ -184,26 +184,26 @@ class DynamicInferenceEngine(RunningEngine):
         await asyncio.sleep(0)
         return self.step_modern()
 
-    def take_reports(self) -> Reports:
-        """Finished records and partial outputs that no step has reported yet; for while no steps are made."""
-        return self._requests.take_reports()
+    def pop_reports(self) -> Reports:
+        """Finished records and partial outputs that no step has reported, for use without steps."""
+        return self._requests.pop_reports()
 
     def generate(
         self,
         prompts: Tokens[Prompt],
         sampling_params: SamplingParams | Tokens[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequestRecord]:
-        """Serve prompts to their end, in this thread: `serve_batch`."""
+        """Serve prompts in this thread until they are finished: `serve_batch`."""
         unused = (request_id for request_id in self._ids if request_id not in self._requests)
         return serve_batch(self, unused, prompts, sampling_params)
 
     def barrier(self, occasion: str) -> None:
-        """Settle the passes of a pipeline that are in flight; an engine of one rank has none, and waits for nobody."""
+        """Settle the passes in flight; without pipeline parallelism there are none."""
         del occasion
         self._passes.settle_all()
 
     def suspend(self) -> None:
-        """Give memory back as the configuration says; unfinished requests stay and go on after resume."""
+        """Release memory as configured; unfinished requests stay and continue after `resume`."""
         if self.is_suspended:
             return
         self._passes.settle_all()
@@ -224,7 +224,7 @@ class DynamicInferenceEngine(RunningEngine):
         self._note_change()
 
     def resume(self) -> None:
-        """Take the memory again; requests go on with the next step, with the same tokens.
+        """Allocate the memory again; requests continue with the next step, with the same tokens.
 
         Raises:
             CheckpointError: Released weights can't be read again; the engine stays suspended.
@@ -238,49 +238,48 @@ class DynamicInferenceEngine(RunningEngine):
         self._note_change()
 
     def reset(self) -> None:
-        """Drop all requests, cached prefixes, reports and counts, as if the engine had just been made.
+        """Drop all requests, cached prefixes, reports and counts, as in a new engine.
 
-        Whoever waits for a request gets it as aborted. A suspended engine stays suspended.
+        Unfinished requests end as aborted. A suspended engine stays suspended.
 
         Raises:
-            InvalidStateError: A coordinator's loop runs this engine, and counts on its requests.
+            InvalidStateError: A coordinator's loop runs this engine.
         """
         if self.attached_loop is not None and not self.attached_loop.ended:
             raise InvalidStateError("reset() is for an engine without a coordinator", state=self.state.name)
         self._passes.settle_all()
         for tracked in self._requests:
             self._passes.finish(tracked, "abort")
-        self._requests.take_reports()
+        self._requests.pop_reports()
         self.invalidate_prefix_cache()
         self._passes = PassRunner(self.controller, self.context, self.scheduler, self._requests)
         self._log = StepLog(self.config.logging_step_interval, self.config.metrics_writer)
         self._ids = itertools.count()
 
     def invalidate_prefix_cache(self) -> None:
-        """Forget every cached prefix; to be called by those who change the model's weights themselves.
+        """Drop every cached prefix; for callers that change the model's weights themselves.
 
-        Unfinished requests go on with the keys and values that they have, old ones among them, and share them with
-        nobody who comes later.
+        Unfinished requests continue with their keys and values, including old ones, and later requests do not share
+        them.
         """
         self.scheduler.forget_prefixes()
 
     def update_weights(self, weights: Weights, *, version: int | None = None) -> int:
-        """Give the model other weights, between steps or while suspended; on an error nothing has changed.
+        """Load other weights into the model, between steps or while suspended; an error changes nothing.
 
-        Cached prefixes are forgotten, the staleness of unfinished requests is counted. Those that have keys and values
-        go on with them; where `suspend` drops the KV cache, everything is computed with the new weights.
+        Drops cached prefixes and counts the staleness of unfinished requests. Requests with keys and values continue
+        with them; where `suspend` drops the KV cache, everything is computed with the new weights.
 
         Args:
-            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them, which may also
-                be in a safetensors file, given by its path.
-            version: What to call them; None counts on.
+            weights: The path of a checkpoint or of a safetensors file, or all tensors by their Hugging Face names.
+            version: The version of the weights; None: the current version plus 1.
 
         Returns:
-            The version, which results that end from now on have as ``weight_version``.
+            The version, which is the ``weight_version`` of requests that end from now on.
 
         Raises:
-            CheckpointError: As `refit.update_weights`, naming what does not fit.
-            InvalidStateError: A coordinator's loop runs this engine, and is neither paused nor suspended.
+            CheckpointError: As for `refit.update_weights`; names the tensors that do not fit.
+            InvalidStateError: A coordinator's loop runs this engine, which is neither paused nor suspended.
         """
         if self.attached_loop is not None and not self.attached_loop.ended:
             require_idle(self.state)
@@ -293,25 +292,25 @@ class DynamicInferenceEngine(RunningEngine):
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that share the model with this one; this one alone, if it has the whole model."""
+        """The ranks of the replica group."""
         return self.controller.model.ranks
 
     @property
     def weight_version(self) -> int:
-        """How often the weights were updated, unless an update gave its version a number."""
+        """Number of weight updates, unless an update set the version."""
         return self._requests.weight_version
 
     def increment_staleness(self) -> None:
-        """Count, in every unfinished request, one more change of weights since its tokens were chosen and computed.
+        """Count one more weight update in the staleness of every unfinished request.
 
-        What waits has no keys and values that could grow old.
+        Queued requests have no keys and values, and so no staleness of them.
         """
         for tracked in self._requests:
             has_cache = tracked.sequence is not None and tracked.sequence.is_running
             tracked.record.increment_staleness(policy_only=not has_cache)
 
     def stats(self) -> EngineStats:
-        """How busy the engine is."""
+        """The load of the engine."""
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
@@ -328,12 +327,12 @@ class DynamicInferenceEngine(RunningEngine):
         )
 
     def check_integrity(self) -> None:
-        """Assert that scheduler, allocator and tables agree."""
+        """Assert that scheduler, allocator and tables are consistent."""
         self.scheduler.check_integrity()
         self.context.check_integrity([self._sequence(request_id) for request_id in self.scheduler.running_ids])
 
     def _report(self, started: float) -> StepResult:
-        finished, partials = self.take_reports()
+        finished, partials = self.pop_reports()
         return {
             "active_request_ids": self.scheduler.running_ids,
             "finished_request_records": finished,

@@ -1,4 +1,4 @@
-"""One pass after the other: schedule, run, settle. In a pipeline a pass for each stage is in flight."""
+"""Runs passes: schedule, run, settle. With pipeline parallelism, one pass per stage is in flight."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 
 @dataclass(frozen=True)
 class _Pass:
-    """One that is in flight."""
+    """One pass in flight."""
 
     slices: list[SequenceSlice]
     requests: list[TrackedRequest]
-    """Of the slices."""
+    """The requests of the slices."""
     output: PendingOutput
 
 
 class PassRunner:
-    """Keeps scheduler, tables and requests in step with each other and with the model.
+    """Keeps scheduler, tables and requests consistent with each other and with the model.
 
     Args:
         controller: Runs the model and samples.
         context: The KV cache and its tables.
-        scheduler: Over the context's allocator.
+        scheduler: The scheduler over the context's allocator.
         requests: The open requests.
     """
 
@@ -57,14 +57,14 @@ class PassRunner:
 
     @property
     def num_in_flight(self) -> int:
-        """Passes that are begun and not settled."""
+        """Number of passes that are begun and not settled."""
         return len(self._in_flight)
 
     def run_pass(self) -> None:
-        """Begin a pass, and settle the oldest one, unless there is work for another one that may be in flight.
+        """Begin a pass, and settle the oldest one unless another one can be begun.
 
-        Once each running request has been in a pass, one pass begins as another one ends. A pass that the model fails
-        can be repeated.
+        Once each running request has been in a pass, one pass begins when another one ends. A pass that fails in the
+        model can be repeated.
         """
         schedule = self._scheduler.schedule()
         self._apply(schedule)
@@ -75,23 +75,23 @@ class PassRunner:
             self._settle(self._in_flight.popleft())
 
     def settle_all(self) -> None:
-        """Wait for the passes that are in flight."""
+        """Settle all passes in flight."""
         while self._in_flight:
             self._settle(self._in_flight.popleft())
 
     def evict_all(self) -> None:
-        """Take every running request's cache away; they are computed again from their tokens."""
+        """Evict every running request; it is computed again from its tokens."""
         self._evict(self._scheduler.evict_all())
 
     def finish(self, tracked: TrackedRequest, reason: FinishReason, error: Exception | None = None) -> None:
-        """End a request and free what it holds."""
+        """End a request and free its resources."""
         if tracked.sequence is not None and tracked.sequence in self._scheduler:
             self._scheduler.remove(tracked.sequence)
             self._context.vacate(tracked.sequence)
         self._requests.close(tracked, reason, error)
 
     def _apply(self, schedule: Schedule) -> None:
-        """Carry a schedule's evictions and admissions over to requests and tables."""
+        """Apply a schedule's evictions and admissions to requests and tables."""
         self._evict(schedule.evicted)
         for sequence in schedule.paused:
             notes_event = self._context.config.track_paused_request_events
@@ -142,7 +142,7 @@ class PassRunner:
         return replace(output, dead_ends=dead_ends) if dead_ends else output
 
     def _dead_ends(self, slices: list[SequenceSlice], tokens: list[int]) -> dict[int, str]:
-        """Only the rank that samples follows the grammars."""
+        """Grammars without a valid next token; only the sampling rank has the state of the grammars."""
         if NO_TOKEN not in tokens:
             return {}
         guides = [self._requests[part.sequence.request_id].guide for part in slices if part.samples]
@@ -160,7 +160,9 @@ class PassRunner:
             if not part.counts:
                 continue
             if row in output.dead_ends:
-                self.finish(tracked, "error", EngineError(f"the grammar leads nowhere: {output.dead_ends[row]}"))
+                self.finish(
+                    tracked, "error", EngineError(f"the grammar has no valid continuation: {output.dead_ends[row]}")
+                )
                 continue
             first = next_log_prob - count
             scores = self._controller.scores(output.log_probs, first, count, tracked.params.top_n_logprobs)
@@ -168,9 +170,9 @@ class PassRunner:
 
     def _settle_one(self, tracked: TrackedRequest, part: SequenceSlice, token: int | None, scores: Scores) -> None:
         if token == NO_TOKEN:
-            # Whatever made them so may lie in a block that others would share.
+            # The cause may be in a cached block that other requests would share.
             self._scheduler.forget_prefixes()
-            self.finish(tracked, "error", InvalidLogitsError("the model answered with values that are not finite"))
+            self.finish(tracked, "error", InvalidLogitsError("the model returned logits that are not finite"))
             return
         known = tracked.num_generated
         reason = tracked.settle(part, token, scores)

@@ -1,4 +1,4 @@
-"""All unfinished requests of an engine, and the news of them that nobody has collected yet."""
+"""The unfinished requests of an engine, and the reports that were not collected yet."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Reports = tuple[list[DynamicInferenceRequestRecord], dict[int, PartialOutput]]
 
 
 class RequestBook:
-    """Opens requests, closes them, and keeps what is to be reported.
+    """Opens and closes requests, and keeps their reports.
 
     Args:
-        tokenizer: Makes text of tokens.
-        block_size_tokens: Noted in every request.
+        tokenizer: Detokenizes answers.
+        block_size_tokens: Stored in every request.
         timeout: Seconds that a request may take, or None.
-        prefix_caching: Noted in every request: its segments know the hashes of their prompts' blocks.
+        prefix_caching: Stored in every request: its segments have the block hashes of their prompts.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RequestBook:
         self._finished: list[DynamicInferenceRequestRecord] = []
         self._partials: dict[int, PartialOutput] = {}
         self.weight_version = 0
-        """Of the model's weights now; noted in every request that ends."""
+        """Current version of the model's weights; stored in every request that ends."""
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._open
@@ -48,15 +48,15 @@ class RequestBook:
         return self._open[request_id]
 
     def __iter__(self) -> Iterator[TrackedRequest]:
-        """The open requests, oldest first; closing them meanwhile is fine."""
+        """The open requests, oldest first; they may be closed during the iteration."""
         return iter(list(self._open.values()))
 
-    def has_news_or_work(self) -> bool:
+    def has_reports_or_requests(self) -> bool:
         """True if a request is open or a report was not collected."""
         return bool(self._open or self._finished or self._partials)
 
     def open(self, request_id: int, prompt: str | None, sampling_params: SamplingParams | None) -> TrackedRequest:
-        """Begin to track a request, with a copy of its parameters and a seed if it has none.
+        """Open a request, with a copy of its parameters and a seed if it has none.
 
         Raises:
             InvalidRequestError: The id is in use.
@@ -90,40 +90,40 @@ class RequestBook:
         return tracked
 
     def close(self, tracked: TrackedRequest, reason: FinishReason, error: Exception | None = None) -> None:
-        """End a request, queue its last news, and fulfil its future."""
+        """End a request, queue its last report, and resolve its future."""
         del self._open[tracked.request_id]
         tracked.finish(reason, error)
         tracked.current.weight_version = self.weight_version
-        self._note(tracked.take_partial(final=True))
+        self._queue(tracked.pop_partial(final=True))
         self._finished.append(tracked.record)
         tracked.resolve()
 
     def note_partial(self, tracked: TrackedRequest) -> None:
-        """Queue the new tokens of an open request, if it streams and there are enough of them."""
-        self._note(tracked.take_partial())
+        """Queue the new tokens of an open request that streams, if there are enough."""
+        self._queue(tracked.pop_partial())
 
     def note_step_time(self, request_ids: list[int], seconds: float) -> None:
-        """Each of the requests took part in a step that was measured, which made one token of it."""
+        """Record the duration of a step, which generated one token of each of these requests."""
         for request_id in request_ids:
             self._open[request_id].note_time_per_token(seconds)
 
     def overdue(self) -> list[tuple[TrackedRequest, RequestTimeoutError]]:
-        """The requests past their deadline, with the error that says so."""
+        """The requests past their deadline, with the error."""
         now = time.monotonic()
         late: list[tuple[TrackedRequest, RequestTimeoutError]] = []
-        # They are kept in the order of their submission, which is that of their deadlines too.
+        # The requests are in the order of their submission, which is also that of their deadlines.
         for tracked in self._open.values():
             if tracked.deadline is None or tracked.deadline > now:
                 break
-            late.append((tracked, RequestTimeoutError(f"not done within request_timeout={self._timeout} seconds")))
+            late.append((tracked, RequestTimeoutError(f"not finished within request_timeout={self._timeout} seconds")))
         return late
 
-    def take_reports(self) -> Reports:
+    def pop_reports(self) -> Reports:
         """Finished records and partial outputs since the last call."""
         reports = self._finished, self._partials
         self._finished, self._partials = [], {}
         return reports
 
-    def _note(self, partial: PartialOutput | None) -> None:
+    def _queue(self, partial: PartialOutput | None) -> None:
         if partial is not None:
             self._partials[partial.request_id] = partial

@@ -1,4 +1,4 @@
-"""The promise of a finished record, for callers with and without an event loop."""
+"""Futures of finished records, for callers with and without an event loop."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ RequestFuture = asyncio.Future[DynamicInferenceRequestRecord] | concurrent.futur
 
 
 def new_future() -> RequestFuture:
-    """An asyncio future of the loop that runs in this thread, or else one that a thread can wait for."""
+    """An asyncio future of the event loop of this thread, or a concurrent future if there is none."""
     loop = _running_loop()
     return concurrent.futures.Future() if loop is None else loop.create_future()
 
 
 def resolve(future: RequestFuture, record: DynamicInferenceRequestRecord) -> None:
-    """Fulfil the promise from whichever thread; a future that was cancelled, or whose loop is gone, is left alone."""
+    """Resolve a future, from any thread. A cancelled future, or one of a closed event loop, is ignored."""
     if isinstance(future, concurrent.futures.Future):
         _set(future, record)
         return

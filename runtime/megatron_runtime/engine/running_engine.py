@@ -1,4 +1,4 @@
-"""The ways in which an engine runs by itself: as a task of an event loop, or for a coordinator."""
+"""Running an engine without explicit steps: as a task of an event loop, or for a coordinator."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
 
 
 class RunningEngine(ABC):
-    """What an engine needs to be run without anybody who calls its steps."""
+    """Base class of an engine that runs as a task, or for a coordinator."""
 
     def __init__(self) -> None:
         self.is_suspended = False
         self.attached_loop: AttachedLoop | None = None
-        """Runs this engine for a coordinator, once it is attached to one."""
+        """The loop that runs this engine for a coordinator, once it is attached."""
         self._waiting: set[asyncio.Event] = set()
 
     @abstractmethod
@@ -38,24 +38,24 @@ class RunningEngine(ABC):
 
     @abstractmethod
     def barrier(self, occasion: str) -> None:
-        """Wait until everything that came before is done."""
+        """Wait until all earlier work is done."""
 
     def attach(self, loop: AttachedLoop) -> None:
-        """From now on this loop alone runs the engine, for a coordinator."""
+        """Let this loop run the engine for a coordinator from now on."""
         self.attached_loop = loop
 
     @property
     def state(self) -> EngineState:
-        """Where the engine stands; without a coordinator it is either RUNNING or SUSPENDED."""
+        """The state of the engine; without a coordinator it is either RUNNING or SUSPENDED."""
         if self.attached_loop is not None:
             return self.attached_loop.state
         return EngineState.SUSPENDED if self.is_suspended else EngineState.RUNNING
 
     async def wait_until(self, state: EngineState) -> None:
-        """Wait for a state, in the event loop in which the engine runs.
+        """Wait for a state, in the event loop that runs the engine.
 
         Raises:
-            InvalidStateError: There is no coordinator, and only a coordinator brings an engine into that state.
+            InvalidStateError: There is no coordinator, and the state exists only with a coordinator.
             EngineError: The coordinator's loop ended in another state.
         """
         if self.attached_loop is not None:
@@ -70,15 +70,15 @@ class RunningEngine(ABC):
             await self._next_change()
 
     async def run_engine(self) -> None:
-        """Serve what is added, as a task of the running event loop, until it is cancelled.
+        """Serve added requests, as a task of the running event loop, until cancelled.
 
-        Results come through the futures of ``add_request``, which has to be called in this event loop's thread. A
-        step holds the event loop up for as long as it takes; other tasks run between steps. Without work, or while the
-        engine is suspended, it sleeps.
+        The futures of ``add_request``, which has to be called in the thread of this event loop, have the results. A
+        step blocks the event loop; other tasks run between steps. Without requests, or while the engine is suspended,
+        the task waits.
 
         Raises:
             InvalidStateError: A coordinator's loop runs this engine.
-            Exception: What made a step fail; every unfinished request has failed with it.
+            Exception: A step failed with it, and so did every unfinished request.
         """
         if self.attached_loop is not None:
             raise InvalidStateError("a coordinator's loop runs this engine already", state=self.state.name)
@@ -105,22 +105,22 @@ class RunningEngine(ABC):
         """Serve a coordinator's requests from a task of the running loop, and return the coordinator's address.
 
         Args:
-            inference_coordinator_port: Of the coordinator; None lets a launched one choose.
-            launch_inference_coordinator: Start a coordinator process, instead of joining one that runs.
-            loop: The loop that runs in this thread; for callers that used to have to name it.
-            hostname: Of the coordinator; None means loopback for one rank, and MASTER_ADDR for several.
-            key: The shared secret; None takes MEGATRON_COORDINATOR_KEY, if there is one.
-            coordinator_schedule_output_path: File for a launched coordinator's routing decisions.
+            inference_coordinator_port: Port of the coordinator; None lets a launched one choose.
+            launch_inference_coordinator: Start a coordinator process; False connects to a running one.
+            loop: The running event loop; not needed.
+            hostname: Host of the coordinator; None: loopback for one rank, and MASTER_ADDR for several.
+            key: The shared secret; None: MEGATRON_COORDINATOR_KEY, if it is set.
+            coordinator_schedule_output_path: File for the routing decisions of a launched coordinator.
 
         Raises:
-            ConfigurationError: The address or the key can't work, or loop is not the running one.
+            ConfigurationError: The address or the key is invalid, or loop is not the running one.
             CoordinatorError: The coordinator did not start.
         """
-        # Not above: messages know engines, and an engine without a coordinator needs no messages.
+        # Imported here: an engine without a coordinator needs no messages.
         from megatron_runtime.engine.worker.attach import start_listening
 
         if loop is not None and loop is not asyncio.get_running_loop():
-            raise ConfigurationError("loop is not the one that runs here; leave it out", field="loop")
+            raise ConfigurationError("loop is not the running event loop; leave it out", field="loop")
         return await start_listening(
             self,
             port=inference_coordinator_port,
@@ -131,7 +131,7 @@ class RunningEngine(ABC):
         )
 
     def _note_change(self) -> None:
-        """Wake whoever waits for work or for a state."""
+        """Wake the tasks that wait for requests or for a state."""
         for event in self._waiting:
             event.set()
 

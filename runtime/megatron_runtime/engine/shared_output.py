@@ -1,4 +1,4 @@
-"""What a pass brought, from the rank that samples to all others of its replica."""
+"""Sends the output of a pass from the rank that samples to the other ranks of its replica group."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _BITS_64 = 2**64 - 1
 
 
 PendingOutput = Callable[[], StepOutput]
-"""Waits for what a pass brought; to be called once, in the order of the passes."""
+"""Waits for the output of a pass; to be called once, in the order of the passes."""
 
 
 def share_output(ranks: Ranks, slices: Slices[SequenceSlice], output: StepOutput) -> PendingOutput:
-    """Tell the other ranks of the replica what this one, which samples, has got."""
+    """Send the output of this rank, which samples, to the other ranks of the replica group."""
     if ranks.position.sizes.ranks_per_replica > 1:
         ranks.share_outcome(_pack(output), checksum=schedule_checksum(slices))
     return lambda: output
 
 
 def awaited_output(ranks: Ranks, slices: Slices[SequenceSlice]) -> PendingOutput:
-    """What the rank that samples gets.
+    """The output of the rank that samples.
 
-    To wait for it raises LockStepError when that rank computed other slices than this one, and LostRankError, which
-    names who is missing, when nothing comes.
+    Waiting for it raises LockStepError when that rank has computed other slices than this one, and LostRankError, which
+    names the missing ranks, when it does not arrive.
     """
     arriving = ranks.share_outcome(None, checksum=schedule_checksum(slices))
     return lambda: _unpack(arriving.wait())
 
 
 def schedule_checksum(slices: Slices[SequenceSlice]) -> int:
-    """64 bits that tell schedules apart: who computes which tokens, and where the last of them go."""
+    """64-bit checksum of a schedule: which tokens of which requests are computed, and the block of the last ones."""
     parts = ((part.sequence.request_id, part.start, part.length, part.sequence.blocks[-1]) for part in slices)
-    return hash(tuple(parts)) & _BITS_64  # of whole numbers alone, which is the same in all processes
+    return hash(tuple(parts)) & _BITS_64  # of integers only, which is equal in all processes
 
 
 def _pack(output: StepOutput) -> bytes:

@@ -1,4 +1,4 @@
-"""Every so many steps, a line about the engine's load."""
+"""Logs the engine's load at an interval of steps."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Figures = dict[str, int | float]
 
 
 class Writer(Protocol):
-    """Where figures go besides the log; the module wandb is one."""
+    """Receives the figures besides the log; the module wandb is one."""
 
     def log(self, figures: Figures, /) -> Any: ...
 
 
 class Observed(Protocol):
-    """The part of an engine that figures are about."""
+    """The part of an engine that is logged."""
 
     @property
     def context(self) -> DynamicInferenceContext: ...
@@ -33,12 +33,12 @@ class Observed(Protocol):
 
 
 class StepLog:
-    """Tells the log and a writer, every so many steps, how busy an engine is.
+    """Writes the load of an engine to the log and to a writer.
 
     Args:
-        interval: Steps from one line to the next; 0 means none.
-        writer: Gets the figures by the names that Megatron gives them, each after ``inference/``; may be None. What
-            goes wrong in it is logged, and is no trouble of the engine.
+        interval: Steps between two lines; 0 disables them.
+        writer: Receives the figures by Megatron's names with the prefix ``inference/``; may be None. Its errors are
+            logged and do not affect the engine.
     """
 
     def __init__(self, interval: int, writer: Writer | None) -> None:
@@ -48,7 +48,7 @@ class StepLog:
         self._finished = 0
 
     def note_step(self, engine: Observed, result: StepResult) -> bool:
-        """Count a step, and tell if it is time to; answers whether it was."""
+        """Count a step, and log at the interval. Returns whether it has logged."""
         if self._interval == 0:
             return False
         self._steps += 1
@@ -85,7 +85,7 @@ class StepLog:
 
 
 def _block_figures(allocator: BlockAllocator) -> Figures:
-    """Allocated are the blocks that hold something, active those that a request owns."""
+    """Allocated blocks have contents; a request owns each active block."""
     allocated = allocator.num_used + allocator.num_evictable
     return {
         "total_blocks": allocator.num_blocks,

@@ -1,4 +1,4 @@
-"""What a step of the engine tells its caller."""
+"""The result of an engine's step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from megatron_runtime.inference_request import DynamicInferenceRequestRecord
 class PartialOutput:
     """New tokens of a streaming request, in order and without gaps.
 
-    The token that ended the answer, and tokens of a stop text, are never among them. Where a stop text began in the
-    middle of a token, the finished request's ``generated_text`` is longer than these tokens' text by that beginning.
+    They never include the token that ended the answer and tokens of a stop string. If a stop string begins inside of a
+    token, the finished request's ``generated_text`` is longer than the text of these tokens by the first part of it.
     """
 
     request_id: int
     new_tokens: list[int]
     new_log_probs: list[float] | None
-    """One value per new token, if the request asked for log probabilities."""
+    """One value per new token, if the request has log probabilities."""
     new_top_n_logprobs: list[dict[str, float]] | None
-    """One dict per new token, if the request asked for the likeliest tokens."""
+    """One dict per new token, if the request has top-n log probabilities."""
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """How busy the engine is, and what it has done since it was made."""
+    """The load of the engine, and its counters since it was created."""
 
     running: int
     """Requests that own KV blocks."""
@@ -35,33 +35,33 @@ class EngineStats:
     kv_blocks_total: int
     kv_blocks_used: int
     prompt_tokens_total: int
-    """Prompt tokens of all requests that were ever scheduled."""
+    """Prompt tokens of all requests that were scheduled."""
     generated_tokens_total: int
-    """Tokens that were ever sampled and kept."""
+    """Tokens that were sampled and kept."""
     evictions_total: int
-    """How often a request had to give its blocks back."""
+    """Number of evictions of requests."""
     kv_blocks_evictable: int = 0
-    """Of the blocks that are not used, those that the prefix cache keeps until their room is needed."""
+    """Unused blocks that the prefix cache keeps until they are needed."""
     cached_tokens_total: int = 0
-    """Of the prompt tokens, those that the prefix cache had; without what requests found again after an eviction."""
+    """Prompt tokens that were in the prefix cache, without those found again after an eviction."""
     prefix_hits_total: int = 0
-    """Requests that found the beginning of their prompt in the prefix cache."""
+    """Requests whose prompt had a prefix in the prefix cache."""
     paused: int = 0
-    """Of the running requests, those that wait for a further block with what they own."""
+    """Running requests that wait for a further block."""
     weight_version: int = 0
-    """Of the model's weights now."""
+    """Current version of the model's weights."""
 
 
 class StepResult(TypedDict):
-    """The answer of ``DynamicInferenceEngine.step_modern``."""
+    """The result of ``DynamicInferenceEngine.step_modern``."""
 
     active_request_ids: list[int]
     """Requests that own KV blocks after the step, oldest first."""
     finished_request_records: list[DynamicInferenceRequestRecord]
-    """Requests that ended since the last step, for whatever reason."""
+    """Requests that ended since the last step, for any reason."""
     step_time: float
-    """Seconds that the step took."""
+    """Duration of the step in seconds."""
     cuda_graph_request_count: int | None
     """None: there are no CUDA graphs."""
     partial_outputs: dict[int, PartialOutput]
-    """News of streaming requests, by request id."""
+    """New tokens of streaming requests, by request id."""

@@ -1,4 +1,4 @@
-"""Finding stop texts in an answer that grows token by token."""
+"""Finds stop strings in an answer that grows token by token."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Watches a growing text for the first of several stop texts, wherever the tokens' borders fall.
+    """Finds the first of several stop strings in a growing text, independent of token boundaries.
 
     Args:
-        stops: Non-empty texts.
+        stops: Non-empty strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "an empty stop text would match everywhere"
+        assert all(stops), "an empty stop string would match everywhere"
         self._stops = tuple(stops)
         self._longest = max(map(len, stops))
         self.text = ""
         self._ends: list[int] = []
         self.match: tuple[int, int] | None = None
-        """Start and end of the first stop text in ``text``, once there is one."""
+        """Start and end of the first stop string in ``text``, or None."""
 
     def push(self, new_text: str, *, may_match: bool = True) -> bool:
-        """Add the text that one more token completed, which may be empty; True if a stop text is there.
+        """Add the text of the next token, which may be empty; True if there is a stop string.
 
-        A stop text that ends in text that may not match is passed over, now and later.
+        With ``may_match=False``, a stop string that ends in the new text is ignored, also later.
         """
         known = len(self.text)
         self.text += new_text
@@ -34,9 +34,9 @@ class StopMatcher:
         return self.match is not None
 
     def tokens_before(self, end: int) -> int:
-        """How many leading tokens end at or before this place of the text.
+        """The number of leading tokens that end at or before this position of the text.
 
-        Tokens at the border that completed no character are not counted: their bytes may belong to what follows.
+        Tokens at the boundary that completed no character do not count: their bytes may belong to the next character.
         """
         count = len(self._ends)
         while count and self._ends[count - 1] > end:
@@ -46,18 +46,18 @@ class StopMatcher:
         return count
 
     def safe_tokens(self) -> int:
-        """How many leading tokens can't be part of a stop text, whatever comes next."""
+        """The number of leading tokens that can't be part of a stop string, whatever tokens follow."""
         if self.match is not None:
             return self.tokens_before(self.match[0])
         return self.tokens_before(len(self.text) - self._possible_start())
 
     def _first_match(self, known: int) -> tuple[int, int] | None:
-        """The leftmost stop text that ends after so many characters."""
+        """The leftmost stop string that ends after this position."""
         starts = ((self.text.find(stop, max(0, known - len(stop) + 1)), len(stop)) for stop in self._stops)
         return min(((start, start + length) for start, length in starts if start >= 0), default=None)
 
     def _possible_start(self) -> int:
-        """Length of the longest end of the text that begins a stop text."""
+        """Length of the longest suffix of the text that is a prefix of a stop string."""
         tail = self.text[-self._longest :]
         for length in range(min(self._longest - 1, len(tail)), 0, -1):
             if any(stop.startswith(tail[-length:]) for stop in self._stops):

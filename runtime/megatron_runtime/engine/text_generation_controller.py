@@ -1,4 +1,4 @@
-"""One pass through the model, and the choice of the next tokens."""
+"""Runs one pass through the model and samples the next tokens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_runtime.model.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a pass brought, on the host."""
+    """The output of a pass, on the host."""
 
     tokens: list[int]
     """[S], one per sampled row; NO_TOKEN where the logits were not finite."""
     log_probs: LogProbs | None
-    """Of the positions that LogProbRows asked for."""
+    """Of the positions in LogProbRows."""
     dead_ends: dict[int, str] = field(default_factory=dict)
-    """Why there is NO_TOKEN, for rows where a grammar leads nowhere; by their place in ``tokens``."""
+    """Why there is NO_TOKEN, for rows whose grammar has no valid continuation; by their index in ``tokens``."""
 
 
 class TextGenerationController:
@@ -48,11 +48,11 @@ class TextGenerationController:
         sampled_rows: Tensor | None,
         wanted: LogProbRows | None,
     ) -> StepOutput:
-        """Compute the batch and sample; of a replica of several ranks, for the one that samples.
+        """Compute the batch and sample; for the rank of a replica group that samples.
 
         Args:
-            batch: What to compute.
-            kv_cache: Where the batch's tables point to.
+            batch: The batch.
+            kv_cache: The KV cache that the batch's tables refer to.
             rules: One per sampled row.
             sampled_rows: int64 [S], rows of the logits to sample; None means all.
             wanted: Log probabilities to report.
@@ -61,17 +61,17 @@ class TextGenerationController:
         assert logits is not None, "this rank samples"
         sampled = logits if sampled_rows is None else logits[sampled_rows]
         if rules.changes_logits:
-            # Log probabilities are the model's own, so their logits have to stay as they are.
+            # Log probabilities are those of the model, so their logits must not change.
             sampled = sampled.clone() if wanted is not None and sampled_rows is None else sampled
             rules.edit_(sampled)
         tokens = sample(sampled, rules)
         return StepOutput(tokens.tolist(), None if wanted is None else _log_probs(logits, tokens, wanted))
 
     def scores(self, log_probs: LogProbs | None, start: int, count: int, top_n: int) -> Scores:
-        """Log probabilities of some positions, each with the n likeliest tokens by their text.
+        """Log probabilities of some positions, each with the n most likely tokens by their text.
 
-        Tokens can share a text, above all those that are no whole character: the likeliest of them has it, the others
-        are called ``token_id:N``.
+        Several tokens can have the same text, mainly those that are no whole character: the most likely one has the
+        text as its key, the others ``token_id:N``.
         """
         if log_probs is None:
             return []

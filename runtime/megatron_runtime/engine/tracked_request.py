@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""The state of one request in the engine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from megatron_runtime.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Scores = list[tuple[float, dict[str, float]]]
-"""Log probabilities of consecutive tokens, each with the likeliest tokens at its place by their text."""
+"""Log probabilities of consecutive tokens, each with the most likely tokens of its position by their text."""
 
 
 class TrackedRequest:
-    """A request's record together with what the engine needs to carry it on.
+    """A request's record, with the state of its generation.
 
     Args:
-        record: Holds one request, with its parameters complete.
-        tokenizer: Makes text of tokens.
-        future: Fulfilled when the request ends.
+        record: Has one request with complete parameters.
+        tokenizer: Detokenizes the answer.
+        future: Resolved when the request ends.
         deadline: On the monotonic clock, or None.
     """
 
@@ -64,7 +64,7 @@ class TrackedRequest:
 
     @cached_property
     def guide(self) -> RequestGuide | None:
-        """Keeps the answer to its grammar, if it has one; to be asked for once it has its sequence."""
+        """The guide of the request's grammar, if it has one; needs the sequence."""
         if self.params.grammar is None:
             return None
         assert self.sequence is not None
@@ -72,16 +72,16 @@ class TrackedRequest:
 
     @property
     def current(self) -> DynamicInferenceRequest:
-        """The segment that is in flight."""
+        """The current segment."""
         return self.record[-1]
 
     def begin(self, sequence: Sequence) -> FinishReason | None:
-        """Take the sequence up, with tokens that were generated elsewhere; the reason if these end it already."""
+        """Start with a sequence, which may have generated tokens; returns the reason if these end the request."""
         self.sequence = sequence
-        continued = sequence.tokens[sequence.prompt_length :]
-        self._num_emitted = len(continued)
-        for token in continued:
-            if reason := self._take(token):
+        generated = sequence.tokens[sequence.prompt_length :]
+        self._num_emitted = len(generated)
+        for token in generated:
+            if reason := self._append_token(token):
                 return reason
         if len(sequence.tokens) >= sequence.max_length and sequence.next_log_prob is None:
             return "length"
@@ -89,16 +89,16 @@ class TrackedRequest:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of generated tokens."""
         return len(self._generated)
 
     def settle(self, part: SequenceSlice, token: int | None, log_probs: Scores) -> FinishReason | None:
-        """Take in what a pass brought for the request's slice.
+        """Apply the output of a pass for the request's slice.
 
         Args:
-            part: What was computed.
+            part: The computed slice.
             token: The sampled token, if the slice samples.
-            log_probs: Of the next tokens that have none yet, with the likeliest tokens of their positions.
+            log_probs: Log probabilities of the next tokens without one, with the most likely tokens.
 
         Returns:
             The reason if the request has ended.
@@ -106,7 +106,7 @@ class TrackedRequest:
         self._note_progress(part.end, samples=token is not None)
         reason: FinishReason | None = None
         if token is not None and len(part.sequence.tokens) >= part.sequence.max_length:
-            # Nothing was left but to score what was there: the sampled token is nobody's.
+            # The pass only computed log probabilities: the sampled token is dropped.
             reason, log_probs = "length", log_probs[:-1]
         elif token is not None:
             reason = self._accept(token)
@@ -115,7 +115,7 @@ class TrackedRequest:
         return reason
 
     def enter_context(self) -> None:
-        """The request begins to run, perhaps not for the first time."""
+        """The request starts to run, for the first time or again."""
         assert self.sequence is not None
         if not self.was_scheduled:
             self.record[0].num_cached_tokens = min(self.sequence.num_cached, self.sequence.prompt_length)
@@ -123,19 +123,19 @@ class TrackedRequest:
         self.current.add_event_add_context()
 
     def note_time_per_token(self, seconds: float) -> None:
-        """Add a figure to ``tpot``, for which the record's first part has to have one too."""
-        for part in (self.record[0], self.current):
-            part.tpot = [] if part.tpot is None else part.tpot
+        """Append to ``tpot`` of the current segment; the record's first segment needs a list too."""
+        for segment in (self.record[0], self.current):
+            segment.tpot = [] if segment.tpot is None else segment.tpot
         _append(self.current.tpot, seconds)
 
     def pause(self, *, notes_event: bool) -> None:
-        """The request waits for a further block, with what it has."""
+        """The request waits for a further block and keeps its cache."""
         self.current.status = Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
         if notes_event:
             self.current.add_event_pause()
 
     def evict(self) -> None:
-        """The request lost its cache: what it has so far becomes the prompt of its next segment."""
+        """The request lost its cache: its tokens so far become the prompt of its next segment."""
         request = self.current
         request.add_event_evict()
         request.status = Status.WAITING_IN_QUEUE
@@ -148,8 +148,8 @@ class TrackedRequest:
         else:
             request.kv_cache_staleness = None
 
-    def take_partial(self, *, final: bool = False) -> PartialOutput | None:
-        """New tokens for a streaming request, if there are enough of them."""
+    def pop_partial(self, *, final: bool = False) -> PartialOutput | None:
+        """The new tokens of a streaming request, if there are enough."""
         if not self.params.streaming:
             return None
         start, end = self._num_emitted, self._num_visible(final)
@@ -180,7 +180,7 @@ class TrackedRequest:
         self._close_times()
 
     def resolve(self) -> None:
-        """Fulfil the future."""
+        """Resolve the future."""
         resolve(self.future, self.record)
 
     def _accept(self, token: int) -> FinishReason | None:
@@ -188,13 +188,13 @@ class TrackedRequest:
         if self._first_token_time is None:
             self._first_token_time = time.time()
         self.sequence.tokens.append(token)
-        reason = self._take(token)
+        reason = self._append_token(token)
         if reason is None and len(self.sequence.tokens) >= self.sequence.max_length:
             return "length"
         return reason
 
     def _add_log_prob(self, value: float, top_n: dict[str, float]) -> None:
-        """Note the log probability of the next token that has none yet, be it of the prompt or generated."""
+        """Append the log probability of the next token without one, of the prompt or of the answer."""
         assert self.sequence is not None
         assert self.sequence.next_log_prob is not None
         if self.sequence.next_log_prob < self.sequence.prompt_length:
@@ -208,7 +208,7 @@ class TrackedRequest:
         self.sequence.next_log_prob += 1
 
     def _note_progress(self, num_computed: int, *, samples: bool) -> None:
-        """Note how much of the prompt is computed."""
+        """Record how much of the prompt is computed."""
         request = self.current
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS if samples else Status.ACTIVE_BUT_NOT_GENERATING_TOKENS
         assert request.prompt_tokens is not None
@@ -216,7 +216,7 @@ class TrackedRequest:
             request.finished_chunk_token_count = min(num_computed, request.prompt_tokens.numel())
             request.remaining_prompt_tokens = request.prompt_tokens[num_computed:]
 
-    def _take(self, token: int) -> FinishReason | None:
+    def _append_token(self, token: int) -> FinishReason | None:
         self._generated.append(token)
         self.current.generated_tokens.append(token)
         may_end = len(self._generated) > self.params.min_tokens
@@ -234,7 +234,7 @@ class TrackedRequest:
         return len(self._generated) - self._terminated
 
     def _final_text(self) -> str:
-        """The answer's text, with the tokens cut to it if a stop text ended it."""
+        """The text of the answer; tokens after a stop string are removed."""
         keeps_stop = self.params.detokenize_stop_sequence
         if self._matcher is not None and self._matcher.match is not None:
             start, end = self._matcher.match

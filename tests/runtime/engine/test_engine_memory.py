@@ -75,11 +75,11 @@ def test_a_suspended_engine_still_tells_what_ended(make_engine: MakeEngine) -> N
     engine.suspend()
     engine.abort_request(0)
     engine.add_request(1, [], PARAMS[0])
-    records, partials = engine.take_reports()
+    records, partials = engine.pop_reports()
     assert [record[-1].finish_reason for record in records] == ["abort", "error"]
     assert partials == {}
     assert not engine.has_unfinished_requests()
-    assert engine.take_reports() == ([], {})
+    assert engine.pop_reports() == ([], {})
 
 
 def test_the_pool_is_as_large_as_asked_but_never_larger_than_can_be_used(

@@ -99,7 +99,7 @@ def test_a_reset_engine_is_like_a_new_one(make_engine: MakeEngine) -> None:
     engine.reset()
     assert [future.result(timeout=0)[-1].finish_reason for future in futures] == ["abort"] * 4
     assert not engine.has_unfinished_requests()
-    assert engine.take_reports() == ([], {})
+    assert engine.pop_reports() == ([], {})
     engine.check_integrity()
     again = engine.generate([PROMPT], GREEDY)[0].merge()
     assert (again.request_id, again.generated_tokens) == (expected.request_id, expected.generated_tokens)

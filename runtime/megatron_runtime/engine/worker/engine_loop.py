@@ -184,7 +184,7 @@ class EngineLoop:
             await self._weights.apply_all(self._in_thread)
             if self._signals and await self._apply(self._signals.popleft()):
                 return
-            self._report(*self._engine.take_reports())
+            self._report(*self._engine.pop_reports())
             if self.state is EngineState.RUNNING and self._engine.has_unfinished_requests():
                 await self._step()
             elif not self._signals and not self._inbox and not self._weights:
@@ -280,7 +280,7 @@ class EngineLoop:
         await self._in_thread(partial(self._engine.barrier, "stop"))
         for request in self._requests.unfinished():
             self._requests.abort(request.uuid)
-        self._report(*self._engine.take_reports())
+        self._report(*self._engine.pop_reports())
         self._connection.report_state(EngineState.STOPPED)
 
     def _reach(self, state: EngineState) -> None:

@@ -104,9 +104,9 @@ class LockStepEngine:
         """As DynamicInferenceEngine does."""
         return self._engine.has_unfinished_requests()
 
-    def take_reports(self) -> Reports:
+    def pop_reports(self) -> Reports:
         """As DynamicInferenceEngine does."""
-        return self._engine.take_reports()
+        return self._engine.pop_reports()
 
     def stats(self) -> EngineStats:
         """As DynamicInferenceEngine does."""
@@ -238,7 +238,7 @@ def run_follower(
             assert own_weights is not None, "the first rank accepts tensors that this one does not get"
             args[0] = own_weights()
         refusal = _execute(engine, ranks, action, args)
-        engine.take_reports()  # the first rank reports them
+        engine.pop_reports()  # the first rank reports them
         if on_action is not None:
             on_action(action, args, refusal)
 

@@ -97,10 +97,10 @@ class FakeEngine:
                 running.emitted = len(running.made)
             if done:
                 self._end(request_id, "length")
-        records, partials = self.take_reports()
+        records, partials = self.pop_reports()
         return {"finished_request_records": records, "partial_outputs": partials}
 
-    def take_reports(self) -> tuple[list[DynamicInferenceRequestRecord], dict[int, PartialOutput]]:
+    def pop_reports(self) -> tuple[list[DynamicInferenceRequestRecord], dict[int, PartialOutput]]:
         reports = self._finished, self._partials
         self._finished, self._partials = [], {}
         return reports
