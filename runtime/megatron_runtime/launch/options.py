@@ -18,7 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_MANAGEMENTS = ("persist", "offload", "recompute")
 PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
-ROUTING_POLICIES = ("auto", "round-robin", "load-balanced", *PREFIX_POLICIES)
+ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES, "auto")
 HIGHEST_PORT = 65535
 EVERY_ADDRESS = ("0.0.0.0", "::")
 """Can be listened at, but not be told to others."""

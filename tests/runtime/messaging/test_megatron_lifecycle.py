@@ -121,7 +121,7 @@ async def test_a_running_service_is_stopped_by_one_signal(fleet: Fleet) -> None:
     await client.stop_engines()
     await until(lambda: loop.ended, "the end of the loop")
     await reach([loop], EngineState.STOPPED)
-    with pytest.raises(EngineError, match="the engine loop has ended: it was stopped"):
+    with pytest.raises(EngineError, match="the engine loop has ended: it has stopped"):
         await loop.wait_until(EngineState.SUSPENDED)
 
 
