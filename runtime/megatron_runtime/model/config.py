@@ -15,6 +15,8 @@ NormPlacement = Literal["before", "after", "around"]
 QueryKeyNorm = Literal["none", "head", "projection"]
 """Whether queries and keys are normalized before the rotation: each head by itself, or all heads together."""
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+RoutingScores = Literal["softmax"]
+"""The score of an expert: its share in the softmax over all experts."""
 
 _LARGEST_SIZE = 2**27
 """Beyond any model; what is larger is damage, and would overflow the size of a tensor."""
@@ -45,14 +47,23 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class RoutingConfig:
+    """How a router chooses the experts of a token, and how it weights them."""
+
+    scores: RoutingScores = "softmax"
+    """What a logit becomes."""
+    normalize_weights: bool = False
+    """Whether the weights of the chosen experts are scaled to sum to one."""
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """A feed-forward layer made of many, of which each token visits a few."""
 
     count: int
     per_token: int
     intermediate_size: int
-    normalize_weights: bool
-    """Whether the weights of the chosen experts are scaled to sum to one."""
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
     dense_layers: frozenset[int] = frozenset()
     """The layers that have one ordinary feed-forward network instead."""
 

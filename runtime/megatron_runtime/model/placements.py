@@ -108,7 +108,7 @@ def _experts(experts: Experts, names: TensorNames, shard: Shard) -> Placements:
     assert config is not None
     channels = _Part(shard.expert_channels(config), config.intermediate_size)
     router = _Part(range(config.count), config.count)
-    yield from _rows(experts.router, [names.router], [router], names)
+    yield from _rows(experts.router.linear, [names.router], [router], names)
     for index, network in zip(experts.here, experts.networks, strict=True):
         assert isinstance(network, FeedForward)
         prefix = names.expert.format(index)

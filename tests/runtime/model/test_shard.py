@@ -25,7 +25,7 @@ SMOLLM2 = ModelConfig(
     rope_theta=100000.0,
     attention_output_bias=True,
 )
-EXPERTS = ExpertsConfig(count=6, per_token=2, intermediate_size=24, normalize_weights=True)
+EXPERTS = ExpertsConfig(count=6, per_token=2, intermediate_size=24)
 
 
 def shards(sizes: ParallelSizes, **changes: Any) -> list[Shard]:

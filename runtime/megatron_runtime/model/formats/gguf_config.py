@@ -12,6 +12,7 @@ from megatron_runtime.model.config import (
     ExpertsConfig,
     ModelConfig,
     RopeScaling,
+    RoutingConfig,
     alternating_windows,
     check_num_layers,
     refuse_architecture,
@@ -75,7 +76,7 @@ def _experts(values: _Metadata) -> ExpertsConfig | None:
         count=count,
         per_token=values.number("expert_used_count"),
         intermediate_size=int(values.get("expert_feed_forward_length", values.number("feed_forward_length"))),
-        normalize_weights=bool(values.get("expert_weights_norm", True)),
+        routing=RoutingConfig(normalize_weights=bool(values.get("expert_weights_norm", True))),
     )
 
 

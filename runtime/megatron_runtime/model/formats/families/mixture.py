@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_runtime.model.config import ExpertsConfig, ModelConfig
+from megatron_runtime.model.config import ExpertsConfig, ModelConfig, RoutingConfig
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
 from megatron_runtime.model.formats.families.llama import llama, mistral, qwen3
 
@@ -16,7 +16,7 @@ def mixtral(fields: ConfigFields) -> ModelConfig:
         count=fields.get("num_local_experts", MISSING, int),
         per_token=fields.get("num_experts_per_tok", 2, int),
         intermediate_size=config.intermediate_size,
-        normalize_weights=True,
+        routing=RoutingConfig(normalize_weights=True),
     )
     return replace(config, experts=experts)
 
@@ -30,7 +30,7 @@ def qwen3_moe(fields: ConfigFields) -> ModelConfig:
         count=_num_experts(fields),
         per_token=fields.get("num_experts_per_tok", 8, int),
         intermediate_size=fields.get("moe_intermediate_size", MISSING, int),
-        normalize_weights=fields.get("norm_topk_prob", False, bool),
+        routing=RoutingConfig(normalize_weights=fields.get("norm_topk_prob", False, bool)),
         dense_layers=frozenset({*dense, *(layer for layer in range(config.num_layers) if (layer + 1) % every)}),
     )
     return replace(config, experts=experts)
@@ -43,7 +43,7 @@ def olmoe(fields: ConfigFields) -> ModelConfig:
         count=_num_experts(fields),
         per_token=fields.get("num_experts_per_tok", 8, int),
         intermediate_size=config.intermediate_size,
-        normalize_weights=fields.get("norm_topk_prob", False, bool),
+        routing=RoutingConfig(normalize_weights=fields.get("norm_topk_prob", False, bool)),
     )
     clip = fields.positive("clip_qkv", None)
     return replace(config, query_key_norm="projection", query_key_value_clip=clip, experts=experts)
