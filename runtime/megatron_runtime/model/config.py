@@ -15,8 +15,10 @@ NormPlacement = Literal["before", "after", "around"]
 QueryKeyNorm = Literal["none", "head", "projection"]
 """Whether queries and keys are normalized before the rotation: each head by itself, or all heads together."""
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-RoutingScores = Literal["softmax"]
-"""The score of an expert: its share in the softmax over all experts."""
+RoutingScores = Literal["softmax", "sigmoid"]
+"""The score of an expert: its share in the softmax over all experts, or the sigmoid of its own logit."""
+GroupScores = Literal["max", "top_2_sum"]
+"""The score of a group of experts: the highest score in it, or the sum of the two highest."""
 
 _LARGEST_SIZE = 2**27
 """Beyond any model; what is larger is damage, and would overflow the size of a tensor."""
@@ -54,6 +56,18 @@ class RoutingConfig:
     """What a logit becomes."""
     normalize_weights: bool = False
     """Whether the weights of the chosen experts are scaled to sum to one."""
+    weight_multiplier: float = 1.0
+    """By which the weights are multiplied after that."""
+    has_selection_bias: bool = False
+    """Whether each expert has a bias that is added to its score for the choice, but not in its weight."""
+    groups: int = 1
+    """Groups of consecutive experts; a token's experts are all from its ``groups_per_token`` best groups."""
+    groups_per_token: int = 1
+    group_scores: GroupScores = "max"
+    weights_inputs: bool = False
+    """Whether the weights multiply what goes into the experts instead of what comes out."""
+    in_float32: bool = False
+    """Whether logits are computed in float32 whatever the model's type."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,28 @@ class ExpertsConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     dense_layers: frozenset[int] = frozenset()
     """The layers that have one ordinary feed-forward network instead."""
+
+    def check(self, source: str) -> None:
+        """Raise CheckpointError naming ``source`` when the numbers don't fit together."""
+        if not 1 <= self.per_token <= self.count:
+            raise CheckpointError(
+                f"{source}: number of experts per token is {self.per_token}, expected 1 to {self.count}"
+            )
+        routing = self.routing
+        if routing.groups == 1:
+            return
+        smallest = 2 if routing.group_scores == "top_2_sum" else 1
+        if routing.groups < 1 or self.count % routing.groups or self.count // routing.groups < smallest:
+            raise CheckpointError(
+                f"{source}: number of expert groups is {routing.groups}, expected a divisor of {self.count} experts "
+                f"that leaves at least {smallest} in each group"
+            )
+        fewest = -(-self.per_token * routing.groups // self.count)
+        if not fewest <= routing.groups_per_token <= routing.groups:
+            raise CheckpointError(
+                f"{source}: number of expert groups per token is {routing.groups_per_token}, expected {fewest} to "
+                f"{routing.groups} for {self.per_token} experts per token"
+            )
 
 
 @dataclass(frozen=True)
@@ -160,10 +196,8 @@ class ModelConfig:
             raise CheckpointError(
                 f"{source}: the windows of {len(self.layer_windows)} layers are given, expected {self.num_layers}"
             )
-        if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
-            raise CheckpointError(
-                f"{source}: number of experts per token is {self.experts.per_token}, expected 1 to {self.experts.count}"
-            )
+        if self.experts is not None:
+            self.experts.check(source)
         self._check_rotation(source)
 
     def _check_rotation(self, source: str) -> None:

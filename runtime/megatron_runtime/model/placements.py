@@ -109,6 +109,8 @@ def _experts(experts: Experts, names: TensorNames, shard: Shard) -> Placements:
     channels = _Part(shard.expert_channels(config), config.intermediate_size)
     router = _Part(range(config.count), config.count)
     yield from _rows(experts.router.linear, [names.router], [router], names)
+    if experts.router.selection_bias is not None:
+        yield names.selection_bias, whole(experts.router.selection_bias)
     for index, network in zip(experts.here, experts.networks, strict=True):
         assert isinstance(network, FeedForward)
         prefix = names.expert.format(index)

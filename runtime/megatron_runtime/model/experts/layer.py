@@ -22,6 +22,7 @@ class Experts(nn.Module):
         config = shard.config
         self.per_token = experts.per_token
         self.count = experts.count
+        self.weights_inputs = experts.routing.weights_inputs
         self.here = shard.experts(experts)
         self.router = make_router(config.hidden_size, experts, dtype)
         channels, adds_bias = len(shard.expert_channels(experts)), shard.position.expert_slice == 0
@@ -35,7 +36,10 @@ class Experts(nn.Module):
         counts = visits.bincount(minlength=self.count).tolist()
         before, counts = sum(counts[: self.here.start]), counts[self.here.start : self.here.stop]
         order = visits.argsort(stable=True)[before : before + sum(counts)]
-        visitors = torch.split(hidden[order // self.per_token], counts)
+        inputs = hidden[order // self.per_token]
+        if self.weights_inputs:
+            inputs = inputs * weights.flatten()[order, None]
+        visitors = torch.split(inputs, counts)
         results = [network(rows) for network, rows in zip(self.networks, visitors, strict=True) if len(rows)]
         # Back in the order of the choices: a token's sum doesn't depend on the experts of other tokens.
         # An expert that another rank holds adds nothing here.
@@ -43,4 +47,5 @@ class Experts(nn.Module):
         visited = make(len(visits), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
         if results:
             visited[order] = torch.cat(results)
-        return (visited.view(*chosen.shape, -1) * weights[..., None]).sum(1)
+        visited = visited.view(*chosen.shape, -1)
+        return (visited if self.weights_inputs else visited * weights[..., None]).sum(1)

@@ -11,8 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_runtime.model.config import ExpertsConfig
+from megatron_runtime.model.config import ExpertsConfig, RoutingConfig, RoutingScores
 from megatron_runtime.model.layers import Linear
+
+_SMALLEST_SUM = 1e-20
+"""Added to the sum of a token's weights, which sigmoids can bring to zero; too small to change any other sum."""
 
 
 class Routing(NamedTuple):
@@ -25,7 +28,7 @@ class Routing(NamedTuple):
 
 
 class ExpertRouter(nn.Module, ABC):
-    """Scores every expert for each token and chooses those with the highest scores.
+    """Scores every expert for each token and chooses those that rank highest.
 
     All ranks that share a layer hold the whole router. The weights are uninitialized until a checkpoint fills them.
     """
@@ -33,20 +36,35 @@ class ExpertRouter(nn.Module, ABC):
     def __init__(self, hidden_size: int, experts: ExpertsConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.per_token = experts.per_token
-        self.normalize_weights = experts.routing.normalize_weights
-        self.linear = Linear(hidden_size, experts.count, bias=False, dtype=dtype)
+        self.routing = experts.routing
+        self.dtype = torch.float32 if self.routing.in_float32 else dtype
+        self.linear = Linear(hidden_size, experts.count, bias=False, dtype=self.dtype)
+        self.selection_bias: nn.Parameter | None = None
+        if self.routing.has_selection_bias:
+            # Of the order of the differences between scores, which bfloat16 does not resolve.
+            self.selection_bias = nn.Parameter(torch.empty(experts.count, dtype=torch.float32), requires_grad=False)
 
     @abstractmethod
     def score(self, logits: Tensor) -> Tensor:
         """Scores from logits, both float32 [T, experts]; the weight of a chosen expert is its score."""
 
+    def rank(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """What the choice goes by, float32 [T, experts]: the scores, and the bias if there is one."""
+        del logits
+        return scores if self.selection_bias is None else scores + self.selection_bias
+
     def forward(self, hidden: Tensor) -> Routing:
         """Route [T, hidden]."""
-        scores = self.score(self.linear(hidden).float())
-        weights, chosen = scores.topk(self.per_token, dim=-1)
-        if self.normalize_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(weights, chosen)
+        logits = self.linear(hidden.to(self.dtype)).float()
+        scores = self.score(logits)
+        ranking = self.rank(logits, scores)
+        if self.routing.groups > 1:
+            ranking = _within_best_groups(ranking, self.routing)
+        chosen = ranking.topk(self.per_token, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.routing.normalize_weights:
+            weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        return Routing(weights * self.routing.weight_multiplier, chosen)
 
 
 class SoftmaxRouter(ExpertRouter):
@@ -57,7 +75,30 @@ class SoftmaxRouter(ExpertRouter):
         return torch.softmax(logits, dim=-1)
 
 
-_ROUTERS: dict[str, type[ExpertRouter]] = {"softmax": SoftmaxRouter}
+class SigmoidRouter(ExpertRouter):
+    """Scores are the sigmoid of each logit (DeepSeek-AI, DeepSeek-V3; Llama 4)."""
+
+    def score(self, logits: Tensor) -> Tensor:
+        """Between zero and one, each expert by itself."""
+        return torch.sigmoid(logits)
+
+    def rank(self, logits: Tensor, scores: Tensor) -> Tensor:
+        """By logits as long as that is the same order: the sigmoids of large logits round to the same number."""
+        if self.selection_bias is None and self.routing.groups == 1:
+            return logits
+        return super().rank(logits, scores)
+
+
+def _within_best_groups(ranking: Tensor, routing: RoutingConfig) -> Tensor:
+    """``ranking`` [T, experts] with minus infinity outside each token's best groups (DeepSeek-AI, DeepSeek-V2)."""
+    grouped = ranking.view(len(ranking), routing.groups, -1)
+    scores = grouped.amax(-1) if routing.group_scores == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+    best = scores.topk(routing.groups_per_token, dim=-1).indices
+    is_excluded = torch.ones_like(scores, dtype=torch.bool).scatter(-1, best, False)
+    return grouped.masked_fill(is_excluded[..., None], float("-inf")).flatten(-2)
+
+
+_ROUTERS: dict[RoutingScores, type[ExpertRouter]] = {"softmax": SoftmaxRouter, "sigmoid": SigmoidRouter}
 
 
 def make_router(hidden_size: int, experts: ExpertsConfig, dtype: torch.dtype) -> ExpertRouter:

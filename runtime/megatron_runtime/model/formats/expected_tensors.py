@@ -42,6 +42,8 @@ def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
         yield from _feed_forward(config, names, names.gate_up, names.down, config.intermediate_size)
         return
     yield from _matrix(names, names.router, experts.count, config.hidden_size, bias=False)
+    if experts.routing.has_selection_bias:
+        yield names.selection_bias, (experts.count,)
     for index in range(experts.count):
         prefix = names.expert.format(index)
         gate_up = [prefix + name for name in names.expert_gate_up]

@@ -29,6 +29,8 @@ class TensorNames:
     """Two matrices, or one that holds both."""
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
+    selection_bias: str = "mlp.gate.e_score_correction_bias"
+    """In full."""
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"

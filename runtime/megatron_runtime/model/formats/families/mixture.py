@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron_runtime.model.config import ExpertsConfig, ModelConfig, RoutingConfig
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
+from megatron_runtime.model.formats.families.expert_fields import num_experts
 from megatron_runtime.model.formats.families.llama import llama, mistral, qwen3
 
 
@@ -27,7 +28,7 @@ def qwen3_moe(fields: ConfigFields) -> ModelConfig:
     every = max(1, fields.get("decoder_sparse_step", 1, int))
     dense = fields.numbers("mlp_only_layers", int)
     experts = ExpertsConfig(
-        count=_num_experts(fields),
+        count=num_experts(fields),
         per_token=fields.get("num_experts_per_tok", 8, int),
         intermediate_size=fields.get("moe_intermediate_size", MISSING, int),
         routing=RoutingConfig(normalize_weights=fields.get("norm_topk_prob", False, bool)),
@@ -40,16 +41,10 @@ def olmoe(fields: ConfigFields) -> ModelConfig:
     """Queries and keys normalized as a whole, and many small experts."""
     config = llama(fields)
     experts = ExpertsConfig(
-        count=_num_experts(fields),
+        count=num_experts(fields),
         per_token=fields.get("num_experts_per_tok", 8, int),
         intermediate_size=config.intermediate_size,
         routing=RoutingConfig(normalize_weights=fields.get("norm_topk_prob", False, bool)),
     )
     clip = fields.positive("clip_qkv", None)
     return replace(config, query_key_norm="projection", query_key_value_clip=clip, experts=experts)
-
-
-def _num_experts(fields: ConfigFields) -> int:
-    """Spelt in one way by the authors, in another by newer writers of the same file."""
-    count: int = fields.get("num_experts", fields.get("num_local_experts", None, int), int)
-    return count if count is not None else fields.get("num_experts", MISSING, int)
