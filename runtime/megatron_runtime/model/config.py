@@ -80,6 +80,10 @@ class ExpertsConfig:
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     dense_layers: frozenset[int] = frozenset()
     """The layers that have one ordinary feed-forward network instead."""
+    shared_intermediate_size: int = 0
+    """Of the shared expert, which processes every token; 0: there is none."""
+    has_shared_expert_gate: bool = False
+    """Whether the result of the shared expert is multiplied by the sigmoid of a projection of its input."""
 
     def check(self, source: str) -> None:
         """Raise CheckpointError naming ``source`` when the numbers don't fit together."""
@@ -182,6 +186,8 @@ class ModelConfig:
         if self.experts is not None:
             sizes["number of experts"] = self.experts.count
             sizes["intermediate size of an expert"] = self.experts.intermediate_size
+            if self.experts.shared_intermediate_size:
+                sizes["intermediate size of the shared expert"] = self.experts.shared_intermediate_size
         for name, value in sizes.items():
             if not 1 <= value <= _LARGEST_SIZE:
                 raise CheckpointError(f"{source}: {name} is {value:,}, expected 1 to {_LARGEST_SIZE:,}")

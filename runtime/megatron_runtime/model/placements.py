@@ -116,6 +116,11 @@ def _experts(experts: Experts, names: TensorNames, shard: Shard) -> Placements:
         prefix = names.expert.format(index)
         gate_up = [prefix + name for name in names.expert_gate_up]
         yield from _feed_forward(network, gate_up, prefix + names.expert_down, names, channels)
+    if experts.shared is not None:
+        channels = _Part(shard.shared_expert_channels(config), config.shared_intermediate_size)
+        yield from _feed_forward(experts.shared.network, names.shared_gate_up, names.shared_down, names, channels)
+        if experts.shared.gate is not None:
+            yield from _rows(experts.shared.gate, [names.shared_expert_gate], [_Part(range(1), 1)], names)
 
 
 def _rows(linear: Linear, stored: Sequence[str], parts: Sequence[_Part], names: TensorNames) -> Placements:

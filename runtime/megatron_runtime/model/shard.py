@@ -92,6 +92,10 @@ class Shard:
         """The channels of each of them that are here."""
         return share(experts.intermediate_size, self.position.expert_slices, self.position.expert_slice)
 
+    def shared_expert_channels(self, experts: ExpertsConfig) -> range:
+        """The channels of the shared expert that are here."""
+        return self._of_layer(experts.shared_intermediate_size)
+
     @cached_property
     def vocabulary(self) -> range:
         """The tokens whose rows of embedding and head are here."""
@@ -132,6 +136,12 @@ class Shard:
                 f"expert parallel size is {expert}, but the model has {experts.count} experts of {tensor // expert} "
                 f"slices; use one of {', '.join(map(str, fitting))} with a tensor parallel size of {tensor}",
                 field="expert",
+            )
+        if experts.shared_intermediate_size and experts.shared_intermediate_size < tensor:
+            raise ConfigurationError(
+                f"tensor parallel size is {tensor}, but the model's shared expert has an intermediate size of "
+                f"{experts.shared_intermediate_size}; use {experts.shared_intermediate_size} or less",
+                field="tensor",
             )
 
     def _check_stages(self) -> None:

@@ -7,14 +7,16 @@ from torch import Tensor, nn
 
 from megatron_runtime.model.config import ExpertsConfig
 from megatron_runtime.model.experts.routing import Routing, make_router
+from megatron_runtime.model.experts.shared import SharedExpert
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.shard import Shard
 
 
 class Experts(nn.Module):
-    """Takes the place of a `FeedForward`. Tokens are sorted by expert, so that each expert runs once per pass.
+    """Takes the place of a `FeedForward`: the weighted sum of a token's chosen experts, and the shared expert.
 
-    A rank holds some of the experts, or a slice of each, and returns its part of their sum. All ranks choose alike.
+    Tokens are sorted by expert, so that each expert runs once per pass. A rank holds some of the experts, or a slice of
+    each, and returns its part of their sum. All ranks choose alike.
     """
 
     def __init__(self, shard: Shard, experts: ExpertsConfig, dtype: torch.dtype) -> None:
@@ -27,9 +29,14 @@ class Experts(nn.Module):
         self.router = make_router(config.hidden_size, experts, dtype)
         channels, adds_bias = len(shard.expert_channels(experts)), shard.position.expert_slice == 0
         self.networks = nn.ModuleList(FeedForward(config, channels, dtype, adds_bias=adds_bias) for _ in self.here)
+        self.shared = SharedExpert(shard, experts, dtype) if experts.shared_intermediate_size else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, hidden] to [T, hidden]."""
+        chosen = self._process_chosen(hidden)
+        return chosen if self.shared is None else chosen + self.shared(hidden)
+
+    def _process_chosen(self, hidden: Tensor) -> Tensor:
         routing: Routing = self.router(hidden)
         weights, chosen = routing.weights.to(hidden.dtype), routing.chosen
         visits = chosen.flatten()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.config import ExpertsConfig, ModelConfig
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
 
 Shape = tuple[int, ...]
@@ -40,7 +40,11 @@ def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
     yield from _attention(config, names)
     if (experts := config.experts_of(layer)) is None:
         yield from _feed_forward(config, names, names.gate_up, names.down, config.intermediate_size)
-        return
+    else:
+        yield from _experts(config, experts, names)
+
+
+def _experts(config: ModelConfig, experts: ExpertsConfig, names: TensorNames) -> Shapes:
     yield from _matrix(names, names.router, experts.count, config.hidden_size, bias=False)
     if experts.routing.has_selection_bias:
         yield names.selection_bias, (experts.count,)
@@ -48,6 +52,11 @@ def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
         prefix = names.expert.format(index)
         gate_up = [prefix + name for name in names.expert_gate_up]
         yield from _feed_forward(config, names, gate_up, prefix + names.expert_down, experts.intermediate_size)
+    if experts.shared_intermediate_size:
+        size = experts.shared_intermediate_size
+        yield from _feed_forward(config, names, names.shared_gate_up, names.shared_down, size)
+    if experts.has_shared_expert_gate:
+        yield from _matrix(names, names.shared_expert_gate, 1, config.hidden_size, bias=False)
 
 
 def _attention(config: ModelConfig, names: TensorNames) -> Shapes:

@@ -34,6 +34,9 @@ class TensorNames:
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    shared_gate_up: tuple[str, str] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_expert_gate: str = "mlp.shared_expert_gate"
     transposed: bool = False
     """Whether matrices are stored as [in, out]."""
     passed_over: tuple[str, ...] = ()

@@ -62,10 +62,12 @@ def deepseek_v3_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 def _deepseek_experts(fields: ConfigFields, layers: int, routing: RoutingConfig) -> ExpertsConfig:
     fields.refuse("moe_layer_freq", 1)
+    intermediate_size = fields.get("moe_intermediate_size", MISSING, int)
     return ExpertsConfig(
         count=fields.get("n_routed_experts", MISSING, int),
         per_token=fields.get("num_experts_per_tok", MISSING, int),
-        intermediate_size=fields.get("moe_intermediate_size", MISSING, int),
+        intermediate_size=intermediate_size,
         routing=routing,
         dense_layers=frozenset(range(min(fields.get("first_k_dense_replace", 0, int), layers))),
+        shared_intermediate_size=fields.get("n_shared_experts", 0, int) * intermediate_size,
     )

@@ -1,0 +1,30 @@
+"""The expert that processes every token, beside those that a router chooses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_runtime.model.config import ExpertsConfig
+from megatron_runtime.model.layers import FeedForward, Linear
+from megatron_runtime.model.shard import Shard
+
+
+class SharedExpert(nn.Module):
+    """One feed-forward network for all shared experts of a layer (DeepSeek-AI, DeepSeekMoE); some have a sigmoid gate.
+
+    A rank holds a slice of the network and returns its part of the result. The gate is on all ranks.
+    """
+
+    def __init__(self, shard: Shard, experts: ExpertsConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        config, channels = shard.config, len(shard.shared_expert_channels(experts))
+        self.network = FeedForward(config, channels, dtype, adds_bias=shard.position.tensor_rank == 0)
+        self.gate: Linear | None = None
+        if experts.has_shared_expert_gate:
+            self.gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[T, hidden] to [T, hidden]."""
+        result: Tensor = self.network(hidden)
+        return result if self.gate is None else torch.sigmoid(self.gate(hidden)) * result
