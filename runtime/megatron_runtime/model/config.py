@@ -156,6 +156,8 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     """By which the results of attention and feed-forward are multiplied before they join the residual path."""
     logit_divisor: float = 1.0
+    prediction_layers: int = 0
+    """Layers behind the last one that predict further tokens; checkpoints hold them, and the decoder ignores them."""
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -204,6 +206,10 @@ class ModelConfig:
             )
         if self.experts is not None:
             self.experts.check(source)
+        if not 0 <= self.prediction_layers <= self.num_layers:
+            raise CheckpointError(
+                f"{source}: number of prediction layers is {self.prediction_layers:,}, expected 0 to {self.num_layers}"
+            )
         self._check_rotation(source)
 
     def _check_rotation(self, source: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from runtime_support.paged_requests import PagedRequests
-from runtime_support.reference_models import SIZES, new_model
+from runtime_support.reference_models import SIZES, new_model, selection_biases
 from torch import Tensor
 
 ARCHITECTURES = {"mixtral": "llama", "mistral": "llama", "qwen3_moe": "qwen3moe"}
@@ -65,6 +65,8 @@ def _random_model(family: str = "Llama", *, kind: str = "ForCausalLM", std: floa
     model = new_model(family, kind=kind, **(SIZES | settings))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=std)
+    for bias in selection_biases(model):
+        torch.nn.init.normal_(bias, std=std)
     return model
 
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_support.reference_models import CLOSE, LLAMA_3, LONG_ROPE, assert_most_likely, logits_of, new_model
+from runtime_support.reference_models import (
+    CLOSE,
+    LLAMA_3,
+    LONG_ROPE,
+    assert_most_likely,
+    logits_of,
+    new_model,
+    selection_biases,
+)
 
 from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 from megatron_runtime.model.decoder import Decoder
@@ -34,6 +42,15 @@ GEMMA_3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SHARED = {"shared_expert_intermediate_size": 40}
+GLM_4_5 = {
+    "head_dim": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with a tied head": ("Llama", {"tie_word_embeddings": True}),
@@ -104,6 +121,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Olmoe",
         {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.4},
     ),
+    "qwen2 with experts": ("Qwen2Moe", EXPERTS | SHARED),
+    "qwen2 with experts in some layers and weights that sum to one": (
+        "Qwen2Moe",
+        EXPERTS | SHARED | {"mlp_only_layers": [0], "decoder_sparse_step": 1, "norm_topk_prob": True},
+    ),
+    "qwen2 with experts and a window": (
+        "Qwen2Moe",
+        EXPERTS | SHARED | {"use_sliding_window": True, "sliding_window": 5, "layer_types": LAYER_TYPES},
+    ),
+    "qwen2 with experts and without biases": ("Qwen2Moe", EXPERTS | SHARED | {"qkv_bias": False}),
+    "glm 4.5": ("Glm4Moe", GLM_4_5 | {"use_qk_norm": True}),
+    "glm 4.5 with biases and without norms of queries and keys": ("Glm4Moe", GLM_4_5 | {"attention_bias": True}),
+    "glm 4.5 with groups of experts": (
+        "Glm4Moe",
+        GLM_4_5 | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
     "gpt2": ("GPT2", {}),
     "gpt2 with a head of its own and another width": ("GPT2", {"tie_word_embeddings": False, "n_inner": 56}),
     "gpt2 without scaled scores": ("GPT2", {"scale_attn_weights": False}),
@@ -121,6 +154,8 @@ def write_checkpoint(folder: Path, family: str, settings: dict[str, Any], **save
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
         else:
             torch.nn.init.normal_(parameter, std=0.1)
+    for bias in selection_biases(model):
+        torch.nn.init.normal_(bias, std=0.3)
     if dtype := save_options.pop("dtype", None):
         model.to(dtype)
     model.save_pretrained(folder, **save_options)

@@ -18,6 +18,17 @@ from megatron_runtime.model.checkpoint import inspect_checkpoint, load_model
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.hugging_face_config import hugging_face_config
 
+QWEN_2 = EXPERTS | {"shared_expert_intermediate_size": 24}
+GLM_4_5 = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
 
 def read_config(folder: Path, fields: dict[str, Any]) -> ModelConfig:
     """What is made of a ``config.json`` with nothing but ``fields``."""
@@ -160,6 +171,22 @@ def test_yarn_serves_the_length_that_it_stretches_the_model_to(tmp_path: Path) -
         (plain("mixtral"), "num_local_experts is missing, expected an integer"),
         (plain("qwen3_moe", **EXPERTS | {"num_experts_per_tok": 5}), "experts per token is 5, expected 1 to 4"),
         (plain("qwen3_moe", **EXPERTS | {"moe_intermediate_size": 0}), "intermediate size of an expert is 0, expected"),
+        (plain("qwen2_moe", **QWEN_2, use_sliding_window=True), "use_sliding_window is True, only False is supported"),
+        (
+            plain("qwen2_moe", **QWEN_2 | {"shared_expert_intermediate_size": -1}),
+            "intermediate size of the shared expert is -1, expected 1 to",
+        ),
+        (plain("qwen2_moe", **EXPERTS), "shared_expert_intermediate_size is missing, expected an integer"),
+        (plain("glm4_moe", **GLM_4_5 | {"n_group": 3}), "number of expert groups is 3, expected a divisor of 4"),
+        (plain("glm4_moe", **GLM_4_5 | {"n_group": None}), "n_group is missing, expected an integer"),
+        (
+            plain("glm4_moe", **GLM_4_5, scoring_func="softmax"),
+            "scoring_func is 'softmax', only 'sigmoid' is supported",
+        ),
+        (
+            plain("glm4_moe", **GLM_4_5, num_nextn_predict_layers=10**9),
+            "number of prediction layers is 1,000,000,000, expected 0 to 3",
+        ),
         (plain("phi3", partial_rotary_factor=0.7), "5 channels of a head are rotated, expected an even number up to 8"),
         (
             plain("phi3", rope_scaling=LONG_ROPE | {"long_factor": [1.0]}),
@@ -203,11 +230,30 @@ def test_experts_are_counted_as_transformers_counts_them(tmp_path: Path, save_mo
     assert inspect_checkpoint(tmp_path).num_parameters == model.num_parameters()
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "GPT2", "Granite"])
+def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path, paged_requests: Any, save_model: Any) -> None:
+    model = save_model(tmp_path, "Glm4Moe", **GLM_4_5)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors |= {
+        "model.layers.3.eh_proj.weight": torch.zeros(32, 64),
+        "model.layers.3.mlp.gate.weight": torch.zeros(4, 32),
+    }
+    save_file(tensors, path)
+    tokens = list(range(1, 20))
+    ours = paged_requests(load_model(tmp_path, dtype="float32")).forward({"it": tokens})["it"]
+    torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
+    tensors["model.layers.4.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"tensor model.layers.4.eh_proj.weight found that the configuration has"):
+        inspect_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["Gemma2", "Mixtral", "GPT2", "Granite", "Qwen2Moe", "Glm4Moe"])
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(
     family: str, tmp_path: Path, paged_requests: Any, save_model: Any
 ) -> None:
-    extra = {"num_local_experts": 4} if family == "Mixtral" else {}
+    settings = {"Mixtral": {"num_local_experts": 4}, "Qwen2Moe": QWEN_2, "Glm4Moe": GLM_4_5}
+    extra = settings.get(family, {})
     model = save_model(tmp_path, family, **extra).bfloat16()
     model.save_pretrained(tmp_path)
     tokens = list(range(1, 30))

@@ -31,6 +31,16 @@ GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 24}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
 EXPERTS = {"num_experts_per_tok": 2, "norm_topk_prob": True, "num_experts": 4}
 NARROW = {"moe_intermediate_size": 23}
+SHARED = {"shared_expert_intermediate_size": 37}
+GLM_4_5 = NARROW | {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with a tied head and biases": (
@@ -53,21 +63,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 with experts": ("Qwen3Moe", EXPERTS | NARROW),
     "qwen3 with experts in some layers": ("Qwen3Moe", EXPERTS | NARROW | {"mlp_only_layers": [1]}),
     "olmoe": ("Olmoe", EXPERTS | {"clip_qkv": 0.4}),
+    "qwen2 with experts": ("Qwen2Moe", EXPERTS | NARROW | SHARED),
+    "glm 4.5": ("Glm4Moe", GLM_4_5),
 }
-MIXTURES = ["mixtral", "qwen3 with experts", "olmoe"]
+WITH_SHARED_EXPERTS = ["qwen2 with experts", "glm 4.5"]
+MIXTURES = ["mixtral", "qwen3 with experts", "olmoe", *WITH_SHARED_EXPERTS]
 LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     "tensor 2": (ParallelSizes(tensor=2), list(MODELS)),
     "tensor 4, which share key heads": (ParallelSizes(tensor=4), ["llama", "olmo2", "gpt2", "phi3"]),
-    "pipeline 2": (ParallelSizes(pipeline=2), ["llama with a tied head and biases", "gpt2", "gemma3", "mixtral"]),
+    "pipeline 2": (ParallelSizes(pipeline=2), ["llama with a tied head and biases", "gpt2", "gemma3", *MIXTURES]),
     "pipeline 2, uneven": (ParallelSizes(pipeline=2, stage_layers=(1, 2)), ["llama", "smollm3", "gemma2"]),
     "pipeline 3": (ParallelSizes(pipeline=3), ["llama with a tied head and biases", "granite"]),
-    "tensor 2, pipeline 2": (ParallelSizes(tensor=2, pipeline=2), ["llama", "gpt2 with a head of its own", "olmoe"]),
+    "tensor 2, pipeline 2": (
+        ParallelSizes(tensor=2, pipeline=2),
+        ["llama", "gpt2 with a head of its own", "olmoe", *WITH_SHARED_EXPERTS],
+    ),
     "expert 2": (ParallelSizes(tensor=2, expert=2), [*MIXTURES, "qwen3 with experts in some layers"]),
     "expert 2 of 4": (ParallelSizes(tensor=4, expert=2), MIXTURES),
     "expert 4": (ParallelSizes(tensor=4, expert=4), MIXTURES),
 }
 LONG, SHORT = 64, 4
-"""Steps of the first model of a layout, and of the others."""
+"""Steps of the first model of a layout and of those with shared experts, and of the others."""
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +120,7 @@ def test_ranks_that_share_a_model_answer_as_one_rank_does(
     layout: str, folders: Callable[[str], Path], alone: Callable[[str, int], Answers]
 ) -> None:
     sizes, names = LAYOUTS[layout]
-    steps = [LONG] + [SHORT] * (len(names) - 1)
+    steps = [LONG if name in (names[0], *WITH_SHARED_EXPERTS) else SHORT for name in names]
     models = list(zip(map(folders, names), steps, strict=True))
     answers = run_ranks(model_scenarios.answer_all, sizes.ranks_per_replica, sizes, free_port(), models)
     for index, name in enumerate(names):

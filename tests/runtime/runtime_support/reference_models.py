@@ -49,6 +49,11 @@ def new_model(family: str, *, kind: str = "ForCausalLM", **settings: Any) -> Any
     return getattr(transformers, model_class)(config).eval()
 
 
+def selection_biases(model: Any) -> list[torch.Tensor]:
+    """What routers add to the scores of experts: buffers, which initialization leaves at zero."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
 @torch.inference_mode()
 def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
     """[tokens, vocab]."""

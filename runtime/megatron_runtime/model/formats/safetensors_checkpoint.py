@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.config_fields import read_json
-from megatron_runtime.model.formats.tensor_names import name_of_tied_head, tensor_names
+from megatron_runtime.model.formats.tensor_names import ignored_prefixes, name_of_tied_head, tensor_names
 from megatron_runtime.model.formats.weight_source import StoredTensor, row_pieces
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ class SafetensorsWeights:
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
         """What the files hold, but for other parts of the model, the copy of a tied head, and implied buffers."""
-        names = tensor_names(self._config.architecture)
+        ignored = ignored_prefixes(self._config)
         copy = name_of_tied_head(self._config)
         found: dict[str, StoredTensor] = {}
         for name, path in self._files.items():
-            of_no_use = name.endswith(_COMPUTED_ELSEWHERE) or name.startswith(names.passed_over) or name == copy
+            of_no_use = name.endswith(_COMPUTED_ELSEWHERE) or name.startswith(ignored) or name == copy
             if not of_no_use:
                 found[self._missing_prefix + name] = self._describe(name, self._open(path))
         return found

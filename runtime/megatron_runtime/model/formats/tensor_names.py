@@ -39,7 +39,7 @@ class TensorNames:
     shared_expert_gate: str = "mlp.shared_expert_gate"
     transposed: bool = False
     """Whether matrices are stored as [in, out]."""
-    passed_over: tuple[str, ...] = ()
+    ignored_prefixes: tuple[str, ...] = ()
     """How the names of tensors begin that belong to other parts of the model than its decoder."""
 
 
@@ -54,9 +54,14 @@ _OTHERS = {
         final_norm="language_model.model.norm",
         head="language_model.lm_head",
         layer="language_model.model.layers.{}.",
-        passed_over=("vision_tower.", "multi_modal_projector."),
+        ignored_prefixes=("vision_tower.", "multi_modal_projector."),
     ),
     "gemma3_text": _GEMMA,
+    "qwen2_moe": replace(
+        _LLAMA,
+        shared_gate_up=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        shared_down="mlp.shared_expert.down_proj",
+    ),
     "mixtral": replace(
         _LLAMA,
         router="block_sparse_moe.gate",
@@ -83,6 +88,13 @@ _OTHERS = {
 def tensor_names(architecture: str) -> TensorNames:
     """The names in a checkpoint of ``architecture``."""
     return _OTHERS.get(architecture, _LLAMA)
+
+
+def ignored_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """How the names of tensors begin that the decoder has no use for."""
+    names = tensor_names(config.architecture)
+    further = range(config.num_layers, config.num_layers + config.prediction_layers)
+    return names.ignored_prefixes + tuple(names.layer.format(layer) for layer in further)
 
 
 def name_of_tied_head(config: ModelConfig) -> str | None:

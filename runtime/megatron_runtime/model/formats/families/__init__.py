@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.config_fields import ConfigFields
-from megatron_runtime.model.formats.families import gemma, gpt2, llama, mixture, olmo
+from megatron_runtime.model.formats.families import gemma, glm, gpt2, llama, mixture, olmo
 
 FAMILIES: Mapping[str, Callable[[ConfigFields], ModelConfig]] = {
     "llama": llama.llama,
@@ -22,8 +22,10 @@ FAMILIES: Mapping[str, Callable[[ConfigFields], ModelConfig]] = {
     "gemma3_text": gemma.gemma3,
     "gemma3": gemma.gemma3_with_vision,
     "mixtral": mixture.mixtral,
+    "qwen2_moe": mixture.qwen2_moe,
     "qwen3_moe": mixture.qwen3_moe,
     "olmoe": mixture.olmoe,
+    "glm4_moe": glm.glm4_moe,
     "gpt2": gpt2.gpt2,
 }
 """By ``model_type``."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_runtime.model.config import ExpertsConfig, ModelConfig, RoutingConfig
 from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
 from megatron_runtime.model.formats.families.expert_fields import num_experts
-from megatron_runtime.model.formats.families.llama import llama, mistral, qwen3
+from megatron_runtime.model.formats.families.llama import llama, mistral, qwen2, qwen3
 
 
 def mixtral(fields: ConfigFields) -> ModelConfig:
@@ -22,19 +22,27 @@ def mixtral(fields: ConfigFields) -> ModelConfig:
     return replace(config, experts=experts)
 
 
+def qwen2_moe(fields: ConfigFields) -> ModelConfig:
+    """Qwen2 with narrow experts, and a wide shared expert behind a gate."""
+    config = qwen2(fields)
+    if not fields.get("layer_types", [], list):
+        # Without the list, writers of these files disagree about the layers that have a window.
+        fields.refuse("use_sliding_window", False)
+    return replace(
+        config,
+        qkv_bias=fields.get("qkv_bias", True, bool),
+        experts=replace(
+            _qwen_experts(fields, config.num_layers, per_token=4),
+            shared_intermediate_size=fields.get("shared_expert_intermediate_size", MISSING, int),
+            has_shared_expert_gate=True,
+        ),
+    )
+
+
 def qwen3_moe(fields: ConfigFields) -> ModelConfig:
     """Qwen3 with narrow experts in the layers that the file names."""
     config = qwen3(fields)
-    every = max(1, fields.get("decoder_sparse_step", 1, int))
-    dense = fields.numbers("mlp_only_layers", int)
-    experts = ExpertsConfig(
-        count=num_experts(fields),
-        per_token=fields.get("num_experts_per_tok", 8, int),
-        intermediate_size=fields.get("moe_intermediate_size", MISSING, int),
-        routing=RoutingConfig(normalize_weights=fields.get("norm_topk_prob", False, bool)),
-        dense_layers=frozenset({*dense, *(layer for layer in range(config.num_layers) if (layer + 1) % every)}),
-    )
-    return replace(config, experts=experts)
+    return replace(config, experts=_qwen_experts(fields, config.num_layers, per_token=8))
 
 
 def olmoe(fields: ConfigFields) -> ModelConfig:
@@ -48,3 +56,16 @@ def olmoe(fields: ConfigFields) -> ModelConfig:
     )
     clip = fields.positive("clip_qkv", None)
     return replace(config, query_key_norm="projection", query_key_value_clip=clip, experts=experts)
+
+
+def _qwen_experts(fields: ConfigFields, layers: int, *, per_token: int) -> ExpertsConfig:
+    """The experts that a router chooses; ``per_token`` holds where the file doesn't say."""
+    every = max(1, fields.get("decoder_sparse_step", 1, int))
+    dense = fields.numbers("mlp_only_layers", int)
+    return ExpertsConfig(
+        count=num_experts(fields),
+        per_token=fields.get("num_experts_per_tok", per_token, int),
+        intermediate_size=fields.get("moe_intermediate_size", MISSING, int),
+        routing=RoutingConfig(normalize_weights=fields.get("norm_topk_prob", False, bool)),
+        dense_layers=frozenset({*dense, *(layer for layer in range(layers) if (layer + 1) % every)}),
+    )
