@@ -44,7 +44,7 @@ class EngineFlags:
     pipeline_parallel: Annotated[int, typer.Option(help="Stages that the layers are spread over.")] = (
         EngineOptions.pipeline_parallel
     )
-    expert_parallel: Annotated[int, typer.Option(help="Groups of a layer's ranks that share its experts out.")] = (
+    expert_parallel: Annotated[int, typer.Option(help="Parts that the experts of a layer are divided into.")] = (
         EngineOptions.expert_parallel
     )
     block_size_tokens: Annotated[int, typer.Option(help="Tokens per block of the KV cache.")] = (

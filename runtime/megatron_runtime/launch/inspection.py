@@ -28,6 +28,8 @@ class CheckpointFacts:
     layers: int
     kv_heads: int
     head_dim: int
+    expert_parameters: int = 0
+    """Of the parameters, those of experts."""
     tied_head_parameters: int = 0
     """Of the parameters, those of a head that is the embedding; a CPU holds them twice."""
 
@@ -91,6 +93,7 @@ def main() -> None:
 def _inspect(options: InspectionOptions) -> CheckpointFacts:
     # Here and not above: the launcher imports this module and has no use for readers of checkpoints.
     from megatron_runtime.model.formats.checkpoint_header import inspect_checkpoint
+    from megatron_runtime.model.formats.expected_tensors import expert_parameters
     from megatron_runtime.model.formats.source import resolve_source
     from megatron_runtime.model.shard import Shard
 
@@ -106,6 +109,7 @@ def _inspect(options: InspectionOptions) -> CheckpointFacts:
         layers=config.num_layers,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        expert_parameters=expert_parameters(config),
         tied_head_parameters=config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0,
     )
 

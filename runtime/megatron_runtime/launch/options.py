@@ -80,8 +80,8 @@ class EngineOptions:
 
     @property
     def ranks_per_replica_group(self) -> int:
-        """Ranks that hold one copy of the model."""
-        return self.tensor_parallel * self.pipeline_parallel
+        """Ranks that hold one copy of the model, as `ParallelSizes.ranks_per_replica` counts them."""
+        return max(self.tensor_parallel, self.expert_parallel) * self.pipeline_parallel
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: Avail
             f"--max-sequence-length {engine.max_sequence_length}: the model was made for {facts.longest} tokens; "
             f"use {facts.longest} or less"
         )
-    held = facts.parameters + (facts.tied_head_parameters if engine.device == "cpu" else 0)
-    weights = held * element_bytes(engine) // engine.ranks_per_replica_group
+    weights = _weight_bytes(engine, facts)
     wanted = engine.max_sequence_length or facts.longest
     if engine.device != "cpu":
         return EnginePlan(wanted, engine.kv_cache_bytes, weights)
@@ -67,6 +66,15 @@ def element_bytes(engine: EngineOptions) -> int:
     if engine.dtype == "auto":
         return 2 if engine.device != "cpu" or has_bfloat16() else 4
     return 4 if engine.dtype == "float32" else 2
+
+
+def _weight_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
+    """Of one rank: all ranks of a stage divide the experts, and the tensor parallel ones the dense layers."""
+    dense = facts.parameters - facts.expert_parameters
+    if engine.device == "cpu":
+        dense += facts.tied_head_parameters
+    size, dense_ranks = element_bytes(engine), engine.tensor_parallel * engine.pipeline_parallel
+    return dense * size // dense_ranks + facts.expert_parameters * size // engine.ranks_per_replica_group
 
 
 def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, share: int) -> int:

@@ -49,7 +49,7 @@ class Decoder(nn.Module):
             if self.ranks.position.is_first_stage:
                 self.embedding = Embedding(self.shard, dtype, self.ranks)
             self.layers = nn.ModuleList(DecoderLayer(self.shard, n, dtype, self.ranks) for n in self.shard.layers)
-            if self.ranks.position.is_last_stage:
+            if self.ranks.position.computes_logits:
                 tied = self.embedding if config.tie_word_embeddings else None
                 self.head = Head(self.shard, dtype, self.ranks, None if tied is None else tied.table)
         self.is_packed = False
@@ -76,7 +76,8 @@ class Decoder(nn.Module):
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
             hidden = layer(hidden, rotations[number], plan, kv_cache.layer(index))
         if self.head is None:
-            self.ranks.send(hidden)
+            if not self.ranks.position.is_last_stage:
+                self.ranks.send(hidden)
             return None
         logits: Tensor | None = self.head(hidden[batch.logit_rows])
         return logits

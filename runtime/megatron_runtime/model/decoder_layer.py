@@ -38,14 +38,15 @@ class DecoderLayer(nn.Module):
         self.feed_forward: FeedForward | Experts = (
             FeedForward(config, len(shard.channels), dtype, adds_bias=shard.position.tensor_rank == 0)
             if experts is None
-            else Experts(shard, experts, dtype)
+            else Experts(shard, experts, dtype, ranks)
         )
         self.sum_parts = ranks.sum
+        self.sum_feed_forward = ranks.sum if experts is None else ranks.sum_experts
         self.feed_forward_output_norm = norm("after", "around")
 
     def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         attended = self.sum_parts(self.attention(self.attention_norm(hidden), rotary, plan, cache))
         hidden = hidden.add(self.attention_output_norm(attended), alpha=self.residual_multiplier)
-        fed = self.sum_parts(self.feed_forward(self.feed_forward_norm(hidden)))
+        fed = self.sum_feed_forward(self.feed_forward(self.feed_forward_norm(hidden)))
         return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)

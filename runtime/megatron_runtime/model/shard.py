@@ -94,7 +94,8 @@ class Shard:
 
     def shared_expert_channels(self, experts: ExpertsConfig) -> range:
         """The channels of the shared expert that are here."""
-        return self._of_layer(experts.shared_intermediate_size)
+        position = self.position
+        return share(experts.shared_intermediate_size, position.sizes.ranks_per_stage, position.stage_rank)
 
     @cached_property
     def vocabulary(self) -> range:
@@ -125,23 +126,20 @@ class Shard:
             )
         if experts is None:
             return
-        tensor = self.position.sizes.tensor
-        if experts.count % expert or experts.intermediate_size < tensor // expert:
-            fitting = [
-                size
-                for size in range(1, tensor + 1)
-                if tensor % size == 0 and experts.count % size == 0 and experts.intermediate_size >= tensor // size
-            ]
+        tensor, ranks = self.position.sizes.tensor, self.position.sizes.ranks_per_stage
+        if not _can_divide_experts(experts, tensor, expert):
+            sizes = range(1, max(tensor, experts.count) + 1)
+            fitting = ", ".join(str(size) for size in sizes if _can_divide_experts(experts, tensor, size))
             raise ConfigurationError(
-                f"expert parallel size is {expert}, but the model has {experts.count} experts of {tensor // expert} "
-                f"slices; use one of {', '.join(map(str, fitting))} with a tensor parallel size of {tensor}",
+                f"expert parallel size is {expert}, but the model has {experts.count} experts with an intermediate "
+                f"size of {experts.intermediate_size}; use one of {fitting} with a tensor parallel size of {tensor}",
                 field="expert",
             )
-        if experts.shared_intermediate_size and experts.shared_intermediate_size < tensor:
+        if 0 < experts.shared_intermediate_size < ranks:
             raise ConfigurationError(
-                f"tensor parallel size is {tensor}, but the model's shared expert has an intermediate size of "
-                f"{experts.shared_intermediate_size}; use {experts.shared_intermediate_size} or less",
-                field="tensor",
+                f"{ranks} ranks share a layer, but its shared expert has an intermediate size of "
+                f"{experts.shared_intermediate_size}; use tensor and expert parallel sizes up to that",
+                field="expert" if expert > tensor else "tensor",
             )
 
     def _check_stages(self) -> None:
@@ -164,3 +162,9 @@ def _can_share_layer(config: ModelConfig, tensor: int) -> bool:
     heads, kv_heads = config.num_attention_heads, config.num_kv_heads
     even = heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
     return even and min(config.intermediate_size, config.vocab_size) >= tensor
+
+
+def _can_divide_experts(experts: ExpertsConfig, tensor: int, expert: int) -> bool:
+    """Whether the experts can be divided evenly into ``expert`` parts, and sliced as the tensor parallel size asks."""
+    fits_tensor = tensor % expert == 0 or expert % tensor == 0
+    return fits_tensor and experts.count % expert == 0 and experts.intermediate_size >= max(tensor, expert) // expert

@@ -15,19 +15,27 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron_runtime.parallel.connections import Listener, connect, received
-from megatron_runtime.parallel.layout import RankPosition
 
 
 class Exchange:
-    """Among the ranks that share a layer. Opened on all of them at once; errors are those of a `Channel`."""
+    """Among neighbouring ranks. Opened on all of them at once; errors are those of a `Channel`.
 
-    def __init__(self, store: Store, position: RankPosition, *, address: str, timeout: float) -> None:
+    Args:
+        store: Where each rank leaves its address.
+        name: Of this exchange.
+        rank: This rank's number.
+        peers: The numbers of all ranks of the exchange.
+        address: Of this machine, as the other ranks see it.
+        timeout: Seconds that another rank may take.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, peers: range, *, address: str, timeout: float) -> None:
         self._timeout = timeout
-        self._rank = position.rank
-        self._peers = position.tensor_peers
-        listener = Listener(store, f"exchange/{position.rank}", address, timeout)
-        below, above = range(self._peers.start, self._rank), range(self._rank + 1, self._peers.stop)
-        self._ends = {rank: connect(store, f"exchange/{rank}", self._rank, timeout) for rank in below}
+        self._rank = rank
+        self._peers = peers
+        listener = Listener(store, f"{name}/{rank}", address, timeout)
+        below, above = range(peers.start, rank), range(rank + 1, peers.stop)
+        self._ends = {other: connect(store, f"{name}/{other}", rank, timeout) for other in below}
         self._ends |= listener.accept(len(above))
         for end in self._ends.values():
             end.setblocking(False)

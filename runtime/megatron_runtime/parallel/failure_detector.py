@@ -158,5 +158,4 @@ def _read(verdict: str) -> list[int]:
 
 
 def _full_name(me: RankPosition, rank: int) -> str:
-    other = me.sizes.position_in_replica(rank, me.replica)
-    return f"rank {rank} (tensor {other.tensor_rank}, stage {other.stage})"
+    return me.sizes.position_in_replica(rank, me.replica).name

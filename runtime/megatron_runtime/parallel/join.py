@@ -100,14 +100,18 @@ def _make_groups(
 ) -> ProcessGroups:
     """The groups of this rank; all ranks of torch's world make the groups of all, as it demands."""
     backend = "nccl" if device_type == "cuda" else "gloo"
-    size, tensor = mine.sizes.ranks_per_replica, mine.sizes.tensor
+    size, stage, tensor = mine.sizes.ranks_per_replica, mine.sizes.ranks_per_stage, mine.sizes.tensor
     made: dict[int, ProcessGroups] = {}
     for place, replica in enumerate(replicas):
         ranks = range(place * size, (place + 1) * size)
         control = dist.new_group(ranks, timeout, "gloo")
         pipeline = dist.new_group(ranks, timeout, backend)
-        stages = [dist.new_group(ranks[start : start + tensor], timeout, backend) for start in range(0, size, tensor)]
-        made[replica] = ProcessGroups(control, pipeline, stages[mine.stage], ranks[0], owns_world)
+        layers = [dist.new_group(ranks[start : start + tensor], timeout, backend) for start in range(0, size, tensor)]
+        stages = layers
+        if stage != tensor:
+            stages = [dist.new_group(ranks[start : start + stage], timeout, backend) for start in range(0, size, stage)]
+        layer, experts = layers[mine.rank // tensor], stages[mine.stage]
+        made[replica] = ProcessGroups(control, pipeline, layer, experts, ranks[0], owns_world)
     return made[mine.replica]
 
 

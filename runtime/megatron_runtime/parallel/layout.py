@@ -1,13 +1,19 @@
 """Who is who among the ranks: pure arithmetic, without a device or a process.
 
-A replica is one copy of the model, on tensor x pipeline ranks. The tensor rank turns fastest, then the stage of the
-pipeline, then the replica. There are two worlds: one over all replicas (torchrun), and one per replica that is told
-from outside which one it is (Kubernetes, the launcher).
+A replica is one copy of the model, on pipeline x max(tensor, expert) ranks. The tensor rank turns fastest, then the
+stage of the pipeline, then the replica. There are two worlds: one over all replicas (torchrun), and one per replica
+that is told from outside which one it is (Kubernetes, the launcher).
 
-The experts of a mixture are divided over the ranks that share a layer, so they need no ranks of their own: with an
-expert size e of a tensor size t, the t ranks form e groups of t / e; a group has its share of the experts, and a rank
-of it has a slice of each. With e = t every expert lies whole on one rank, with e = 1 every expert is sliced t times.
-Either way the ranks' results are parts of one sum.
+Megatron Core lays the same ranks of a stage out twice, in the same order: for dense layers as tensor x data, for
+experts as expert tensor x expert x expert data. A replica is the smallest stage that both fit in. With tensor size t
+and expert size e, of which one divides the other, that is max(t, e) ranks, with an expert tensor size of max(t, e) / e:
+
+* e <= t: the t ranks form e groups of t / e. A group holds its share of the experts, and each of its ranks a slice of
+  each. With e = t every expert lies whole on one rank, with e = 1 every expert is sliced t times.
+* e > t: each rank holds its share of the experts whole. The dense layers are there e / t times, on t ranks each; in
+  Megatron these copies are data parallel ranks. Here they belong to one replica and process the same requests.
+
+Either way the results that the ranks of a stage compute from their experts are parts of one sum.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ class ParallelSizes:
     pipeline: int = 1
     """Stages that the layers are spread over."""
     expert: int = 1
-    """Groups of the ranks of a layer that its experts are divided over; divides ``tensor``."""
+    """Parts that the experts of a layer are divided into; divides ``tensor``, or is a multiple of it."""
     data: int = 1
     """Copies of the model."""
     stage_layers: tuple[int, ...] = ()
@@ -45,18 +51,29 @@ class ParallelSizes:
                 "each stage of the pipeline",
                 field="stage_layers",
             )
-        if self.tensor % self.expert:
+        if self.tensor % self.expert and self.expert % self.tensor:
             fitting = ", ".join(str(size) for size in range(1, self.tensor + 1) if self.tensor % size == 0)
             raise ConfigurationError(
-                f"expert parallel size is {self.expert}, but a layer's experts are divided over its {self.tensor} "
-                f"tensor parallel ranks; use one of {fitting}, or a larger tensor parallel size",
+                f"expert parallel size is {self.expert}, which is neither a divisor nor a multiple of the "
+                f"{self.tensor} tensor parallel ranks; use one of {fitting}, or a multiple of {self.tensor}",
                 field="expert",
             )
 
     @property
+    def ranks_per_stage(self) -> int:
+        """Ranks of one stage of the pipeline."""
+        return max(self.tensor, self.expert)
+
+    @property
     def ranks_per_replica(self) -> int:
         """Ranks of one copy of the model."""
-        return self.tensor * self.pipeline
+        return self.ranks_per_stage * self.pipeline
+
+    @property
+    def factors(self) -> str:
+        """What ``ranks_per_replica`` is the product of, for messages."""
+        name = "tensor" if self.tensor >= self.expert else "expert"
+        return f"{name} {self.ranks_per_stage} x pipeline {self.pipeline}"
 
     @property
     def world_size(self) -> int:
@@ -67,8 +84,8 @@ class ParallelSizes:
         """Raise ConfigurationError unless a world over all replicas has as many ranks as these sizes need."""
         if world_size != self.world_size:
             raise ConfigurationError(
-                f"the world has {world_size} ranks, but tensor {self.tensor} x pipeline {self.pipeline} x data "
-                f"{self.data} need {self.world_size}; start as many, or change a size",
+                f"the world has {world_size} ranks, but {self.factors} x data {self.data} need {self.world_size}; "
+                "start as many, or change a size",
                 field="world_size",
             )
 
@@ -81,8 +98,8 @@ class ParallelSizes:
         copies, left = divmod(world_size, self.ranks_per_replica)
         if left and self.data == 1:
             raise ConfigurationError(
-                f"the world has {world_size} ranks, but tensor {self.tensor} x pipeline {self.pipeline} take "
-                f"{self.ranks_per_replica} for each copy of the model; start a multiple of that, or change a size",
+                f"the world has {world_size} ranks, but {self.factors} take {self.ranks_per_replica} for each copy of "
+                "the model; start a multiple of that, or change a size",
                 field="world_size",
             )
         filled = replace(self, data=copies) if self.data == 1 else self
@@ -105,8 +122,8 @@ class ParallelSizes:
         """
         if not 0 <= rank < self.ranks_per_replica:
             raise ConfigurationError(
-                f"rank is {rank}, expected 0 to {self.ranks_per_replica - 1}, since tensor {self.tensor} x pipeline "
-                f"{self.pipeline} are {self.ranks_per_replica} ranks",
+                f"rank is {rank}, expected 0 to {self.ranks_per_replica - 1}, since {self.factors} are "
+                f"{self.ranks_per_replica} ranks",
                 field="rank",
             )
         if replica < 0:
@@ -124,37 +141,59 @@ class RankPosition:
     """The data parallel rank."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (tensor {self.tensor_rank}, stage {self.stage}) of replica {self.replica}"
+        return f"{self.name} of replica {self.replica}"
 
     @property
-    def tensor_rank(self) -> int:
-        """Place among the ranks that share this one's layers."""
-        return self.rank % self.sizes.tensor
+    def name(self) -> str:
+        """The rank and its coordinates in the replica, for messages."""
+        expert = f", expert {self.expert_group}" if self.sizes.expert > self.sizes.tensor else ""
+        return f"rank {self.rank} (tensor {self.tensor_rank}{expert}, stage {self.stage})"
 
     @property
     def stage(self) -> int:
         """Place in the pipeline."""
-        return self.rank // self.sizes.tensor
+        return self.rank // self.sizes.ranks_per_stage
+
+    @property
+    def stage_rank(self) -> int:
+        """Place among the ranks of the stage."""
+        return self.rank % self.sizes.ranks_per_stage
+
+    @property
+    def tensor_rank(self) -> int:
+        """Place among the ranks that share this one's dense layers."""
+        return self.stage_rank % self.sizes.tensor
+
+    @property
+    def dense_copy(self) -> int:
+        """Which copy of the stage's dense layers this rank holds a part of."""
+        return self.stage_rank // self.sizes.tensor
 
     @property
     def expert_group(self) -> int:
         """Which share of a layer's experts is here."""
-        return self.tensor_rank // self.expert_slices
+        return self.stage_rank // self.expert_slices
 
     @property
     def expert_slice(self) -> int:
         """Which slice of each of them."""
-        return self.tensor_rank % self.expert_slices
+        return self.stage_rank % self.expert_slices
 
     @property
     def expert_slices(self) -> int:
         """Slices that an expert is cut into."""
-        return self.sizes.tensor // self.sizes.expert
+        return self.sizes.ranks_per_stage // self.sizes.expert
+
+    @property
+    def stage_peers(self) -> range:
+        """Ranks of the replica that share this one's experts, this one among them."""
+        start = self.stage * self.sizes.ranks_per_stage
+        return range(start, start + self.sizes.ranks_per_stage)
 
     @property
     def tensor_peers(self) -> range:
-        """Ranks of the replica that share this one's layers, this one among them."""
-        start = self.stage * self.sizes.tensor
+        """Ranks of the replica that share this one's dense layers, this one among them."""
+        start = self.rank - self.tensor_rank
         return range(start, start + self.sizes.tensor)
 
     @property
@@ -179,8 +218,13 @@ class RankPosition:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether logits are computed here."""
+        """Whether this rank hands its activations to no other."""
         return self.stage == self.sizes.pipeline - 1
+
+    @property
+    def computes_logits(self) -> bool:
+        """Whether a part of the head is here: one copy of the last stage's dense layers has it."""
+        return self.is_last_stage and self.dense_copy == 0
 
     @property
     def samples(self) -> bool:
@@ -190,7 +234,7 @@ class RankPosition:
     @property
     def sampler(self) -> int:
         """The rank of the replica that does: the first of the last stage."""
-        return self.sizes.ranks_per_replica - self.sizes.tensor
+        return self.sizes.ranks_per_replica - self.sizes.ranks_per_stage
 
 
 def share(total: int, parts: int, index: int) -> range:

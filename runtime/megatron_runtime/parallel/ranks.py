@@ -66,7 +66,12 @@ class Ranks(Protocol):
         ...
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over the ranks of this layer, alike to the bit on all; on a GPU ``part`` becomes it."""
+        """The sum over the ranks of this dense layer, alike to the bit on all; on a GPU ``part`` becomes it."""
+        ...
+
+    def sum_experts(self, part: Tensor) -> Tensor:
+        """The same over all ranks of this stage, which share its experts; more than those of ``sum`` where dense layers
+        have copies."""
         ...
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:

@@ -36,7 +36,9 @@ class ProcessGroups:
     pipeline: dist.ProcessGroup
     """The same, for activations."""
     tensor: dist.ProcessGroup
-    """The ranks that share a layer."""
+    """The ranks that share a dense layer."""
+    expert: dist.ProcessGroup
+    """The ranks that share experts: those of a stage. The same group, unless dense layers have copies."""
     first: int
     """Number of the replica's rank 0 in torch's world."""
     owns_world: bool
@@ -76,10 +78,10 @@ class ReplicaGroup:
         self._others = position.others
         self._inbox = self._open_channel("inbox", 0, address)
         self._outcome = self._open_channel("outcome", position.sampler, address)
-        self._exchange: Exchange | None = None
-        if self._on_cpu and position.sizes.tensor > 1:
-            opening = partial(Exchange, failure_detector.store, position, address=address, timeout=timeout)
-            self._exchange = self._do("opening the connections of a layer", opening)
+        self._exchange = self._open_exchange("exchange", position.tensor_peers, address)
+        self._expert_exchange = self._exchange
+        if position.stage_peers != position.tensor_peers:
+            self._expert_exchange = self._open_exchange("expert-exchange", position.stage_peers, address)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self._meetings = 0
         self._closed = False
@@ -122,7 +124,13 @@ class ReplicaGroup:
         """
         if self.position.sizes.tensor == 1:
             return part
-        return self._do("adding up a layer", self._sum, part)
+        return self._do("adding up a layer", self._sum, part, self._exchange, self._groups.tensor)
+
+    def sum_experts(self, part: Tensor) -> Tensor:
+        """As in Ranks, and added in the order of the ranks too."""
+        if self.position.sizes.ranks_per_stage == 1:
+            return part
+        return self._do("adding up experts", self._sum, part, self._expert_exchange, self._groups.expert)
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
         """As in Ranks."""
@@ -137,7 +145,7 @@ class ReplicaGroup:
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """As in Ranks."""
         hidden = torch.empty(tuple(shape), dtype=dtype, device=self._device)
-        source = self._groups.first + self.position.rank - self.position.sizes.tensor
+        source = self._groups.first + self.position.rank - self.position.sizes.ranks_per_stage
         self._do("waiting for activations", dist.recv, hidden, source, self._groups.pipeline)
         return hidden
 
@@ -162,19 +170,27 @@ class ReplicaGroup:
         except RuntimeError:
             pass  # somebody is gone, who needs nothing any more
         self._failure_detector.close()  # first, so that whoever finds a connection closed finds nobody who answers
-        for opened in (self._inbox, self._outcome, self._exchange):
+        for opened in (self._inbox, self._outcome, self._exchange, self._expert_exchange):
             if opened is not None:
                 opened.close()
         if self._groups.owns_world:
             dist.destroy_process_group()
             return
-        for group in (self._groups.tensor, self._groups.pipeline, self._groups.control):
+        experts = [] if self._groups.expert is self._groups.tensor else [self._groups.expert]
+        for group in (*experts, self._groups.tensor, self._groups.pipeline, self._groups.control):
             dist.destroy_process_group(group)
 
     def _open_channel(self, name: str, source: int, address: str) -> Channel:
         store, timeout = self._failure_detector.store, self._timeout
         opening = partial(Channel, store, name, self.position, source=source, address=address, timeout=timeout)
         return self._do(f"opening the channel of the {name}", opening)
+
+    def _open_exchange(self, name: str, peers: range, address: str) -> Exchange | None:
+        if not self._on_cpu or len(peers) == 1:
+            return None
+        store, timeout = self._failure_detector.store, self._timeout
+        opening = partial(Exchange, store, name, self.position.rank, peers, address=address, timeout=timeout)
+        return self._do(f"opening the connections of the {name}", opening)
 
     def _do(self, doing: str, operation: Callable[..., T], *args: Any) -> T:
         """Run what may wait for others; what torch.distributed raises becomes an error that names who is missing."""
@@ -194,11 +210,11 @@ class ReplicaGroup:
             )
         return message.body
 
-    def _sum(self, part: Tensor) -> Tensor:
-        if self._exchange is None:
-            dist.all_reduce(part, group=self._groups.tensor)
+    def _sum(self, part: Tensor, exchange: Exchange | None, group: dist.ProcessGroup) -> Tensor:
+        if exchange is None:
+            dist.all_reduce(part, group=group)
             return part
-        first, second, *others = self._exchange.parts(part)
+        first, second, *others = exchange.parts(part)
         total = first + second
         for other in others:
             total += other
@@ -215,7 +231,7 @@ class ReplicaGroup:
         return torch.cat([columns[:, :width] for columns, width in zip(gathered, widths, strict=True)], dim=1)
 
     def _send(self, hidden: Tensor) -> None:
-        target = self._groups.first + self.position.rank + self.position.sizes.tensor
+        target = self._groups.first + self.position.rank + self.position.sizes.ranks_per_stage
         work = dist.isend(hidden, target, self._groups.pipeline)
         assert work is not None
         self._sent.append((work, hidden))

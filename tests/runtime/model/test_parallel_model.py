@@ -81,6 +81,11 @@ LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     "expert 2": (ParallelSizes(tensor=2, expert=2), [*MIXTURES, "qwen3 with experts in some layers"]),
     "expert 2 of 4": (ParallelSizes(tensor=4, expert=2), MIXTURES),
     "expert 4": (ParallelSizes(tensor=4, expert=4), MIXTURES),
+    "expert 4, tensor 1": (ParallelSizes(expert=4), [*MIXTURES, "qwen3 with experts in some layers"]),
+    "expert 4, tensor 2": (ParallelSizes(tensor=2, expert=4), MIXTURES),
+    "expert 8, tensor 1": (ParallelSizes(expert=8), ["glm 4.5"]),
+    "expert 2, tensor 1, pipeline 2": (ParallelSizes(pipeline=2, expert=2), [*WITH_SHARED_EXPERTS, "mixtral"]),
+    "expert 4, tensor 2, pipeline 2": (ParallelSizes(tensor=2, pipeline=2, expert=4), WITH_SHARED_EXPERTS),
 }
 LONG, SHORT = 64, 4
 """Steps of the first model of a layout and of those with shared experts, and of the others."""
@@ -125,6 +130,19 @@ def test_ranks_that_share_a_model_answer_as_one_rank_does(
     answers = run_ranks(model_scenarios.answer_all, sizes.ranks_per_replica, sizes, free_port(), models)
     for index, name in enumerate(names):
         assert_same([answer[index] for answer in answers], alone(name, steps[index]), sizes, steps[index])
+
+
+@pytest.mark.parametrize("sizes", [ParallelSizes(expert=2), ParallelSizes(tensor=2, expert=4)], ids=str)
+def test_ranks_with_copies_of_the_dense_layers_choose_the_same_experts(
+    sizes: ParallelSizes, folders: Callable[[str], Path]
+) -> None:
+    path = folders("glm 4.5")
+    said = run_ranks(model_scenarios.choose_experts, sizes.ranks_per_replica, sizes, free_port(), path)
+    first = said[0]["alone"]
+    assert not said[-1]["alone"]["chosen"].equal(first["chosen"])
+    for heard in said:
+        assert heard["together"]["chosen"].equal(first["chosen"])
+        assert heard["together"]["weights"].equal(first["weights"])
 
 
 def test_every_format_can_be_shared(

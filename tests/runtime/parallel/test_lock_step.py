@@ -21,6 +21,8 @@ from megatron_runtime.parallel.single_rank import SingleRank
 TENSOR, PIPELINE, BOTH = ParallelSizes(tensor=2), ParallelSizes(pipeline=2), ParallelSizes(tensor=2, pipeline=2)
 TENSOR_4 = ParallelSizes(tensor=4)
 EXPERT_2, EXPERT_4 = ParallelSizes(tensor=2, expert=2), ParallelSizes(tensor=4, expert=4)
+EXPERT_ALONE = ParallelSizes(expert=4)
+EXPERT_BESIDE_TENSOR = ParallelSizes(tensor=2, expert=4)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,16 @@ def test_ranks_answer_as_one_does_through_eviction_pause_and_suspension(
     assert_same_as_alone(tiny, sizes, mode)
 
 
-@pytest.mark.parametrize(("sizes", "mode"), [(EXPERT_2, "recompute"), (EXPERT_4, "offload")], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "mode"),
+    [
+        (EXPERT_2, "recompute"),
+        (EXPERT_4, "offload"),
+        (EXPERT_ALONE, "recompute"),
+        (EXPERT_BESIDE_TENSOR, "persist"),
+    ],
+    ids=str,
+)
 def test_ranks_that_share_experts_answer_as_one_does(mixture: Path, sizes: ParallelSizes, mode: str) -> None:
     assert_same_as_alone(mixture, sizes, mode)
 

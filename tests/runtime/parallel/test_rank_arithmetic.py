@@ -52,6 +52,40 @@ def test_experts_are_divided_over_the_ranks_of_a_layer_and_then_sliced(
     assert [(place.expert_group, place.expert_slice) for place in places] == expected
 
 
+def test_more_expert_ranks_than_tensor_ranks_hold_copies_of_the_dense_layers() -> None:
+    sizes = ParallelSizes(tensor=2, pipeline=2, expert=4)
+    assert (sizes.ranks_per_stage, sizes.ranks_per_replica) == (4, 8)
+    places = [sizes.position(rank) for rank in range(8)]
+    assert [place.stage for place in places] == [0] * 4 + [1] * 4
+    assert [place.tensor_rank for place in places] == [0, 1] * 4
+    assert [place.dense_copy for place in places] == [0, 0, 1, 1] * 2
+    assert [(place.expert_group, place.expert_slice) for place in places] == [(group, 0) for group in range(4)] * 2
+    assert [list(place.tensor_peers) for place in places[::2]] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert {place.stage_peers for place in places[4:]} == {range(4, 8)}
+    assert [place.rank for place in places if place.computes_logits] == [4, 5]
+    assert [place.rank for place in places if place.samples] == [4]
+    assert places[3].name == "rank 3 (tensor 1, expert 3, stage 0)"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "data", "pipeline"), [(1, 8, 1, 2), (2, 8, 2, 1), (4, 2, 2, 1), (2, 2, 2, 2), (4, 1, 1, 2)]
+)
+def test_a_replica_is_the_smallest_world_that_megatron_lays_out_with_these_sizes(
+    tensor: int, expert: int, data: int, pipeline: int
+) -> None:
+    sizes = ParallelSizes(tensor=tensor, expert=expert, pipeline=pipeline, data=data)
+    expert_tensor = max(tensor // expert, 1)
+    stage = sizes.ranks_per_stage
+    assert stage % tensor == stage % (expert_tensor * expert) == 0
+    assert all(smaller % tensor or smaller % (expert_tensor * expert) for smaller in range(1, stage))
+    # Megatron's order within a stage: for dense layers tensor, then data; for experts expert tensor, then expert.
+    for place in map(sizes.position, range(sizes.world_size)):
+        assert place.stage_rank == place.dense_copy * tensor + place.tensor_rank
+        assert place.stage_rank == place.expert_group * expert_tensor + place.expert_slice
+        assert len(place.tensor_peers) == tensor
+        assert place.tensor_peers.start % tensor == 0
+
+
 @pytest.mark.parametrize(
     ("settings", "field", "complaint"),
     [
@@ -62,7 +96,7 @@ def test_experts_are_divided_over_the_ranks_of_a_layer_and_then_sliced(
             "expert",
             "size is 3, .* 4 tensor parallel ranks; use one of 1, 2, 4",
         ),
-        ({"expert": 2}, "expert", "use one of 1, or a larger tensor parallel size"),
+        ({"tensor": 4, "expert": 6}, "expert", "size is 6, .* use one of 1, 2, 4, or a multiple of 4"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_with_the_mend(settings: dict[str, int], field: str, complaint: str) -> None:

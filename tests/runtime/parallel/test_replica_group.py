@@ -23,7 +23,16 @@ def said_by(sizes: ParallelSizes) -> list[Any]:
     return run_ranks(group_scenarios.speak, sizes.ranks_per_replica, sizes, free_port())
 
 
-@pytest.mark.parametrize("sizes", [ParallelSizes(tensor=4), ParallelSizes(tensor=2, pipeline=2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ParallelSizes(tensor=4),
+        ParallelSizes(tensor=2, pipeline=2),
+        ParallelSizes(tensor=2, expert=4),
+        ParallelSizes(pipeline=2, expert=2),
+    ],
+    ids=str,
+)
 def test_ranks_hear_what_each_other_say(sizes: ParallelSizes) -> None:
     said = said_by(sizes)
     for rank, heard in enumerate(said):
@@ -34,6 +43,7 @@ def test_ranks_hear_what_each_other_say(sizes: ParallelSizes) -> None:
         assert heard["outcomes"] == [True] * 3
         assert heard["least"] == 97
         assert heard["large sum"] == [sum(place.tensor_peers)]
+        assert heard["sum over experts"] == [sum(place.stage_peers)]
         assert heard["complaint"] == "rank 1 has something to say"
         assert heard["no complaint"] is None
         if place.tensor_rank == 0:

@@ -87,8 +87,14 @@ def test_all_copies_answer_through_the_coordinator_as_one_rank_does(
         (3, ParallelSizes(), 0, "persist"),
         (8, BOTH, 0, "recompute"),
         (8, ParallelSizes(tensor=2, pipeline=2, expert=2), 4, "offload"),
+        (8, ParallelSizes(tensor=2, expert=4), 4, "recompute"),
     ],
-    ids=["data 3", "tensor 2, pipeline 2, data 2", "tensor 2, pipeline 2, expert 2, data 2"],
+    ids=[
+        "data 3",
+        "tensor 2, pipeline 2, data 2",
+        "tensor 2, pipeline 2, expert 2, data 2",
+        "tensor 2, expert 4, data 2",
+    ],
 )
 def test_copies_answer_alike_through_eviction_pause_and_suspension(
     world_size: int, sizes: ParallelSizes, experts: int, mode: str, tmp_path: Path
@@ -210,6 +216,9 @@ def test_a_world_that_the_sizes_do_not_fit_is_refused_by_each_rank_before_it_mee
     with pytest.raises(ConfigurationError, match="the world has 4 ranks, but tensor 2 x pipeline 1 x data 3 need 6"):
         ParallelSizes(tensor=2, data=3).filling(4)
     assert ParallelSizes(tensor=2, expert=2).filling(6) == ParallelSizes(tensor=2, expert=2, data=3)
+    assert ParallelSizes(expert=4).filling(8) == ParallelSizes(expert=4, data=2)
+    with pytest.raises(ConfigurationError, match="the world has 6 ranks, but expert 4 x pipeline 1 take 4 for each"):
+        ParallelSizes(tensor=2, expert=4).filling(6)
 
 
 def test_ranks_of_a_world_know_their_copy_and_their_place() -> None:

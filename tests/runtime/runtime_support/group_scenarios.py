@@ -44,6 +44,7 @@ def speak(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
     said["sum"] = ranks.sum(part.clone())
     said["sum in bfloat16"] = ranks.sum(part.bfloat16())
     said["large sum"] = ranks.sum(torch.full((1000, 1000), float(rank))).unique().tolist()
+    said["sum over experts"] = ranks.sum_experts(torch.full((2, 3), float(rank))).unique().tolist()
     said["row alone"] = ranks.sum(part[3:4].clone())
     width = 3 + (position.tensor_rank == 0)
     columns = ranks.gather(torch.full((2, width), float(rank)), [4] + [3] * (sizes.tensor - 1))

@@ -50,6 +50,16 @@ def answer_all(rank: int, sizes: ParallelSizes, port: int, models: list[tuple[Pa
     return answers
 
 
+def choose_experts(rank: int, sizes: ParallelSizes, port: int, path: Path) -> dict[str, Any]:
+    """The experts that a rank of a mixture chooses for tokens that its attention has computed differently."""
+    ranks = join(sizes, rank, port)
+    layer = load_model(path, dtype="float32", ranks=ranks).layers[-1].feed_forward
+    hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(rank // sizes.tensor))
+    alone, together = layer.router(hidden), layer._route(hidden)
+    ranks.close()
+    return {"alone": alone._asdict(), "together": together._asdict()}
+
+
 def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path, broken: Path) -> dict[str, Any]:
     """Other weights in a shared model, from files and by name; weights that only one rank finds wrong; and released."""
     ranks = join(sizes, rank, port)

@@ -132,9 +132,12 @@ def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
     assert stops.process.wait(30) == 0
 
 
-def test_experts_are_divided_over_the_ranks_of_a_copy(start_pod: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor", ["2", "1"])
+def test_experts_are_divided_over_the_ranks_of_a_copy(
+    start_pod: Callable[..., Any], tmp_path: Path, tensor: str
+) -> None:
     checkpoint = write_tiny_checkpoint(tmp_path / "mixture", longest=2048, experts=4)
-    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--expert-parallel", "2")
+    flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", tensor, "--expert-parallel", "2")
     pod = start_pod(*flags).wait_ready()
     assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 2
     assert ask(pod) == answer_of_one_rank(checkpoint)

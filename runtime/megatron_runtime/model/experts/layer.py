@@ -10,16 +10,18 @@ from megatron_runtime.model.experts.routing import Routing, make_router
 from megatron_runtime.model.experts.shared import SharedExpert
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.shard import Shard
+from megatron_runtime.parallel.ranks import Ranks
 
 
 class Experts(nn.Module):
     """Takes the place of a `FeedForward`: the weighted sum of a token's chosen experts, and the shared expert.
 
     Tokens are sorted by expert, so that each expert runs once per pass. A rank holds some of the experts, or a slice of
-    each, and returns its part of their sum. All ranks choose alike.
+    each, and returns its part of their sum. All ranks choose alike. Where dense layers have copies, which differ in the
+    last bits if their processors do, one rank chooses for all.
     """
 
-    def __init__(self, shard: Shard, experts: ExpertsConfig, dtype: torch.dtype) -> None:
+    def __init__(self, shard: Shard, experts: ExpertsConfig, dtype: torch.dtype, ranks: Ranks) -> None:
         super().__init__()
         config = shard.config
         self.per_token = experts.per_token
@@ -27,6 +29,7 @@ class Experts(nn.Module):
         self.weights_inputs = experts.routing.weights_inputs
         self.here = shard.experts(experts)
         self.router = make_router(config.hidden_size, experts, dtype)
+        self.ranks = ranks
         channels, adds_bias = len(shard.expert_channels(experts)), shard.position.expert_slice == 0
         self.networks = nn.ModuleList(FeedForward(config, channels, dtype, adds_bias=adds_bias) for _ in self.here)
         self.shared = SharedExpert(shard, experts, dtype) if experts.shared_intermediate_size else None
@@ -37,7 +40,7 @@ class Experts(nn.Module):
         return chosen if self.shared is None else chosen + self.shared(hidden)
 
     def _process_chosen(self, hidden: Tensor) -> Tensor:
-        routing: Routing = self.router(hidden)
+        routing = self._route(hidden)
         weights, chosen = routing.weights.to(hidden.dtype), routing.chosen
         visits = chosen.flatten()
         counts = visits.bincount(minlength=self.count).tolist()
@@ -56,3 +59,15 @@ class Experts(nn.Module):
             visited[order] = torch.cat(results)
         visited = visited.view(*chosen.shape, -1)
         return (visited if self.weights_inputs else visited * weights[..., None]).sum(1)
+
+    def _route(self, hidden: Tensor) -> Routing:
+        position = self.ranks.position
+        if position.stage_peers == position.tensor_peers:
+            routing: Routing = self.router(hidden)
+            return routing
+        # The sum with zeros is exact, also for numbers of experts in float32.
+        mine = torch.zeros(len(hidden), 2 * self.per_token, device=hidden.device)
+        if position.stage_rank == 0:
+            mine = torch.cat(self.router(hidden), dim=-1)
+        weights, chosen = self.ranks.sum_experts(mine).chunk(2, dim=-1)
+        return Routing(weights, chosen.long())

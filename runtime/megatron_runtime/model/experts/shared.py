@@ -19,7 +19,7 @@ class SharedExpert(nn.Module):
     def __init__(self, shard: Shard, experts: ExpertsConfig, dtype: torch.dtype) -> None:
         super().__init__()
         config, channels = shard.config, len(shard.shared_expert_channels(experts))
-        self.network = FeedForward(config, channels, dtype, adds_bias=shard.position.tensor_rank == 0)
+        self.network = FeedForward(config, channels, dtype, adds_bias=shard.position.stage_rank == 0)
         self.gate: Linear | None = None
         if experts.has_shared_expert_gate:
             self.gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)

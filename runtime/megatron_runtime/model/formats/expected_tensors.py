@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from megatron_runtime.model.config import ExpertsConfig, ModelConfig
@@ -27,6 +28,14 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+def expert_parameters(config: ModelConfig) -> int:
+    """Elements of all experts, shared ones among them, without routers: what all ranks of a stage divide."""
+    names = tensor_names(config.architecture)
+    layers = (config.experts_of(layer) for layer in range(config.num_layers))
+    networks = (_expert_networks(config, experts, names) for experts in layers if experts is not None)
+    return sum(math.prod(shape) for tensors in networks for _, shape in tensors)
+
+
 def _layer(config: ModelConfig, layer: int, names: TensorNames) -> Shapes:
     goes_in, comes_out = (config.norm_placement in (place, "around") for place in ("before", "after"))
     for name, is_there in (
@@ -48,6 +57,12 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, names: TensorNames) ->
     yield from _matrix(names, names.router, experts.count, config.hidden_size, bias=False)
     if experts.routing.has_selection_bias:
         yield names.selection_bias, (experts.count,)
+    yield from _expert_networks(config, experts, names)
+    if experts.has_shared_expert_gate:
+        yield from _matrix(names, names.shared_expert_gate, 1, config.hidden_size, bias=False)
+
+
+def _expert_networks(config: ModelConfig, experts: ExpertsConfig, names: TensorNames) -> Shapes:
     for index in range(experts.count):
         prefix = names.expert.format(index)
         gate_up = [prefix + name for name in names.expert_gate_up]
@@ -55,8 +70,6 @@ def _experts(config: ModelConfig, experts: ExpertsConfig, names: TensorNames) ->
     if experts.shared_intermediate_size:
         size = experts.shared_intermediate_size
         yield from _feed_forward(config, names, names.shared_gate_up, names.shared_down, size)
-    if experts.has_shared_expert_gate:
-        yield from _matrix(names, names.shared_expert_gate, 1, config.hidden_size, bias=False)
 
 
 def _attention(config: ModelConfig, names: TensorNames) -> Shapes:
