@@ -158,8 +158,10 @@ def test_every_choice_of_the_resource_is_understood(spec: dict[str, Any], expect
     assert {name: found[name] for name in expected} == expected
 
 
-def test_the_pods_of_a_group_are_understood_as_parts_of_one_copy() -> None:
-    spread: dict[str, Any] = {"parallelism": {"tensor": 4, "pipeline": 2, "expert": 2}, "pods": {"ranksPerPod": 3}}
+@pytest.mark.parametrize(("tensor", "expert"), [(4, 2), (2, 4), (1, 4)])
+def test_the_pods_of_a_group_are_understood_as_parts_of_one_copy(tensor: int, expert: int) -> None:
+    sizes = {"tensor": tensor, "pipeline": 2, "expert": expert}
+    spread: dict[str, Any] = {"parallelism": sizes, "pods": {"ranksPerPod": 3}}
     options = [options_of(rendered(replace(LEADER, index=index, leader=not index), **spread)) for index in range(3)]
     assert [(first_rank(each), each.local_ranks_per_replica_group) for each in options] == [(0, 3), (3, 3), (6, 2)]
     assert [each.spans_pods for each in options] == [True] * 3

@@ -112,7 +112,9 @@ def test_an_api_server_and_the_operator_refuse_the_same_resources(name: str, spe
     [
         ({"model": {"source": {}}}, "spec.model.source"),
         ({"parallelism": {"tensor": 6, "expert": 4}}, "spec.parallelism.expert"),
+        ({"parallelism": {"tensor": 4, "expert": 6}}, "spec.parallelism.expert"),
         ({"pods": {"ranksPerPod": 2}}, "spec.pods.ranksPerPod"),
+        ({"parallelism": {"tensor": 2, "expert": 4}, "pods": {"ranksPerPod": 5}}, "spec.pods.ranksPerPod"),
         ({"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}}, "spec.routing.policy"),
         ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers"),
     ],

@@ -86,11 +86,16 @@ def test_what_is_left_out_gets_its_default() -> None:
         ({"model": {"source": {"image": {"reference": "a"}, "path": "/m"}}}, "spec.model.source", "not path and image"),
         ({"parallelism": {"tensor": 0}}, "spec.parallelism.tensor", "at least 1"),
         ({"parallelism": {"tensor": 6, "expert": 4}}, "spec.parallelism.expert", "does not divide the 6 tensor"),
-        ({"parallelism": {"pipeline": 2, "expert": 2}}, "spec.parallelism.expert", "set it to a number that does"),
+        ({"parallelism": {"tensor": 4, "expert": 6}}, "spec.parallelism.expert", "set it to a divisor or a multiple"),
+        (
+            {"parallelism": {"tensor": 2, "pipeline": 2, "expert": 4}, "pods": {"ranksPerPod": 9}},
+            "spec.pods.ranksPerPod",
+            "set it to 8 or less",
+        ),
         (
             {"parallelism": {"tensor": 2, "pipeline": 2}, "pods": {"ranksPerPod": 5}},
             "spec.pods.ranksPerPod",
-            "is more than the 4 rank(s) of a replica group (tensor * pipeline); set it to 4 or less",
+            "is more than the 4 rank(s) of a replica group (pipeline * max(tensor, expert)); set it to 4 or less",
         ),
         ({"pods": {"ranksPerPod": 2}}, "spec.pods.ranksPerPod", "set it to 1 or less"),
         (

@@ -91,6 +91,15 @@ def test_each_pod_of_a_group_asks_for_the_gpus_of_its_own_ranks() -> None:
     assert asked == ["4", "4", "1"]
 
 
+def test_expert_parallel_ranks_beyond_the_tensor_parallel_ones_get_pods() -> None:
+    spread = {"parallelism": {"tensor": 2, "pipeline": 2, "expert": 8}, "pods": {"device": "cuda", "ranksPerPod": 4}}
+    spec = parsed(**spread).spec
+    assert (spec.parallelism.ranks, spec.pods_per_group, spec.ranks_in_pod(3)) == (16, 4, 4)
+    manifest = pod(replace(WORKER, index=3), **spread)
+    assert "--expert-parallel=8" in manifest["spec"]["containers"][0]["args"]
+    assert parsed(parallelism={"expert": 8}).spec.pods_per_group == 8
+
+
 def test_the_pods_of_a_group_meet_in_its_first_one() -> None:
     spread = {"parallelism": {"tensor": 2, "pipeline": 2, "expert": 2}, "pods": {"device": "cpu", "ranksPerPod": 2}}
     first, second = (pod(replace(WORKER, attempt=5, index=index), **spread) for index in (0, 1))

@@ -46,9 +46,10 @@ class Spec(Part):
                     " set it to true, or choose RoundRobin or LoadBalanced",
                 },
                 {
-                    "rule": "self.pods.ranksPerPod <= self.parallelism.tensor * self.parallelism.pipeline",
-                    "message": "spec.pods.ranksPerPod: a replica group has parallelism.tensor * parallelism.pipeline"
-                    " ranks; set ranksPerPod to that number or less",
+                    "rule": "self.pods.ranksPerPod <= self.parallelism.pipeline * (self.parallelism.tensor >"
+                    " self.parallelism.expert ? self.parallelism.tensor : self.parallelism.expert)",
+                    "message": "spec.pods.ranksPerPod: a replica group has parallelism.pipeline *"
+                    " max(parallelism.tensor, parallelism.expert) ranks; set ranksPerPod to that number or less",
                 },
             ]
         }
@@ -94,7 +95,8 @@ class Spec(Part):
         ranks, per_pod = self.parallelism.ranks, self.pods.ranks_per_pod
         if per_pod > ranks:
             message = (
-                f"is more than the {ranks} rank(s) of a replica group (tensor * pipeline); set it to {ranks} or less"
+                f"is more than the {ranks} rank(s) of a replica group (pipeline * max(tensor, expert)); set it to "
+                f"{ranks} or less"
             )
             raise misplaced("pods.ranksPerPod", per_pod, message)
         return self

@@ -60,9 +60,9 @@ class Parallelism(Part):
         json_schema_extra={
             "x-kubernetes-validations": [
                 {
-                    "rule": "self.tensor % self.expert == 0",
-                    "message": "spec.parallelism.expert: a layer's experts are divided over its tensor parallel ranks;"
-                    " set it to a number that divides parallelism.tensor",
+                    "rule": "self.expert % self.tensor == 0 || self.tensor % self.expert == 0",
+                    "message": "spec.parallelism.expert: the tensor and expert parallel ranks of a layer are the same"
+                    " ranks; set it to a divisor or a multiple of parallelism.tensor",
                 }
             ]
         }
@@ -73,14 +73,15 @@ class Parallelism(Part):
     pipeline: Degree = 1
     """Pipeline parallelism: stages that the layers are divided into."""
     expert: Degree = 1
-    """Expert parallelism: number of parts that a layer's experts are divided into; must divide tensor."""
+    """Expert parallelism: number of parts that a layer's experts are divided into; a divisor or a multiple of tensor.
+    Beyond tensor, each rank holds whole experts, and the other weights are replicated expert / tensor times."""
 
     @model_validator(mode="after")
-    def _experts_are_divided_over_the_ranks_of_a_layer(self) -> Self:
-        if self.tensor % self.expert:
+    def _expert_and_tensor_parallel_ranks_fill_a_stage(self) -> Self:
+        if self.tensor % self.expert and self.expert % self.tensor:
             message = (
-                f"does not divide the {self.tensor} tensor parallel rank(s) that a layer's experts are divided over; "
-                "set it to a number that does"
+                f"does not divide the {self.tensor} tensor parallel rank(s) of a layer, and is not a multiple of them; "
+                "set it to a divisor or a multiple"
             )
             raise misplaced("expert", self.expert, message)
         return self
@@ -88,7 +89,7 @@ class Parallelism(Part):
     @property
     def ranks(self) -> int:
         """Number of ranks of a replica group."""
-        return self.tensor * self.pipeline
+        return self.pipeline * max(self.tensor, self.expert)
 
 
 class Pods(Part):
