@@ -90,6 +90,46 @@ QWEN3_EXPERTS = LLAMA | {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
+QWEN2_EXPERTS = QWEN3_EXPERTS | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 12,
+}
+SHARED_EXPERT = {
+    "add_qkv_bias": True,
+    "moe_shared_expert_intermediate_size": 12,
+    "moe_shared_expert_gate": True,
+    "moe_router_pre_softmax": True,
+}
+GLM_4_5 = LLAMA | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "head_dim": 8,
+    "partial_rotary_factor": 0.5,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
+SIGMOID_ROUTING = {
+    "kv_channels": 8,
+    "qk_layernorm": True,
+    "moe_layer_freq": [0, 1],
+    "num_moe_experts": 8,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 1.5,
+    "moe_shared_expert_intermediate_size": 16,
+}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
@@ -144,6 +184,9 @@ CASES = {
     "experts_apart": Case(
         QWEN3_EXPERTS | {"mlp_only_layers": [0]}, {"qk_layernorm": True, "moe_layer_freq": [0, 1]} | EXPERTS, APART
     ),
+    "shared_experts": Case(QWEN2_EXPERTS, EXPERTS | SHARED_EXPERT),
+    "sigmoid_routing": Case(GLM_4_5, EXPERTS | SIGMOID_ROUTING),
+    "sigmoid_routing_apart": Case(GLM_4_5, EXPERTS | SIGMOID_ROUTING, APART),
     "gpt2": Case(GPT2, PLAIN),
 }
 
@@ -205,6 +248,7 @@ def build(case: Case) -> GPTModel:
         position_embedding_type="learned_absolute" if learned else "rope",
         share_embeddings_and_output_weights=learned or case.hugging_face["tie_word_embeddings"],
         rotary_base=10000,
+        rotary_percent=case.hugging_face.get("partial_rotary_factor", 1.0),
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -212,6 +256,9 @@ def build(case: Case) -> GPTModel:
             if split or parameter.ndim == 1:
                 both = 0.2 * torch.randn(case.ranks, *parameter.shape)
                 parameter += both[dist.get_rank() if split else 0]
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer += 0.2 * torch.randn(buffer.shape)
     return model
 
 

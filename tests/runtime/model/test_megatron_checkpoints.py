@@ -44,7 +44,8 @@ def test_what_megatron_wrote_has_the_logits_that_megatron_computed(
 
 def test_every_archive_is_there() -> None:
     assert {path.stem for path in WRITTEN.glob("*.zip")} == {
-        *("training", "apart", "two_ranks", "experts", "experts_two_ranks", "experts_apart", "gpt2")
+        *("training", "apart", "two_ranks", "experts", "experts_two_ranks", "experts_apart", "gpt2"),
+        *("shared_experts", "sigmoid_routing", "sigmoid_routing_apart"),
     }
 
 

@@ -64,7 +64,9 @@ class ExpertRouter(nn.Module, ABC):
         weights = scores.gather(-1, chosen)
         if self.routing.normalize_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
-        return Routing(weights * self.routing.weight_multiplier, chosen)
+        if self.routing.weight_multiplier != 1.0:
+            weights = weights * self.routing.weight_multiplier
+        return Routing(weights, chosen)
 
 
 class SoftmaxRouter(ExpertRouter):

@@ -141,7 +141,7 @@ class TorchDistWeights:
                 if None not in found:
                     present = tuple(filter(None, found))
                     matrix = layer is not None and bool(present[0].width)
-                    yield f"{prefix}{entry.name}.{kind}", _Part(present, self._names.transposed and matrix)
+                    yield f"{prefix}{entry.name}{entry.joint}{kind}", _Part(present, self._names.transposed and matrix)
                     break
 
     def _locate(self, piece: Piece, kind: str, layer: int | None) -> _Found | None:

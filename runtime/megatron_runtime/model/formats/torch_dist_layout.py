@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_runtime.model.config import ExpertsConfig, ModelConfig
 from megatron_runtime.model.formats.tensor_names import TensorNames
@@ -31,6 +31,8 @@ class Entry:
 
     name: str
     ways: tuple[tuple[Piece, ...], ...]
+    joint: str = "."
+    """What stands between the name and the kind."""
 
 
 def whole(stem: str, name: str, rows: int) -> Entry:
@@ -60,6 +62,14 @@ def layer_layout(config: ModelConfig, names: TensorNames, experts: ExpertsConfig
     yield whole("mlp.router.", names.router, experts.count)
     for index in range(experts.count):
         yield from _expert(index, experts, names, hidden)
+    if experts.routing.has_selection_bias:
+        bias = whole("mlp.router.expert_", names.selection_bias.removesuffix("_bias"), experts.count)
+        yield replace(bias, joint="_")
+    if experts.shared_intermediate_size:
+        stem = "mlp.shared_experts."
+        yield from _widening(stem, names.shared_gate_up, experts.shared_intermediate_size, gated=True)
+        yield whole(f"{stem}linear_fc2.", names.shared_down, hidden)
+        yield whole(f"{stem}gate_", names.shared_expert_gate, 1)
 
 
 def _queries_keys_values(config: ModelConfig, names: TensorNames) -> list[Entry]:
