@@ -145,6 +145,21 @@ def test_ranks_with_copies_of_the_dense_layers_choose_the_same_experts(
         assert heard["together"]["weights"].equal(first["weights"])
 
 
+def test_ranks_with_copies_of_the_dense_layers_take_new_weights(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+    for number, std in enumerate((0.2, 0.5)):
+        save_model(tmp_path / str(number), "Glm4Moe", std=std, **(SIZES | GLM_4_5))
+    paths = [tmp_path / name for name in ("0", "1", "nowhere")]
+    old, new = (model_scenarios.answer(path, steps=SHORT) for path in paths[:2])
+    sizes = ParallelSizes(expert=2)
+    said = run_ranks(model_scenarios.renew, 2, sizes, free_port(), *paths)
+    for name in ("from files", "after a complaint", "brought back"):
+        assert_same([heard[name] for heard in said], new, sizes, SHORT)
+    assert_same([heard["by name"] for heard in said], old, sizes, SHORT)
+    assert ["lm_head.weight" in heard["shapes"] for heard in said] == [True, False]
+    assert [heard["shapes"]["model.layers.0.mlp.up_proj.weight"] for heard in said] == [(81, 64)] * 2
+    assert ["model.layers.1.mlp.experts.7.up_proj.weight" in heard["shapes"] for heard in said] == [False, True]
+
+
 def test_every_format_can_be_shared(
     tmp_path: Path, random_model: Callable[..., Any], write_gguf: Callable[..., Path]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,6 +86,20 @@ def test_experts_are_divided_first_and_sliced_after() -> None:
     ]
 
 
+def test_expert_ranks_beyond_the_tensor_ranks_hold_whole_experts_and_copies_of_the_rest() -> None:
+    experts = replace(EXPERTS, count=8, shared_intermediate_size=10)
+    sizes = ParallelSizes(tensor=2, expert=4)
+    found = shards(sizes, num_attention_heads=8, num_kv_heads=4, experts=experts)
+    assert [(shard.experts(experts), shard.expert_channels(experts)) for shard in found] == [
+        (range(start, start + 2), range(24)) for start in (0, 2, 4, 6)
+    ]
+    assert [(shard.query_heads, shard.channels) for shard in found] == [
+        (range(0, 4), range(0, 768)),
+        (range(4, 8), range(768, 1536)),
+    ] * 2
+    assert [len(shard.shared_expert_channels(experts)) for shard in found] == [3, 3, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("sizes", "changes", "field", "complaint"),
     [
@@ -104,6 +119,18 @@ def test_experts_are_divided_first_and_sliced_after() -> None:
             {"experts": EXPERTS},
             "expert",
             "size is 9, but the model has 6 experts.*; use one of 1, 3 with a tensor parallel size of 9",
+        ),
+        (
+            ParallelSizes(expert=4),
+            {"experts": EXPERTS},
+            "expert",
+            "size is 4, but the model has 6 experts.*; use one of 1, 2, 3, 6 with a tensor parallel size of 1",
+        ),
+        (
+            ParallelSizes(expert=6),
+            {"experts": replace(EXPERTS, shared_intermediate_size=5)},
+            "expert",
+            "6 ranks share a layer, but its shared expert has an intermediate size of 5",
         ),
     ],
 )
