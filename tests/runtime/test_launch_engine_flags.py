@@ -17,10 +17,16 @@ from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.preflight import plan_engine
 from megatron_runtime.launch.rank_options import RankOptions, RankPlan
 from megatron_runtime.launch.tasks import rank_plan, rank_task
+from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.parallel.single_rank import SingleRank
 
 FACTS = CheckpointFacts(
-    path="/m", architecture="llama", parameters=1000, longest=512, layers=4, kv_heads=2, head_dim=16
+    path="/m",
+    architecture="llama",
+    parameters=1000,
+    longest=512,
+    layers=4,
+    cache_layout=CacheLayout(num_layers=4, heads=2, key_width=16, value_width=16),
 )
 
 

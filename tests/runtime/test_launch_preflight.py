@@ -22,9 +22,15 @@ from megatron_runtime.launch.tasks import (
     rendezvous_address,
     threads_per_rank,
 )
+from megatron_runtime.model.cache_layout import CacheLayout
 
 FACTS = CheckpointFacts(
-    path="/m", architecture="llama", parameters=1000, longest=512, layers=4, kv_heads=2, head_dim=16
+    path="/m",
+    architecture="llama",
+    parameters=1000,
+    longest=512,
+    layers=4,
+    cache_layout=CacheLayout(num_layers=4, heads=2, key_width=16, value_width=16),
 )
 PER_TOKEN = 2 * 4 * 2 * 16 * 4
 PLENTY = AvailableMemory(2**40, "free on this machine")
@@ -162,9 +168,8 @@ def test_what_the_checkpoint_does_not_allow_is_refused(
 
 def test_a_rank_needs_room_for_its_part_alone(options: LaunchOptions) -> None:
     cache = 64 * PER_TOKEN // 4
-    plan = plan_engine(
-        with_engine(options, tensor_parallel=2, pipeline_parallel=2, kv_cache_bytes=cache), FACTS, PLENTY
-    )
+    part = replace(FACTS, cache_layout=replace(FACTS.cache_layout, num_layers=2, heads=1))
+    plan = plan_engine(with_engine(options, tensor_parallel=2, pipeline_parallel=2, kv_cache_bytes=cache), part, PLENTY)
     assert (plan.weight_bytes, plan.max_sequence_length) == (1000, 64)
 
 
@@ -220,7 +225,7 @@ def test_several_copies_are_not_split_over_pods_by_one_launcher(options: LaunchO
 
 def test_a_pod_needs_memory_for_its_own_ranks_alone(options: LaunchOptions) -> None:
     asked = with_engine(pod_of_three_ranks(options, 1), kv_cache_bytes=2**20, tensor_parallel=4)
-    half, facts = replace(asked, ranks_per_pod=2), replace(FACTS, kv_heads=4)
+    half, facts = replace(asked, ranks_per_pod=2), replace(FACTS, cache_layout=replace(FACTS.cache_layout, heads=1))
     room = AvailableMemory(2 * (RANK_OVERHEAD + 1000 + 2**20), "left of the container's limit")
     assert plan_engine(half, facts, room).weight_bytes == 1000
     with pytest.raises(ConfigurationError, match=r"4 rank\(s\) need"):

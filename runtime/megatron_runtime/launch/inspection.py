@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError, MegatronInferenceError
 from megatron_runtime.launch.options import EngineOptions, ModelSource, parallel_flag
+from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.processes.child import Child, ChildTask, Report
 from megatron_runtime.processes.parent_link import EXIT_BAD_INPUT, EXIT_DRAINED, ParentLink
 from megatron_runtime.processes.supervisor import ChildEnd, error_report
@@ -26,8 +27,8 @@ class CheckpointFacts:
     parameters: int
     longest: int
     layers: int
-    kv_heads: int
-    head_dim: int
+    cache_layout: CacheLayout
+    """Of the rank that caches most."""
     expert_parameters: int = 0
     """Of the parameters, those of experts."""
     tied_head_parameters: int = 0
@@ -75,7 +76,7 @@ async def inspect_source(source: ModelSource, engine: EngineOptions) -> Checkpoi
         flag = parallel_flag(field) if field in engine.parallel_sizes else source.flag
         kind = ConfigurationError if error is not None and error["reason"] == "ConfigurationError" else CheckpointError
         raise kind(f"{flag}: {ChildEnd(task.role, code, tuple(child.tail), error).message}")
-    return CheckpointFacts(**facts)
+    return CheckpointFacts(**facts | {"cache_layout": CacheLayout(**facts["cache_layout"])})
 
 
 def main() -> None:
@@ -92,6 +93,7 @@ def main() -> None:
 
 def _inspect(options: InspectionOptions) -> CheckpointFacts:
     # Here and not above: the launcher imports this module and has no use for readers of checkpoints.
+    from megatron_runtime.model.attention_kind import attention_kind
     from megatron_runtime.model.formats.checkpoint_header import inspect_checkpoint
     from megatron_runtime.model.formats.expected_tensors import expert_parameters
     from megatron_runtime.model.formats.source import resolve_source
@@ -100,15 +102,14 @@ def _inspect(options: InspectionOptions) -> CheckpointFacts:
     path = resolve_source(path=options.path, hf_repo=options.hf_repo, revision=options.hf_revision)
     summary = inspect_checkpoint(path)
     config = summary.config
-    Shard(config, options.engine.sizes.position(0))  # raises if the model can't be divided so
+    shard = Shard(config, options.engine.sizes.position(0))  # raises if the model can't be divided so
     return CheckpointFacts(
         path=str(path),
         architecture=config.architecture,
         parameters=summary.num_parameters,
         longest=config.max_position_embeddings,
         layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        cache_layout=attention_kind(shard.largest_cache_config).cache_layout,
         expert_parameters=expert_parameters(config),
         tied_head_parameters=config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0,
     )

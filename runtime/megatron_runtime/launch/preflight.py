@@ -92,10 +92,7 @@ def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, s
 
 
 def _block_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
-    """Of the rank that has most layers."""
-    heads = max(facts.kv_heads // engine.tensor_parallel, 1)
-    layers = -(-facts.layers // engine.pipeline_parallel)
-    return engine.block_size_tokens * 2 * layers * heads * facts.head_dim * element_bytes(engine)
+    return facts.cache_layout.block_bytes(engine.block_size_tokens, element_bytes(engine))
 
 
 def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, wanted: int) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.host_memory import zeros
 
-LayerCache = tuple[Tensor, Tensor]
-"""Keys and values of one layer, each [num_blocks, kv heads, block_size_tokens, head_dim]."""
+LayerCache = tuple[Tensor, ...]
+"""The arrays of one layer, as its CacheLayout says: each [num_blocks, heads, block_size_tokens, width]."""
 
 
 class KVCache:
@@ -32,25 +34,21 @@ class KVCache:
         self.block_size_tokens = block_size_tokens
         self.dtype = dtype
         self.device = torch.device(device)
-        # Heads before tokens: what one head sees of a block is one chunk of memory.
-        self._shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size_tokens, config.head_dim)
-        self._storage: Tensor | None = None
-        self._offloaded: tuple[Tensor, Tensor] | None = None
-        """Blocks' numbers, and their contents as the storage has them."""
+        self._shapes = attention_kind(config).cache_layout.shapes(num_blocks, block_size_tokens)
+        self._storage: list[Tensor] | None = None
+        self._offloaded: tuple[Tensor, list[Tensor]] | None = None
+        """Block numbers, and the contents of these blocks in each array."""
         self.restore()
 
     @staticmethod
     def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> int:
-        """Bytes that one block takes over all layers, keys and values together."""
-        return config.num_layers * 2 * block_size_tokens * config.num_kv_heads * config.head_dim * dtype.itemsize
+        """Bytes of one block in all layers of ``config``."""
+        return attention_kind(config).cache_layout.block_bytes(block_size_tokens, dtype.itemsize)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole pool while it is resident."""
-        elements = 1
-        for size in self._shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        return sum(math.prod(shape) for shape in self._shapes) * self.dtype.itemsize
 
     @property
     def is_resident(self) -> bool:
@@ -58,9 +56,9 @@ class KVCache:
         return self._storage is not None
 
     def layer(self, index: int) -> LayerCache:
-        """Views of one layer's keys and values."""
+        """Views of one layer's arrays."""
         assert self._storage is not None, "the cache was released or offloaded"
-        return self._storage[index, 0], self._storage[index, 1]
+        return tuple(array[index] for array in self._storage)
 
     def release(self) -> None:
         """Give the memory back; the contents are gone."""
@@ -75,11 +73,13 @@ class KVCache:
         if self._storage is None:
             return
         blocks = torch.tensor(kept, dtype=torch.int64)
-        contents = torch.empty((*self._shape[:2], len(kept), *self._shape[3:]), dtype=self.dtype)
-        for copy, layer in zip(contents, self._storage, strict=True):
-            # Layer by layer, since gathering takes memory of the device, which may be full.
-            copy.copy_(layer[:, blocks.to(self.device)])
-        self._offloaded = blocks, contents
+        copies = []
+        for array in self._storage:
+            copies.append(torch.empty((len(array), len(kept), *array.shape[2:]), dtype=self.dtype))
+            for copy, layer in zip(copies[-1], array, strict=True):
+                # Layer by layer, since gathering takes memory of the device, which may be full.
+                copy.copy_(layer[blocks.to(self.device)])
+        self._offloaded = blocks, copies
         self._storage = None
 
     def restore(self) -> None:
@@ -91,11 +91,12 @@ class KVCache:
             return
         if self.device.type == "cpu":
             # Untouched: writing a gibibyte of zeros takes as long as loading a small model.
-            self._storage = zeros(self._shape, self.dtype)
+            self._storage = [zeros(shape, self.dtype) for shape in self._shapes]
         else:
-            self._storage = torch.zeros(self._shape, dtype=self.dtype, device=self.device)
+            self._storage = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in self._shapes]
         if self._offloaded is not None:
-            blocks, contents = self._offloaded
-            for layer, copy in zip(self._storage, contents, strict=True):
-                layer[:, blocks.to(self.device)] = copy.to(self.device)
+            blocks, copies = self._offloaded
+            for array, contents in zip(self._storage, copies, strict=True):
+                for layer, copy in zip(array, contents, strict=True):
+                    layer[blocks.to(self.device)] = copy.to(self.device)
             self._offloaded = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.attention_kind import AttentionKind, attention_kind
 from megatron_runtime.model.config import ExpertsConfig, ModelConfig
 from megatron_runtime.parallel.layout import RankPosition, share
 
@@ -27,8 +28,8 @@ class Shard:
 
     def __post_init__(self) -> None:
         sizes, config = self.position.sizes, self.config
-        if not _can_share_layer(config, sizes.tensor):
-            fitting = [size for size in range(1, config.num_attention_heads + 1) if _can_share_layer(config, size)]
+        if not self._can_share_layer(sizes.tensor):
+            fitting = [size for size in range(1, config.num_attention_heads + 1) if self._can_share_layer(size)]
             raise ConfigurationError(
                 f"tensor parallel size is {sizes.tensor}, but the model has {config.num_attention_heads} attention "
                 f"heads on {config.num_kv_heads} key/value heads, an intermediate size of {config.intermediate_size} "
@@ -37,6 +38,11 @@ class Shard:
             )
         self._check_experts(sizes.expert)
         self._check_stages()
+
+    @cached_property
+    def attention(self) -> AttentionKind:
+        """The attention of the whole model."""
+        return attention_kind(self.config)
 
     @cached_property
     def layers(self) -> range:
@@ -73,11 +79,7 @@ class Shard:
     @cached_property
     def kv_heads(self) -> range:
         """The key and value heads that these look at."""
-        heads, ranks = self.config.num_kv_heads, self.position.sizes.tensor
-        if heads >= ranks:
-            return self._of_layer(heads)
-        shared = self.position.tensor_rank * heads // ranks
-        return range(shared, shared + 1)
+        return self.attention.kv_heads(self.position.sizes.tensor, self.position.tensor_rank)
 
     @cached_property
     def channels(self) -> range:
@@ -118,6 +120,11 @@ class Shard:
         start = sum(sizes.stage_layers[:stage])
         return range(start, start + sizes.stage_layers[stage])
 
+    def _can_share_layer(self, tensor: int) -> bool:
+        """Whether so many ranks can share a layer: heads evenly, all else as evenly as can be."""
+        rows = min(self.config.intermediate_size, self.config.vocab_size)
+        return self.attention.can_divide(tensor) and rows >= tensor
+
     def _check_experts(self, expert: int) -> None:
         experts = self.config.experts
         if experts is None and expert > 1:
@@ -155,13 +162,6 @@ class Shard:
                 f"model has {layers}; make them so many",
                 field="stage_layers",
             )
-
-
-def _can_share_layer(config: ModelConfig, tensor: int) -> bool:
-    """Whether so many ranks can share a layer: heads evenly, all else as evenly as can be."""
-    heads, kv_heads = config.num_attention_heads, config.num_kv_heads
-    even = heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
-    return even and min(config.intermediate_size, config.vocab_size) >= tensor
 
 
 def _can_divide_experts(experts: ExpertsConfig, tensor: int, expert: int) -> bool:

@@ -1,0 +1,61 @@
+"""The kinds of attention: how tensor-parallel ranks divide the heads, and what each caches. Without torch.
+
+What a kind computes is in its module, see `self_attention`; the tensors that it is loaded from are in
+`formats.expected_tensors` and `placements`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from megatron_runtime.model.cache_layout import CacheLayout
+from megatron_runtime.model.config import ModelConfig
+
+
+class AttentionKind(ABC):
+    """The attention of a model, or of one rank's part of it, whose sizes ``config`` gives."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def kv_heads(self, ranks: int, rank: int) -> range:
+        """The key and value heads that the query heads of one of ``ranks`` tensor-parallel ranks attend to."""
+
+    @abstractmethod
+    def can_divide(self, ranks: int) -> bool:
+        """Whether ``ranks`` tensor-parallel ranks can have equal numbers of heads."""
+
+    @property
+    @abstractmethod
+    def cache_layout(self) -> CacheLayout:
+        """What is cached of each token in all layers of ``config``."""
+
+
+class GroupedQueryAttention(AttentionKind):
+    """Groups of query heads share a key and value head (Ainslie et al., GQA): one group in MQA, one per head in MHA.
+
+    The cache holds the rotated keys and the values of the heads that a rank has.
+    """
+
+    def kv_heads(self, ranks: int, rank: int) -> range:
+        """Equal parts; with fewer heads than ranks, each head is on several ranks."""
+        heads = self.config.num_kv_heads
+        first = rank * heads // ranks
+        return range(first, first + max(heads // ranks, 1))
+
+    def can_divide(self, ranks: int) -> bool:
+        """Whether a rank has whole groups, or a part of a single group."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_kv_heads
+        return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """One key and one value per key and value head."""
+        config = self.config
+        return CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
+
+
+def attention_kind(config: ModelConfig) -> AttentionKind:
+    """The kind of attention that ``config`` describes."""
+    return GroupedQueryAttention(config)

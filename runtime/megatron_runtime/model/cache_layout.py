@@ -1,0 +1,33 @@
+"""The shape of a rank's KV cache. Without torch: the preflight computes with it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What one rank caches of each token: in each layer ``heads`` keys and as many values. Widths are elements."""
+
+    num_layers: int
+    heads: int
+    key_width: int
+    value_width: int
+    values_in_keys: bool = False
+    """Whether the last ``value_width`` elements of a key are the value, so that values take no memory of their own."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The row width of each array of a layer: of keys and values, or of keys alone."""
+        return (self.key_width,) if self.values_in_keys else (self.key_width, self.value_width)
+
+    def shapes(self, num_blocks: int, block_size_tokens: int) -> list[tuple[int, ...]]:
+        """The arrays of a pool, each [num_layers, num_blocks, heads, block_size_tokens, width].
+
+        Heads come before tokens, so that what one head reads of a block is contiguous.
+        """
+        return [(self.num_layers, num_blocks, self.heads, block_size_tokens, width) for width in self.widths]
+
+    def block_bytes(self, block_size_tokens: int, element_bytes: int) -> int:
+        """Bytes of one block in all layers."""
+        return self.num_layers * self.heads * block_size_tokens * sum(self.widths) * element_bytes
