@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kernels import cpu_attention
 from megatron_runtime.model.kernels.compiled import KINDS
 from megatron_runtime.model.kernels.cpu_attention import CpuAttention
 from megatron_runtime.model.kernels.torch_attention import TorchAttention
@@ -24,14 +27,24 @@ class AttentionPlan(Protocol):
         cache: LayerCache,
         window: int | None,
         soft_cap: float | None = None,
+        value_width: int | None = None,
     ) -> Tensor:
-        """Write the new keys and values into ``cache`` and return what every query sees: [T, heads, head_dim].
+        """Write the new keys and values into ``cache`` and return what every query sees: [T, heads, value width].
 
-        ``heads`` is [T, heads + 2 * kv heads, head_dim], contiguous: each token's queries, keys and values, of which
+        ``heads`` is [T, heads + 2 * kv heads, key width], contiguous: each token's queries, keys and values, of which
         queries and keys are still to be turned by ``rotation``. A query looks back over at most ``window`` tokens;
-        scores are squeezed smoothly into plus or minus ``soft_cap``.
+        scores are squeezed smoothly into plus or minus ``soft_cap``, after they were divided by the square root of the
+        key width.
+
+        A ``cache`` of one array holds keys whose last ``value_width`` channels are the values; ``heads`` is
+        [T, heads + kv heads, key width] then. In a cache of two arrays, values are as wide as keys.
         """
         ...
+
+
+def prepare_attention(layout: CacheLayout, dtype: torch.dtype) -> None:
+    """Compile the CPU kernels of attention over a cache of ``layout``, or take them from numba's cache."""
+    cpu_attention.prepare(layout, dtype)
 
 
 def plan_attention(batch: ForwardBatch, cache: KVCache) -> AttentionPlan:

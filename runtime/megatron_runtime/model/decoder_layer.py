@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from megatron_runtime.model.attention import AttentionPlan
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.kv_cache import LayerCache
-from megatron_runtime.model.layers import FeedForward, SelfAttention
+from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -31,7 +32,7 @@ class DecoderLayer(nn.Module):
 
         self.residual_multiplier = config.residual_multiplier
         self.attention_norm = norm("before", "around")
-        self.attention = SelfAttention(config, layer, dtype, ranks)
+        self.attention = SelfAttention(shard, layer, dtype, ranks)
         self.attention_output_norm = norm("after", "around")
         self.feed_forward_norm = norm("before", "around")
         experts = config.experts_of(layer)

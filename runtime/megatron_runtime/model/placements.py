@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.formats.tensor_names import TensorNames
-from megatron_runtime.model.layers import FeedForward, Linear, SelfAttention
+from megatron_runtime.model.layers import FeedForward, Linear
+from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
 
 

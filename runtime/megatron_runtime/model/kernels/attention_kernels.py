@@ -29,19 +29,23 @@ CHUNK = 64
 
 
 @cache
-def attention_kernel(head_dim: int, narrow: bool) -> Kernel:
-    """``attend(heads, seen, keys, values, slots, tables, tiles, rows, pairs, cosines, sines, window, soft_cap)``.
+def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, narrow: bool) -> Kernel:
+    """The compiled ``attend``, for keys and values of these widths.
+
+    With ``values_in_keys`` a value is the last ``value_width`` channels of its key, as turned; ``values`` is ``keys``
+    then, and ``heads`` has no values. Otherwise both widths are the same.
 
     Args of the kernel:
-        heads: [T, heads + 2 * kv heads, head_dim], each token's queries, keys and values, none turned yet.
-        seen: [T, heads, head_dim], written.
-        keys, values: [num_blocks, kv heads, block_size_tokens, head_dim]; the new ones are written at ``slots``.
+        heads: [T, heads + 2 * kv heads, key_width], each token's queries, keys and values, none turned yet.
+        seen: [T, heads, value_width], written.
+        keys, values: [num_blocks, kv heads, block_size_tokens, width]; the new ones are written at ``slots``.
         slots: int64 [T].
         tables: int32 [R, W], blocks of each request.
         tiles: int32 [N, 4], neighbouring queries of a request: its row in ``tables``, the first query's row and
             position, and how many they are.
         rows: int64 [threads + 1], where the threads' shares of the T rows begin.
-        pairs: int64 [threads + 1], the same of the N * kv heads pairs of a tile and a kv head.
+        pairs: int64 [threads + 1], the same of the N * groups pairs of a tile and a group of query heads.
+        groups: How many groups the query heads are taken in; those of a group share a kv head.
         cosines, sines: [T, rotated channels] by which queries and keys are turned; may have no channels.
         window: Positions that a query looks back over, itself included.
         soft_cap: Scores are squeezed into plus or minus this; 0 for not at all.
@@ -51,14 +55,14 @@ def attention_kernel(head_dim: int, narrow: bool) -> Kernel:
 
     def attend(
         heads: Any, seen: Any, keys: Any, values: Any, slots: Any, tables: Any, tiles: Any, rows: Any, pairs: Any,
-        cosines: Any, sines: Any, window: int, soft_cap: Any,
+        groups: int, cosines: Any, sines: Any, window: int, soft_cap: Any,
     ) -> None:  # fmt: skip
         for share in prange(len(rows) - 1):
-            _store(heads, keys, values, slots, rows[share], rows[share + 1], cosines, sines, head_dim)
+            _store(heads, keys, values, slots, rows[share], rows[share + 1], cosines, sines, key_width, values_in_keys)
         for share in prange(len(pairs) - 1):
             _attend(
-                heads, seen, keys, values, tables, tiles, pairs[share], pairs[share + 1], cosines, sines, window,
-                soft_cap, head_dim,
+                heads, seen, keys, values, tables, tiles, pairs[share], pairs[share + 1], groups, cosines, sines,
+                window, soft_cap, key_width, value_width,
             )  # fmt: skip
 
     stored = scalar(narrow)
@@ -66,27 +70,30 @@ def attention_kernel(head_dim: int, narrow: bool) -> Kernel:
     table, bounds = int32[:, ::1], int64[::1]
     return compile_kernel(
         attend,
-        void(tokens, tokens, pool, pool, bounds, table, table, bounds, bounds, turns, turns, int64, float32),
+        void(tokens, tokens, pool, pool, bounds, table, table, bounds, bounds, int64, turns, turns, int64, float32),
     )
 
 
 @njit(inline="always")
 def _store(
-    heads: Any, keys: Any, values: Any, slots: Any, first: int, last: int, cosines: Any, sines: Any, head_dim: int
+    heads: Any, keys: Any, values: Any, slots: Any, first: int, last: int, cosines: Any, sines: Any, key_width: int,
+    values_in_keys: bool,
 ) -> None:  # fmt: skip
     """Put the keys, turned, and the values of some rows into their blocks."""
     kv_heads, size = keys.shape[1], keys.shape[2]
-    first_key = heads.shape[1] - 2 * kv_heads
-    turned = np.empty(head_dim, np.float32)
+    first_key = heads.shape[1] - (kv_heads if values_in_keys else 2 * kv_heads)
+    turned = np.empty(key_width, np.float32)
     for row in range(first, last):
         block, offset = slots[row] // size, slots[row] % size
         for kv_head in range(kv_heads):
             _turn(heads[row, first_key + kv_head], cosines[row], sines[row], turned)
-            key, value = keys[block, kv_head, offset], values[block, kv_head, offset]
-            new_value = heads[row, first_key + kv_heads + kv_head]
-            for channel in range(head_dim):
+            key = keys[block, kv_head, offset]
+            for channel in range(key_width):
                 key[channel] = narrowed(turned[channel], keys)
-                value[channel] = new_value[channel]
+            if not values_in_keys:
+                value, new_value = values[block, kv_head, offset], heads[row, first_key + kv_heads + kv_head]
+                for channel in range(key_width):
+                    value[channel] = new_value[channel]
 
 
 @njit(inline="always")
@@ -110,37 +117,37 @@ def _turn(head: Any, cosines: Any, sines: Any, turned: Any) -> None:
 
 @njit(inline="always")
 def _attend(
-    heads: Any, seen: Any, keys: Any, values: Any, tables: Any, tiles: Any, first: int, last: int, cosines: Any,
-    sines: Any, window: int, soft_cap: Any, head_dim: int,
+    heads: Any, seen: Any, keys: Any, values: Any, tables: Any, tiles: Any, first: int, last: int, groups: int,
+    cosines: Any, sines: Any, window: int, soft_cap: Any, key_width: int, value_width: int,
 ) -> None:  # fmt: skip
-    """Compute some of the pairs of a tile and a kv head."""
+    """Compute some of the pairs of a tile and a group of query heads."""
     zero, lowest = np.float32(0), np.float32(-np.inf)
-    kv_heads = keys.shape[1]
-    sharing = seen.shape[1] // kv_heads
+    kv_heads, sharing = keys.shape[1], seen.shape[1] // groups
     widest = tiles[:, 3].max() * sharing
-    queries, sums = np.empty((widest, head_dim), np.float32), np.empty((widest, head_dim), np.float32)
+    queries, sums = np.empty((widest, key_width), np.float32), np.empty((widest, value_width), np.float32)
     totals, tops = np.empty(widest, np.float32), np.empty(widest, np.float32)
     scores = np.empty(CHUNK, np.float32)
     for item in range(first, last):
-        kv_head = item % kv_heads
-        request, first_row, first_position, rows = tiles[item // kv_heads]
+        group = item % groups
+        kv_head = group * kv_heads // groups
+        request, first_row, first_position, rows = tiles[item // groups]
         table = tables[request]
         sums[:], totals[:], tops[:] = zero, zero, lowest
         for query in range(rows * sharing):
-            row, head = first_row + query // sharing, kv_head * sharing + query % sharing
+            row, head = first_row + query // sharing, group * sharing + query % sharing
             _turn(heads[row, head], cosines[row], sines[row], queries[query])
         start, stop = max(0, first_position - window + 1) // CHUNK * CHUNK, first_position + rows
         for chunk in range(start, stop, CHUNK):
-            # What comes next: the head's next chunk, or the next head's first one.
+            # What comes next: the group's next chunk, or the next group's first one.
             ahead, ahead_head = chunk + CHUNK, kv_head
             if ahead >= stop:
-                ahead, ahead_head = start, (kv_head + 1) % kv_heads
+                ahead, ahead_head = start, (group + 1) % groups * kv_heads // groups
             for query in range(rows * sharing):
                 position = first_position + query // sharing
                 begin, end = max(chunk, position - window + 1), min(chunk + CHUNK, position + 1)
                 if begin >= end:
                     continue
-                _score(queries[query], keys, values, table, kv_head, begin, end, scores, head_dim)
+                _score(queries[query], keys, values, table, kv_head, begin, end, scores, key_width)
                 top = tops[query]
                 for index in range(end - begin):
                     if soft_cap != zero:
@@ -153,21 +160,27 @@ def _attend(
                     total += scores[index]
                 tops[query], totals[query] = top, total
                 _mix(
-                    sums[query], fade, values, keys, table, kv_head, begin, end, scores, head_dim, ahead, ahead_head,
-                    stop - 1,
+                    sums[query], fade, values, keys, table, kv_head, begin, end, scores, key_width, value_width,
+                    ahead, ahead_head, stop - 1,
                 )  # fmt: skip
         for query in range(rows * sharing):
-            result = seen[first_row + query // sharing, kv_head * sharing + query % sharing]
-            for channel in range(head_dim):
-                result[channel] = narrowed(sums[query, channel] / totals[query], seen)
+            result = seen[first_row + query // sharing, group * sharing + query % sharing]
+            _divide(sums[query], totals[query], result, value_width)
+
+
+@njit(inline="always")
+def _divide(sums: Any, total: Any, result: Any, value_width: int) -> None:
+    """Write a query's mean of the values, as the type of ``result``."""
+    for channel in range(value_width):
+        result[channel] = narrowed(sums[channel] / total, result)
 
 
 @njit(inline="always")
 def _score(
-    query: Any, keys: Any, values: Any, table: Any, kv_head: int, begin: int, end: int, scores: Any, head_dim: int
+    query: Any, keys: Any, values: Any, table: Any, kv_head: int, begin: int, end: int, scores: Any, key_width: int
 ) -> None:  # fmt: skip
     """Fill in the products of a query with the keys from ``begin`` to ``end``, and fetch the values meanwhile."""
-    scale = np.float32(head_dim**-0.5)
+    scale = np.float32(key_width**-0.5)
     size = keys.shape[2]
     key = begin
     while key < end:
@@ -178,7 +191,7 @@ def _score(
         for place in range(count):
             prefetch(ahead[place])
             product = np.float32(0)
-            for channel in range(head_dim):
+            for channel in range(key_width):
                 product += query[channel] * widen(block[place, channel])
             scores[key - begin + place] = product * scale
         key += count
@@ -187,14 +200,14 @@ def _score(
 @njit(inline="always")
 def _mix(
     mixed: Any, fade: Any, values: Any, keys: Any, table: Any, kv_head: int, begin: int, end: int, shares: Any,
-    head_dim: int, ahead: int, ahead_head: int, furthest: int,
+    key_width: int, value_width: int, ahead: int, ahead_head: int, furthest: int,
 ) -> None:  # fmt: skip
     """Fade what was mixed before, and add each value from ``begin`` to ``end`` by its share.
 
     Meanwhile fetch as many keys of a head, from position ``ahead`` on but not past ``furthest``.
     """
-    size = values.shape[2]
-    for channel in range(head_dim):
+    size, before = values.shape[2], key_width - value_width
+    for channel in range(value_width):
         mixed[channel] *= fade
     key = begin
     while key < end:
@@ -205,8 +218,8 @@ def _mix(
         for place in range(count):
             prefetch(following[place])
             share = shares[key - begin + place]
-            for channel in range(head_dim):
-                mixed[channel] += share * widen(block[place, channel])
+            for channel in range(value_width):
+                mixed[channel] += share * widen(block[place, before + channel])
         key += count
 
 

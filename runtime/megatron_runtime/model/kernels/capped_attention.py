@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def capped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, soft_cap: float) -> Tensor:
-    """``softmax(cap * tanh(q k / sqrt(head_dim) / cap) + mask) v``: [batch, heads, rows, head_dim].
+    """``softmax(cap * tanh(q k / sqrt(head_dim) / cap) + mask) v``: [batch, heads, rows, value width].
 
-    ``keys`` and ``values`` are [batch, kv heads, tokens, head_dim], ``mask`` is additive and broadcasts to
+    ``keys`` and ``values`` are [batch, kv heads, tokens, width], ``mask`` is additive and broadcasts to
     [batch, kv heads, rows, tokens]. Query heads that share a key head are neighbours.
     """
     batch, heads, rows, head_dim = queries.shape
@@ -19,4 +19,4 @@ def capped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     scores = grouped @ keys.transpose(-1, -2)[:, :, None] / math.sqrt(head_dim)
     scores = torch.tanh(scores / soft_cap) * soft_cap + mask[..., None, :, :]
     shares = torch.softmax(scores.float(), dim=-1).to(values.dtype)
-    return (shares @ values[:, :, None]).view(batch, heads, rows, head_dim)
+    return (shares @ values[:, :, None]).view(batch, heads, rows, -1)

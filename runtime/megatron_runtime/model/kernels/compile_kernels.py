@@ -25,13 +25,14 @@ def main() -> None:
     # Not above: numba reads the variable when it is imported.
     import torch
 
+    from megatron_runtime.model.cache_layout import CacheLayout
     from megatron_runtime.model.kernels import cpu_attention, row_kernels
 
     for name in chosen.dtype:
         dtype = getattr(torch, name)
         row_kernels.prepare(dtype)
         for head_dim in chosen.head_dim:
-            cpu_attention.prepare(head_dim, dtype)
+            cpu_attention.prepare(CacheLayout(1, 1, head_dim, head_dim), dtype)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kernels.attention_kernels import attention_kernel
 from megatron_runtime.model.kernels.compiled import KINDS, as_array, even_shares
@@ -17,6 +18,8 @@ from megatron_runtime.model.rotary import Rotation
 TILE = 16
 """Queries that meet a chunk of keys while it is near to the processor."""
 
+HEADS_TOGETHER = 16
+"""Most query heads of a key head that one thread takes together; more are divided into groups."""
 UNLIMITED = 1 << 40
 
 
@@ -44,26 +47,29 @@ class CpuAttention:
         cache: LayerCache,
         window: int | None,
         soft_cap: float | None = None,
+        value_width: int | None = None,
     ) -> Tensor:
         """As in AttentionPlan."""
-        keys, values = (as_array(stored) for stored in cache)
-        kv_heads, head_dim = keys.shape[1], keys.shape[3]
-        seen = heads.new_empty(len(heads), heads.shape[1] - 2 * kv_heads, head_dim)
+        keys, values = as_array(cache[0]), as_array(cache[-1])
+        kv_heads, key_width = keys.shape[1], keys.shape[3]
+        query_heads = heads.shape[1] - len(cache) * kv_heads
+        groups = kv_heads * _parts(query_heads // kv_heads)
+        seen = heads.new_empty(len(heads), query_heads, value_width or key_width)
         cosines, sines = rotation or (heads.new_empty(len(heads), 0),) * 2
         arrays = (as_array(heads), as_array(seen), keys, values, self._slots, self._tables, self._tiles, self._rows)
         turns = as_array(cosines.flatten(1)), as_array(sines.flatten(1))
         reach = UNLIMITED if window is None else window
-        attend = attention_kernel(head_dim, heads.dtype is torch.bfloat16)
-        attend(*arrays, self._pairs_of(window, kv_heads), *turns, reach, soft_cap or 0.0)
+        attend = attention_kernel(key_width, seen.shape[2], len(cache) == 1, heads.dtype is torch.bfloat16)
+        attend(*arrays, self._pairs_of(window, groups), groups, *turns, reach, soft_cap or 0.0)
         return seen
 
-    def _pairs_of(self, window: int | None, kv_heads: int) -> NDArray[np.int64]:
-        """Where the threads' shares of the pairs of a tile and a kv head begin and end, by what they look at."""
+    def _pairs_of(self, window: int | None, groups: int) -> NDArray[np.int64]:
+        """Where the threads' shares of the pairs of a tile and a group of heads begin and end, by what they look at."""
         known = self._pairs.get(window)
         if known is None:
             ends = self._tiles[:, 2] + self._tiles[:, 3]
             reach = ends if window is None else np.minimum(ends, window + TILE)
-            done = np.repeat(self._tiles[:, 3] * reach.astype(np.int64), kv_heads).cumsum()
+            done = np.repeat(self._tiles[:, 3] * reach.astype(np.int64), groups).cumsum()
             threads = kernel_threads()
             known = np.searchsorted(done, np.arange(threads + 1) * done[-1] // threads)
             known[-1] = len(done)
@@ -71,7 +77,12 @@ class CpuAttention:
         return known
 
 
-def prepare(head_dim: int, dtype: torch.dtype) -> None:
+def prepare(layout: CacheLayout, dtype: torch.dtype) -> None:
     """Compile the kernel for a model now, lest its first request waits for it."""
     if dtype in KINDS:
-        attention_kernel(head_dim, dtype is torch.bfloat16)
+        attention_kernel(layout.key_width, layout.value_width, layout.values_in_keys, dtype is torch.bfloat16)
+
+
+def _parts(heads: int) -> int:
+    """The smallest number of equal parts of ``heads`` that have at most HEADS_TOGETHER each."""
+    return next(parts for parts in range(-(-heads // HEADS_TOGETHER), heads + 1) if heads % parts == 0)

@@ -41,19 +41,24 @@ class TorchAttention:
         cache: LayerCache,
         window: int | None,
         soft_cap: float | None = None,
+        value_width: int | None = None,
     ) -> Tensor:
         """As in AttentionPlan."""
-        kv_heads = cache[0].shape[1]
-        queries, keys, values = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        kv_heads, key_width = cache[0].shape[1], cache[0].shape[3]
+        query_heads = heads.shape[1] - len(cache) * kv_heads
+        queries, keys, *others = torch.split(heads, [query_heads, *[kv_heads] * len(cache)], dim=1)
         if rotation is not None:
             queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
-        for stored, new in zip(cache, (keys, values), strict=True):
+        for stored, new in zip(cache, (keys, *others), strict=True):
             stored[self._blocks, :, self._offsets] = new
-        seen = torch.empty_like(queries)
+        # With one array the values are the ends of the keys; with two this takes all of the other one.
+        width = value_width or key_width
+        values, pools = (keys, *others)[-1][..., -width:], (cache[0], cache[-1][..., -width:])
+        seen = queries.new_empty(len(queries), query_heads, width)
         for prefill in self._prefills:
-            seen[prefill.rows] = prefill.attend(queries, keys, values, cache, window, soft_cap)
+            seen[prefill.rows] = prefill.attend(queries, keys, values, pools, window, soft_cap)
         for group in self._groups:
-            seen[group.rows] = group.attend(queries, cache, window, soft_cap)
+            seen[group.rows] = group.attend(queries, pools, window, soft_cap)
         return seen
 
 
@@ -69,16 +74,18 @@ class DecodeGroup:
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, queries: Tensor, cache: LayerCache, window: int | None, soft_cap: float | None) -> Tensor:
-        """What this group's rows of ``queries`` see: [group, heads, head_dim]."""
+        """What this group's rows of ``queries`` see: [group, heads, value width]; ``cache`` is keys and values."""
         mine = queries[self.rows]
         keys, values = (_gather(stored, self._blocks, len(mine)) for stored in cache)
         # The query heads that share a key head take the place of its query rows, so that no key is repeated.
-        grouped = mine.view(len(mine), keys.shape[1], -1, mine.shape[-1])
+        grouped = mine.reshape(len(mine), keys.shape[1], -1, mine.shape[-1])
         if window not in self._masks:
             self._masks[window] = self._mask(keys.shape[2], window, queries.dtype)
         if soft_cap is not None:
-            return capped_attention(grouped, keys, values, self._masks[window], soft_cap).reshape(mine.shape)
-        return scaled_dot_product_attention(grouped, keys, values, attn_mask=self._masks[window]).view(mine.shape)
+            seen = capped_attention(grouped, keys, values, self._masks[window], soft_cap)
+        else:
+            seen = scaled_dot_product_attention(grouped, keys, values, attn_mask=self._masks[window])
+        return seen.reshape(*mine.shape[:2], -1)
 
     def _mask(self, padded_length: int, window: int | None, dtype: torch.dtype) -> Tensor:
         key_positions = torch.arange(padded_length, device=self._lengths.device)
@@ -107,7 +114,7 @@ class PrefillRequest:
         window: int | None,
         soft_cap: float | None,
     ) -> Tensor:
-        """What this request's rows of ``queries`` see: [rows, heads, head_dim]."""
+        """What this request's rows of ``queries`` see: [rows, heads, value width]; ``cache`` is keys and values."""
         mine = queries[self.rows].transpose(0, 1)[None]
         num_queries, length = mine.shape[2], self._context_length
         whole = num_queries == length and (window is None or length <= window) and soft_cap is None

@@ -1,0 +1,66 @@
+"""The module of grouped-query attention."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron_runtime.model.attention import AttentionPlan
+from megatron_runtime.model.kv_cache import LayerCache
+from megatron_runtime.model.layers import Linear
+from megatron_runtime.model.norms import Norm, make_norm
+from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.shard import Shard
+from megatron_runtime.parallel.ranks import Ranks
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; the projections of queries, keys and values are one matrix.
+
+    Has the heads of ``shard``; the other tensor-parallel ranks have the other heads. Weights are uninitialized.
+    """
+
+    def __init__(self, shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> None:
+        super().__init__()
+        config = shard.local
+        self.head_dim = config.head_dim
+        self.heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
+        self.window = config.window(layer)
+        self.soft_cap = config.attention_soft_cap
+        self.clip = config.query_key_value_clip
+        # The kernels divide by the square root of the head dimension; what a model wants instead goes into the queries.
+        scale = config.attention_scale
+        self.query_multiplier = None if scale is None else scale * math.sqrt(config.head_dim)
+        attention_size = config.num_attention_heads * config.head_dim
+        self.qkv = Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias, dtype=dtype)
+        self.output = Linear(attention_size, config.hidden_size, bias=config.attention_output_bias, dtype=dtype)
+        self.norms_whole_projection = config.query_key_norm == "projection"
+        self.query_norm: Norm | None = None
+        self.key_norm: Norm | None = None
+        if config.query_key_norm != "none":
+            query_heads, key_heads = self.heads[:2] if self.norms_whole_projection else (1, 1)
+            among = ranks if self.norms_whole_projection else None
+            self.query_norm = make_norm(config, query_heads * config.head_dim, dtype, among)
+            self.key_norm = make_norm(config, key_heads * config.head_dim, dtype, among)
+
+    def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys aren't turned."""
+        heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, keys, values = heads.split(self.heads, dim=1)
+            heads = torch.cat(
+                (self._normalize(self.query_norm, queries), self._normalize(self.key_norm, keys), values), 1
+            )
+        if self.clip is not None:
+            heads = heads.clamp(-self.clip, self.clip)
+        if self.query_multiplier is not None:
+            heads[:, : self.heads[0]] *= self.query_multiplier
+        seen = plan.attend(heads, rotary, cache, self.window, self.soft_cap)
+        projected: Tensor = self.output(seen.flatten(1))
+        return projected
+
+    def _normalize(self, norm: Norm, heads: Tensor) -> Tensor:
+        normalized: Tensor = norm(heads.flatten(1) if self.norms_whole_projection else heads)
+        return normalized.view(heads.shape)
