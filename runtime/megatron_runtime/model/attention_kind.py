@@ -56,6 +56,40 @@ class GroupedQueryAttention(AttentionKind):
         return CacheLayout(config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
 
 
+class MultiHeadLatentAttention(AttentionKind):
+    """The keys and values of all heads come from one latent per token (DeepSeek-AI, DeepSeek-V2).
+
+    The cache holds the latent beside the rotated part of the key, which all heads have in common. Ranks divide the
+    heads; as every head needs the whole latent, each rank caches all of it.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        assert config.latent_attention is not None
+        self.latent = config.latent_attention
+
+    def kv_heads(self, ranks: int, rank: int) -> range:
+        """Each query head has a key and a value of its own, projected from the latent."""
+        heads = self.config.num_attention_heads // ranks
+        return range(rank * heads, (rank + 1) * heads)
+
+    def can_divide(self, ranks: int) -> bool:
+        """Whether the heads divide evenly."""
+        return self.config.num_attention_heads % ranks == 0
+
+    @property
+    def cache_layout(self) -> CacheLayout:
+        """One key for all heads: the rotated channels, then the latent, which is also the value."""
+        rank = self.latent.kv_lora_rank
+        return CacheLayout(
+            self.config.num_layers,
+            heads=1,
+            key_width=self.latent.qk_rope_head_dim + rank,
+            value_width=rank,
+            values_in_keys=True,
+        )
+
+
 def attention_kind(config: ModelConfig) -> AttentionKind:
     """The kind of attention that ``config`` describes."""
-    return GroupedQueryAttention(config)
+    return GroupedQueryAttention(config) if config.latent_attention is None else MultiHeadLatentAttention(config)

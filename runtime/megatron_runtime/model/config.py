@@ -109,6 +109,39 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (DeepSeek-AI, DeepSeek-V2): the keys and values of all heads come from one latent.
+
+    The first ``qk_nope_head_dim`` channels of a query or key are not rotated; the other ``qk_rope_head_dim`` are, and
+    those of the key are the same for all heads. ``ModelConfig.head_dim`` is the sum of both.
+    """
+
+    kv_lora_rank: int
+    """Channels of the latent that each token's keys and values are projected from."""
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    """Channels of a value."""
+    q_lora_rank: int | None = None
+    """Channels of the latent that queries are projected from; None: they are projected from the hidden state."""
+    rope_interleave: bool = True
+    """Whether neighbouring channels are rotated together, instead of channels of the first and the second half."""
+    norm_eps: float = 1e-6
+    """Of the norms of the latents."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those that have to be positive, by the names of the fields."""
+        named = {
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_nope_head_dim": self.qk_nope_head_dim,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "v_head_dim": self.v_head_dim,
+        }
+        return named if self.q_lora_rank is None else named | {"q_lora_rank": self.q_lora_rank}
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder. Sizes count elements, lengths count tokens; what is left out is as in Llama."""
 
@@ -137,6 +170,8 @@ class ModelConfig:
     activation: Activation = "silu"
     gated_feed_forward: bool = True
     experts: ExpertsConfig | None = None
+    latent_attention: LatentAttentionConfig | None = None
+    """None: grouped-query attention."""
     rotary_dim: int | None = None
     """How many leading channels of each head are rotated; None means all."""
     local_rope_theta: float | None = None
@@ -190,6 +225,8 @@ class ModelConfig:
             sizes["intermediate size of an expert"] = self.experts.intermediate_size
             if self.experts.shared_intermediate_size:
                 sizes["intermediate size of the shared expert"] = self.experts.shared_intermediate_size
+        if self.latent_attention is not None:
+            sizes |= self.latent_attention.sizes
         for name, value in sizes.items():
             if not 1 <= value <= _LARGEST_SIZE:
                 raise CheckpointError(f"{source}: {name} is {value:,}, expected 1 to {_LARGEST_SIZE:,}")

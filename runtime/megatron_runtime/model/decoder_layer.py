@@ -6,8 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_runtime.model.attention import AttentionPlan
+from megatron_runtime.model.attention_kind import MultiHeadLatentAttention
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.kv_cache import LayerCache
+from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation
@@ -32,7 +34,7 @@ class DecoderLayer(nn.Module):
 
         self.residual_multiplier = config.residual_multiplier
         self.attention_norm = norm("before", "around")
-        self.attention = SelfAttention(shard, layer, dtype, ranks)
+        self.attention = make_attention(shard, layer, dtype, ranks)
         self.attention_output_norm = norm("after", "around")
         self.feed_forward_norm = norm("before", "around")
         experts = config.experts_of(layer)
@@ -51,3 +53,10 @@ class DecoderLayer(nn.Module):
         hidden = hidden.add(self.attention_output_norm(attended), alpha=self.residual_multiplier)
         fed = self.sum_feed_forward(self.feed_forward(self.feed_forward_norm(hidden)))
         return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)
+
+
+def make_attention(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> SelfAttention | MLASelfAttention:
+    """The attention of a layer, of the kind that the model has; its weights are uninitialized."""
+    if isinstance(shard.attention, MultiHeadLatentAttention):
+        return MLASelfAttention(shard, layer, dtype)
+    return SelfAttention(shard, layer, dtype, ranks)

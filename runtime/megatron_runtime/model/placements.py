@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron_runtime.model.decoder_layer import DecoderLayer
 from megatron_runtime.model.experts import Experts
 from megatron_runtime.model.formats.tensor_names import TensorNames
+from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward, Linear
 from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
@@ -54,7 +55,10 @@ def layer_placements(layer: DecoderLayer, names: TensorNames, shard: Shard) -> P
     ]
     for name, norm in norms:
         yield from norm_placements(norm, name).items()
-    yield from _attention(layer.attention, names, shard)
+    if isinstance(layer.attention, MLASelfAttention):
+        yield from _latent_attention(layer.attention, names, shard)
+    else:
+        yield from _grouped_query_attention(layer.attention, names, shard)
     if isinstance(layer.feed_forward, Experts):
         yield from _experts(layer.feed_forward, names, shard)
     else:
@@ -81,7 +85,7 @@ class _Part:
         return range(self.chunk.start + by, self.chunk.stop + by)
 
 
-def _attention(attention: SelfAttention, names: TensorNames, shard: Shard) -> Placements:
+def _grouped_query_attention(attention: SelfAttention, names: TensorNames, shard: Shard) -> Placements:
     size, config = attention.head_dim, shard.config
     queries = _heads(shard.query_heads, config.num_attention_heads, size)
     keys = _heads(shard.kv_heads, config.num_kv_heads, size)
@@ -91,6 +95,27 @@ def _attention(attention: SelfAttention, names: TensorNames, shard: Shard) -> Pl
         yield from norm_placements(attention.key_norm, names.key_norm, keys.chunk if together else None).items()
     yield from _rows(attention.qkv, names.qkv, [queries, keys, keys], names)
     yield from _columns(attention.output, names.attention_output, queries, names)
+
+
+def _latent_attention(attention: MLASelfAttention, names: TensorNames, shard: Shard) -> Placements:
+    latent, heads, total = attention.latent, shard.query_heads, shard.config.num_attention_heads
+    queries = names.qkv[0]
+    if latent.q_lora_rank is not None:
+        assert attention.query_down is not None
+        assert attention.query_down_norm is not None
+        yield from _rows(attention.query_down, [names.query_down], [_all(latent.q_lora_rank)], names)
+        yield from norm_placements(attention.query_down_norm, names.query_down_norm).items()
+        queries = names.query_up
+    yield from _rows(attention.query_up, [queries], [_heads(heads, total, attention.head_dim)], names)
+    yield from _rows(attention.kv_down, [names.kv_down], [_all(latent.kv_lora_rank + latent.qk_rope_head_dim)], names)
+    yield from norm_placements(attention.kv_down_norm, names.kv_down_norm).items()
+    rows = _heads(heads, total, latent.qk_nope_head_dim + latent.v_head_dim)
+    yield f"{names.kv_up}.weight", _matrix(attention.kv_up, (rows.chunk,), 0, names)
+    yield from _columns(attention.output, names.attention_output, _heads(heads, total, latent.v_head_dim), names)
+
+
+def _all(total: int) -> _Part:
+    return _Part(range(total), total)
 
 
 def _heads(heads: range, total: int, size: int) -> _Part:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from megatron_runtime.model.config import ExpertsConfig, ModelConfig
+from megatron_runtime.model.config import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from megatron_runtime.model.formats.tensor_names import TensorNames, tensor_names
 
 Shape = tuple[int, ...]
@@ -73,6 +73,13 @@ def _expert_networks(config: ModelConfig, experts: ExpertsConfig, names: TensorN
 
 
 def _attention(config: ModelConfig, names: TensorNames) -> Shapes:
+    if config.latent_attention is None:
+        yield from _grouped_query_attention(config, names)
+    else:
+        yield from _latent_attention(config, config.latent_attention, names)
+
+
+def _grouped_query_attention(config: ModelConfig, names: TensorNames) -> Shapes:
     heads = (config.num_attention_heads, config.num_kv_heads, config.num_kv_heads)
     queries, keys, values = (count * config.head_dim for count in heads)
     if config.query_key_norm != "none":
@@ -82,6 +89,21 @@ def _attention(config: ModelConfig, names: TensorNames) -> Shapes:
     yield from _fused(names, names.qkv, (queries, keys, values), config.hidden_size, bias=config.qkv_bias)
     bias = config.attention_output_bias
     yield from _matrix(names, names.attention_output, config.hidden_size, queries, bias=bias)
+
+
+def _latent_attention(config: ModelConfig, latent: LatentAttentionConfig, names: TensorNames) -> Shapes:
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, latent.kv_lora_rank
+    queries, columns = names.qkv[0], hidden
+    if latent.q_lora_rank is not None:
+        yield from _matrix(names, names.query_down, latent.q_lora_rank, hidden, bias=config.qkv_bias)
+        yield f"{names.query_down_norm}.weight", (latent.q_lora_rank,)
+        queries, columns = names.query_up, latent.q_lora_rank
+    yield from _matrix(names, queries, heads * config.head_dim, columns, bias=False)
+    yield from _matrix(names, names.kv_down, rank + latent.qk_rope_head_dim, hidden, bias=config.qkv_bias)
+    yield f"{names.kv_down_norm}.weight", (rank,)
+    yield from _matrix(names, names.kv_up, heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank, bias=False)
+    bias = config.attention_output_bias
+    yield from _matrix(names, names.attention_output, hidden, heads * latent.v_head_dim, bias=bias)
 
 
 def _feed_forward(

@@ -24,6 +24,12 @@ class TensorNames:
     """Three matrices, or one that holds all three."""
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
+    query_down: str = "self_attn.q_a_proj"
+    query_down_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    kv_down: str = "self_attn.kv_a_proj_with_mqa"
+    kv_down_norm: str = "self_attn.kv_a_layernorm"
+    kv_up: str = "self_attn.kv_b_proj"
     attention_output: str = "self_attn.o_proj"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two matrices, or one that holds both."""

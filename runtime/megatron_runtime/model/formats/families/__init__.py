@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.formats.config_fields import ConfigFields
-from megatron_runtime.model.formats.families import gemma, glm, gpt2, llama, mixture, olmo
+from megatron_runtime.model.formats.families import deepseek, gemma, glm, gpt2, llama, mixture, olmo
 
 FAMILIES: Mapping[str, Callable[[ConfigFields], ModelConfig]] = {
     "llama": llama.llama,
@@ -26,6 +26,9 @@ FAMILIES: Mapping[str, Callable[[ConfigFields], ModelConfig]] = {
     "qwen3_moe": mixture.qwen3_moe,
     "olmoe": mixture.olmoe,
     "glm4_moe": glm.glm4_moe,
+    "deepseek_v2": deepseek.deepseek_v2,
+    "deepseek_v3": deepseek.deepseek_v3,
+    "kimi_k2": deepseek.deepseek_v3,
     "gpt2": gpt2.gpt2,
 }
 """By ``model_type``."""

@@ -1,0 +1,117 @@
+"""Products of each head's rows with the head's own matrix, as multi-head latent attention needs them.
+
+On a CPU they are compiled kernels, in which the order of a row's sums does not depend on the other rows: a batched
+product of the library would add differently for other numbers of rows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import int64, njit, prange, void
+from torch import Tensor
+
+from megatron_runtime.model.kernels.compiled import KINDS, Kernel, as_array, compile_kernel, narrowed, scalar, widen
+from megatron_runtime.model.kernels.row_kernels import has_row_kernels
+from megatron_runtime.model.kernels.threads import kernel_threads
+
+TILE = 8
+"""Rows that meet a row of the matrix while it is near to the processor."""
+
+
+def absorb(queries: Tensor, up: Tensor, latents: Tensor) -> None:
+    """Multiply each head's queries by the matrix that makes its keys from latents.
+
+    A product with a latent is then what the product with its key would have been.
+
+    Args:
+        queries: [T, heads, at least N], contiguous; the first N channels count.
+        up: [heads, N + V, rank]: of each head the rows that make the keys, then those that make the values.
+        latents: [T, at least heads, at least rank], contiguous, of which the last ``rank`` channels of the first
+            ``heads`` rows of each token are written. N is the width of ``queries`` less the other channels of it.
+    """
+    heads, rank = up.shape[0], up.shape[2]
+    rotated = latents.shape[2] - rank
+    width = queries.shape[2] - rotated
+    if has_row_kernels(queries):
+        kernel = _absorb_kernel(queries.dtype is torch.bfloat16)
+        kernel(as_array(queries), as_array(up), as_array(latents), width, _shares(len(queries), heads))
+        return
+    latents[:, :heads, rotated:] = torch.einsum("thn,hnr->thr", queries[..., :width], up[:, :width])
+
+
+def expand(seen: Tensor, up: Tensor, width: int) -> Tensor:
+    """The values, [T, heads, width], of latents [T, heads, rank] by the last ``width`` rows of ``up``, as in absorb."""
+    if not has_row_kernels(seen):
+        return torch.einsum("thr,hvr->thv", seen, up[:, -width:])
+    values = seen.new_empty(len(seen), up.shape[0], width)
+    kernel = _expand_kernel(seen.dtype is torch.bfloat16)
+    kernel(as_array(seen), as_array(up), as_array(values), _shares(len(seen), len(up)))
+    return values
+
+
+def prepare(dtype: torch.dtype) -> None:
+    """Compile the kernels for a type now, lest the first request waits for it."""
+    if dtype in KINDS:
+        _absorb_kernel(dtype is torch.bfloat16)
+        _expand_kernel(dtype is torch.bfloat16)
+
+
+def _shares(rows: int, heads: int) -> Any:
+    """Where the threads' shares of the pairs of a head and a tile of rows begin, and the end: int64 [threads + 1]."""
+    threads = kernel_threads()
+    return np.arange(threads + 1) * (-(-rows // TILE) * heads) // threads
+
+
+@cache
+def _absorb_kernel(narrow: bool) -> Kernel:
+    def run(queries: Any, up: Any, latents: Any, width: int, shares: Any) -> None:
+        tiles = -(-queries.shape[0] // TILE)
+        for share in prange(len(shares) - 1):
+            for item in range(shares[share], shares[share + 1]):
+                _absorb_tile(queries, up, latents, width, item // tiles, item % tiles * TILE)
+
+    rows = scalar(narrow)[:, :, ::1]
+    return compile_kernel(run, void(rows, rows, rows, int64, int64[::1]))
+
+
+@njit(inline="always")
+def _absorb_tile(queries: Any, up: Any, latents: Any, width: int, head: int, first: int) -> None:
+    count, rank = min(TILE, queries.shape[0] - first), up.shape[2]
+    before = latents.shape[2] - rank
+    sums = np.zeros((count, rank), np.float32)
+    for channel in range(width):
+        for row in range(count):
+            factor = widen(queries[first + row, head, channel])
+            for place in range(rank):
+                sums[row, place] += factor * widen(up[head, channel, place])
+    for row in range(count):
+        for place in range(rank):
+            latents[first + row, head, before + place] = narrowed(sums[row, place], latents)
+
+
+@cache
+def _expand_kernel(narrow: bool) -> Kernel:
+    def run(seen: Any, up: Any, values: Any, shares: Any) -> None:
+        tiles = -(-seen.shape[0] // TILE)
+        for share in prange(len(shares) - 1):
+            for item in range(shares[share], shares[share + 1]):
+                _expand_tile(seen, up, values, item // tiles, item % tiles * TILE)
+
+    rows = scalar(narrow)[:, :, ::1]
+    return compile_kernel(run, void(rows, rows, rows, int64[::1]))
+
+
+@njit(inline="always")
+def _expand_tile(seen: Any, up: Any, values: Any, head: int, first: int) -> None:
+    count, width = min(TILE, seen.shape[0] - first), values.shape[2]
+    before = up.shape[1] - width
+    for channel in range(width):
+        for row in range(count):
+            total = np.float32(0)
+            for place in range(up.shape[2]):
+                total += widen(seen[first + row, head, place]) * widen(up[head, before + channel, place])
+            values[first + row, head, channel] = narrowed(total, values)

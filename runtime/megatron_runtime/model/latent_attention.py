@@ -1,0 +1,84 @@
+"""The module of multi-head latent attention (DeepSeek-AI, DeepSeek-V2)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from megatron_runtime.model.attention import AttentionPlan
+from megatron_runtime.model.host_memory import empty_matrix
+from megatron_runtime.model.kernels.latent_products import absorb, expand
+from megatron_runtime.model.kv_cache import LayerCache
+from megatron_runtime.model.layers import Linear
+from megatron_runtime.model.norms import RMSNorm
+from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.shard import Shard
+
+
+class MLASelfAttention(nn.Module):
+    """Queries meet the latents themselves: the matrices that make keys and values from them are absorbed.
+
+    ``q . (U k) = (U^T q) . k``, so each query is multiplied by its head's key matrix, and what it sees, a mean of
+    latents, by the head's value matrix. One order of computation serves prefill and decode, so that the result for a
+    token does not depend on the pass that computes it.
+
+    Has the heads of ``shard``; the projections to the latents are on all tensor-parallel ranks. Weights are
+    uninitialized.
+    """
+
+    def __init__(self, shard: Shard, layer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        config, latent = shard.local, shard.local.latent_attention
+        assert latent is not None
+        self.latent = latent
+        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
+        self.window = config.window(layer)
+        self.soft_cap = config.attention_soft_cap
+        hidden, rank, rotated = config.hidden_size, latent.kv_lora_rank, latent.qk_rope_head_dim
+        # The kernels divide by the square root of the width of a key, which is not that of the model's own heads.
+        scale = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.query_multiplier = scale * math.sqrt(rotated + rank)
+        self.query_down: Linear | None = None
+        self.query_down_norm: RMSNorm | None = None
+        columns = hidden
+        if latent.q_lora_rank is not None:
+            columns = latent.q_lora_rank
+            self.query_down = Linear(hidden, columns, bias=config.qkv_bias, dtype=dtype)
+            self.query_down_norm = RMSNorm(columns, latent.norm_eps, dtype)
+        self.query_up = Linear(columns, self.heads * self.head_dim, bias=False, dtype=dtype)
+        self.kv_down = Linear(hidden, rank + rotated, bias=config.qkv_bias, dtype=dtype)
+        self.kv_down_norm = RMSNorm(rank, latent.norm_eps, dtype)
+        self.kv_up = empty_matrix(self.heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank, dtype)
+        """Of each head, the rows that make its key from a latent, then those that make its value."""
+        self.output = Linear(self.heads * latent.v_head_dim, hidden, bias=config.attention_output_bias, dtype=dtype)
+
+    def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys aren't rotated."""
+        queries, rotated = self._project_queries(hidden), self.latent.qk_rope_head_dim
+        latents, rotated_keys = self.kv_down(hidden).split([self.latent.kv_lora_rank, rotated], dim=-1)
+        up = self.kv_up.view(self.heads, -1, self.latent.kv_lora_rank)
+        # The queries of all heads, then the key that they share; of each, the channels to rotate come first.
+        rows = hidden.new_empty(len(hidden), self.heads + 1, rotated + self.latent.kv_lora_rank)
+        absorb(queries, up, rows)
+        rows[:, :-1, :rotated] = self._halves(queries[..., -rotated:])
+        rows[:, :-1] *= self.query_multiplier
+        rows[:, -1, :rotated] = self._halves(rotated_keys)
+        rows[:, -1, rotated:] = self.kv_down_norm(latents)
+        seen = plan.attend(rows, rotary, cache, self.window, self.soft_cap, value_width=self.latent.kv_lora_rank)
+        projected: Tensor = self.output(expand(seen, up, self.latent.v_head_dim).flatten(1))
+        return projected
+
+    def _project_queries(self, hidden: Tensor) -> Tensor:
+        """[T, heads, head_dim]."""
+        if self.query_down is not None and self.query_down_norm is not None:
+            hidden = self.query_down_norm(self.query_down(hidden))
+        queries: Tensor = self.query_up(hidden)
+        return queries.view(len(hidden), self.heads, self.head_dim)
+
+    def _halves(self, channels: Tensor) -> Tensor:
+        """The channels to rotate in the order of `rotate`, which pairs the first half with the second."""
+        if not self.latent.rope_interleave:
+            return channels
+        return channels.reshape(*channels.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
