@@ -51,6 +51,22 @@ GLM_4_5 = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.5,
 }
+DEEPSEEK_V2 = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 6,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK_V3 = DEEPSEEK_V2 | {"n_group": 3, "topk_group": 2}
+DENSE = {"first_k_dense_replace": 3}
+DEEPSEEK_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 1.4}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with a tied head": ("Llama", {"tie_word_embeddings": True}),
@@ -136,6 +152,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm 4.5 with groups of experts": (
         "Glm4Moe",
         GLM_4_5 | {"n_group": 3, "topk_group": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
+    "deepseek v2": ("DeepseekV2", DEEPSEEK_V2),
+    "deepseek v2 with groups of experts": (
+        "DeepseekV2",
+        DEEPSEEK_V2 | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+    ),
+    "deepseek v2 without a latent of the queries": ("DeepseekV2", DEEPSEEK_V2 | {"q_lora_rank": None}),
+    "deepseek v2 without experts and with yarn": (
+        "DeepseekV2",
+        DEEPSEEK_V2 | DENSE | {"rope_parameters": DEEPSEEK_YARN},
+    ),
+    "deepseek v3": ("DeepseekV3", DEEPSEEK_V3),
+    "deepseek v3 without a latent of the queries": ("DeepseekV3", DEEPSEEK_V3 | {"q_lora_rank": None}),
+    "deepseek v3 without experts and with biases": ("DeepseekV3", DEEPSEEK_V3 | DENSE | {"attention_bias": True}),
+    "deepseek v3 with yarn": ("DeepseekV3", DEEPSEEK_V3 | {"rope_parameters": DEEPSEEK_YARN}),
+    "deepseek v3 that rotates the halves of a head": ("DeepseekV3", DEEPSEEK_V3 | DENSE | {"rope_interleave": False}),
+    "deepseek v3 of many heads and a tied head": (
+        "DeepseekV3",
+        DEEPSEEK_V3 | {"num_attention_heads": 24, "num_key_value_heads": 24, "tie_word_embeddings": True},
     ),
     "gpt2": ("GPT2", {}),
     "gpt2 with a head of its own and another width": ("GPT2", {"tie_word_embeddings": False, "n_inner": 56}),
@@ -244,8 +279,11 @@ def test_rows_that_are_not_asked_for_cost_no_logits(tmp_path: Path, paged_reques
     torch.testing.assert_close(last, every[2:], **CLOSE)
 
 
-def test_the_cache_keeps_its_contents_when_it_is_offloaded_and_restored(tmp_path: Path, paged_requests: Any) -> None:
-    model = write_checkpoint(tmp_path, "Llama", {})
+@pytest.mark.parametrize("name", ["llama", "deepseek v3"])
+def test_the_cache_keeps_its_contents_when_it_is_offloaded_and_restored(
+    name: str, tmp_path: Path, paged_requests: Any
+) -> None:
+    model = write_checkpoint(tmp_path, *FAMILIES[name])
     requests = paged_requests(load_model(tmp_path, dtype="float32"))
     requests.forward({"it": [5, 6, 7]})
     requests.cache.offload(range(requests.cache.num_blocks))
