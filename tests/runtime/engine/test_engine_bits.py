@@ -8,8 +8,10 @@ import pytest
 import torch
 from engine_support.random_llama import random_llama
 
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.inference_request import DynamicInferenceRequestRecord
+from megatron_runtime.model.config import LatentAttentionConfig
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.tokenizer import Tokenizer
@@ -19,10 +21,18 @@ NEW, PROMPTS = 40, [[(31 * row + 7 * column) % 256 for column in range(1 + 9 * r
 SHARED = [[*range(70), row, row + 1] for row in range(4)]
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+LATENT = LatentAttentionConfig(kv_lora_rank=96, q_lora_rank=80, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(torch.float32, None), (torch.bfloat16, None), (torch.float32, LATENT), (torch.bfloat16, LATENT)],
+    ids=["torch.float32", "torch.bfloat16", "latents-torch.float32", "latents-torch.bfloat16"],
+)
 def model(request: pytest.FixtureRequest) -> Decoder:
     """Wide enough for the matrix kernels' own ways with few and with many rows."""
-    model = random_llama(hidden=128, intermediate=2048, std=0.1, dtype=request.param)
+    dtype, latent = request.param
+    model = random_llama(hidden=128, intermediate=2048, std=0.1, dtype=dtype, latent_attention=latent)
     model.prepare()
     return model
 
@@ -30,39 +40,41 @@ def model(request: pytest.FixtureRequest) -> Decoder:
 Numbers = list[tuple[list[int], list[float]]]
 
 
-def serve(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    prompts: list[list[int]],
-    *,
-    together: bool = True,
-    blocks: int = 400,
-    **settings: Any,
-) -> tuple[Numbers, DynamicInferenceEngine]:
-    """Tokens and log probabilities of each prompt's answer, sampled; the engine that made them, or the last of them."""
+def make_engine(model: Decoder, tokenizer: Tokenizer, *, blocks: int = 400, **settings: Any) -> DynamicInferenceEngine:
+    """An engine of small blocks, without a prefix cache unless ``settings`` have one."""
     config = InferenceConfig(
         block_size_tokens=8,
         kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.config, 8, model.dtype),
         **{"enable_prefix_caching": False, **settings},
     )
-    engine = DynamicInferenceEngine.build(model, tokenizer, config)
+    return DynamicInferenceEngine.build(model, tokenizer, config)
+
+
+def params_of(prompt: list[int]) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.9,
+        seed=sum(prompt),
+        num_tokens_to_generate=NEW,
+        ignore_eos=True,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+    )
+
+
+def numbers_of(record: DynamicInferenceRequestRecord) -> tuple[list[int], list[float]]:
+    request = record.merge()
+    assert request.generated_log_probs is not None
+    return list(request.generated_tokens), list(request.generated_log_probs)
+
+
+def serve(
+    model: Decoder, tokenizer: Tokenizer, prompts: list[list[int]], *, together: bool = True, **settings: Any
+) -> tuple[Numbers, DynamicInferenceEngine]:
+    """Tokens and log probabilities of each prompt's answer, sampled; and the engine that made them."""
+    engine = make_engine(model, tokenizer, **settings)
     numbers: Numbers = []
     for group in [prompts] if together else [[prompt] for prompt in prompts]:
-        params = [
-            SamplingParams(
-                temperature=0.9,
-                seed=sum(prompt),
-                num_tokens_to_generate=NEW,
-                ignore_eos=True,
-                return_log_probs=True,
-                skip_prompt_log_probs=True,
-            )
-            for prompt in group
-        ]
-        for record in engine.generate(group, params):
-            request = record.merge()
-            assert request.generated_log_probs is not None
-            numbers.append((list(request.generated_tokens), list(request.generated_log_probs)))
+        numbers += map(numbers_of, engine.generate(group, [params_of(prompt) for prompt in group]))
     return numbers, engine
 
 
@@ -92,3 +104,18 @@ def test_over_a_prefix_that_another_request_left(model: Decoder, byte_tokenizer:
     cached, engine = serve(model, byte_tokenizer, SHARED, together=False, enable_prefix_caching=True)
     assert engine.stats().prefix_hits_total == len(SHARED) - 1
     assert cached == without
+
+
+@pytest.mark.parametrize("mode", list(KVCacheManagementMode))
+def test_through_a_suspension(
+    mode: KVCacheManagementMode, model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers
+) -> None:
+    engine = make_engine(model, byte_tokenizer, kv_cache_management_mode=mode)
+    futures = [engine.add_request(row, PROMPTS[row], params_of(PROMPTS[row])) for row in range(4)]
+    for _ in range(5):
+        engine.step_modern()
+    engine.suspend()
+    engine.resume()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    assert [numbers_of(future.result(timeout=0)) for future in futures] == alone[:4]

@@ -41,6 +41,17 @@ GLM_4_5 = NARROW | {
     "routed_scaling_factor": 1.5,
     "use_qk_norm": True,
 }
+LATENT = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "num_key_value_heads": 8,
+    "first_k_dense_replace": 1,
+}
+DEEPSEEK_V3 = LATENT | {name: value for name, value in GLM_4_5.items() if name != "use_qk_norm"}
+DEEPSEEK_V2 = LATENT | {"q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2, "attention_bias": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama with a tied head and biases": (
@@ -65,12 +76,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", EXPERTS | {"clip_qkv": 0.4}),
     "qwen2 with experts": ("Qwen2Moe", EXPERTS | NARROW | SHARED),
     "glm 4.5": ("Glm4Moe", GLM_4_5),
+    "deepseek v3": ("DeepseekV3", DEEPSEEK_V3),
+    "deepseek v2": ("DeepseekV2", DEEPSEEK_V2 | NARROW),
 }
-WITH_SHARED_EXPERTS = ["qwen2 with experts", "glm 4.5"]
+WITH_SHARED_EXPERTS = ["qwen2 with experts", "glm 4.5", "deepseek v3"]
 MIXTURES = ["mixtral", "qwen3 with experts", "olmoe", *WITH_SHARED_EXPERTS]
 LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     "tensor 2": (ParallelSizes(tensor=2), list(MODELS)),
-    "tensor 4, which share key heads": (ParallelSizes(tensor=4), ["llama", "olmo2", "gpt2", "phi3"]),
+    "tensor 4, which share key heads": (ParallelSizes(tensor=4), ["llama", "olmo2", "gpt2", "phi3", "deepseek v2"]),
     "pipeline 2": (ParallelSizes(pipeline=2), ["llama with a tied head and biases", "gpt2", "gemma3", *MIXTURES]),
     "pipeline 2, uneven": (ParallelSizes(pipeline=2, stage_layers=(1, 2)), ["llama", "smollm3", "gemma2"]),
     "pipeline 3": (ParallelSizes(pipeline=3), ["llama with a tied head and biases", "granite"]),

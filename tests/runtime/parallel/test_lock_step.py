@@ -37,6 +37,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("mixture"), experts=4)
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One with multi-head latent attention."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("latent"), has_latent_attention=True)
+
+
 @cache
 def alone(path: Path) -> list[Any]:
     """What one rank answers."""
@@ -67,6 +73,11 @@ def test_ranks_answer_as_one_does_through_eviction_pause_and_suspension(
 )
 def test_ranks_that_share_experts_answer_as_one_does(mixture: Path, sizes: ParallelSizes, mode: str) -> None:
     assert_same_as_alone(mixture, sizes, mode)
+
+
+@pytest.mark.parametrize(("sizes", "mode"), [(TENSOR, "offload"), (BOTH, "recompute")], ids=str)
+def test_ranks_that_cache_latents_answer_as_one_does(latent: Path, sizes: ParallelSizes, mode: str) -> None:
+    assert_same_as_alone(latent, sizes, mode)
 
 
 def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:

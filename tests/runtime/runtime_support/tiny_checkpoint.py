@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from runtime_support.byte_backend import END, END_TEXT, byte_backend
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 
 def write_tiny_checkpoint(
@@ -18,6 +25,7 @@ def write_tiny_checkpoint(
     longest: int = 512,
     seed: int = 3,
     experts: int = 0,
+    has_latent_attention: bool = False,
     marks: Sequence[str] = (),
     chat_template: str | None = None,
     hidden: int = 32,
@@ -25,8 +33,8 @@ def write_tiny_checkpoint(
 ) -> Path:
     """Weights so wide apart that the likeliest token is never in doubt, in Hugging Face's form.
 
-    A Llama, or with experts a Mixtral. ``marks`` are special tokens beside the one that ends an answer. ``hidden`` and
-    ``layers`` are for tests that need a model of some size.
+    A Llama, with experts a Mixtral, or with latent attention a DeepSeek-V3 without experts. ``marks`` are special
+    tokens beside the one that ends an answer. ``hidden`` and ``layers`` are for tests that need a model of some size.
     """
     settings: dict[str, Any] = {
         "vocab_size": END + 1 + len(marks),
@@ -41,7 +49,18 @@ def write_tiny_checkpoint(
     }
     torch.manual_seed(seed)
     model: Any
-    if experts:
+    if has_latent_attention:
+        config = DeepseekV3Config(
+            **settings | {"num_key_value_heads": 4},
+            kv_lora_rank=hidden // 2,
+            q_lora_rank=hidden // 2,
+            qk_nope_head_dim=hidden // 4,
+            qk_rope_head_dim=hidden // 4,
+            v_head_dim=hidden // 4,
+            first_k_dense_replace=layers,
+        )
+        model = DeepseekV3ForCausalLM(config)
+    elif experts:
         model = MixtralForCausalLM(MixtralConfig(**settings, num_local_experts=experts))
     else:
         model = LlamaForCausalLM(LlamaConfig(**settings))

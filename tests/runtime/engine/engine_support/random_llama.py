@@ -5,12 +5,23 @@ from __future__ import annotations
 import torch
 from runtime_support.byte_backend import END
 
-from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.config import LatentAttentionConfig, ModelConfig
 from megatron_runtime.model.decoder import Decoder
 
 
-def random_llama(*, hidden: int, intermediate: int, std: float, dtype: torch.dtype = torch.float32) -> Decoder:
-    """Two layers of four heads; matrices are normal with ``std``, and norms are ones."""
+def random_llama(
+    *,
+    hidden: int,
+    intermediate: int,
+    std: float,
+    dtype: torch.dtype = torch.float32,
+    latent_attention: LatentAttentionConfig | None = None,
+) -> Decoder:
+    """Two layers of four heads; matrices are normal with ``std``, and norms are ones.
+
+    With ``latent_attention``, that in place of grouped-query attention.
+    """
+    latent = latent_attention
     config = ModelConfig(
         architecture="llama",
         vocab_size=END + 1,
@@ -18,8 +29,10 @@ def random_llama(*, hidden: int, intermediate: int, std: float, dtype: torch.dty
         intermediate_size=intermediate,
         num_layers=2,
         num_attention_heads=4,
-        num_kv_heads=2,
-        head_dim=hidden // 4,
+        num_kv_heads=2 if latent is None else 4,
+        head_dim=hidden // 4 if latent is None else latent.qk_nope_head_dim + latent.qk_rope_head_dim,
+        rotary_dim=None if latent is None else latent.qk_rope_head_dim,
+        latent_attention=latent,
         max_position_embeddings=512,
         rms_norm_eps=1e-5,
         rope_theta=10000.0,
