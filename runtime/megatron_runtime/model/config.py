@@ -209,7 +209,8 @@ class ModelConfig:
 
     def check(self, source: str) -> None:
         """Raise CheckpointError naming ``source`` when the numbers don't fit together."""
-        sizes = {
+        latent_sizes = {} if self.latent_attention is None else self.latent_attention.sizes
+        sizes = latent_sizes | {
             "vocab size": self.vocab_size,
             "hidden size": self.hidden_size,
             "intermediate size": self.intermediate_size,
@@ -225,8 +226,6 @@ class ModelConfig:
             sizes["intermediate size of an expert"] = self.experts.intermediate_size
             if self.experts.shared_intermediate_size:
                 sizes["intermediate size of the shared expert"] = self.experts.shared_intermediate_size
-        if self.latent_attention is not None:
-            sizes |= self.latent_attention.sizes
         for name, value in sizes.items():
             if not 1 <= value <= _LARGEST_SIZE:
                 raise CheckpointError(f"{source}: {name} is {value:,}, expected 1 to {_LARGEST_SIZE:,}")

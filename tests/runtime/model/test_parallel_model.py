@@ -47,6 +47,7 @@ LATENT = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
+    "head_dim": 4,
     "num_key_value_heads": 8,
     "first_k_dense_replace": 1,
 }

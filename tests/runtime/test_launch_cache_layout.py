@@ -1,0 +1,57 @@
+"""The preflight counts on the bytes that the ranks' caches take, for every kind of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+from megatron_runtime.launch.inspection import inspect_source
+from megatron_runtime.launch.memory import AvailableMemory
+from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
+from megatron_runtime.launch.preflight import plan_engine
+from megatron_runtime.model.checkpoint import inspect_checkpoint
+from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.shard import Shard
+from megatron_runtime.parallel.layout import ParallelSizes
+
+KINDS: dict[str, dict[str, Any]] = {
+    "grouped queries": {},
+    "latents": {"has_latent_attention": True},
+}
+SIZES = [{}, {"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"tensor": 2, "pipeline": 3}]
+LAYERS, BLOCK, BLOCKS = 5, 8, 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+async def test_the_preflight_counts_on_the_bytes_that_the_caches_take(
+    kind: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    write_tiny_checkpoint(tmp_path, layers=LAYERS, **KINDS[kind])
+    engine = EngineOptions(
+        dtype="float32", block_size_tokens=BLOCK, **{f"{name}_parallel": size for name, size in sizes.items()}
+    )
+    source = ModelSource(path=tmp_path)
+    facts = await inspect_source(source, engine)
+    largest = max(cache_bytes(tmp_path, ParallelSizes(**sizes)))
+    assert facts.cache_layout.block_bytes(BLOCK, 4) * BLOCKS == largest
+    options = LaunchOptions(model=source, engine=replace(engine, kv_cache_bytes=largest))
+    plan = plan_engine(options, facts, AvailableMemory(2**40, "free on this machine"))
+    assert plan.max_sequence_length == BLOCK * BLOCKS
+
+
+def cache_bytes(path: Path, sizes: ParallelSizes) -> Iterator[int]:
+    """What BLOCKS blocks take on each rank, by their arrays."""
+    config = inspect_checkpoint(path).config
+    for rank in range(sizes.ranks_per_replica):
+        shard = Shard(config, sizes.position_in_replica(rank))
+        cache = KVCache(shard.cache_config, BLOCKS, BLOCK, torch.float32)
+        taken = sum(array.nbytes for index in range(len(shard.layers)) for array in cache.layer(index))
+        assert taken == cache.num_bytes
+        yield taken
