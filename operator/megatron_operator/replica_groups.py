@@ -125,14 +125,15 @@ class ReplicaGroup:
     def startup_deadline(self, policy: FailurePolicy) -> float | None:
         """When unready pods count as failed; None without such pods, or while one is not scheduled.
 
-        Scheduled pods wait for the others, so the timeout begins with the pod that was scheduled last.
+        Scheduled pods wait for the others, so the timeout begins with the pod whose start began last. A pod that was
+        ready has the whole timeout to become ready again.
         """
-        late = self._late_pods
-        if not late or any(
-            pod.waiting is not None and pod.waiting.reason in (UNSCHEDULABLE, SCHEDULING_GATED) for pod in late
-        ):
+        starts = [pod.startup_since for pod in self._late_pods]
+        begun = [start for start in starts if start is not None]
+        if not starts or len(begun) < len(starts):
             return None
-        return max(pod.ready_changed_at or pod.created_at for pod in late) + policy.startup_timeout
+        changes = [pod.ready_changed_at for pod in self._late_pods if pod.ready_changed_at is not None]
+        return max(*begun, *changes, 0.0) + policy.startup_timeout
 
     @property
     def _late_pods(self) -> tuple[ObservedPod, ...]:

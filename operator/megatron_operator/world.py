@@ -105,6 +105,9 @@ class ObservedPod:
     """Restarts of the group that counted against its budget when this attempt was created."""
     address: str | None = None
     node: str | None = None
+    startup_since: float | None = None
+    """When its start began: when it was scheduled, or later, when its last init container ended or its containers
+    started. None before it is scheduled."""
     ready_changed_at: float | None = None
     """When ``ready`` last changed; None where it never did."""
     finished_at: float | None = None

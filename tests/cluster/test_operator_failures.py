@@ -1,5 +1,6 @@
 """What the operator does about pods, specs and neighbours that are not as they should be."""
 
+import asyncio
 import json
 
 import pytest
@@ -7,6 +8,8 @@ from cluster_support.cluster import Cluster
 from cluster_support.errors import CommandFailedError
 from operator_support.resource import Resource, condition, manifest, reason
 from operator_support.scripted_node import ScriptedNode
+
+from megatron_operator.timestamps import seconds
 
 QUICK = {"backoff": "0.5s", "maxBackoff": "1s", "maxRestarts": 1}
 
@@ -33,6 +36,22 @@ async def test_a_failed_pod_is_followed_by_the_next_attempt_until_the_budget_is_
     events = [event["reason"] for event in (await chat.get("events"))["items"]]
     told = ("AttemptStarted", "GroupFailed", "RestartBudgetExceeded")
     assert [events.count(each) for each in told] == [2, 2, 1]
+
+
+async def test_the_startup_timeout_begins_when_a_pod_that_waited_is_scheduled(
+    chat: Resource, stage: ScriptedNode
+) -> None:
+    stage.full = True
+    await chat.create(failurePolicy={"maxRestarts": 0, "startupTimeout": "3s"})
+    await chat.until_pods("chat-0-0-0")
+    await asyncio.sleep(5)
+    assert list(await chat.pods()) == ["chat-0-0-0"]
+    stage.full = False
+    status = await chat.until(lambda status: "lastFailure" in status["replicaGroups"][0], "the failure of attempt 0")
+    failure = status["replicaGroups"][0]["lastFailure"]
+    bound = condition((await stage.pod("chat-0-0-0"))["status"], "PodScheduled")["lastTransitionTime"]
+    assert (failure["attempt"], failure["reason"]) == (0, "StartupTimeout")
+    assert seconds(failure["time"]) == seconds(bound) + 3
 
 
 async def test_the_pods_of_a_group_are_replaced_together(chat: Resource, stage: ScriptedNode) -> None:

@@ -69,6 +69,50 @@ def test_a_running_pod_keeps_its_identity_and_its_times() -> None:
     assert (observed.deleting, observed.waiting, observed.failure) == (False, None, None)
 
 
+def at(minute: int) -> str:
+    return f"2026-11-21T10:{minute:02}:00Z"
+
+
+def condition(kind: str, status: str, minute: int) -> dict[str, Any]:
+    return {"type": kind, "status": status, "lastTransitionTime": at(minute)}
+
+
+@pytest.mark.parametrize(
+    ("status", "minute"),
+    [
+        ({"conditions": [condition("PodScheduled", "True", 40)]}, 40),
+        ({"conditions": [condition("PodScheduled", "True", 5), condition("Ready", "False", 5)]}, 5),
+        (
+            {
+                "conditions": [condition("PodScheduled", "True", 5)],
+                "initContainerStatuses": [container("fetch", terminated={"exitCode": 0, "finishedAt": at(30)})],
+            },
+            30,
+        ),
+        (
+            {
+                "conditions": [condition("PodScheduled", "True", 5)],
+                "initContainerStatuses": [container("proxy", running={"startedAt": at(59)})],
+                "containerStatuses": [container(running={"startedAt": at(20)})],
+            },
+            20,
+        ),
+    ],
+    ids=["just bound", "known to its kubelet", "init container ended", "image was pulled"],
+)
+def test_a_start_begins_with_the_node_the_last_init_container_or_the_pulled_image(
+    status: dict[str, Any], minute: int
+) -> None:
+    assert seen({"phase": "Pending", **status}).startup_since == EPOCH + 60 * minute
+
+
+def test_a_pod_without_a_node_has_not_begun_to_start() -> None:
+    bare = pod({"conditions": [condition("PodScheduled", "False", 5)]})
+    observed = observed_pod({**bare, "spec": {}})
+    assert observed is not None
+    assert observed.startup_since is None
+
+
 def test_a_pod_without_our_labels_is_not_seen() -> None:
     assert observed_pod(pod(labels={f"{PREFIX}/name": "chat"})) is None
 

@@ -130,9 +130,31 @@ def test_a_start_that_takes_too_long_is_tried_again_once_its_pods_are_gone() -> 
 def test_a_pod_without_a_place_may_wait_as_long_as_it_takes(reason: str) -> None:
     planning = Planning(failurePolicy={"startupTimeout": "5m"})
     planning.round()
-    planning.cluster.change("chat-0-0-0", waiting=Failure(reason, "0/3 nodes have a GPU"))
+    planning.cluster.change("chat-0-0-0", waiting=Failure(reason, "0/3 nodes have a GPU"), startup_since=None)
     planning.cluster.now += 3600
     assert planning.look() == Plan()
+
+
+def test_a_pod_that_waited_longer_than_the_startup_timeout_has_the_whole_timeout_once_it_is_scheduled() -> None:
+    planning = Planning(failurePolicy={"startupTimeout": "5m"})
+    cluster = planning.cluster
+    cluster.has_room = False
+    planning.round()
+    cluster.now += 3600
+    assert planning.look() == Plan()
+    cluster.schedule("chat-0-0-0")  # Its kubelet has not set the condition Ready yet.
+    assert planning.look() == Plan((), 300)
+    cluster.now += 299
+    assert planning.look() == Plan((), 1)
+    cluster.now += 1
+    assert deleted(planning.round()) == ["chat-0-0-0"]
+
+
+def test_a_pod_that_was_ready_has_the_startup_timeout_to_become_ready_again() -> None:
+    planning = Planning(failurePolicy={"startupTimeout": "5m"}).settled()
+    planning.cluster.now += 3600
+    planning.cluster.unready("chat-0-0-0")
+    assert planning.look() == Plan((), 300)
 
 
 def test_pods_that_wait_for_one_without_a_place_have_their_time_once_it_has_one() -> None:
@@ -141,10 +163,10 @@ def test_pods_that_wait_for_one_without_a_place_have_their_time_once_it_has_one(
     cluster = planning.cluster
     cluster.start("chat-0-0-0")
     cluster.change("chat-0-0-0", rank_phase="Rendezvous")
-    cluster.change("chat-0-0-1", waiting=Failure("Unschedulable", "0/3 nodes have a GPU"))
+    cluster.change("chat-0-0-1", waiting=Failure("Unschedulable", "0/3 nodes have a GPU"), startup_since=None)
     cluster.now += 3600
     assert planning.look() == Plan()
-    cluster.change("chat-0-0-1", waiting=None, phase=PodPhase.RUNNING, ready_changed_at=cluster.now)
+    cluster.change("chat-0-0-1", waiting=None, phase=PodPhase.RUNNING, startup_since=cluster.now)
     assert planning.look() == Plan((), 300)
     cluster.now += 300
     assert deleted(planning.round()) == ["chat-0-0-1", "chat-0-0-0"]

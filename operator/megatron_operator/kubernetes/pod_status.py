@@ -50,6 +50,7 @@ def observed_pod(pod: Object) -> ObservedPod | None:
         epoch=identity.epoch,
         address=status.get("podIP") or None,
         node=spec.get("nodeName"),
+        startup_since=_startup_since(metadata, spec, status),
         ready_changed_at=_time(ready.get("lastTransitionTime")),
         finished_at=_finished_at(status) if phase in (PodPhase.FAILED, PodPhase.SUCCEEDED) else None,
         # The API server sets this to the time by which the object should be gone, including the grace period.
@@ -64,6 +65,26 @@ def _phase(status: Object) -> PodPhase:
         return PodPhase(status.get("phase") or PodPhase.PENDING)
     except ValueError:
         return PodPhase.UNKNOWN
+
+
+def _startup_since(metadata: Object, spec: Object, status: Object) -> float | None:
+    """When the pod was scheduled, or its last init container ended, or its containers started; None before that.
+
+    A pod that was just bound has no other condition than PodScheduled; its kubelet adds Ready later.
+    """
+    if not spec.get("nodeName"):
+        return None
+    scheduled = _condition(status, "PodScheduled")
+    bound = _time(scheduled.get("lastTransitionTime")) or seconds(metadata["creationTimestamp"])
+    ended = _times(status.get("initContainerStatuses"), "terminated", "finishedAt")
+    started = _times(status.get("containerStatuses"), "running", "startedAt")
+    return max((bound, *ended, *started))
+
+
+def _times(containers: Iterable[Object] | None, state: str, field: str) -> list[float]:
+    """A time of each container that is in this state."""
+    states = [(container.get("state") or {}).get(state) or {} for container in containers or []]
+    return [time for each in states if (time := _time(each.get(field))) is not None]
 
 
 def _waiting(spec: Object, status: Object) -> Failure | None:

@@ -59,6 +59,8 @@ class SimulatedCluster:
         self.now = 1_700_000_000.0
         self.pods: dict[str, ObservedPod] = {}
         self.children: dict[str, str] = {}
+        self.has_room = True
+        """Whether a node has room for a new pod."""
         self.still: dict[str, float] = {}
         """Pods whose processes stand still, and since when."""
         self._cut_off_since: float | None = None
@@ -130,7 +132,7 @@ class SimulatedCluster:
         pod = self.pods[name]
         if pod.deleting:
             self.remove(name)
-        elif name in self.still:
+        elif name in self.still or (pod.startup_since is None and not self.has_room):
             return
         elif pod.phase is PodPhase.PENDING:
             leads = self._born_leaders.pop(name, None)
@@ -138,6 +140,8 @@ class SimulatedCluster:
             self.change(
                 name,
                 phase=PodPhase.RUNNING,
+                waiting=None,
+                startup_since=self.now if pod.startup_since is None else pod.startup_since,
                 rank_phase="Loading",
                 loading=Loading(1, 10),
                 reports_leader=leads is not None,
@@ -150,6 +154,10 @@ class SimulatedCluster:
                     self.engine_state = SETTLED_STATE[self._wishes[name]]
             else:
                 self.change(name, rank_phase="Registering")
+
+    def schedule(self, name: str) -> None:
+        """The pod is bound to a node; its kubelet has reported nothing yet."""
+        self.change(name, waiting=None, startup_since=self.now)
 
     def start_all(self) -> None:
         """One step for every pod."""
@@ -250,6 +258,8 @@ class SimulatedCluster:
             phase=PodPhase.PENDING,
             ready=False,
             created_at=self.now,
+            startup_since=self.now if self.has_room else None,
+            waiting=None if self.has_room else Failure("Unschedulable", "0/3 nodes have a GPU"),
             address=f"10.{identity.index}.{identity.group}.{identity.attempt}",
         )
 

@@ -53,7 +53,9 @@ class FailurePolicy(Part):
     max_backoff: Duration = Duration("5m")
     """Maximum delay before a restart."""
     startup_timeout: Duration = Duration("30m")
-    """A replica group that is scheduled but not ready for this long is restarted."""
+    """A replica group that is scheduled but not ready for this long is restarted. The time begins when its last pod is
+    scheduled, and again when an init container ends or the containers start. Waiting for a node or a queue does not
+    count."""
     transition_timeout: Duration = Duration("2m")
     """A pause, suspend, resume or unpause that takes longer is reported as Degraded."""
 
