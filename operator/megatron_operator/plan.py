@@ -36,6 +36,9 @@ from megatron_operator.world import (
     World,
 )
 
+MAX_CREATIONS = 32
+"""Pods that one plan creates at most. The next plan follows at once, after the rounds of other resources."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -66,6 +69,7 @@ class _Planner:
             resource, world, self.groups, self.states, self.template_hash, self.rolling
         )
         self.deadlines: list[float] = []
+        self.creations = 0
 
     def plan(self) -> Plan:
         if self.resource.deleting:
@@ -176,6 +180,10 @@ class _Planner:
 
     def _create(self, group: ReplicaGroup, attempt: int, restarts: int, indices: Sequence[int]) -> Iterator[Action]:
         for index in indices:
+            if self.creations == MAX_CREATIONS:
+                self.deadlines.append(self.world.now)
+                return
+            self.creations += 1
             leads = index == 0 and group.index == self.leader_selection.initial_leader_group
             epoch = next_epoch(self.resource, self.world) if leads else 0
             identity = PodIdentity(group.index, attempt, index, leads, self.template_hash, restarts, epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from megatron_operator.status import as_json, build_status, invalid_status, old_
 from megatron_operator.timestamps import timestamp
 from megatron_operator.world import (
     Action,
-    ActionRefused,
     ApplyChild,
     CreatePod,
     CreateSecret,
@@ -34,8 +34,11 @@ from megatron_operator.world import (
 AFTER_ACTIONS = 1.0
 """Seconds to the next round after an action, in case no event reports its effect."""
 AFTER_TROUBLE = 3.0
-AFTER_REFUSAL = 30.0
+"""Seconds to the next round after a failed action; doubles with each further round that fails."""
+LONGEST_AFTER_TROUBLE = 60.0
 WHILE_PROGRESSING = 5.0
+MAX_FAILED_CREATIONS = 3
+"""Pods that a round tries in vain to create before it leaves the other pods to the next round."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class ReconcileResult:
     """The observed world; None when the resource is invalid or the observation failed."""
     problems: tuple[str, ...] = ()
     """Failed observations and actions, as messages."""
+    failed: bool = False
+    """Whether an action failed that the next round retries."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,6 @@ class _Outcome:
     done: bool = False
     """Whether any action was carried out."""
     failed: bool = False
-    refused: bool = False
 
 
 def validated(obj: Mapping[str, Any], settings: Settings) -> MegatronInference:
@@ -71,12 +75,14 @@ def validated(obj: Mapping[str, Any], settings: Settings) -> MegatronInference:
     return resource
 
 
-async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings | None = None) -> ReconcileResult:
+async def reconcile(
+    obj: Mapping[str, Any], port: WorldPort, *, settings: Settings | None = None, failures: int = 0
+) -> ReconcileResult:
     """Run one round. It is idempotent.
 
     ``obj`` is the resource with the status that was last written. For an invalid resource, only the status changes.
     Never raises WorldError: the status reports failed actions, and the next round retries them after ``requeue_after``
-    seconds.
+    seconds, which grows with ``failures``, the number of preceding rounds that failed.
     """
     settings = settings or Settings()
     try:
@@ -89,16 +95,18 @@ async def reconcile(obj: Mapping[str, Any], port: WorldPort, *, settings: Settin
         # Without an observation the status stays as it is.
         return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
     planned = plan(resource, world, settings)
+    await asyncio.sleep(0)  # Plan and status of a large resource take tens of milliseconds each.
     try:
         outcome = await _carry_out(resource, planned, port)
     except NamespaceTerminating:
-        return await reconcile(_on_its_way_out(obj), port, settings=settings)
+        return await reconcile(_on_its_way_out(obj), port, settings=settings, failures=failures)
     status = build_status(resource, world, settings, outcome.problems)
     return replace(
         _result(obj, status),
-        requeue_after=_requeue_after(planned, outcome, status),
+        requeue_after=_requeue_after(planned, outcome, status, failures),
         world=world,
         problems=outcome.problems,
+        failed=outcome.failed,
     )
 
 
@@ -122,14 +130,15 @@ async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings |
 
 
 async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort) -> _Outcome:
-    """Carry out all actions in order. Skips pods when a child that they need could not be created.
+    """Carry out all actions in order. Skips pods when a child that they need, or several pods, could not be created.
 
     Raises NamespaceTerminating when the namespace accepts no new objects.
     """
     problems: list[str] = []
-    done = failed = refused = child_failed = False
+    done = child_failed = False
+    failed = failed_creations = 0
     for action in planned.actions:
-        if isinstance(action, CreatePod) and child_failed:
+        if isinstance(action, CreatePod) and (child_failed or failed_creations == MAX_FAILED_CREATIONS):
             continue
         try:
             await port.apply(resource.name, resource.namespace, action)
@@ -142,10 +151,10 @@ async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort
             problems.append(str(missing))  # The adapter wakes the loop when the kind is available.
         except WorldError as error:
             problems.append(str(error))
-            failed = True
-            refused = refused or isinstance(error, ActionRefused)
+            failed += 1
+            failed_creations += isinstance(action, CreatePod)
             child_failed = child_failed or _is_needed_by_pods(action)
-    return _Outcome(tuple(dict.fromkeys(problems)), done, failed, refused)
+    return _Outcome(tuple(dict.fromkeys(problems)), done, failed > 0)
 
 
 def _on_its_way_out(obj: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,16 +168,16 @@ def _is_needed_by_pods(action: Action) -> bool:
     return isinstance(action, CreateSecret)
 
 
-def _requeue_after(planned: Plan, outcome: _Outcome, status: Status) -> float | None:
+def _requeue_after(planned: Plan, outcome: _Outcome, status: Status, failures: int) -> float | None:
     delays = [planned.requeue_after]
-    if outcome.refused:
-        delays.append(AFTER_REFUSAL)
-    elif outcome.failed:
-        delays.append(AFTER_TROUBLE)
+    progress = status.condition(ConditionType.PROGRESSING)
+    if outcome.failed:
+        # Time alone may require another plan at any moment, such as a failover; a failed action waits longer each time.
+        delays = [None if planned.requeue_after == 0 else planned.requeue_after]
+        delays.append(min(LONGEST_AFTER_TROUBLE, AFTER_TROUBLE * 2.0 ** min(failures, 16)))
     elif outcome.done:
         delays.append(AFTER_ACTIONS)
-    progress = status.condition(ConditionType.PROGRESSING)
-    if progress is not None and progress.status != "False":
+    elif progress is not None and progress.status != "False":
         delays.append(WHILE_PROGRESSING)
     return min((delay for delay in delays if delay is not None), default=None)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -178,15 +180,23 @@ class ReplicaGroup:
 def observe_replica_groups(resource: MegatronInference, world: World) -> tuple[ReplicaGroup, ...]:
     """The desired replica groups, by index."""
     memories = {group.index: group for group in resource.status.replica_groups}
+    pods: dict[int, list[ObservedPod]] = defaultdict(list)
+    for pod in sorted(world.pods, key=lambda pod: pod.index):
+        pods[pod.group].append(pod)
     return tuple(
-        _observe_replica_group(resource, world, index, memories.get(index)) for index in range(resource.spec.replicas)
+        _observe_replica_group(resource, world, index, pods.get(index, []), memories.get(index))
+        for index in range(resource.spec.replicas)
     )
 
 
 def _observe_replica_group(
-    resource: MegatronInference, world: World, index: int, memory: ReplicaGroupStatus | None
+    resource: MegatronInference,
+    world: World,
+    index: int,
+    pods: Sequence[ObservedPod],
+    memory: ReplicaGroupStatus | None,
 ) -> ReplicaGroup:
-    pods = sorted((pod for pod in world.pods if pod.group == index), key=lambda pod: pod.index)
+    """``pods`` are all pods of the group, by index."""
     remembered = memory.attempt if memory else None
     attempt = max((each for each in (remembered, *(pod.attempt for pod in pods)) if each is not None), default=None)
     return ReplicaGroup(

@@ -169,8 +169,7 @@ def _last_failure(view: ReplicaGroupView, inputs: StatusInputs) -> LastFailure |
     """The failure of the latest attempt, or else that of an earlier one."""
     failed = view.failed
     if failed is None:
-        before = {group.index: group.last_failure for group in inputs.resource.status.replica_groups}
-        return before.get(view.group.index)
+        return inputs.last_failures.get(view.group.index)
     return LastFailure(
         attempt=failed.attempt,
         pod=failed.pod,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, Lifecycle, MegatronInference
+from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, LastFailure, Lifecycle, MegatronInference
 from megatron_operator.leader_selection import leading_group, running_leader
 from megatron_operator.replica_groups import (
     ReplicaGroup,
@@ -53,6 +53,11 @@ class StatusInputs:
     template_hash: str
     problems: tuple[str, ...] = ()
 
+    @cached_property
+    def last_failures(self) -> dict[int, LastFailure | None]:
+        """The last failure of each replica group in the previous status, by index."""
+        return {group.index: group.last_failure for group in self.resource.status.replica_groups}
+
     @property
     def policy(self) -> FailurePolicy:
         """The failure policy of the resource."""
@@ -73,12 +78,12 @@ class StatusInputs:
         """The desired replica groups, by index."""
         return tuple(self._view(group) for group in observe_replica_groups(self.resource, self.world))
 
-    @property
+    @cached_property
     def leading_group(self) -> ReplicaGroupView:
         """The group whose first pod is the leader, or was last."""
         return self.groups[leading_group(self.resource, self.world)]
 
-    @property
+    @cached_property
     def ready_groups(self) -> int:
         """Number of desired replica groups whose pods are all ready."""
         return sum(view.state is ReplicaGroupState.READY for view in self.groups)
@@ -88,17 +93,17 @@ class StatusInputs:
         """Indices of groups that still have pods but are no longer desired."""
         return tuple(sorted({pod.group for pod in self.world.pods if pod.group >= self.resource.spec.replicas}))
 
-    @property
+    @cached_property
     def has_no_keys(self) -> bool:
         """Whether pods have to end because the Secret with their keys was removed."""
         return bool(pods_without_keys(self.resource, self.world))
 
-    @property
+    @cached_property
     def outdated_groups(self) -> tuple[int, ...]:
         """Indices of desired groups whose pods have another template."""
         return tuple(view.group.index for view in self.groups if view.group.template_hash != self.template_hash)
 
-    @property
+    @cached_property
     def unrecovered_groups(self) -> tuple[ReplicaGroupView, ...]:
         """Desired groups that failed and are not ready again."""
         return tuple(view for view in self.groups if view.is_unrecovered)
@@ -121,12 +126,12 @@ class StatusInputs:
         is_asleep = self.engine_state is not None and engine is not None and engine.auto_suspended
         return is_asleep and self.desired is Lifecycle.RUNNING
 
-    @property
+    @cached_property
     def accepts_requests(self) -> bool:
         """Whether the frontend accepts requests and the engine state is known."""
         return self.leader is not None and self.leader.ready and self.engine_state is not None
 
-    @property
+    @cached_property
     def is_unreachable(self) -> bool:
         """Whether a leader that was up does not answer. A leader that is still starting is not unreachable."""
         engine, leader = self.world.engine, self.leader

@@ -29,6 +29,11 @@ BROKEN: dict[str, dict[str, Any]] = {
     "spec.model.source": {"model": {"source": {}}},
     "spec.parallelism.expert": {"parallelism": {"tensor": 6, "expert": 4}},
     "spec.pods.ranksPerPod": {"pods": {"device": "cpu", "ranksPerPod": 2}},
+    "spec.parallelism.tensor": {
+        "parallelism": {"tensor": 1024, "pipeline": 2},
+        "pods": {"device": "cpu", "ranksPerPod": 64},
+    },
+    "spec.replicas": {"replicas": 513, "parallelism": {"tensor": 2}},
     "spec.routing.policy": {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},
     "spec.frontend.parsers": {"frontend": {"parsers": ["qwen3", "deepseek_r1"]}},
 }

@@ -8,7 +8,8 @@ import pytest
 from cluster_support.cluster import Cluster, wait_until
 from operator_support.fixtures import ACCOUNT, SYSTEM
 from operator_support.operator_process import OperatorProcess, in_the_place_of
-from operator_support.resource import Json, Resource
+from operator_support.resource import Json, Resource, reason
+from operator_support.scripted_node import ScriptedNode
 from suite_support.kubernetes_schemas import check
 
 KINDS = {
@@ -52,3 +53,18 @@ async def test_the_lease_of_the_operator_is_valid_on_each_version(
         there = ("lease", LEASE, "-n", SYSTEM)
         await asyncio.to_thread(wait_until, lambda: installed.exists(*there), "the Lease")
         check(await asyncio.to_thread(installed.get, *there))
+
+
+async def test_a_large_resource_gets_all_of_its_pods_once_in_steps_that_leave_time_for_others(
+    chat: Resource, stage: ScriptedNode
+) -> None:
+    stage.full = True
+    large = Resource(chat.cluster, chat.namespace, "large")
+    await large.create(parallelism={"tensor": 300})
+    await chat.create()
+    await chat.until_pods("chat-0-0-0")
+    expected = {f"large-0-0-{index}" for index in range(300)}
+    await large.until_pods(*expected, within=120)
+    assert reason(await large.until(lambda status: status.get("replicas") == 1, "the group")) == "Pending"
+    await large.patch({"lifecycle": "Stopped"})
+    await large.until_phase("Stopped", within=120)

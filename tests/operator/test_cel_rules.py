@@ -67,10 +67,11 @@ sources = st.fixed_dictionaries(
         "image": st.just({"reference": "registry.example.com/m:1"}),
     },
 )
-sizes = st.integers(1, 6)
+sizes = st.one_of(st.integers(1, 6), st.sampled_from([32, 33, 1024]))
 specs = st.fixed_dictionaries(
     {"model": st.fixed_dictionaries({"source": sources})},
     optional={
+        "replicas": st.sampled_from([1, 31, 32, 1024]),
         "parallelism": st.fixed_dictionaries({}, optional={"tensor": sizes, "pipeline": sizes, "expert": sizes}),
         "pods": st.fixed_dictionaries({}, optional={"ranksPerPod": sizes}),
         "engine": st.fixed_dictionaries({}, optional={"prefixCaching": st.booleans()}),
@@ -115,6 +116,8 @@ def test_an_api_server_and_the_operator_refuse_the_same_resources(name: str, spe
         ({"parallelism": {"tensor": 4, "expert": 6}}, "spec.parallelism.expert"),
         ({"pods": {"ranksPerPod": 2}}, "spec.pods.ranksPerPod"),
         ({"parallelism": {"tensor": 2, "expert": 4}, "pods": {"ranksPerPod": 5}}, "spec.pods.ranksPerPod"),
+        ({"parallelism": {"tensor": 1024, "pipeline": 2}, "pods": {"ranksPerPod": 64}}, "spec.parallelism.tensor"),
+        ({"replicas": 513, "parallelism": {"tensor": 2}}, "spec.replicas"),
         ({"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}}, "spec.routing.policy"),
         ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers"),
     ],

@@ -98,6 +98,17 @@ def test_what_is_left_out_gets_its_default() -> None:
             "is more than the 4 rank(s) of a replica group (pipeline * max(tensor, expert)); set it to 4 or less",
         ),
         ({"pods": {"ranksPerPod": 2}}, "spec.pods.ranksPerPod", "set it to 1 or less"),
+        ({"parallelism": {"tensor": 4096}}, "spec.parallelism.tensor", "at most 1024"),
+        (
+            {"parallelism": {"tensor": 1024, "pipeline": 10}},
+            "spec.parallelism.tensor",
+            "gives a replica group 10240 ranks (pipeline * max(tensor, expert)), at most 1024 are possible; lower",
+        ),
+        (
+            {"replicas": 200, "parallelism": {"tensor": 16}, "pods": {"ranksPerPod": 3}},
+            "spec.replicas",
+            "makes 1200 pods (6 per replica group), at most 1024 are possible; lower it, or raise pods.ranksPerPod",
+        ),
         (
             {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},
             "spec.routing.policy",

@@ -8,7 +8,16 @@ from planning_support.resources import resource_object
 from planning_support.simulation import SimulatedCluster
 
 from megatron_operator.events import Event
-from megatron_operator.reconcile import AFTER_REFUSAL, AFTER_TROUBLE, ReconcileResult, begin, reconcile, status_patch
+from megatron_operator.plan import MAX_CREATIONS
+from megatron_operator.reconcile import (
+    AFTER_TROUBLE,
+    LONGEST_AFTER_TROUBLE,
+    MAX_FAILED_CREATIONS,
+    ReconcileResult,
+    begin,
+    reconcile,
+    status_patch,
+)
 from megatron_operator.status import as_json
 from megatron_operator.world import (
     Action,
@@ -32,6 +41,8 @@ class Flaky(SimulatedCluster):
         self.refuses_kinds: dict[str, WorldError] = {}
         """The same for children of some kinds alone."""
         self.blind = False
+        self.asked: list[Action] = []
+        """All actions, whether refused or not."""
 
     async def observe(self, name: str, namespace: str) -> World:
         if self.blind:
@@ -39,6 +50,7 @@ class Flaky(SimulatedCluster):
         return await super().observe(name, namespace)
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:
+        self.asked.append(action)
         if type(action) in self.refuses:
             raise self.refuses[type(action)]
         if isinstance(action, ApplyChild) and action.manifest["kind"] in self.refuses_kinds:
@@ -53,9 +65,12 @@ class Operating:
         self.cluster = Flaky()
         self.obj = resource_object(**spec)
         self.told: list[Event] = []
+        self.failures = 0
+        """Rounds that failed, without one between them that did not."""
 
     async def round(self) -> ReconcileResult:
-        result = await reconcile(self.obj, self.cluster)
+        result = await reconcile(self.obj, self.cluster, failures=self.failures)
+        self.failures = self.failures + 1 if result.failed else 0
         merged = {**self.obj.get("status", {}), **result.patch}
         self.obj["status"] = {field: value for field, value in merged.items() if value is not None}
         assert self.obj["status"] == as_json(result.status)
@@ -178,8 +193,59 @@ async def test_a_refusal_is_told_and_tried_again_later() -> None:
     for _ in range(3):
         result = await operating.round()
     assert result.requeue_after is not None
-    assert result.requeue_after <= AFTER_REFUSAL
+    assert result.requeue_after <= LONGEST_AFTER_TROUBLE
     assert operating.reasons() == ["ApplyFailed"]
+
+
+async def test_a_resource_that_fails_repeatedly_waits_longer_each_time_until_a_round_succeeds() -> None:
+    operating = Operating()
+    operating.cluster.refuses = {CreatePod: ActionRefused("pods is forbidden: exceeded quota")}
+    delays = [(await operating.round()).requeue_after for _ in range(7)]
+    assert delays == [3, 6, 12, 24, 48, LONGEST_AFTER_TROUBLE, LONGEST_AFTER_TROUBLE]
+    operating.cluster.refuses = {}
+    await operating.round()
+    operating.cluster.pods.clear()
+    operating.cluster.refuses = {CreatePod: ActionRefused("pods is forbidden: exceeded quota")}
+    assert (await operating.round()).requeue_after == AFTER_TROUBLE
+
+
+async def test_a_failing_action_does_not_delay_what_time_alone_requires() -> None:
+    operating = Operating(replicas=2, expose={"ingress": {}})
+    await operating.settle()
+    operating.cluster.refuses_kinds = {"Ingress": WorldError("ingresses: too many requests")}
+    operating.cluster.children = dict.fromkeys(operating.cluster.children, "")
+    for _ in range(3):
+        assert (await operating.round()).failed
+    operating.cluster.fail("chat-1-0-0")
+    result = await operating.round()
+    assert result.requeue_after == 10  # the back-off of the failed replica group
+
+
+async def test_a_large_resource_gets_its_pods_in_several_rounds() -> None:
+    operating = Operating(parallelism={"tensor": 2}, replicas=40)
+    counts = []
+    for _ in range(3):
+        operating.cluster.asked.clear()
+        result = await operating.round()
+        counts.append(sum(isinstance(action, CreatePod) for action in operating.cluster.asked))
+    assert counts == [MAX_CREATIONS, MAX_CREATIONS, 80 - 2 * MAX_CREATIONS]
+    await operating.settle()
+    assert operating.obj["status"]["ready"] == "40/40"
+    assert result.status.restarts == 0
+
+
+async def test_a_plan_that_leaves_pods_to_the_next_one_is_followed_by_it_at_once() -> None:
+    operating = Operating(replicas=MAX_CREATIONS + 1)
+    assert (await operating.round()).requeue_after == 0
+    assert (await operating.round()).requeue_after == 1
+
+
+async def test_a_round_stops_to_create_pods_after_a_few_were_refused() -> None:
+    operating = Operating(replicas=20)
+    operating.cluster.refuses = {CreatePod: ActionRefused("pods is forbidden: exceeded quota")}
+    result = await operating.round()
+    assert sum(isinstance(action, CreatePod) for action in operating.cluster.asked) == MAX_FAILED_CREATIONS
+    assert result.requeue_after == AFTER_TROUBLE
 
 
 async def test_where_nothing_can_be_made_any_more_all_pods_end_without_a_word_of_trouble() -> None:
@@ -228,7 +294,7 @@ async def test_what_else_failed_is_tried_again_though_a_kind_is_missing() -> Non
     missing, busy = KindMissing("HTTPRoute: no such kind"), WorldError("ingresses: too many requests")
     operating.cluster.refuses_kinds = {"HTTPRoute": missing, "Ingress": busy}
     result = await operating.settle()
-    assert result.requeue_after == AFTER_TROUBLE
+    assert result.requeue_after == LONGEST_AFTER_TROUBLE
 
 
 async def test_a_signal_that_comes_too_late_is_no_trouble() -> None:

@@ -20,6 +20,8 @@ REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=20.0, connect=5.0)
 MAX_DELAYS = 5
 """Attempts for a request that the API server delays (429) before it counts as failed."""
 LONGEST_DELAY = 60.0
+PAGE = 200
+"""Objects in one answer to a list request."""
 MERGE_PATCH = "application/merge-patch+json"
 APPLY_PATCH = "application/apply-patch+yaml"
 
@@ -113,11 +115,17 @@ class ApiServer:
         return any(each["name"] == plural for each in answer.get("resources") or [])
 
     async def list(self, kind: str, namespace: str, labels: Mapping[str, str]) -> list[Json]:
-        """The objects with all of these labels."""
+        """The objects with all of these labels, read in pages so that no page takes long to parse."""
         selector = ",".join(f"{label}={value}" for label, value in labels.items())
-        answer = await self._request("GET", path_of(kind, namespace), {"labelSelector": selector})
-        items: list[Json] = answer.get("items") or []
-        return items
+        query = {"labelSelector": selector, "limit": str(PAGE)}
+        items: list[Json] = []
+        while True:
+            answer = await self._request("GET", path_of(kind, namespace), query)
+            items += answer.get("items") or []
+            token = (answer.get("metadata") or {}).get("continue")
+            if not token:
+                return items
+            query = {**query, "continue": token}
 
     async def create(self, manifest: Mapping[str, Any], *, dry_run: bool = False) -> Json:
         """The object as stored, or as a dry run would store it. Raises ServerRefusal with ``conflict`` when the name is

@@ -119,9 +119,9 @@ class ResourceLoop:
                     measured.outcome = Outcome.BUG
                     logger.exception("%s: a round failed unexpectedly", self)
                     return self._retry_after()
-        self._failures = 0
         if result is None:
             return None
+        self._failures = min(self._failures + 1, 16) if result.failed else 0
         return RESYNC * random.uniform(0.9, 1.1) if result.requeue_after is None else result.requeue_after
 
     async def _reconcile(self) -> ReconcileResult | None:
@@ -129,7 +129,7 @@ class ResourceLoop:
         if obj is None:
             return None
         port = await self._port_of(obj)
-        result = await reconcile(obj, port, settings=self._shared.settings)
+        result = await reconcile(obj, port, settings=self._shared.settings, failures=self._failures)
         if not await self._report(obj, result):
             return None
         if result.world is not None:

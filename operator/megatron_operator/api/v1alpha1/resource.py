@@ -33,6 +33,19 @@ NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 """Service names must start with a letter, and pod names append to the resource's name."""
 
 
+MAX_RANKS = 1024
+"""Ranks of one replica group."""
+MAX_PODS = 1024
+"""Pods of one resource. The operator reads all of them in each round."""
+
+
+_RANKS = (
+    "self.parallelism.pipeline * (self.parallelism.tensor > self.parallelism.expert"
+    " ? self.parallelism.tensor : self.parallelism.expert)"
+)
+"""CEL: the ranks of one replica group, as ``Parallelism.ranks`` counts them."""
+
+
 class Spec(Part):
     """The desired state of a MegatronInference."""
 
@@ -46,10 +59,20 @@ class Spec(Part):
                     " set it to true, or choose RoundRobin or LoadBalanced",
                 },
                 {
-                    "rule": "self.pods.ranksPerPod <= self.parallelism.pipeline * (self.parallelism.tensor >"
-                    " self.parallelism.expert ? self.parallelism.tensor : self.parallelism.expert)",
+                    "rule": f"self.pods.ranksPerPod <= {_RANKS}",
                     "message": "spec.pods.ranksPerPod: a replica group has parallelism.pipeline *"
                     " max(parallelism.tensor, parallelism.expert) ranks; set ranksPerPod to that number or less",
+                },
+                {
+                    "rule": f"{_RANKS} <= {MAX_RANKS}",
+                    "message": "spec.parallelism.tensor: a replica group has parallelism.pipeline *"
+                    f" max(parallelism.tensor, parallelism.expert) ranks, at most {MAX_RANKS}; set lower numbers",
+                },
+                {
+                    "rule": f"self.replicas * (({_RANKS} + self.pods.ranksPerPod - 1) / self.pods.ranksPerPod)"
+                    f" <= {MAX_PODS}",
+                    "message": "spec.replicas: a resource has replicas * pipeline * max(tensor, expert) / ranksPerPod"
+                    f" pods, at most {MAX_PODS}; set a lower number, or raise pods.ranksPerPod",
                 },
             ]
         }
@@ -99,6 +122,23 @@ class Spec(Part):
                 f"{ranks} or less"
             )
             raise misplaced("pods.ranksPerPod", per_pod, message)
+        return self
+
+    @model_validator(mode="after")
+    def _size_is_limited(self) -> Self:
+        ranks, pods = self.parallelism.ranks, self.replicas * self.pods_per_group
+        if ranks > MAX_RANKS:
+            message = (
+                f"gives a replica group {ranks} ranks (pipeline * max(tensor, expert)), at most {MAX_RANKS} are "
+                "possible; lower these"
+            )
+            raise misplaced("parallelism.tensor", self.parallelism.tensor, message)
+        if pods > MAX_PODS:
+            message = (
+                f"makes {pods} pods ({self.pods_per_group} per replica group), at most {MAX_PODS} are possible; "
+                "lower it, or raise pods.ranksPerPod"
+            )
+            raise misplaced("replicas", self.replicas, message)
         return self
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, Strict, model_validator
 from megatron_operator.api.quantity import MemorySize
 from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, Part, Text, misplaced
 
-Degree = Annotated[Integer, Field(ge=1, le=4096)]
+Degree = Annotated[Integer, Field(ge=1, le=1024)]
 
 
 class Device(StrEnum):
