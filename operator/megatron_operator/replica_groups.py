@@ -110,11 +110,15 @@ class ReplicaGroup:
     def failure(self, policy: FailurePolicy, now: float) -> ReplicaGroupFailure | None:
         """The failure of the latest attempt: the first pod that ended, or a startup timeout.
 
-        Pods that report a lost rank of another pod come last. Without pods, the failure in the last status counts.
+        Pods that report a lost rank of another pod come last, after a pod that the cluster ends. Without pods, the
+        failure in the last status counts.
         """
         ended = [pod for pod in self.pods if pod.finished and not pod.deleting and not self._ended_with_first_pod(pod)]
         if ended:
             first = min(ended, key=lambda pod: (_is_consequence(pod), _end_of(pod), pod.index))
+            disrupted = next((pod for pod in self.pods if pod.disruption is not None), None)
+            if disrupted is not None and disrupted.disruption is not None and _is_consequence(first):
+                return self._failure_of(disrupted, disrupted.disruption, _end_of(first), policy)
             return self._failure_of(first, first.failure or _unexplained(first), _end_of(first), policy)
         deadline = self.startup_deadline(policy)
         if deadline is not None and deadline <= now:
@@ -147,7 +151,7 @@ class ReplicaGroup:
         last = self.memory.last_failure if self.memory else None
         if last is None or last.attempt != self.attempt:
             return None
-        failure = Failure(last.reason, last.message, last.rank, last.exit_code)
+        failure = Failure(last.reason, last.message, last.rank, last.exit_code, last.disruption)
         return ReplicaGroupFailure(last.attempt, last.pod, failure, seconds(last.time), self.restarts)
 
     @property

@@ -17,6 +17,8 @@ class Retry:
 
     at: float
     restarts: int
+    is_counted: bool = True
+    """Whether the restart counts against the budget."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,12 @@ class GiveUp:
 def restart_decision(
     group: ReplicaGroup, failed: ReplicaGroupFailure, policy: FailurePolicy, template_hash: str
 ) -> Retry | GiveUp:
-    """Decide whether and when to restart. A changed template restarts at once; invalid input never restarts; otherwise
-    the budget and an exponential back-off apply."""
+    """Decide whether and when to restart. A changed template restarts at once; a pod that the cluster ended does not
+    count; invalid input never restarts; otherwise the budget and an exponential back-off apply."""
     if group.template_hash != template_hash:
         return Retry(at=failed.time, restarts=0)
+    if failed.failure.disruption:
+        return Retry(at=failed.time + backoff(0, policy), restarts=failed.restarts, is_counted=False)
     if failed.failure.bad_input:
         return GiveUp(failed.failure.reason or BAD_INPUT)
     if failed.restarts >= policy.max_restarts:

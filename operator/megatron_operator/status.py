@@ -177,5 +177,6 @@ def _last_failure(view: ReplicaGroupView, inputs: StatusInputs) -> LastFailure |
         exit_code=failed.failure.exit_code,
         reason=failed.failure.reason,
         message=failed.failure.message,
+        disruption=failed.failure.disruption,
         time=timestamp(failed.time),
     )

@@ -59,6 +59,11 @@ def _after_failure(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
             return WaitReason(reason, f"{words}; all {limit} restarts are used up: {fix}")
         case GiveUp(reason=reason):
             return WaitReason(reason, f"{words}; no further attempt until the spec changes")
+        case Retry(at=at, is_counted=False):
+            start = "now" if at <= inputs.world.now else f"at {time_of_day(at)}"
+            return WaitReason(
+                "Disrupted", f"{words}; the cluster ended the pod, so the restart does not count; it starts {start}"
+            )
         case Retry(restarts=0):
             return WaitReason("Restarting", f"{words}; restarted with the changed spec")
         case Retry(at=at) if at <= inputs.world.now:

@@ -68,6 +68,8 @@ class Failure:
     message: str
     rank: int | None = None
     exit_code: int | None = None
+    disruption: bool = False
+    """Whether the cluster ended the pod (eviction, preemption, a node that shut down). The model did not fail."""
 
     @property
     def bad_input(self) -> bool:
@@ -117,6 +119,8 @@ class ObservedPod:
     """Why the pod cannot start: Unschedulable, ImagePull, ..."""
     failure: Failure | None = None
     """Set when the phase is Failed, or Succeeded although the pod should run."""
+    disruption: Failure | None = None
+    """Why the cluster ends or has ended the pod; None for a pod that it leaves alone."""
     rank_phase: str | None = None
     """The least advanced phase of the pod's ranks: Starting, Loading, Rendezvous, Registering, Serving."""
     loading: Loading | None = None

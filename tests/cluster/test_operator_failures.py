@@ -54,6 +54,23 @@ async def test_the_startup_timeout_begins_when_a_pod_that_waited_is_scheduled(
     assert seconds(failure["time"]) == seconds(bound) + 3
 
 
+async def test_a_pod_that_the_cluster_preempts_does_not_use_up_the_restart_budget(
+    chat: Resource, stage: ScriptedNode
+) -> None:
+    await chat.create(failurePolicy={**QUICK, "maxRestarts": 0})
+    for attempt in range(3):
+        pod = (await chat.until_pods(f"chat-0-{attempt}-0"))[f"chat-0-{attempt}-0"]
+        await stage.run(pod)
+        await stage.make_ready(pod)
+        await chat.until_phase("Running")
+        await stage.preempt(pod)
+    await chat.until_pods("chat-0-3-0")
+    status = await chat.until(lambda status: status["replicaGroups"][0].get("attempt") == 3, "the next attempt")
+    (group,) = status["replicaGroups"]
+    assert (status["restarts"], group["lastFailure"]["reason"]) == (0, "Preempting")
+    assert group["lastFailure"]["disruption"] is True
+
+
 async def test_the_pods_of_a_group_are_replaced_together(chat: Resource, stage: ScriptedNode) -> None:
     await chat.create(parallelism={"tensor": 3, "pipeline": 2}, pods={"device": "cpu", "ranksPerPod": 4})
     first = await chat.until_pods("chat-0-0-0", "chat-0-0-1")

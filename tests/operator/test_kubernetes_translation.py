@@ -221,7 +221,32 @@ def test_an_evicted_pod_says_so_and_not_what_followed_from_it() -> None:
 def test_a_preempted_pod_says_so() -> None:
     disrupted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "for a-0"}
     status = {"phase": "Failed", "conditions": [disrupted], "containerStatuses": [container(**terminated(143))]}
-    assert seen(status).failure == Failure("PreemptionByScheduler", "for a-0")
+    assert seen(status).failure == Failure("PreemptionByScheduler", "for a-0", disruption=True)
+
+
+@pytest.mark.parametrize(
+    ("status", "disrupted"),
+    [
+        ({"reason": "Preempting", "message": "Preempted in order to admit critical pod"}, True),
+        ({"reason": "NodeShutdown", "message": "Pod was rejected as the node is shutting down."}, True),
+        ({"reason": "Evicted", "message": "The node was low on resource: memory."}, True),
+        ({"reason": "Evicted", "message": "Usage of EmptyDir volume exceeds the limit"}, False),
+        ({"reason": "UnexpectedAdmissionError", "message": "no GPU"}, False),
+        ({"conditions": [{"type": "DisruptionTarget", "status": "False"}]}, False),
+    ],
+)
+def test_only_what_the_cluster_does_for_its_own_sake_is_a_disruption(status: dict[str, Any], disrupted: bool) -> None:
+    observed = seen({"phase": "Failed", "containerStatuses": [container(**terminated(143))], **status})
+    assert observed.failure is not None
+    assert (observed.disruption is not None, observed.failure.disruption) == (disrupted, disrupted)
+
+
+def test_a_running_pod_that_is_about_to_be_evicted_is_marked() -> None:
+    words = {"reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}
+    status = {"phase": "Running", "conditions": [{"type": "DisruptionTarget", "status": "True", **words}]}
+    observed = seen(status, deletionTimestamp=READY_AT)
+    assert observed.disruption == Failure("EvictionByEvictionAPI", "Eviction API: evicting", disruption=True)
+    assert observed.failure is None
 
 
 def test_a_pod_that_failed_without_a_word_is_a_failure_all_the_same() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planning_support.planning import Planning, created, deleted, restarts
 
-from megatron_operator.api.v1alpha1 import Status
+from megatron_operator.api.v1alpha1 import ConditionType, Status
 from megatron_operator.plan import Plan, plan
 from megatron_operator.replica_groups import LOST_AFTER
 from megatron_operator.status import build_status
@@ -201,3 +201,68 @@ def test_a_creation_decided_twice_is_the_same_creation() -> None:
     first = plan(planning.resource, before).actions
     planning.status = build_status(planning.resource, before)
     assert created(list(plan(planning.resource, before).actions)) == created(list(first))
+
+
+# --- pods that the cluster ends
+
+
+def test_a_preempted_pod_does_not_count_against_the_budget() -> None:
+    planning = Planning(failurePolicy={"maxRestarts": 1}).settled()
+    cluster = planning.cluster
+    for attempt in range(4):
+        cluster.preempt(f"chat-0-{attempt}-0")
+        assert planning.round() == []
+        assert planning.look().requeue_after == 10
+        cluster.now += 10
+        actions = planning.round()
+        assert (created(actions), restarts(actions)) == ([f"chat-0-{attempt + 1}-0"], ["0"])
+        cluster.run_up()
+        planning.round()
+    (group,) = planning.status.replica_groups
+    assert (group.restarts, group.last_failure and group.last_failure.disruption) == (0, True)
+
+
+def test_restarts_before_a_preemption_still_count_after_it() -> None:
+    planning = Planning(failurePolicy={"maxRestarts": 1}).settled()
+    cluster = planning.cluster
+    cluster.fail("chat-0-0-0")
+    cluster.now += 10
+    assert restarts(planning.round()) == ["1"]
+    cluster.run_up()
+    cluster.preempt("chat-0-1-0")
+    planning.round()
+    cluster.remove("chat-0-1-0")  # The failure is in the status only.
+    cluster.now += 10
+    assert restarts(planning.round()) == ["1"]
+    cluster.run_up()
+    cluster.fail("chat-0-2-0")
+    cluster.now += 3600
+    assert created(planning.round()) == []
+    assert planning.status.condition(ConditionType.FAILED).reason == "RestartBudgetExceeded"
+
+
+def test_pods_that_lose_a_rank_of_an_evicted_pod_do_not_count() -> None:
+    planning = Planning(parallelism={"tensor": 2}, failurePolicy={"maxRestarts": 0}).settled()
+    cluster = planning.cluster
+    cluster.evict("chat-0-0-1")
+    lost = Failure("LostRank", "rank 0: adding up a layer: rank 1 is missing", rank=1, exit_code=1)
+    cluster.fail("chat-0-0-0")
+    cluster.change("chat-0-0-0", failure=lost)
+    planning.round()
+    (group,) = planning.status.replica_groups
+    assert group.last_failure is not None
+    assert (group.last_failure.pod, group.last_failure.reason) == ("chat-0-0-1", "EvictionByEvictionAPI")
+    cluster.remove("chat-0-0-1")
+    cluster.remove("chat-0-0-0")
+    cluster.now += 10
+    actions = planning.round()
+    assert (created(actions), restarts(actions)) == (["chat-0-1-0", "chat-0-1-1"], ["0", "0"])
+
+
+def test_a_pod_that_fails_by_itself_in_a_group_with_an_evicted_pod_counts() -> None:
+    planning = Planning(parallelism={"tensor": 2}, failurePolicy={"maxRestarts": 0}).settled()
+    planning.cluster.evict("chat-0-0-1")
+    planning.cluster.fail("chat-0-0-0", exit_code=137)
+    planning.round()
+    failed = planning.status.condition(ConditionType.FAILED)
+    assert (failed.status, failed.reason) == ("True", "RestartBudgetExceeded")

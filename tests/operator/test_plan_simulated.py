@@ -123,6 +123,12 @@ class RandomHistory(RuleBasedStateMachine):
             else:
                 self.cluster.delete(name)
 
+    @rule(choice=st.integers(0, 99), at_once=st.booleans())
+    def the_cluster_ends_a_pod(self, choice: int, at_once: bool) -> None:
+        name = self._pick(choice)
+        if name and self.cluster.pods[name].phase is PodPhase.RUNNING:
+            (self.cluster.preempt if at_once else self.cluster.evict)(name)
+
     @rule(choice=st.integers(0, 99))
     def someone_deletes_a_child(self, choice: int) -> None:
         if self.cluster.children:

@@ -20,6 +20,11 @@ IMAGE_REASONS = (
     "ImageInspectError",
     "RegistryUnavailable",
 )
+EVICTED = "Evicted"
+LOW_ON_RESOURCE = "The node was low on resource"
+"""Start of the kubelet's message when it evicts a pod for the node's sake."""
+NODE_REASONS = ("NodeLost", "NodeShutdown", "Preempting", "Shutdown", "Terminated")
+"""Reasons of pods that ended because of their node, or for a pod with a higher priority."""
 NORMAL_REASONS = ("ContainerCreating", "PodInitializing")
 """Reasons that every starting pod has."""
 
@@ -57,6 +62,7 @@ def observed_pod(pod: Object) -> ObservedPod | None:
         deletion_deadline=_time(deletion),
         waiting=_waiting(spec, status) if phase is PodPhase.PENDING else None,
         failure=_failure(status) if phase is PodPhase.FAILED else None,
+        disruption=_disruption(status),
     )
 
 
@@ -114,16 +120,30 @@ def _image_of(container: Object, spec: Object, words: str) -> str:
 
 def _failure(status: Object) -> Failure:
     """The pod's own reason (evicted, lost) takes precedence over the reason of its container, which follows from it."""
-    disruption = _condition(status, "DisruptionTarget")
+    if (disruption := _disruption(status)) is not None:
+        return disruption
     ended = _first_to_end(status)
     if status.get("reason"):
         return Failure(status["reason"], status.get("message") or "the cluster ended the pod")
-    if disruption.get("status") == "True":
-        reason = disruption.get("reason") or "Disrupted"
-        return Failure(reason, disruption.get("message") or "the cluster ended the pod")
     if ended is None:
         return Failure("PodFailed", status.get("message") or "the pod failed without a reason")
     return read_failure(ended.get("exitCode"), ended.get("reason") or "", (ended.get("message") or "").strip())
+
+
+def _disruption(status: Object) -> Failure | None:
+    """Why the cluster ends or has ended the pod; None for other pods.
+
+    Since 1.26 Kubernetes sets the condition DisruptionTarget, but not for a pod that is evicted because it exceeded a
+    limit of its own. Older versions have the reasons only.
+    """
+    reason, message = status.get("reason") or "", status.get("message") or ""
+    condition = _condition(status, "DisruptionTarget")
+    is_target = condition.get("status") == "True"
+    low_on_resource = reason == EVICTED and message.startswith(LOW_ON_RESOURCE)
+    if not (is_target or low_on_resource or reason in NODE_REASONS):
+        return None
+    words = message or condition.get("message") or "the cluster ended the pod"
+    return Failure(reason or condition.get("reason") or "Disrupted", words, disruption=True)
 
 
 def _first_to_end(status: Object) -> Object | None:

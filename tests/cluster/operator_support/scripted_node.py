@@ -84,6 +84,17 @@ class ScriptedNode(PlayedNode):
             },
         )
 
+    async def preempt(self, pod: Json) -> None:
+        """The kubelet has ended the pod for one with a higher priority."""
+        await self.stop(pod, 0)
+        words = {"reason": "TerminationByKubelet", "message": "Preempted in order to admit critical pod"}
+        target = {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": now()[:19] + "Z", **words}
+        ready = {"type": "Ready", "status": "False", "lastTransitionTime": now()[:19] + "Z"}
+        await self.report(
+            pod,
+            {"phase": "Failed", "reason": "Preempting", "message": words["message"], "conditions": [ready, target]},
+        )
+
     async def wait_for_image(self, pod: Json, message: str) -> None:
         """The image cannot be fetched."""
         waiting = {"waiting": {"reason": "ImagePullBackOff", "message": message}}

@@ -183,6 +183,18 @@ class SimulatedCluster:
         )
         self._notice_loss()
 
+    def evict(self, name: str) -> None:
+        """The eviction API: the pod is marked and deleted."""
+        words = "Eviction API: evicting"
+        self.change(name, disruption=Failure("EvictionByEvictionAPI", words, disruption=True))
+        self.delete(name)
+
+    def preempt(self, name: str) -> None:
+        """The kubelet ends the pod for one with a higher priority; its object stays."""
+        failure = Failure("Preempting", "Preempted in order to admit critical pod", disruption=True)
+        self.fail(name)
+        self.change(name, failure=failure, disruption=failure)
+
     def delete(self, name: str, grace_seconds: int = 30) -> None:
         """The API server is asked to delete the pod; the kubelet has not done so yet."""
         pod = self.pods[name]

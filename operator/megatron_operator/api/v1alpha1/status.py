@@ -71,6 +71,8 @@ class LastFailure(Report):
     """Cause, as a CamelCase word."""
     message: str = ""
     """Cause, as the pod reported it."""
+    disruption: bool = False
+    """Whether the cluster ended the pod (eviction, preemption, node shutdown), so that the restart does not count."""
     time: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
     """When it ended."""
 
