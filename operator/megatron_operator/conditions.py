@@ -17,6 +17,7 @@ from megatron_operator.world import EngineState, Signal
 HOLDS_REQUESTS = (EngineState.PAUSED, EngineState.SUSPENDING, EngineState.SUSPENDED, EngineState.RESUMING)
 GROUP_FAILED = "GroupFailed"
 AUTO_SUSPENDED = "AutoSuspended"
+ROLLOUT_STALLED = "RolloutStalled"
 IN_PROGRESS_REASONS = {
     Signal.PAUSE: "Pausing",
     Signal.UNPAUSE: "Unpausing",
@@ -95,21 +96,20 @@ def progressing(inputs: StatusInputs) -> ConditionState:
         secret = names.keys_secret(inputs.resource.name)
         words = f"the Secret {secret} was removed: all pods drain and end, then new pods start with new keys"
         return ConditionState("True", "RotatingKeys", words)
-    moving = [view for view in inputs.groups if view.state is not ReplicaGroupState.READY and view.given_up is None]
+    moving = [view for view in inputs.all_groups if view.state is not ReplicaGroupState.READY and view.given_up is None]
     if moving:
         return _why("True", moving[0], inputs)
     if inputs.surplus_groups:
         groups = _listed(inputs.surplus_groups)
         return ConditionState("True", "ScalingDown", f"replica group {groups} drains and is removed")
     given_up = [view for view in inputs.groups if view.given_up is not None]
-    if inputs.outdated_groups and not given_up:
-        groups = _listed(inputs.outdated_groups)
-        words = f"replica group {groups} still runs the previous template; one is replaced at a time"
-        return ConditionState("True", "RollingOut", words)
+    rolling_out = _rolling_out(inputs) if inputs.outdated_groups and not given_up else None
+    if rolling_out is not None and rolling_out.status == "True":
+        return rolling_out
     if inputs.leading_group.given_up is None:
         found = _lifecycle_progress(inputs)
         if found.status != "False" or not given_up:
-            return found
+            return rolling_out if rolling_out is not None and found.status == "False" else found
     return _why("False", given_up[0], inputs)
 
 
@@ -129,6 +129,8 @@ def degraded(inputs: StatusInputs) -> ConditionState:
         return AS_EXPECTED
     if inputs.problems:
         return ConditionState("True", "ApplyFailed", "; ".join(inputs.problems))
+    if inputs.stalled_groups:
+        return _stalled(inputs)
     if inputs.unrecovered_groups:
         causes = [wait_reason(view, inputs) for view in inputs.unrecovered_groups]
         given_up = [view.given_up.reason for view in inputs.unrecovered_groups if view.given_up is not None]
@@ -147,6 +149,24 @@ def failed(inputs: StatusInputs) -> ConditionState:
     if inputs.should_have_pods and inputs.leading_group.given_up is not None:
         return _why("True", inputs.leading_group, inputs)
     return AS_EXPECTED
+
+
+def _rolling_out(inputs: StatusInputs) -> ConditionState:
+    rollout, budget = inputs.resource.spec.rollout, inputs.rollout_budget
+    words = f"replica group {_listed(inputs.outdated_groups)} still runs the previous template"
+    if rollout.paused:
+        return ConditionState("False", "RolloutPaused", f"{words}; set rollout.paused to false to go on")
+    if max(inputs.outdated_groups) < rollout.partition:
+        return ConditionState("False", "RolloutPartitioned", f"{words}; lower rollout.partition to go on")
+    limits = f"{budget.max_unavailable} may be unavailable and {budget.max_surge} may run in addition at a time"
+    return ConditionState("True", "RollingOut", f"{words}; {limits}")
+
+
+def _stalled(inputs: StatusInputs) -> ConditionState:
+    causes = "; ".join(wait_reason(view, inputs).message for view in inputs.stalled_groups)
+    words = f"the rollout has stopped: replica group {_listed(inputs.outdated_groups)} keeps the previous template"
+    fix = "to go back, apply the previous spec again; to go on, fix the spec"
+    return ConditionState("True", ROLLOUT_STALLED, f"{words}; {causes}; {fix}")
 
 
 def _leaving(inputs: StatusInputs) -> ConditionState:

@@ -40,12 +40,15 @@ def running_leader(world: World) -> ObservedPod | None:
     return pod if pod is not None and pod.phase is PodPhase.RUNNING and not pod.deleting else None
 
 
-def leading_group(resource: MegatronInference, world: World) -> int:
-    """Index of the group whose first pod is the leader, or was the last leader if that group still exists."""
+def leading_group(resource: MegatronInference, world: World, count: int | None = None) -> int:
+    """Index of the group whose first pod is the leader, or was the last leader if that group still exists.
+
+    ``count`` is the number of groups, by default that of the desired ones.
+    """
     leader, before = current_leader(world.pods), resource.status.leader
     known = [leader.group] if leader is not None else []
     known += [before.replica_group] if before is not None else []
-    return next((group for group in known if group < resource.spec.replicas), 0)
+    return next((group for group in known if group < (count or resource.spec.replicas)), 0)
 
 
 def next_epoch(resource: MegatronInference, world: World) -> int:
@@ -61,7 +64,7 @@ class LeaderSelection:
 
     Args:
         states: States of ``groups``, in the same order.
-        rolling: The group that the rollout replaces next.
+        rolling: The groups that the rollout replaces now.
     """
 
     resource: MegatronInference
@@ -69,7 +72,7 @@ class LeaderSelection:
     groups: Sequence[ReplicaGroup]
     states: Sequence[ReplicaGroupState]
     template_hash: str
-    rolling: ReplicaGroup | None = None
+    rolling: Sequence[ReplicaGroup] = ()
 
     @property
     def leader(self) -> ObservedPod | None:
@@ -159,7 +162,7 @@ class LeaderSelection:
 
     def _is_to_be_removed(self, leader: ObservedPod) -> bool:
         is_surplus = leader.group >= len(self.groups)
-        return is_surplus or (self.rolling is not None and leader.group == self.rolling.index)
+        return is_surplus or leader.group in [group.index for group in self.rolling]
 
     def _successor(self) -> ObservedPod | None:
         """The next leader. A healthy leader gives way only to a pod that is ready."""
@@ -172,7 +175,7 @@ class LeaderSelection:
             for group, state in zip(self.groups, self.states, strict=True)
             if (pod := group.first_pod) is not None
             and pod != leader
-            and group != self.rolling
+            and group not in self.rolling
             and state not in (ReplicaGroupState.FAILED, ReplicaGroupState.LEAVING)
             and _is_running(pod)
             and (pod_is_ready(pod) if leader_is_healthy else pod.rank_phase in LOADED)

@@ -190,6 +190,18 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
 
+NO_RESTART = {
+    "replicas",
+    "lifecycle",
+    "expose",
+    "failure_policy",
+    "image",
+    "image_pull_policy",
+    "rollout",
+}
+"""Fields of the spec that replace no pods; ``image`` is part of the hash by itself."""
+
+
 def template_hash(resource: MegatronInference, image: str) -> str:
     """Changes exactly when running pods have to be replaced.
 
@@ -200,6 +212,6 @@ def template_hash(resource: MegatronInference, image: str) -> str:
         mode="json",
         by_alias=True,
         exclude_defaults=True,
-        exclude={"replicas", "lifecycle", "expose", "failure_policy", "image"},
+        exclude=NO_RESTART,
     )
     return hash_of({"spec": spec, "image": image})

@@ -20,10 +20,10 @@ from megatron_operator.replica_groups import (
     ReplicaGroup,
     ReplicaGroupState,
     lost_at,
-    observe_replica_groups,
     pods_without_keys,
 )
 from megatron_operator.restarts import GiveUp, Retry, restart_decision
+from megatron_operator.rollout import Rollout, rollout_budget
 from megatron_operator.settings import Settings
 from megatron_operator.world import (
     Action,
@@ -62,9 +62,10 @@ class _Planner:
         self.settings = settings
         self.policy = resource.spec.failure_policy
         self.template_hash = names.template_hash(resource, image_of(resource, settings))
-        self.groups = observe_replica_groups(resource, world)
+        rollout = Rollout(resource, world, self.template_hash, rollout_budget(resource, settings))
+        self.groups = rollout.groups()
         self.states = tuple(group.state(self.policy, world.now) for group in self.groups)
-        self.rolling = self._next_to_roll()
+        self.rolling = rollout.replaced(self.groups, leading_group(resource, world))
         self.leader_selection = LeaderSelection(
             resource, world, self.groups, self.states, self.template_hash, self.rolling
         )
@@ -120,9 +121,9 @@ class _Planner:
         self.deadlines += [at for pod in pods if (at := lost_at(pod)) is not None]
 
     def _surplus(self) -> Iterator[Action]:
-        replicas = self.resource.spec.replicas
+        count = len(self.groups)
         surplus = [
-            pod for pod in self.world.pods if pod.group >= replicas and not self.leader_selection.is_needed(pod.group)
+            pod for pod in self.world.pods if pod.group >= count and not self.leader_selection.is_needed(pod.group)
         ]
         old = [pod for group in self.groups for pod in group.old_pods]
         yield from self._delete_all([*surplus, *old])
@@ -140,10 +141,8 @@ class _Planner:
                     yield from self._follow_failure(group)
                 case ReplicaGroupState.STARTING:
                     yield from self._follow_start(group)
-                case ReplicaGroupState.READY if group is self.rolling and not self.leader_selection.is_needed(
-                    group.index
-                ):
-                    yield from self._delete_all(group.pods)
+                case ReplicaGroupState.READY:
+                    yield from self._follow_rollout(group)
 
     def _follow_absence(self, group: ReplicaGroup) -> Iterator[Action]:
         restarts = group.restarts if group.template_hash == self.template_hash else 0
@@ -152,8 +151,7 @@ class _Planner:
     def _follow_start(self, group: ReplicaGroup) -> Iterator[Action]:
         assert group.attempt is not None
         if group.template_hash != self.template_hash:
-            # It does not serve yet, so it need not wait for its turn in the rollout.
-            yield from self._delete_all(group.pods)
+            yield from self._follow_rollout(group)
             return
         yield from self._create(group, group.attempt, group.restarts, group.missing)
         if (deadline := group.startup_deadline(self.policy)) is not None:
@@ -189,13 +187,13 @@ class _Planner:
             identity = PodIdentity(group.index, attempt, index, leads, self.template_hash, restarts, epoch)
             yield CreatePod(render_pod(self.resource, identity, self.settings))
 
-    def _next_to_roll(self) -> ReplicaGroup | None:
-        """The one group that the rollout replaces now: only while all others are ready, and the leader's group last."""
-        if any(state is not ReplicaGroupState.READY for state in self.states):
-            return None
-        leads = leading_group(self.resource, self.world)
-        outdated = [group for group in self.groups if group.template_hash != self.template_hash]
-        return max(outdated, key=lambda group: (group.index != leads, group.index), default=None)
+    def _follow_rollout(self, group: ReplicaGroup) -> Iterator[Action]:
+        """Replace the group if its turn has come. One that served stays until another group has the leader."""
+        is_needed = group.has_served and self.leader_selection.is_needed(group.index)
+        if group in self.rolling and not is_needed:
+            yield from self._delete_all(group.pods)
+        elif (deadline := group.startup_deadline(self.policy)) is not None:
+            self.deadlines.append(deadline)
 
     # --- the engine
 

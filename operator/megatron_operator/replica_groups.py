@@ -95,6 +95,11 @@ class ReplicaGroup:
         return sum(pod_is_ready(pod) for pod in self.pods)
 
     @property
+    def has_served(self) -> bool:
+        """Whether all pods of the latest attempt are ready or were, so that an unready group may become ready again."""
+        return bool(self.pods) and all(pod.ready or _was_ready(pod) for pod in self.pods)
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Indices of the latest attempt without a pod."""
         present = {pod.index for pod in self.pods}
@@ -181,15 +186,17 @@ class ReplicaGroup:
         return ReplicaGroupState.READY if self.ready_pods == self.size else ReplicaGroupState.STARTING
 
 
-def observe_replica_groups(resource: MegatronInference, world: World) -> tuple[ReplicaGroup, ...]:
-    """The desired replica groups, by index."""
+def observe_replica_groups(
+    resource: MegatronInference, world: World, count: int | None = None
+) -> tuple[ReplicaGroup, ...]:
+    """The first ``count`` replica groups, by index; without it, the desired ones."""
     memories = {group.index: group for group in resource.status.replica_groups}
     pods: dict[int, list[ObservedPod]] = defaultdict(list)
     for pod in sorted(world.pods, key=lambda pod: pod.index):
         pods[pod.group].append(pod)
     return tuple(
         _observe_replica_group(resource, world, index, pods.get(index, []), memories.get(index))
-        for index in range(resource.spec.replicas)
+        for index in range(resource.spec.replicas if count is None else count)
     )
 
 
@@ -217,6 +224,12 @@ def pod_is_ready(pod: ObservedPod) -> bool:
     """Whether the pod is ready and its ranks serve."""
     serves = pod.rank_phase in (None, SERVING)
     return pod.phase is PodPhase.RUNNING and pod.ready and serves and not pod.deleting
+
+
+def _was_ready(pod: ObservedPod) -> bool:
+    """Whether an unready pod was ready: the kubelet sets the first condition Ready before the containers start."""
+    changed, started = pod.ready_changed_at, pod.startup_since
+    return changed is not None and started is not None and changed > started
 
 
 def lost_at(pod: ObservedPod) -> float | None:

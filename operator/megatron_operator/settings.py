@@ -63,6 +63,8 @@ class Settings:
     """Image of the runtime for resources without ``spec.image``."""
     network_policies: NetworkPolicies | None = None
     """None to create no NetworkPolicies."""
+    has_spare_nodes: bool = True
+    """Whether there may be room for a replica group besides the running ones."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Self:

@@ -22,6 +22,7 @@ from megatron_operator.api.v1alpha1 import (
 from megatron_operator.conditions import ConditionState, compute_conditions, written
 from megatron_operator.leader_selection import current_leader
 from megatron_operator.render import image_of
+from megatron_operator.rollout import rollout_budget
 from megatron_operator.settings import Settings
 from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
 from megatron_operator.timestamps import timestamp
@@ -53,10 +54,11 @@ def build_status(
 
     ``resource.status`` is the previous status: unchanged conditions keep their times.
     """
-    template_hash = names.template_hash(resource, image_of(resource, settings or Settings()))
-    inputs = StatusInputs(resource, world, template_hash, tuple(problems))
+    settings = settings or Settings()
+    template_hash = names.template_hash(resource, image_of(resource, settings))
+    inputs = StatusInputs(resource, world, template_hash, tuple(problems), rollout_budget(resource, settings))
     generation = resource.metadata.generation
-    groups = [_group_status(view, inputs) for view in inputs.groups]
+    groups = [_group_status(view, inputs) for view in inputs.all_groups]
     state = inputs.engine_state
     ready = inputs.ready_groups if inputs.should_have_pods else 0
     return Status(

@@ -11,10 +11,10 @@ from megatron_operator.replica_groups import (
     ReplicaGroup,
     ReplicaGroupFailure,
     ReplicaGroupState,
-    observe_replica_groups,
     pods_without_keys,
 )
 from megatron_operator.restarts import GiveUp, Retry, restart_decision
+from megatron_operator.rollout import IN_PLACE, Rollout, RolloutBudget
 from megatron_operator.timestamps import seconds
 from megatron_operator.world import EngineState, ObservedPod, World
 
@@ -52,6 +52,7 @@ class StatusInputs:
     world: World
     template_hash: str
     problems: tuple[str, ...] = ()
+    rollout_budget: RolloutBudget = IN_PLACE
 
     @cached_property
     def last_failures(self) -> dict[int, LastFailure | None]:
@@ -74,14 +75,30 @@ class StatusInputs:
         return not self.resource.deleting and self.desired is not Lifecycle.STOPPED
 
     @cached_property
+    def rollout(self) -> Rollout:
+        """The rollout of the current template."""
+        return Rollout(self.resource, self.world, self.template_hash, self.rollout_budget)
+
+    @cached_property
+    def all_groups(self) -> tuple[ReplicaGroupView, ...]:
+        """The desired replica groups, by index, and behind them those that run for a rollout."""
+        return tuple(self._view(group) for group in self.rollout.groups())
+
+    @property
     def groups(self) -> tuple[ReplicaGroupView, ...]:
         """The desired replica groups, by index."""
-        return tuple(self._view(group) for group in observe_replica_groups(self.resource, self.world))
+        return self.all_groups[: self.resource.spec.replicas]
+
+    @cached_property
+    def stalled_groups(self) -> tuple[ReplicaGroupView, ...]:
+        """Groups with the new template that fail or cannot start, while others still run the previous one."""
+        stalled = self.rollout.stalled([view.group for view in self.all_groups])
+        return tuple(view for view in self.all_groups if view.group in stalled)
 
     @cached_property
     def leading_group(self) -> ReplicaGroupView:
         """The group whose first pod is the leader, or was last."""
-        return self.groups[leading_group(self.resource, self.world)]
+        return self.all_groups[leading_group(self.resource, self.world, len(self.all_groups))]
 
     @cached_property
     def ready_groups(self) -> int:
@@ -91,7 +108,7 @@ class StatusInputs:
     @property
     def surplus_groups(self) -> tuple[int, ...]:
         """Indices of groups that still have pods but are no longer desired."""
-        return tuple(sorted({pod.group for pod in self.world.pods if pod.group >= self.resource.spec.replicas}))
+        return tuple(sorted({pod.group for pod in self.world.pods if pod.group >= len(self.all_groups)}))
 
     @cached_property
     def has_no_keys(self) -> bool:
@@ -100,13 +117,13 @@ class StatusInputs:
 
     @cached_property
     def outdated_groups(self) -> tuple[int, ...]:
-        """Indices of desired groups whose pods have another template."""
+        """Indices of desired groups whose pods have another template, whether the rollout reaches them or not."""
         return tuple(view.group.index for view in self.groups if view.group.template_hash != self.template_hash)
 
     @cached_property
     def unrecovered_groups(self) -> tuple[ReplicaGroupView, ...]:
-        """Desired groups that failed and are not ready again."""
-        return tuple(view for view in self.groups if view.is_unrecovered)
+        """Groups that failed and are not ready again."""
+        return tuple(view for view in self.all_groups if view.is_unrecovered)
 
     @cached_property
     def leader(self) -> ObservedPod | None:

@@ -34,6 +34,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "pods": {"device": "cpu", "ranksPerPod": 64},
     },
     "spec.replicas": {"replicas": 513, "parallelism": {"tensor": 2}},
+    "spec.rollout.maxUnavailable": {"rollout": {"maxUnavailable": 0, "maxSurge": 0}},
     "spec.routing.policy": {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},
     "spec.frontend.parsers": {"frontend": {"parsers": ["qwen3", "deepseek_r1"]}},
 }

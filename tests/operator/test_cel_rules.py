@@ -67,16 +67,20 @@ sources = st.fixed_dictionaries(
         "image": st.just({"reference": "registry.example.com/m:1"}),
     },
 )
-sizes = st.one_of(st.integers(1, 6), st.sampled_from([32, 33, 1024]))
+sizes = st.integers(1, 6)
+degrees = st.one_of(sizes, st.sampled_from([32, 33, 1024]))
 specs = st.fixed_dictionaries(
     {"model": st.fixed_dictionaries({"source": sources})},
     optional={
         "replicas": st.sampled_from([1, 31, 32, 1024]),
-        "parallelism": st.fixed_dictionaries({}, optional={"tensor": sizes, "pipeline": sizes, "expert": sizes}),
+        "parallelism": st.fixed_dictionaries({}, optional={"tensor": degrees, "pipeline": degrees, "expert": degrees}),
         "pods": st.fixed_dictionaries({}, optional={"ranksPerPod": sizes}),
         "engine": st.fixed_dictionaries({}, optional={"prefixCaching": st.booleans()}),
         "routing": st.fixed_dictionaries(
             {}, optional={"policy": st.sampled_from(["LongestPrefix", "FirstPrefixBlock", "RoundRobin"])}
+        ),
+        "rollout": st.fixed_dictionaries(
+            {}, optional={"maxUnavailable": st.integers(0, 1), "maxSurge": st.integers(0, 1)}
         ),
         "frontend": st.fixed_dictionaries(
             {}, optional={"parsers": st.lists(st.sampled_from(TOOLS_OR_REASONING), unique=True)}
@@ -119,6 +123,7 @@ def test_an_api_server_and_the_operator_refuse_the_same_resources(name: str, spe
         ({"parallelism": {"tensor": 1024, "pipeline": 2}, "pods": {"ranksPerPod": 64}}, "spec.parallelism.tensor"),
         ({"replicas": 513, "parallelism": {"tensor": 2}}, "spec.replicas"),
         ({"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}}, "spec.routing.policy"),
+        ({"rollout": {"maxUnavailable": 0, "maxSurge": 0}}, "spec.rollout.maxUnavailable"),
         ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers"),
     ],
 )

@@ -114,6 +114,11 @@ def test_what_is_left_out_gets_its_default() -> None:
             "spec.routing.policy",
             "set that to true, or choose RoundRobin",
         ),
+        (
+            {"rollout": {"maxUnavailable": 0, "maxSurge": 0}},
+            "spec.rollout.maxUnavailable",
+            "lets the rollout replace no replica group, because maxSurge is 0 too; set one of them to 1 or more",
+        ),
         ({"routing": {"alpha": 2}}, "spec.routing.alpha", "at most 1.0"),
         ({"image": ""}, "spec.image", "must not be empty"),
         ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers", "remove all but one of them"),

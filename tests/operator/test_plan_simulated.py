@@ -27,6 +27,7 @@ from megatron_operator.status_inputs import StatusInputs
 from megatron_operator.world import CreatePod, PodPhase, SendSignal, World
 
 ROUNDS_TO_SETTLE = 150
+ROLLOUTS = st.sampled_from([{}, {"maxUnavailable": 1}, {"maxUnavailable": 2, "maxSurge": 1}, {"maxSurge": 2}])
 LIFECYCLES = st.sampled_from([each.value for each in Lifecycle])
 
 
@@ -42,12 +43,15 @@ class RandomHistory(RuleBasedStateMachine):
         self.surge = 0
         """Groups that may run beyond the wished ones: none, unless the operator was shown an old picture."""
 
-    @initialize(replicas=st.integers(1, 3), lifecycle=LIFECYCLES, pods_per_group=st.integers(1, 2))
-    def someone_applies_a_resource(self, replicas: int, lifecycle: str, pods_per_group: int) -> None:
+    @initialize(replicas=st.integers(1, 3), lifecycle=LIFECYCLES, pods_per_group=st.integers(1, 2), rollout=ROLLOUTS)
+    def someone_applies_a_resource(
+        self, replicas: int, lifecycle: str, pods_per_group: int, rollout: dict[str, int]
+    ) -> None:
         self.pods_per_group = pods_per_group
         policy = {"maxRestarts": 2, "startupTimeout": "300s"}
         spread = {"tensor": pods_per_group}
         self.obj = resource_object(replicas=replicas, lifecycle=lifecycle, failurePolicy=policy, parallelism=spread)
+        self.obj["spec"]["rollout"] = rollout
 
     # --- the operator
 

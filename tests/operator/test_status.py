@@ -279,7 +279,7 @@ def test_what_could_not_be_applied_is_told() -> None:
 
 
 def test_a_roll_out_says_which_groups_are_left() -> None:
-    watching = Watching(replicas=2).settled()
+    watching = Watching(replicas=2, rollout={"maxUnavailable": 1}).settled()
     watching.spec["restart"] = {"id": "1"}
     assert "replica group 0, 1 still runs the previous template" in message(watching.look(), ConditionType.PROGRESSING)
 

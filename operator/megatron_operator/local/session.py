@@ -9,6 +9,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class LocalSession:
         self._world = LocalWorld(self._folder, paths=paths, on_change=self._wake.set)
         self._stopping = asyncio.Event()
         self._stepped = asyncio.Condition()
-        self._settings = Settings.from_environment()
+        self._settings = replace(Settings.from_environment(), has_spare_nodes=False)
         self._uid = str(uuid.uuid4())
         self._generation = 0
         self._status = Status()

@@ -21,7 +21,7 @@ class Planning:
         self.cluster = SimulatedCluster()
         self.status = Status()
         self.spec = spec
-        self.settings = Settings()
+        self.settings = Settings(has_spare_nodes=False)
 
     @property
     def resource(self) -> MegatronInference:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from megatron_operator.api.quantity import Duration
-from megatron_operator.api.v1alpha1.base import DnsName, Integer, LabelKey, Part
+from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, LabelKey, Part, misplaced
 
 
 class Lifecycle(StrEnum):
@@ -63,8 +63,43 @@ class FailurePolicy(Part):
 class Rollout(Part):
     """How running pods are replaced."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "!has(self.maxUnavailable) || !has(self.maxSurge)"
+                    " || self.maxUnavailable + self.maxSurge > 0",
+                    "message": "spec.rollout.maxUnavailable: no replica group could be replaced, because maxSurge is 0"
+                    " too; set one of them to 1 or more",
+                }
+            ]
+        }
+    )
+
     drain_timeout: Duration = Duration("60s")
-    """Time for a pod to finish its requests before it ends."""
+    """Time for a pod to finish its requests before it ends. A change restarts no pods; it takes full effect for pods
+    that start later."""
+    max_unavailable: Annotated[Integer, Field(ge=0, le=1024)] | None = None
+    """Replica groups that a rollout may make unavailable at a time: it never leaves fewer ready groups than replicas
+    minus this number. Default: 0 with a maxSurge of at least 1, otherwise 1."""
+    max_surge: Annotated[Integer, Field(ge=0, le=1024)] | None = None
+    """Replica groups that run beyond replicas during a rollout, so that a group is replaced when another one is ready.
+    They need room on the nodes. Default: 1 with a maxUnavailable of 0; without maxUnavailable 1 for pods.device cpu and
+    0 for cuda, where all GPUs may be in use; otherwise 0."""
+    paused: Boolean = False
+    """Replace no running replica group. A group that fails starts with the current template all the same."""
+    partition: Annotated[Integer, Field(ge=0, le=1024)] = 0
+    """Replica groups with an index below this number are not replaced, for a canary. One that fails starts with the
+    current template all the same."""
+
+    @model_validator(mode="after")
+    def _a_group_can_be_replaced(self) -> Self:
+        if self.max_unavailable == 0 and self.max_surge == 0:
+            message = (
+                "lets the rollout replace no replica group, because maxSurge is 0 too; set one of them to 1 or more"
+            )
+            raise misplaced("maxUnavailable", 0, message)
+        return self
 
 
 class AutoSuspend(Part):

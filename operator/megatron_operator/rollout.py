@@ -1,0 +1,144 @@
+"""Rollouts: which replica groups are replaced now, and how many further groups run meanwhile.
+
+A pure function of the observed state, as the plan is. A rollout never brings the number of ready groups below
+``replicas - maxUnavailable``. A group with the previous template that served and is not ready at the moment may become
+ready again, so replacing it takes from the same budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_operator.api.v1alpha1 import Device, MegatronInference
+from megatron_operator.replica_groups import (
+    SCHEDULING_GATED,
+    UNSCHEDULABLE,
+    ReplicaGroup,
+    ReplicaGroupState,
+    observe_replica_groups,
+)
+from megatron_operator.restarts import GiveUp, restart_decision
+from megatron_operator.settings import Settings
+from megatron_operator.world import World
+
+
+@dataclass(frozen=True)
+class RolloutBudget:
+    """Replica groups that may be missing, and groups that may run beyond ``spec.replicas``, for reasons of rollout."""
+
+    max_unavailable: int
+    max_surge: int
+
+
+IN_PLACE = RolloutBudget(max_unavailable=1, max_surge=0)
+
+
+def rollout_budget(resource: MegatronInference, settings: Settings) -> RolloutBudget:
+    """The budget of the spec. A field that is left out follows from the other one.
+
+    Without both, a group on CPUs gets a spare group first. Groups on GPUs, and on a single machine, are replaced in
+    place: a spare one may never find room there.
+    """
+    rollout = resource.spec.rollout
+    unavailable, surge = rollout.max_unavailable, rollout.max_surge
+    if unavailable is None and surge is None:
+        surge = 1 if settings.has_spare_nodes and resource.spec.pods.device is Device.CPU else 0
+    if surge is None:
+        surge = 0 if unavailable else 1
+    if unavailable is None:
+        unavailable = 0 if surge else 1
+    return RolloutBudget(unavailable, surge)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The rollout of a template over the observed groups."""
+
+    resource: MegatronInference
+    world: World
+    template_hash: str
+    budget: RolloutBudget
+
+    def groups(self) -> tuple[ReplicaGroup, ...]:
+        """The desired groups, and behind them those of the surge."""
+        return observe_replica_groups(self.resource, self.world, self.resource.spec.replicas + self.surge())
+
+    def surge(self) -> int:
+        """Groups to run beyond ``spec.replicas`` now: while a group that serves waits for its replacement, and until
+        all desired groups are ready."""
+        replicas = self.resource.spec.replicas
+        groups = observe_replica_groups(self.resource, self.world, replicas + self.budget.max_surge)
+        desired, spare = groups[:replicas], groups[replicas:]
+        if all(self._is_settled(group) for group in desired):
+            return 0
+        waiting = sum(self._is_served_by_previous_template(group) for group in desired)
+        wanted = 0 if self.resource.spec.rollout.paused else min(self.budget.max_surge, waiting)
+        present = [group.index - replicas + 1 for group in spare if group.live_pods]
+        return max(wanted, *present, 0)
+
+    def replaced(self, groups: Sequence[ReplicaGroup], leading: int) -> tuple[ReplicaGroup, ...]:
+        """The groups to delete now because of their template: those that never served, and others within the budget.
+
+        The group with the index ``leading`` comes last.
+        """
+        if self.resource.spec.rollout.paused:
+            return ()
+        outdated = [group for group in groups if self.is_outdated(group)]
+        idle = [group for group in outdated if self._state(group) is ReplicaGroupState.STARTING]
+        idle = [group for group in idle if not group.has_served]
+        ready = sum(self._state(group) is ReplicaGroupState.READY for group in groups)
+        least = self.resource.spec.replicas - self.budget.max_unavailable
+        serving = [group for group in outdated if self._serves(group)]
+        chosen: list[ReplicaGroup] = []
+        if self.stalled(groups):
+            return tuple(idle)
+        # A group that is not ready at the moment is missing already.
+        for group in sorted(serving, key=lambda group: (self._is_ready(group), group.index == leading, -group.index)):
+            ready -= self._is_ready(group)
+            if ready < least:
+                break
+            chosen.append(group)
+        return (*idle, *chosen)
+
+    def stalled(self, groups: Sequence[ReplicaGroup]) -> tuple[ReplicaGroup, ...]:
+        """The groups with the new template that fail or cannot start, while others still run the previous one."""
+        if not any(self.is_outdated(group) and group.live_pods for group in groups):
+            return ()
+        return tuple(group for group in groups if group.template_hash == self.template_hash and self._fails(group))
+
+    def is_outdated(self, group: ReplicaGroup) -> bool:
+        """Whether the rollout is to replace the group; never for one below ``spec.rollout.partition``."""
+        return group.template_hash != self.template_hash and group.index >= self.resource.spec.rollout.partition
+
+    def _fails(self, group: ReplicaGroup) -> bool:
+        if self._is_ready(group):
+            return False
+        waits = [pod.waiting.reason for pod in group.live_pods if pod.waiting is not None]
+        cannot_start = any(reason not in (UNSCHEDULABLE, SCHEDULING_GATED) for reason in waits)
+        has_failed = group.restarts > 0 or group.recorded_failure is not None
+        return cannot_start or has_failed or self._state(group) is ReplicaGroupState.FAILED
+
+    def _is_served_by_previous_template(self, group: ReplicaGroup) -> bool:
+        return self.is_outdated(group) and self._serves(group)
+
+    def _serves(self, group: ReplicaGroup) -> bool:
+        """Whether the group is ready, or was and may become ready again."""
+        state = self._state(group)
+        return state is ReplicaGroupState.READY or (state is ReplicaGroupState.STARTING and group.has_served)
+
+    def _is_settled(self, group: ReplicaGroup) -> bool:
+        """Whether a group needs no spare one: it is ready and stays, or nothing will make it ready."""
+        if self._is_ready(group):
+            return self.resource.spec.rollout.paused or not self.is_outdated(group)
+        failed = group.failure(self.resource.spec.failure_policy, self.world.now)
+        if failed is None:
+            return False
+        decision = restart_decision(group, failed, self.resource.spec.failure_policy, self.template_hash)
+        return isinstance(decision, GiveUp)
+
+    def _is_ready(self, group: ReplicaGroup) -> bool:
+        return self._state(group) is ReplicaGroupState.READY
+
+    def _state(self, group: ReplicaGroup) -> ReplicaGroupState:
+        return group.state(self.resource.spec.failure_policy, self.world.now)

@@ -1,0 +1,48 @@
+"""Rollouts on an API server: a surge without a gap, and a template that does not work."""
+
+from operator_support.resource import Resource, condition, reason
+from operator_support.scripted_node import ScriptedNode
+
+
+async def test_a_rollout_on_cpus_runs_a_spare_group_first_and_removes_it_at_the_end(
+    chat: Resource, stage: ScriptedNode
+) -> None:
+    await chat.create()
+    first = (await chat.until_pods("chat-0-0-0"))["chat-0-0-0"]
+    await stage.run(first)
+    await stage.make_ready(first)
+    await chat.until_phase("Running")
+    await chat.patch({"restart": {"id": "now"}})
+    spare = (await chat.until_pods("chat-0-0-0", "chat-1-0-0"))["chat-1-0-0"]
+    await stage.run(spare)
+    status = await chat.until(lambda status: reason(status, "Progressing") == "ModelLoading", "the spare group to load")
+    assert (status["ready"], condition(status, "Ready")["status"]) == ("1/1", "True")
+    await stage.make_ready(spare)
+    second = (await chat.until_pods("chat-1-0-0", "chat-0-1-0"))["chat-0-1-0"]
+    status = await chat.until(lambda status: status["leader"]["pod"] == "chat-1-0-0", "the spare group to lead")
+    await stage.run(second)
+    await stage.make_ready(second)
+    await chat.until_pods("chat-0-1-0")
+    status = await chat.until(lambda status: reason(status, "Progressing") == "Settled", "the end of the rollout")
+    assert (status["ready"], len(status["replicaGroups"]), status["leader"]["pod"]) == ("1/1", 1, "chat-0-1-0")
+
+
+async def test_an_image_that_cannot_be_pulled_stalls_the_rollout_and_the_previous_spec_ends_it(
+    chat: Resource, stage: ScriptedNode
+) -> None:
+    await chat.create()
+    first = (await chat.until_pods("chat-0-0-0"))["chat-0-0-0"]
+    await stage.run(first)
+    await stage.make_ready(first)
+    await chat.until_phase("Running")
+    await chat.patch({"image": "registry.example.com/broken:1"})
+    spare = (await chat.until_pods("chat-0-0-0", "chat-1-0-0"))["chat-1-0-0"]
+    await stage.wait_for_image(spare, "manifest unknown")
+    status = await chat.until(lambda status: reason(status, "Degraded") == "RolloutStalled", "the stalled rollout")
+    assert "registry.example.com/broken:1" in condition(status, "Degraded")["message"]
+    assert condition(status, "Ready")["status"] == "True"
+    await chat.patch({"image": None})
+    pods = await chat.until_pods("chat-0-0-0")
+    assert pods["chat-0-0-0"]["metadata"]["uid"] == first["metadata"]["uid"]
+    status = await chat.until(lambda status: reason(status, "Degraded") == "AsExpected", "the end of the rollout")
+    assert status["restarts"] == 0
