@@ -40,10 +40,13 @@ from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from megatron.core.optimizer.optimizer import FP32Optimizer  # noqa: E402
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region  # noqa: E402
 from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 moe_utils.te_general_gemm = None  # it is asked for, but defined with Transformer Engine alone
+for of_transformer_engine in ("TELinear", "TEColumnParallelLinear"):
+    # Without Transformer Engine they are None, which isinstance doesn't take.
+    setattr(multi_latent_attention, of_transformer_engine, type(of_transformer_engine, (), {}))
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "runtime" / "data" / "megatron"
 VOCABULARY = 29
@@ -130,6 +133,52 @@ SIGMOID_ROUTING = {
     "moe_router_topk_scaling_factor": 1.5,
     "moe_shared_expert_intermediate_size": 16,
 }
+DEEPSEEK_V2 = LLAMA | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "rms_norm_eps": 1e-6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": None,
+}
+LATENTS = {
+    "layernorm_epsilon": 1e-6,
+    "qk_layernorm": True,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+    "rope_type": "rope",
+}
+DEEPSEEK_V3 = DEEPSEEK_V2 | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 10,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.4,
+        "original_max_position_embeddings": 16,
+    },
+    **{name: GLM_4_5[name] for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")},
+    **{name: GLM_4_5[name] for name in ("n_shared_experts", "n_group", "topk_group", "routed_scaling_factor")},
+    "first_k_dense_replace": 1,
+}
+LATENTS_OF_QUERIES = LATENTS | {
+    "q_lora_rank": 10,
+    "rope_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.707,
+    "mscale_all_dim": 1.4,
+}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
@@ -187,6 +236,9 @@ CASES = {
     "shared_experts": Case(QWEN2_EXPERTS, EXPERTS | SHARED_EXPERT),
     "sigmoid_routing": Case(GLM_4_5, EXPERTS | SIGMOID_ROUTING),
     "sigmoid_routing_apart": Case(GLM_4_5, EXPERTS | SIGMOID_ROUTING, APART),
+    "latents": Case(DEEPSEEK_V2, LATENTS),
+    "latents_two_ranks": Case(DEEPSEEK_V2, LATENTS, ranks=2),
+    "latents_of_queries": Case(DEEPSEEK_V3, EXPERTS | SIGMOID_ROUTING | LATENTS_OF_QUERIES, APART),
     "gpt2": Case(GPT2, PLAIN),
 }
 
@@ -199,6 +251,20 @@ class OnTheCpu(TorchFunctionMode):
         if kwargs.get("device") == "cuda":
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
+
+
+class PlainAttention(torch.nn.Module):
+    """In the place of the kernels of Transformer Engine: Megatron's own has no keys wider than values."""
+
+    def __init__(self, *, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_: Any) -> Tensor:
+        """[tokens, batch, heads, width] each to [tokens, batch, heads * width of a value]."""
+        scores = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.softmax_scale
+        shares = scores.masked_fill(attention_mask, -torch.inf).softmax(-1)
+        return torch.einsum("bhqk,kbhd->qbhd", shares, value).flatten(2)
 
 
 def transformer_config(case: Case) -> TransformerConfig:
@@ -226,7 +292,8 @@ def transformer_config(case: Case) -> TransformerConfig:
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,
     }
-    return TransformerConfig(**(settings | case.transformer))
+    kind = MLATransformerConfig if "kv_lora_rank" in case.transformer else TransformerConfig
+    return kind(**(settings | case.transformer))
 
 
 def build(case: Case) -> GPTModel:
@@ -237,8 +304,14 @@ def build(case: Case) -> GPTModel:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     else:
         spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+            num_experts=config.num_moe_experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+            normalization=config.normalization,
         )
+    if config.multi_latent_attention:
+        for layer in getattr(spec, "layer_specs", [spec]):
+            layer.submodules.self_attention.submodules.core_attention = PlainAttention
     learned = case.hugging_face is GPT2
     model = GPTModel(
         config=config,

@@ -14,7 +14,7 @@ from megatron_runtime.launch.kernels import KERNELS_VARIABLE, kernel_cache
 from megatron_runtime.model.kernels.compile_kernels import CACHE_VARIABLE
 
 COMPILE = "megatron_runtime.model.kernels.compile_kernels"
-SIZES = ("--head-dim", "16", "--dtype", "float32")
+SIZES = ("--head-dim", "16", "--latent-dim", "8", "4", "--dtype", "float32")
 
 
 def files_below(folder: Path) -> dict[str, bytes]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.forward_batch import ForwardBatch
-from megatron_runtime.model.kernels import cpu_attention, latent_products
 from megatron_runtime.model.kernels.compiled import KINDS
 from megatron_runtime.model.kernels.cpu_attention import CpuAttention
 from megatron_runtime.model.kernels.torch_attention import TorchAttention
@@ -40,13 +37,6 @@ class AttentionPlan(Protocol):
         [T, heads + kv heads, key width] then. In a cache of two arrays, values are as wide as keys.
         """
         ...
-
-
-def prepare_attention(layout: CacheLayout, dtype: torch.dtype) -> None:
-    """Compile the CPU kernels of attention over a cache of ``layout``, or take them from numba's cache."""
-    cpu_attention.prepare(layout, dtype)
-    if layout.values_in_keys:
-        latent_products.prepare(dtype)
 
 
 def plan_attention(batch: ForwardBatch, cache: KVCache) -> AttentionPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_runtime.model.attention import plan_attention, prepare_attention
+from megatron_runtime.model.attention import plan_attention
 from megatron_runtime.model.attention_kind import attention_kind
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.decoder_layer import DecoderLayer
@@ -14,7 +14,7 @@ from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.tensor_names import tensor_names
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.head import Head
-from megatron_runtime.model.kernels import row_kernels
+from megatron_runtime.model.kernels import cpu_attention, row_kernels
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
     def prepare_kernels(self) -> None:
         """Compile what computes on this device, or take it from the cache; needs no weights, and any thread will do."""
         if self.device.type == "cpu":
-            prepare_attention(attention_kind(self.config).cache_layout, self.dtype)
+            cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
             row_kernels.prepare(self.dtype)
 
     def become(self, other: Decoder) -> None:

@@ -46,6 +46,7 @@ def test_every_archive_is_there() -> None:
     assert {path.stem for path in WRITTEN.glob("*.zip")} == {
         *("training", "apart", "two_ranks", "experts", "experts_two_ranks", "experts_apart", "gpt2"),
         *("shared_experts", "sigmoid_routing", "sigmoid_routing_apart"),
+        *("latents", "latents_two_ranks", "latents_of_queries"),
     }
 
 

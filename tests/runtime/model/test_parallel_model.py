@@ -97,7 +97,7 @@ LAYOUTS: dict[str, tuple[ParallelSizes, list[str]]] = {
     "expert 4": (ParallelSizes(tensor=4, expert=4), MIXTURES),
     "expert 4, tensor 1": (ParallelSizes(expert=4), [*MIXTURES, "qwen3 with experts in some layers"]),
     "expert 4, tensor 2": (ParallelSizes(tensor=2, expert=4), MIXTURES),
-    "expert 8, tensor 1": (ParallelSizes(expert=8), ["glm 4.5"]),
+    "expert 8, tensor 1": (ParallelSizes(expert=8), ["glm 4.5", "deepseek v3"]),
     "expert 2, tensor 1, pipeline 2": (ParallelSizes(pipeline=2, expert=2), [*WITH_SHARED_EXPERTS, "mixtral"]),
     "expert 4, tensor 2, pipeline 2": (ParallelSizes(tensor=2, pipeline=2, expert=4), WITH_SHARED_EXPERTS),
 }
@@ -181,7 +181,7 @@ def test_every_format_can_be_shared(
     families = {"Llama": {}, "Gemma2": GEMMA | CAPS, "Mixtral": {"num_local_experts": 4}}
     models = {family: random_model(family, head_dim=8, **(SIZES | settings)) for family, settings in families.items()}
     paths = [write_gguf(tmp_path / f"{family}.gguf", model) for family, model in models.items()]
-    for name in ("training", "experts", "experts_two_ranks", "gpt2"):
+    for name in ("training", "experts", "experts_two_ranks", "latents_of_queries", "gpt2"):
         shutil.unpack_archive(WRITTEN_BY_MEGATRON / f"{name}.zip", tmp_path / name)
         paths.append(tmp_path / name)
     answers = run_ranks(model_scenarios.answer_all, 2, sizes, free_port(), [(path, SHORT) for path in paths])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_runtime.model.config import ExpertsConfig, ModelConfig
+from megatron_runtime.model.config import ExpertsConfig, LatentAttentionConfig, ModelConfig
 from megatron_runtime.model.formats.tensor_names import TensorNames
 
 Rows = tuple[range, ...]
@@ -48,10 +48,13 @@ def layer_layout(config: ModelConfig, names: TensorNames, experts: ExpertsConfig
     """
     hidden = config.hidden_size
     yield whole("input_layernorm.", names.attention_norm, hidden)
-    yield whole("self_attention.linear_qkv.layer_norm_", names.attention_norm, hidden)
-    yield from _queries_keys_values(config, names)
-    yield whole("self_attention.q_layernorm.", names.query_norm, config.head_dim)
-    yield whole("self_attention.k_layernorm.", names.key_norm, config.head_dim)
+    if config.latent_attention is None:
+        yield whole("self_attention.linear_qkv.layer_norm_", names.attention_norm, hidden)
+        yield from _queries_keys_values(config, names)
+        yield whole("self_attention.q_layernorm.", names.query_norm, config.head_dim)
+        yield whole("self_attention.k_layernorm.", names.key_norm, config.head_dim)
+    else:
+        yield from _latent_attention(config, config.latent_attention, names)
     yield whole("self_attention.linear_proj.", names.attention_output, hidden)
     yield whole("pre_mlp_layernorm.", names.feed_forward_norm, hidden)
     yield whole("mlp.linear_fc1.layer_norm_", names.feed_forward_norm, hidden)
@@ -87,6 +90,22 @@ def _queries_keys_values(config: ModelConfig, names: TensorNames) -> list[Entry]
         kinds = [sum(kinds, ())]
     stem = "self_attention.linear_qkv."
     return [Entry(name, ((Piece(stem, rows, total),),)) for name, rows in zip(names.qkv, kinds, strict=True)]
+
+
+def _latent_attention(config: ModelConfig, latent: LatentAttentionConfig, names: TensorNames) -> Iterator[Entry]:
+    """Both sides hold the same matrices, with their rows in the same order."""
+    heads, rank = config.num_attention_heads, latent.kv_lora_rank
+    if latent.q_lora_rank is None:
+        yield whole("self_attention.linear_q_proj.", names.qkv[0], heads * config.head_dim)
+    else:
+        yield whole("self_attention.linear_q_down_proj.", names.query_down, latent.q_lora_rank)
+        yield whole("self_attention.q_layernorm.", names.query_down_norm, latent.q_lora_rank)
+        yield whole("self_attention.linear_q_up_proj.layer_norm_", names.query_down_norm, latent.q_lora_rank)
+        yield whole("self_attention.linear_q_up_proj.", names.query_up, heads * config.head_dim)
+    yield whole("self_attention.linear_kv_down_proj.", names.kv_down, rank + latent.qk_rope_head_dim)
+    yield whole("self_attention.kv_layernorm.", names.kv_down_norm, rank)
+    yield whole("self_attention.linear_kv_up_proj.layer_norm_", names.kv_down_norm, rank)
+    yield whole("self_attention.linear_kv_up_proj.", names.kv_up, heads * (latent.qk_nope_head_dim + latent.v_head_dim))
 
 
 def _expert(index: int, experts: ExpertsConfig, names: TensorNames, hidden: int) -> Iterator[Entry]:

@@ -19,6 +19,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="where the kernels go; made if it is not there")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="of the models to be served")
+    parser.add_argument(
+        "--latent-dim",
+        type=int,
+        nargs=2,
+        metavar=("KV_LORA_RANK", "QK_ROPE_HEAD_DIM"),
+        help="of a model with multi-head latent attention",
+    )
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of their weights in memory")
     chosen = parser.parse_args()
     os.environ[CACHE_VARIABLE] = chosen.folder
@@ -33,6 +40,9 @@ def main() -> None:
         row_kernels.prepare(dtype)
         for head_dim in chosen.head_dim:
             cpu_attention.prepare(CacheLayout(1, 1, head_dim, head_dim), dtype)
+        if chosen.latent_dim is not None:
+            rank, rotated = chosen.latent_dim
+            cpu_attention.prepare(CacheLayout(1, 1, rank + rotated, rank, values_in_keys=True), dtype)
 
 
 if __name__ == "__main__":

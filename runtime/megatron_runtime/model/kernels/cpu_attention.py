@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_runtime.model.cache_layout import CacheLayout
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.kernels import latent_products
 from megatron_runtime.model.kernels.attention_kernels import attention_kernel
 from megatron_runtime.model.kernels.compiled import KINDS, as_array, even_shares
 from megatron_runtime.model.kernels.threads import kernel_threads
@@ -78,9 +79,11 @@ class CpuAttention:
 
 
 def prepare(layout: CacheLayout, dtype: torch.dtype) -> None:
-    """Compile the kernel for a model now, lest its first request waits for it."""
+    """Compile the kernels of attention over a cache of ``layout`` now, lest the first request waits for them."""
     if dtype in KINDS:
         attention_kernel(layout.key_width, layout.value_width, layout.values_in_keys, dtype is torch.bfloat16)
+    if layout.values_in_keys:
+        latent_products.prepare(dtype)
 
 
 def _parts(heads: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_runtime.model.config import ExpertsConfig, LatentAttentionConfig, ModelConfig
@@ -14,7 +15,7 @@ from megatron_runtime.model.formats.rope_fields import yarn_magnitude
 def deepseek_v2(fields: ConfigFields) -> ModelConfig:
     """Llama with multi-head latent attention, and experts behind the first layers."""
     config = _with_latent_attention(llama(fields), fields)
-    return replace(config, experts=_some_layers(deepseek_v2_experts(fields, config.num_layers), config))
+    return replace(config, experts=_experts(fields, config.num_layers, deepseek_v2_experts))
 
 
 def deepseek_v3(fields: ConfigFields) -> ModelConfig:
@@ -22,7 +23,7 @@ def deepseek_v3(fields: ConfigFields) -> ModelConfig:
     config = _with_latent_attention(llama(fields), fields)
     return replace(
         config,
-        experts=_some_layers(deepseek_v3_experts(fields, config.num_layers), config),
+        experts=_experts(fields, config.num_layers, deepseek_v3_experts),
         prediction_layers=fields.get("num_nextn_predict_layers", 0, int),
     )
 
@@ -55,6 +56,11 @@ def _attention_scale(fields: ConfigFields, config: ModelConfig, head_dim: int) -
     return float(yarn_magnitude(config.rope_scaling.factor, scale) ** 2 * max(head_dim, 1) ** -0.5)
 
 
-def _some_layers(experts: ExpertsConfig, config: ModelConfig) -> ExpertsConfig | None:
-    """``experts``; None where no layer has them."""
-    return experts if len(experts.dense_layers) < config.num_layers else None
+def _experts(
+    fields: ConfigFields, layers: int, read: Callable[[ConfigFields, int], ExpertsConfig]
+) -> ExpertsConfig | None:
+    """What ``read`` makes of the fields; None where no layer has experts."""
+    if fields.get("n_routed_experts", None, int) is None:
+        return None
+    experts = read(fields, layers)
+    return experts if len(experts.dense_layers) < layers else None
