@@ -77,7 +77,7 @@ def refusal(options: LaunchOptions) -> str | None:
         ({"model": ModelSource()}, "give exactly one of --model PATH and --hf-repo"),
         ({"model": ModelSource(path=Path("/nowhere"))}, "--model /nowhere: no such file or folder"),
         ({"identity": Identity(bind_host="10.0.0.1")}, "MEGATRON_CONTROL_TOKEN is not set"),
-        ({"identity": Identity(is_leader=False)}, "MEGATRON_LEADER=0: MEGATRON_COORDINATOR_ADDRESS must say"),
+        ({"identity": Identity(is_leader=False)}, "MEGATRON_LEADER=0: set MEGATRON_COORDINATOR_ADDRESS"),
         (
             {"identity": Identity(bind_host="10.0.0.1", control_token="t", coordinator_address="tcp://c:5557")},
             "MEGATRON_COORDINATOR_KEY is not set",
@@ -135,7 +135,7 @@ def test_replicas_on_one_machine_share_its_memory(options: LaunchOptions) -> Non
     asked = with_engine(options, kv_cache_bytes=2**20)
     one = AvailableMemory(RANK_OVERHEAD + 4000 + 2**20, "free on this machine")
     assert plan_engine(asked, FACTS, one).kv_cache_bytes == 2**20
-    with pytest.raises(ConfigurationError, match=r"--kv-cache-memory 1Mi: .* 2 rank\(s\) need .* fewer replicas"):
+    with pytest.raises(ConfigurationError, match=r"--kv-cache-memory 1Mi: .* 2 rank\(s\) need .* fewer replica groups"):
         plan_engine(replace(asked, replica_groups=2), FACTS, one)
 
 
@@ -147,7 +147,7 @@ def test_no_room_for_the_weights_is_said_of_the_model(options: LaunchOptions) ->
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"max_sequence_length": 513}, "--max-sequence-length 513: the model was made for 512 tokens"),
+        ({"max_sequence_length": 513}, "--max-sequence-length 513: the model supports 512 tokens"),
         (
             {"kv_cache_bytes": 100},
             "--kv-cache-memory 100: too small for a single block of 16 tokens; give at least 16Ki",
@@ -186,7 +186,7 @@ def test_the_ranks_of_a_copy_are_counted_through_its_pods(options: LaunchOptions
     assert refusal(first) is None
     assert refusal(second) is None
     words = refusal(pod_of_three_ranks(options, 2))
-    assert words == "MEGATRON_POD_INDEX=2: the group's 3 rank(s) fit into fewer pods of --ranks-per-pod 2"
+    assert words == "MEGATRON_POD_INDEX=2: the replica group's 3 rank(s) fit into fewer pods with --ranks-per-pod 2"
 
 
 def test_the_pods_of_a_copy_meet_in_the_first_one(options: LaunchOptions) -> None:
@@ -201,9 +201,9 @@ def test_the_pods_of_a_copy_meet_in_the_first_one(options: LaunchOptions) -> Non
 @pytest.mark.parametrize(
     ("index", "identity", "words"),
     [
-        (1, {"master_address": None}, "but MEGATRON_MASTER_ADDR does not say where the first of them is; set it"),
-        (0, {"bind_host": None}, "but MEGATRON_BIND_HOST does not say at which address the others reach this one"),
-        (0, {"bind_host": "0.0.0.0"}, "but MEGATRON_BIND_HOST=0.0.0.0 does not say at which address the others"),
+        (1, {"master_address": None}, "but MEGATRON_MASTER_ADDR is not the address of the first of them; set it"),
+        (0, {"bind_host": None}, "but MEGATRON_BIND_HOST is not the address of this pod for the others"),
+        (0, {"bind_host": "0.0.0.0"}, "but MEGATRON_BIND_HOST=0.0.0.0 is not the address of this pod for the others"),
     ],
 )
 def test_a_pod_that_could_not_meet_the_others_says_what_is_missing(
@@ -211,7 +211,7 @@ def test_a_pod_that_could_not_meet_the_others_says_what_is_missing(
 ) -> None:
     said = refusal(pod_of_three_ranks(options, index, **identity))
     assert said is not None
-    assert said.startswith("--ranks-per-pod 2: the 3 ranks of a copy of the model are in several pods, ")
+    assert said.startswith("--ranks-per-pod 2: the 3 ranks of a replica group are in several pods, ")
     assert words in said
     assert said.endswith("or use --ranks-per-pod 3")
 
@@ -220,7 +220,7 @@ def test_several_copies_are_not_split_over_pods_by_one_launcher(options: LaunchO
     alone = replace(with_engine(options, tensor_parallel=2), ranks_per_pod=1, replica_groups=2)
     words = refusal(alone)
     assert words is not None
-    assert words.endswith("in several pods, each of one copy; use --replica-groups 1, or --ranks-per-pod 2")
+    assert words.endswith("in several pods, each with one replica group; use --replica-groups 1, or --ranks-per-pod 2")
 
 
 def test_a_pod_needs_memory_for_its_own_ranks_alone(options: LaunchOptions) -> None:

@@ -1,4 +1,4 @@
-"""``megatron-serve --check``: everything that can be known before anything is started."""
+"""``megatron-serve --check``: validates options, checkpoint and memory without starting processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.server.api_keys import ApiKeys
 
 
 async def check_everything(options: LaunchOptions) -> str:
-    """What would be served, in words; raises ConfigurationError or CheckpointError when it could not be."""
+    """A summary of the model and its resources; raises ConfigurationError or CheckpointError if it can't be served."""
     options.check()
     identity = options.identity
     if options.has_first_rank:
@@ -29,5 +29,5 @@ async def check_everything(options: LaunchOptions) -> str:
         f"{options.model_name}: {facts.architecture}, {facts.parameters} parameters, {facts.layers} layers\n"
         f"{options.local_ranks} rank(s) with {threads_per_rank(options)} thread(s) each: {plan.describe()}\n"
         f"memory: {available}; at most {format_bytes(plan.total_bytes(options.local_ranks))} needed\n"
-        "everything is in order"
+        "no problems found"
     )

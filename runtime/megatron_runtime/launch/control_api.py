@@ -1,4 +1,4 @@
-"""The control API of a pod: its state with long polling, the lifecycle signals, probes and metrics."""
+"""The control API of a pod: state with long polling, lifecycle signals, the leader role, probes and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_runtime.launch.identity import Lifecycle
 from megatron_runtime.launch.pod_state import PodState
 from megatron_runtime.lifecycle import SIGNALS
 
-LONGEST_POLL = 300.0
+MAX_POLL_SECONDS = 300.0
 DEFAULT_TRANSITION = 120.0
 Wait = Annotated[bool, Query()]
 TransitionTimeout = Annotated[float, Query(gt=0, le=3600)]
@@ -35,23 +35,23 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class SignalSender(Protocol):
     """Sends lifecycle signals to the engines.
 
-    ``InvalidStateError``, ``TransitionTimeoutError`` and ``CoordinatorError`` say why one had no effect.
+    A signal without effect raises ``InvalidStateError``, ``TransitionTimeoutError`` or ``CoordinatorError``.
     """
 
     async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:
-        """Returns when the coordinator accepted the signal; with ``wait``, when every engine has obeyed."""
+        """Returns when the coordinator has accepted the signal; with ``wait``, when every engine has carried it out."""
         ...
 
     async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:
-        """The same for new weights; ``CheckpointError`` says which engines could not load them, and why."""
+        """The same for new weights; ``CheckpointError`` names the engines that could not load them, and why."""
         ...
 
 
 class LeaderRole(Protocol):
-    """Takes and gives up the role of the leader; ``StaleEpochError`` tells of a newer decision."""
+    """Changes the role of the pod; ``StaleEpochError`` if a newer decision is known."""
 
     async def lead(self, epoch: int, lifecycle: Lifecycle) -> None:
-        """Returns when the coordinator is being started, or there is one already."""
+        """Returns when the coordinator is starting, or runs already."""
         ...
 
     async def step_down(self, epoch: int) -> None:
@@ -65,23 +65,23 @@ class StepDownBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     epoch: int = Field(ge=1)
-    """Its number; pods obey none that is older than the last."""
+    """Number of the decision; pods refuse older decisions than the newest known one."""
 
 
 class LeadBody(StepDownBody):
     """A decision that this pod leads."""
 
     lifecycle: Lifecycle = Lifecycle.RUNNING
-    """What the engines are brought to as they register with the new coordinator."""
+    """The state that engines are brought to when they register with the new coordinator."""
 
 
 class WeightsBody(BaseModel):
-    """Which weights the engines are to load."""
+    """The weights that the engines load."""
 
     model_config = ConfigDict(extra="forbid")
 
     path: str = Field(min_length=1, max_length=4096)
-    """Of a checkpoint, as every engine sees it."""
+    """Path of a checkpoint that every engine can read."""
 
 
 class _Refused(Exception):
@@ -99,7 +99,7 @@ def create_control_api(
     token: str | None,
     metrics: Callable[[], bytes],
 ) -> FastAPI:
-    """The application.
+    """The application of the control API.
 
     Args:
         sender: Returns the sender of this pod's signals while this pod leads, else None.
@@ -135,7 +135,7 @@ def _install_probes(app: FastAPI, state: PodState, metrics: Callable[[], bytes])
 def _install_state(app: FastAPI, state: PodState, guarded: list[Any]) -> None:
     @app.get("/v1/state", dependencies=guarded)
     async def read_state(
-        after: int | None = Query(None), timeout: float = Query(30.0, ge=0, le=LONGEST_POLL)
+        after: int | None = Query(None), timeout: float = Query(30.0, ge=0, le=MAX_POLL_SECONDS)
     ) -> dict[str, Any]:
         if after is not None:
             await state.wait_for_change(after, timeout)
@@ -143,21 +143,21 @@ def _install_state(app: FastAPI, state: PodState, guarded: list[Any]) -> None:
 
 
 def _install_roles(app: FastAPI, state: PodState, roles: LeaderRole | None, guarded: list[Any]) -> None:
-    def movable() -> LeaderRole:
+    def changeable() -> LeaderRole:
         if roles is None:
-            raise _Refused(409, "FixedRole", "this launcher is alone: it leads for good")
+            raise _Refused(409, "FixedRole", "a standalone launcher always leads")
         return roles
 
     @app.post("/v1/lead", dependencies=guarded)
     async def lead(body: LeadBody) -> JSONResponse:
         if state.facts.draining:
-            raise _Refused(409, "Draining", "this pod is about to end; let another one lead")
-        await _decide(movable().lead(body.epoch, body.lifecycle))
+            raise _Refused(409, "Draining", "this pod is draining; choose another leader")
+        await _decide(changeable().lead(body.epoch, body.lifecycle))
         return JSONResponse({"role": "leader", "epoch": body.epoch})
 
     @app.post("/v1/step-down", dependencies=guarded)
     async def step_down(body: StepDownBody) -> JSONResponse:
-        await _decide(movable().step_down(body.epoch))
+        await _decide(changeable().step_down(body.epoch))
         return JSONResponse({"role": "worker", "epoch": body.epoch})
 
 
@@ -166,7 +166,7 @@ def _install_signals(
 ) -> None:
     def leading() -> SignalSender:
         if (found := sender()) is None:
-            raise _Refused(409, "NotLeader", "this pod does not lead; send signals to the leader")
+            raise _Refused(409, "NotLeader", "this pod is not the leader; send signals to the leader")
         return found
 
     def accepted(wait: bool) -> JSONResponse:
@@ -185,7 +185,7 @@ def _install_signals(
         signal: str, wait: Wait = False, timeout: TransitionTimeout = DEFAULT_TRANSITION
     ) -> JSONResponse:
         if signal not in SIGNALS:
-            raise _Refused(404, "NotFound", f"{signal} is no signal; send one of {', '.join(SIGNALS)}")
+            raise _Refused(404, "NotFound", f"{signal} is not a signal; send one of {', '.join(SIGNALS)}")
         await _send(leading().send(SIGNALS[signal], timeout=timeout, wait=wait), state)
         return accepted(wait)
 

@@ -1,4 +1,4 @@
-"""The frontends of a group's first pod: they take requests whichever pod leads."""
+"""The frontends of a replica group's first pod; they serve requests whether or not this pod leads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron_runtime.server.options import FrontendOptions
 
 
 class PodFrontends:
-    """Binds its port when it is made, so that a port that is taken is known before anything else happens.
+    """Binds the port in the constructor, so that a port in use is detected first.
 
     Args:
         on_failure: Called with the end of a process that can't work with its options.
-        on_change: Called when a process came, went, or began to serve.
+        on_change: Called when a process starts, ends, or begins to serve.
 
     Raises:
         ConfigurationError: The port can't be used; names the flag.
@@ -48,11 +48,11 @@ class PodFrontends:
 
     @property
     def restarts(self) -> int:
-        """How often one was started again."""
+        """Number of restarts."""
         return 0 if self._group is None else self._group.restarts
 
     def start(self, tokenizer_path: str, max_sequence_length: int, *, address: str, key: str | None) -> None:
-        """Starts the processes; ``address`` is where they find whichever coordinator there is."""
+        """Starts the processes; ``address`` is that of the coordinator, which may move to another pod."""
         keys = self._options.identity.api_keys_file
         options = FrontendOptions(
             coordinator_address=address,
@@ -72,12 +72,12 @@ class PodFrontends:
         self._group.start()
 
     async def drain(self, timeout: float) -> None:
-        """Lets requests in flight end, at most ``timeout`` seconds, and takes no others; then the port is closed."""
+        """Refuses new requests, waits up to ``timeout`` seconds for those in flight, and closes the port."""
         if self._group is not None:
             await self._group.drain(timeout)
 
     async def close(self) -> None:
-        """Ends what is left, at once."""
+        """Ends the remaining processes at once."""
         if self._group is not None:
             await self._group.stop()
         self._socket.close()

@@ -1,4 +1,4 @@
-"""Who this pod is. An operator says so in the environment; without one the pod is alone and leads itself."""
+"""The identity of this pod. An operator sets it in the environment; without one, the pod is standalone and leads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.wire.security import KEY_VARIABLE, SHORTEST_SECRET
 
 TERMINATION_LOG_VARIABLE = "MEGATRON_TERMINATION_LOG"
-"""The file that a launcher which fails leaves its reason in."""
+"""The file to which a failing launcher writes the reason."""
 
 
 class Lifecycle(StrEnum):
-    """The wish at start. The engines are brought there before the pod says that it is ready."""
+    """The desired state at start. The engines reach it before the pod is ready."""
 
     RUNNING = "Running"
     PAUSED = "Paused"
@@ -24,31 +24,31 @@ class Lifecycle(StrEnum):
 
 @dataclass(frozen=True)
 class Identity:
-    """The pod's place among the pods of one resource, and the secrets that they share."""
+    """The pod's role among the pods of one resource, and their shared secrets."""
 
     replica_group: int = 0
-    """Index of the replica group, which is the data parallel rank of its engine."""
+    """Index of the replica group: Megatron's data-parallel rank."""
     attempt: int = 0
     pod_index: int = 0
     is_leader: bool = True
-    """Whether it leads from its start on; an operator may move the role later."""
+    """Whether it leads at its start; an operator may move the role later."""
     leader_epoch: int = 0
-    """The number of the decision by which it leads."""
+    """The number of the decision that made it the leader."""
     lifecycle: Lifecycle = Lifecycle.RUNNING
     coordinator_address: str | None = None
     master_address: str | None = None
-    """Where the group's first pod is, and in it the group's first rank."""
+    """Address of the replica group's first pod, which has the first rank."""
     bind_host: str | None = None
     coordinator_key: str | None = None
     control_token: str | None = None
     api_keys_file: Path | None = None
     local_ranks: int | None = None
-    """Ranks on this machine, those of other launchers included; they share its cores."""
+    """Ranks on this machine, including those of other launchers; they share its cores."""
     termination_log: Path | None = None
 
     @property
     def is_standalone(self) -> bool:
-        """Whether nobody but this launcher takes part."""
+        """Whether this launcher is the only one of the service."""
         return self.coordinator_address is None
 
     @classmethod
@@ -91,7 +91,7 @@ class _Reader:
         if value is None:
             return default
         if not value.isdecimal():
-            raise ConfigurationError(f"{name}={value}: not a whole number of at least 0")
+            raise ConfigurationError(f"{name}={value}: must be a whole number of at least 0")
         return int(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -99,13 +99,13 @@ class _Reader:
         if value is None:
             return default
         if value not in ("0", "1"):
-            raise ConfigurationError(f"{name}={value}: write 1 or 0")
+            raise ConfigurationError(f"{name}={value}: must be 1 or 0")
         return value == "1"
 
     def lifecycle(self, name: str) -> Lifecycle:
         value = self.text(name) or Lifecycle.RUNNING
         if value not in list(Lifecycle):
-            raise ConfigurationError(f"{name}={value}: write one of {', '.join(Lifecycle)}")
+            raise ConfigurationError(f"{name}={value}: must be one of {', '.join(Lifecycle)}")
         return Lifecycle(value)
 
     def key(self, name: str) -> str | None:

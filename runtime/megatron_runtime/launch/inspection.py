@@ -1,6 +1,6 @@
-"""Inspects the checkpoint in a process of its own, which ends when it is cancelled, whatever it is reading or fetching.
+"""Inspects the checkpoint in a child process, which can be ended at any time, also during a download.
 
-It reads headers alone and imports no torch, which would take longer than all else that it does.
+It reads headers only, and does not import torch, which would take longer than the inspection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_runtime.processes.supervisor import ChildEnd, error_report
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """What the launcher needs to know about a checkpoint. Lengths are tokens, sizes elements."""
+    """Facts about a checkpoint that the launcher needs. Lengths are tokens, sizes elements."""
 
     path: str
     architecture: str
@@ -32,7 +32,7 @@ class CheckpointFacts:
     expert_parameters: int = 0
     """Of the parameters, those of experts."""
     tied_head_parameters: int = 0
-    """Of the parameters, those of a head that is the embedding; a CPU holds them twice."""
+    """Parameters of a head that is tied to the embedding; a CPU stores them twice."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class InspectionOptions:
 
 
 async def inspect_source(source: ModelSource, engine: EngineOptions) -> CheckpointFacts:
-    """Fetches the checkpoint if need be and reads its metadata. Cancelled, it ends its process.
+    """Downloads the checkpoint if necessary, and reads its metadata. Cancelling it ends the process.
 
     Raises:
-        CheckpointError: It can't be served; the message says why.
-        ConfigurationError: Nor can it be from there, or not by so many ranks; the message begins with the flag.
+        CheckpointError: The checkpoint can't be served; the message has the reason.
+        ConfigurationError: The source or the number of ranks is invalid; the message begins with the flag.
     """
     found: list[Report] = []
     options = InspectionOptions(
@@ -80,7 +80,7 @@ async def inspect_source(source: ModelSource, engine: EngineOptions) -> Checkpoi
 
 
 def main() -> None:
-    """The other end of ``inspect_source``."""
+    """The process that ``inspect_source`` starts."""
     link = ParentLink.from_arguments()
     try:
         facts = _inspect(InspectionOptions.deserialize(link.options))
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def _inspect(options: InspectionOptions) -> CheckpointFacts:
-    # Here and not above: the launcher imports this module and has no use for readers of checkpoints.
+    # Imported here: the launcher imports this module and does not need the readers of checkpoints.
     from megatron_runtime.model.attention_kind import attention_kind
     from megatron_runtime.model.formats.checkpoint_header import inspect_checkpoint
     from megatron_runtime.model.formats.expected_tensors import expert_parameters

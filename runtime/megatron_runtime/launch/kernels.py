@@ -1,4 +1,4 @@
-"""Kernels that were compiled ahead, for pods that begin with empty folders and may not write to their image."""
+"""Precompiled kernels, for pods that start with empty folders and a read-only image."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from megatron_runtime.model.kernels.compile_kernels import CACHE_VARIABLE
 logger = logging.getLogger(__name__)
 
 KERNELS_VARIABLE = "MEGATRON_KERNELS"
-"""Names a folder that ``megatron_runtime.model.kernels.compile_kernels`` has filled; it may be read-only."""
+"""Folder with the kernels that ``megatron_runtime.model.kernels.compile_kernels`` has compiled; may be read-only."""
 
 
 @contextlib.contextmanager
 def kernel_cache(environment: MutableMapping[str, str]) -> Iterator[None]:
-    """Lets ranks that inherit ``environment`` begin with a copy of those kernels; it is removed at the end.
+    """Gives ranks that inherit ``environment`` a copy of the precompiled kernels; removes it at the end.
 
-    Kernels for another processor, or of other sources, are compiled as if there were none. A cache that the environment
-    names itself is left alone. A folder that can't be copied is a warning: ranks serve all the same, only later.
+    Kernels for another CPU or of another version are compiled anew. A cache folder that the environment already sets is
+    used as it is. If the folder can't be copied, a warning is logged and the ranks compile the kernels, which takes
+    longer.
     """
     given = environment.get(KERNELS_VARIABLE)
     if not given or environment.get(CACHE_VARIABLE):
@@ -31,7 +32,7 @@ def kernel_cache(environment: MutableMapping[str, str]) -> Iterator[None]:
         try:
             shutil.copytree(given, folder, dirs_exist_ok=True)
         except OSError as error:
-            logger.warning("%s=%s: can't be copied (%s); kernels are compiled anew", KERNELS_VARIABLE, given, error)
+            logger.warning("%s=%s: can't be copied (%s); the ranks compile the kernels", KERNELS_VARIABLE, given, error)
         environment[CACHE_VARIABLE] = folder
         try:
             yield

@@ -1,4 +1,4 @@
-"""The pod's supervisor: starts the processes, watches them, drains them, and ends with a code that says how it went."""
+"""The launcher of a pod: starts, supervises and drains its processes."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LEAST_GRACE = 2.0
-"""Seconds that the engines get even when the time to drain is used up."""
+MIN_GRACE = 2.0
+"""Minimum seconds for the engines to drain, even if the frontends have used the drain timeout."""
 SAME_SIGNAL_SECONDS = 0.3
-"""Some parents signal a process and its group; what comes so soon after the first signal is the same wish."""
-LAST_RESORT_SECONDS = 10.0
-"""How long after a second signal the launcher is still there at most. The kernel then ends its children."""
+"""Signals within this time count as one: some parents signal a process and its process group."""
+FORCED_EXIT_SECONDS = 10.0
+"""Maximum time from a second signal to the exit of the launcher. The kernel then ends its children."""
 CLOSING_SECONDS = 1
-"""How long the control API waits at the end for its long polls."""
+"""Time that the control API gives its long polls at the end."""
 
 
 class Launcher:
     """One pod, from its start to its exit code.
 
     Args:
-        announce: Called once, with the URL of the OpenAI endpoint, when a pod that has one is ready.
+        announce: Called once when a pod with frontends is ready, with the URL of the OpenAI endpoint.
     """
 
     def __init__(self, options: LaunchOptions, *, announce: Callable[[str], None] = lambda _: None) -> None:
@@ -57,8 +57,8 @@ class Launcher:
             PodFacts(is_leader=options.identity.is_leader, has_frontends=options.has_first_rank),
         )
         self._ending: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._asked_at: float | None = None
-        self._hurry = asyncio.Event()
+        self._signalled_at: float | None = None
+        self._forced = asyncio.Event()
         self._key = options.identity.coordinator_key
         if self._key is None and options.identity.is_standalone:
             self._key = secrets.token_urlsafe(32)
@@ -69,8 +69,8 @@ class Launcher:
         self._ranks: PodRanks | None = None
 
     async def run(self) -> int:
-        """Serves until told to end or until it can't go on; returns the exit code. No process is left then."""
-        self._take_signals()
+        """Serves until a signal or a failure; returns the exit code. All processes have ended then."""
+        self._install_signal_handlers()
         try:
             self._options.check()
             outcome = await self._serve()
@@ -81,24 +81,24 @@ class Launcher:
             logger.error("%s: %s", outcome.reason, outcome.message)
         return outcome.exit_code
 
-    def _take_signals(self) -> None:
-        """For the rest of the process: the loop's own handlers would be gone before the exit code is returned."""
+    def _install_signal_handlers(self) -> None:
+        """For the rest of the process: the event loop would remove its handlers before the exit code is returned."""
         loop = asyncio.get_running_loop()
 
         def handle(*_: object) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._asked_to_end)
+                loop.call_soon_threadsafe(self._handle_signal)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, handle)
 
     async def _serve(self) -> Outcome:
-        # Before the ranks take any of it: the plan counts what they take.
+        # Measured before the ranks start: the plan includes their memory.
         available = available_memory()
         inspection = asyncio.create_task(inspect_source(self._options.model, self._options.engine))
         planned: PendingPlan = asyncio.get_running_loop().create_future()
         try:
-            if self._options.local_ranks <= usable_cores():  # more would only take the cores from the inspection
+            if self._options.local_ranks <= usable_cores():  # more ranks than cores would slow down the inspection
                 self._start_ranks(planned)
             await asyncio.to_thread(_import_services)
             await self._bind()
@@ -114,12 +114,12 @@ class Launcher:
             await self._kill()
 
     def _start_ranks(self, planned: PendingPlan) -> None:
-        """Starts the ranks, which take longest until they can begin; they load nothing before there is the plan."""
+        """Starts the ranks, whose imports take longest; they load the checkpoint once the plan is ready."""
         self._ranks = PodRanks(self._options, self._state, on_end=self._rank_ended, on_change=self._note_restarts)
         self._ranks.start(planned, key=self._key)
 
     async def _bind(self) -> None:
-        """Takes the ports of the frontends and of the coordinator, which is started."""
+        """Binds the port of the frontends, and starts the coordinator of a leader."""
         from megatron_runtime.launch.frontends import PodFrontends
 
         if self._options.has_first_rank:
@@ -133,7 +133,7 @@ class Launcher:
     async def _start(
         self, inspection: asyncio.Task[CheckpointFacts], available: AvailableMemory, planned: PendingPlan
     ) -> None:
-        """Lets ranks and frontends begin once the checkpoint is found good, and says so when the pod is ready."""
+        """Sends the plan to the ranks and starts the frontends after the inspection; logs when the pod is ready."""
         facts = await inspection
         plan = plan_engine(self._options, facts, available)
         logger.info("%s (%s): %s", self._options.model_name, facts.architecture, plan.describe())
@@ -151,24 +151,24 @@ class Launcher:
             self._announce(f"http://{host}:{port}/v1")
 
     def _coordinator_address(self) -> str:
-        """Whichever pod leads, if there are others; also a leader's own processes may have to go to another pod."""
+        """The address of the leader, which may be another pod, also later; else that of this pod's coordinator."""
         if (shared := self._options.identity.coordinator_address) is not None:
             return shared
         leader = self._leadership.leader
-        assert leader is not None, "a launcher that is alone leads"
+        assert leader is not None, "a standalone launcher leads"
         return leader.address
 
-    # What happens meanwhile
+    # Events
 
-    def _asked_to_end(self) -> None:
+    def _handle_signal(self) -> None:
         loop = asyncio.get_running_loop()
-        if self._asked_at is None:
-            self._asked_at = loop.time()
-            logger.info("draining; a second signal ends at once")
+        if self._signalled_at is None:
+            self._signalled_at = loop.time()
+            logger.info("draining; a second signal ends the pod at once")
             self._end(Outcome())
-        elif loop.time() - self._asked_at > SAME_SIGNAL_SECONDS:
-            self._hurry.set()
-            loop.call_later(LAST_RESORT_SECONDS, os._exit, EXIT_FAILURE)
+        elif loop.time() - self._signalled_at > SAME_SIGNAL_SECONDS:
+            self._forced.set()
+            loop.call_later(FORCED_EXIT_SECONDS, os._exit, EXIT_FAILURE)
 
     def _rank_ended(self, rank: int, end: ChildEnd) -> None:
         stopped = end.exit_code == EXIT_DRAINED
@@ -180,41 +180,41 @@ class Launcher:
         self._end(Outcome.child_failed(end))
 
     def _end(self, outcome: Outcome) -> None:
-        """The first outcome counts; what happens afterwards is its consequence."""
+        """Set the outcome, if there is none: later ones are consequences of the first."""
         if not self._ending.done():
             self._ending.set_result(outcome)
             self._state.update(draining=True, error=outcome.body() if outcome.message else None)
 
     def _note_restarts(self) -> None:
-        kept = (self._leadership, self._frontends, self._ranks)
-        self._state.update(restarts=sum(each.restarts for each in kept if each is not None))
+        supervised = (self._leadership, self._frontends, self._ranks)
+        self._state.update(restarts=sum(each.restarts for each in supervised if each is not None))
 
-    # The end
+    # Drain and end
 
     async def _drain(self) -> Outcome:
         drained = asyncio.create_task(self._drain_in_order())
-        hurry = asyncio.create_task(self._hurry.wait())
-        await asyncio.wait({drained, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (drained, hurry):
+        forced = asyncio.create_task(self._forced.wait())
+        await asyncio.wait({drained, forced}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drained, forced):
             task.cancel()
-        results = await asyncio.gather(drained, hurry, return_exceptions=True)
-        if self._hurry.is_set():
-            return Outcome(EXIT_FAILURE, "Interrupted", "a second signal came before everything was drained")
+        results = await asyncio.gather(drained, forced, return_exceptions=True)
+        if self._forced.is_set():
+            return Outcome(EXIT_FAILURE, "Interrupted", "a second signal interrupted the drain")
         if isinstance(results[0], Exception):
             raise results[0]
         return self._ending.result()
 
     async def _drain_in_order(self) -> None:
-        """Frontends first: they end when their clients have their answers. Then the engines, then the coordinator."""
+        """Frontends first: they end when their requests are answered. Then the engines, then the coordinator."""
         deadline = time.monotonic() + self._options.drain_timeout
         if self._frontends is not None:
             await self._frontends.drain(self._options.drain_timeout)
         if self._ranks is not None:
-            await self._ranks.drain(max(deadline - time.monotonic(), LEAST_GRACE))
+            await self._ranks.drain(max(deadline - time.monotonic(), MIN_GRACE))
         await self._leadership.stop()
 
     async def _kill(self) -> None:
-        """Ends what is left; after a drain that is nothing."""
+        """Ends the remaining processes; after a drain there are none."""
         if self._ranks is not None:
             await self._ranks.kill()
         if self._frontends is not None:
@@ -222,7 +222,7 @@ class Launcher:
         await self._leadership.close()
 
     async def _until_ending(self, work: Coroutine[None, None, None]) -> None:
-        """Does ``work`` unless the end is decided on before it is done."""
+        """Runs ``work`` until it is done or there is an outcome."""
         task = asyncio.create_task(work)
         either: set[asyncio.Future[Any]] = {task, self._ending}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -263,6 +263,6 @@ class Launcher:
 
 
 def _import_services() -> None:
-    """Imports what the launcher runs itself, which takes about as long as a rank takes to import torch."""
+    """Imports the launcher's own services, which takes about as long as a rank takes to import torch."""
     for module in ("launch.frontends", "launch.leader", "launch.control_api", "launch.metrics", "server.http_server"):
         importlib.import_module(f"megatron_runtime.{module}")

@@ -1,4 +1,4 @@
-"""What runs in the pod that leads besides ranks and frontends: the coordinator, and the line to the engines."""
+"""The processes of a leader besides ranks and frontends: the coordinator, and the connection to it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from megatron_runtime.processes.supervisor import ChildEnd
 
 COORDINATOR_GRACE = 2.0
 COORDINATOR_HANG = 8.0
-"""Seconds of silence after which a coordinator is replaced at the latest: nothing that it does takes long, others can
-tell it again what it holds, and everybody waits for it."""
+"""Maximum time without a heartbeat after which the coordinator is replaced: its work takes short times only, its peers
+restore its state, and all requests wait for it."""
 
 
 class Leader:
-    """One time of leading; a pod that leads again gets another one.
+    """The coordinator of one term as the leader; a pod that leads again gets a new object.
 
     Args:
-        lifecycle: The wish that the engines are brought to as they register.
+        lifecycle: The state that the engines are brought to when they register.
         on_failure: Called with the end of a coordinator that can't work with its options.
-        on_change: Called when the coordinator came or went.
+        on_change: Called when the coordinator starts or ends.
 
     Raises:
         ConfigurationError: The coordinator's port can't be used; names the flag.
@@ -45,11 +45,11 @@ class Leader:
     ) -> None:
         self._on_failure = on_failure
         self._on_change = on_change
-        # Only a look: the coordinator binds it itself, and a restarted one must be able to bind it again.
+        # A probe only: the coordinator binds the port itself, also after a restart.
         with bind_coordinator(options) as probe:
             port = int(probe.getsockname()[1])
         self.address = f"tcp://{options.private_host}:{port}"
-        """Where this very coordinator is."""
+        """Address of this pod's coordinator."""
         self._client = InferenceClient(self.address, key=key, strict_signals=True)
         self.link = EngineLink(self._client, state, lifecycle, options.auto_suspend_after or None)
         self._coordinator = SupervisedCoordinator(
@@ -65,22 +65,22 @@ class Leader:
 
     @property
     def restarts(self) -> int:
-        """How often the coordinator was started again."""
+        """Number of restarts of the coordinator."""
         return self._coordinator.restarts
 
     def start(self) -> None:
-        """Starts the process."""
+        """Starts the coordinator and connects to it."""
         self._client.start()
         self._coordinator.start()
         self._link_run = asyncio.create_task(self.link.run())
 
     async def stop(self) -> None:
-        """Ends the coordinator as it likes to end, then the rest."""
+        """Stops the coordinator, then the rest."""
         await self._coordinator.stop(COORDINATOR_GRACE)
         await self.close()
 
     async def close(self) -> None:
-        """Ends what is left, at once."""
+        """Ends everything at once."""
         await self._coordinator.close()
         if self._link_run is not None:
             self._link_run.cancel()

@@ -1,4 +1,4 @@
-"""Whether this pod leads. An operator gives the role to one pod and takes it from another, numbering its decisions."""
+"""Whether this pod leads. An operator moves the role between pods by numbered decisions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTLING_SECONDS = 10.0
-"""How long a pod that comes to lead may be without replicas and still be as ready as it was."""
+"""Time for which a new leader stays as ready as it was, while replica groups register."""
 
 
 class Leadership:
-    """Takes and gives up the role while ranks and frontends run on.
+    """Starts and ends the coordinator of this pod while ranks and frontends go on.
 
-    An epoch is the number of a decision. Whoever comes with an older one speaks of what holds no longer: it is refused.
+    An epoch is the number of a decision. A decision with an older epoch than the newest known one is refused.
 
     Args:
-        key: The secret that everybody needs who talks to the coordinator.
+        key: The shared secret of the coordinator and its peers.
         on_failure: Called with the end of a coordinator that can't work with its options.
-        on_change: Called when a coordinator came or went.
+        on_change: Called when a coordinator starts or ends.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Leadership:
         self._key = key
         self._on_failure = on_failure
         self._on_change = on_change
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._earlier_restarts = 0
         self._leader: Leader | None = None
         self._settled: asyncio.TimerHandle | None = None
@@ -59,17 +59,17 @@ class Leadership:
 
     @property
     def restarts(self) -> int:
-        """Restarts of this pod's coordinators, those of earlier times included."""
+        """Restarts of this pod's coordinators, including those of earlier terms."""
         return self._earlier_restarts + (0 if self._leader is None else self._leader.restarts)
 
     async def lead(self, epoch: int, lifecycle: Lifecycle) -> None:
-        """Start a coordinator, whose engines are brought to ``lifecycle``; a pod that leads goes on with its own.
+        """Start a coordinator, which brings engines to ``lifecycle``; a pod that leads keeps its coordinator.
 
         Raises:
-            StaleEpochError: A newer decision is known, or the role was taken from this pod since.
+            StaleEpochError: A newer decision is known, or this pod has stepped down in this epoch.
             ConfigurationError: The coordinator's port can't be used.
         """
-        async with self._turn:
+        async with self._lock:
             facts = self._state.facts
             if epoch < facts.epoch or (epoch == facts.epoch and self._leader is None and epoch > 0):
                 raise StaleEpochError("lead", epoch, facts.epoch)
@@ -80,25 +80,25 @@ class Leadership:
             self._state.update(is_leader=True, epoch=epoch)
 
     async def step_down(self, epoch: int) -> None:
-        """End the coordinator, if there is one, since another pod leads from now on.
+        """End the coordinator, if there is one; another pod leads from now on.
 
         Raises:
             StaleEpochError: A newer decision is known.
         """
-        async with self._turn:
+        async with self._lock:
             if epoch < self._state.facts.epoch:
                 raise StaleEpochError("step-down", epoch, self._state.facts.epoch)
             await self._end(epoch)
 
     async def close(self) -> None:
-        """End what is left, at once."""
+        """End the coordinator at once."""
         self._settle()
         if self._leader is not None:
             await self._leader.close()
 
     async def stop(self) -> None:
-        """End the coordinator at the pod's end."""
-        async with self._turn:
+        """End the coordinator when the pod ends."""
+        async with self._lock:
             if self._leader is not None:
                 await self._leader.stop()
 
@@ -108,7 +108,7 @@ class Leadership:
         self._state.update(is_settling=False)
 
     def _begin(self, lifecycle: Lifecycle) -> None:
-        # Not above: a launcher starts its ranks before it imports what a leader needs.
+        # Imported here: a launcher starts its ranks before it imports the modules of a leader.
         from megatron_runtime.launch.leader import Leader
 
         leader = Leader(
@@ -127,7 +127,7 @@ class Leadership:
         self._settle()
         leader, self._leader = self._leader, None
         if leader is not None:
-            logger.info("another pod leads from now on")
+            logger.info("stepping down: another pod leads from now on")
             self._earlier_restarts += leader.restarts
             await leader.stop()
         self._state.update(is_leader=False, epoch=epoch, engine_state=None, auto_suspended=False, replica_groups=())

@@ -1,4 +1,4 @@
-"""How much memory and how many cores this pod may use: the machine's, or less where a control group says so."""
+"""The memory and the cores that this pod may use: those of the machine, or the limits of its cgroup."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True)
 class AvailableMemory:
-    """Bytes that may still be taken, and who sets that limit."""
+    """Available bytes, and the origin of the limit."""
 
     count: int
     source: str
@@ -24,7 +24,7 @@ class AvailableMemory:
 
 
 def available_memory(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> AvailableMemory:
-    """The least of what the machine and the control group (version 2 or 1) leave."""
+    """The minimum of the available memory of the machine and of the cgroup (version 2 or 1)."""
     limits = [AvailableMemory(_machine(meminfo), "free on this machine")]
     for limit_file, usage_file, statistics, reclaimable in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -44,7 +44,7 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
         quota, period = (cgroup / "cpu.max").read_text().split()
         cores = min(cores, int(int(quota) / int(period)))
     except (OSError, ValueError):
-        pass  # no control group, or one that says "max"
+        pass  # no cgroup, or its limit is "max"
     return max(cores, 1)
 
 

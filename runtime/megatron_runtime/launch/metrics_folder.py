@@ -1,4 +1,4 @@
-"""The folder in which the frontends of one launcher keep their counts."""
+"""The folder with the metrics of one launcher's frontends."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ LOCK = "lock"
 
 
 class MetricsFolder:
-    """Is there until ``close``. What a launcher left that was killed, the next one removes.
+    """Exists until ``close``. The next launcher removes the folder of one that was killed.
 
-    A lock in the folder tells whether its launcher lives: the kernel gives it back however that one ends.
+    The launcher holds a lock in its folder; the kernel releases the lock when the launcher ends.
 
     Args:
-        parent: Where the folder is made, and where abandoned ones are looked for; by default the temporary folder.
+        parent: Parent of the folders; by default the temporary folder.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or Path(tempfile.gettempdir())
         _remove_abandoned(parent)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        # Under its final name the lock is held from the beginning: nobody finds it free and takes us for dead.
+        # The file is locked before it gets its final name, so that no other launcher finds it unlocked.
         made = self.path / f"{LOCK}.new"
         self._lock = made.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         made.rename(self.path / LOCK)
 
     def close(self) -> None:
-        """Removes the folder; a second call has no effect."""
+        """Removes the folder. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Those of other users can't be opened, and are left alone."""
+    """Folders of other users can't be opened, and stay."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

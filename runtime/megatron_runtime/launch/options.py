@@ -1,4 +1,4 @@
-"""What the flags of ``megatron-serve`` ask for, checked as far as it can be without looking at the checkpoint."""
+"""The options of ``megatron-serve``, checked as far as possible without the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PREFIX_POLICIES = ("first-prefix-block", "longest-prefix")
 ROUTING_POLICIES = ("round-robin", "load-balanced", *PREFIX_POLICIES, "auto")
 HIGHEST_PORT = 65535
 EVERY_ADDRESS = ("0.0.0.0", "::")
-"""Can be listened at, but not be told to others."""
-SHORTEST_HANG = 3
-"""Seconds: some signs of life may be late."""
+"""Wildcard addresses: valid to listen on, not to connect to."""
+MIN_HANG_TIMEOUT = 3
+"""Seconds; several heartbeats may be late."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the checkpoint is: a path, or a repository on the Hugging Face hub."""
+    """Source of the checkpoint: a path, or a repository on the Hugging Face hub."""
 
     path: Path | None = None
     hf_repo: str | None = None
@@ -36,7 +36,7 @@ class ModelSource:
 
     @property
     def name(self) -> str:
-        """The name that the model is served under unless another is given."""
+        """The default name of the served model."""
         if self.hf_repo is not None:
             return self.hf_repo
         assert self.path is not None
@@ -44,13 +44,13 @@ class ModelSource:
 
     @property
     def flag(self) -> str:
-        """The flag that chose it, for messages."""
+        """Its flag, for messages."""
         return f"--model {self.path}" if self.path is not None else f"--hf-repo {self.hf_repo}"
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What the ranks need to build their engine. Sizes are bytes; None leaves the choice to the preflight."""
+    """The engine of each replica group. Sizes are bytes; None lets the preflight choose."""
 
     dtype: str = "auto"
     device: str = "cpu"
@@ -86,7 +86,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """One pod. Ports: None means the usual one, or a free one when the pod is standalone and the usual one is taken."""
+    """One pod. Ports: None means the default port; a standalone pod uses a free one if that is in use."""
 
     model: ModelSource
     identity: Identity = field(default_factory=Identity)
@@ -94,7 +94,7 @@ class LaunchOptions:
     served_name: str | None = None
     replica_groups: int = 1
     ranks_per_pod: int | None = None
-    """None: all ranks of a copy of the model."""
+    """None: all ranks of a replica group."""
     threads_per_rank: int | None = None
     routing_policy: str = "auto"
     routing_alpha: float = 0.5
@@ -105,7 +105,7 @@ class LaunchOptions:
     max_restarts: int = 5
     restart_reset_after: float = RESET_SECONDS
     auto_suspend_after: float = 0.0
-    """Seconds without a request; 0 for never."""
+    """Seconds without a request; 0 disables the automatic suspension."""
     hang_timeout: float = HANG_SECONDS
     rendezvous_timeout: float = RENDEZVOUS_TIMEOUT
     host: str | None = None
@@ -115,7 +115,7 @@ class LaunchOptions:
 
     @property
     def http_host(self) -> str:
-        """The address that the OpenAI endpoint listens on: every one of a pod's, as port-forwards come by loopback."""
+        """The address that the OpenAI endpoint listens on: in a pod all addresses, since port-forwards use loopback."""
         if self.host is not None or is_loopback(self.private_host):
             return self.host or self.private_host
         return next(every for every in EVERY_ADDRESS if (":" in every) == (":" in self.private_host))
@@ -127,7 +127,7 @@ class LaunchOptions:
 
     @property
     def model_name(self) -> str:
-        """The name that requests have to give."""
+        """The name of the model in requests."""
         return self.served_name or self.model.name
 
     @property
@@ -138,17 +138,17 @@ class LaunchOptions:
 
     @property
     def first_rank_in_replica_group(self) -> int:
-        """The lowest of this pod's ranks, counted within the replica group."""
+        """The first of this pod's ranks, counted within the replica group."""
         return self.identity.pod_index * (self.ranks_per_pod or self.engine.ranks_per_replica_group)
 
     @property
     def spans_pods(self) -> bool:
-        """Whether a replica has ranks in other pods than this one."""
+        """Whether a replica group has ranks in other pods."""
         return self.local_ranks_per_replica_group < self.engine.ranks_per_replica_group
 
     @property
     def has_first_rank(self) -> bool:
-        """Whether the first rank of a replica is in this pod."""
+        """Whether this pod has the first rank of a replica group."""
         return self.first_rank_in_replica_group == 0
 
     @property
@@ -157,7 +157,7 @@ class LaunchOptions:
         return self.local_ranks_per_replica_group * self.replica_groups
 
     def check(self) -> None:
-        """Raises ConfigurationError naming the flag, its value and the mend."""
+        """Raises ConfigurationError that names the flag, its value and a fix."""
         self._check_source()
         self._check_choices()
         self._check_numbers()
@@ -183,8 +183,8 @@ class LaunchOptions:
         _one_of("--routing-policy", self.routing_policy, ROUTING_POLICIES)
         if self.routing_policy in PREFIX_POLICIES and not self.engine.prefix_caching:
             raise ConfigurationError(
-                f"--routing-policy {self.routing_policy}: routes by cached prefixes, but --no-prefix-caching lets the "
-                "engines cache none; leave that flag out, or route by round-robin or load-balanced"
+                f"--routing-policy {self.routing_policy}: routes by cached prefixes, but --no-prefix-caching "
+                "disables the cache; omit that flag, or use round-robin or load-balanced"
             )
 
     def _check_numbers(self) -> None:
@@ -197,7 +197,7 @@ class LaunchOptions:
         _at_least("--restart-reset-after", self.restart_reset_after, 0)
         _at_least("--drain-timeout", self.drain_timeout, 0)
         _at_least("--auto-suspend-after", self.auto_suspend_after, 0)
-        _at_least("--hang-timeout", self.hang_timeout, SHORTEST_HANG)
+        _at_least("--hang-timeout", self.hang_timeout, MIN_HANG_TIMEOUT)
         _at_least("--max-sequence-length", engine.max_sequence_length, 2)
         _at_least("--max-requests", engine.max_requests, 1)
         _at_least("--threads-per-rank", self.threads_per_rank, 1)
@@ -214,7 +214,7 @@ class LaunchOptions:
             ("--coordinator-port", self.coordinator_port),
         ):
             if port is not None and not 0 <= port <= HIGHEST_PORT:
-                raise ConfigurationError(f"{flag} {port}: must be between 0 (any free one) and {HIGHEST_PORT}")
+                raise ConfigurationError(f"{flag} {port}: must be between 0 (any free port) and {HIGHEST_PORT}")
 
     def _check_parallelism(self) -> None:
         for name, size in self.engine.parallel_sizes.items():
@@ -222,35 +222,35 @@ class LaunchOptions:
         ranks = self.engine.ranks_per_replica_group
         if self.local_ranks_per_replica_group < 1:
             raise ConfigurationError(
-                f"MEGATRON_POD_INDEX={self.identity.pod_index}: the group's {ranks} rank(s) "
-                f"fit into fewer pods of --ranks-per-pod {self.ranks_per_pod or ranks}"
+                f"MEGATRON_POD_INDEX={self.identity.pod_index}: the replica group's {ranks} rank(s) "
+                f"fit into fewer pods with --ranks-per-pod {self.ranks_per_pod or ranks}"
             )
         if self.spans_pods:
             self._check_rendezvous_address()
 
     def _check_rendezvous_address(self) -> None:
-        """What a pod has to know to meet the others of its group."""
+        """Check the addresses that the rendezvous of several pods needs."""
         identity, ranks = self.identity, self.engine.ranks_per_replica_group
-        split = f"--ranks-per-pod {self.ranks_per_pod}: the {ranks} ranks of a copy of the model are in several pods"
+        split = f"--ranks-per-pod {self.ranks_per_pod}: the {ranks} ranks of a replica group are in several pods"
         if self.replica_groups > 1:
-            raise ConfigurationError(f"{split}, each of one copy; use --replica-groups 1, or --ranks-per-pod {ranks}")
-        needed = ("MEGATRON_MASTER_ADDR", identity.master_address, "where the first of them is")
+            raise ConfigurationError(
+                f"{split}, each with one replica group; use --replica-groups 1, or --ranks-per-pod {ranks}"
+            )
+        needed = ("MEGATRON_MASTER_ADDR", identity.master_address, "the address of the first of them")
         if self.has_first_rank:
-            needed = ("MEGATRON_BIND_HOST", identity.bind_host, "at which address the others reach this one")
+            needed = ("MEGATRON_BIND_HOST", identity.bind_host, "the address of this pod for the others")
         variable, value, meaning = needed
         if value is None or value in EVERY_ADDRESS:
             given = variable if value is None else f"{variable}={value}"
-            raise ConfigurationError(
-                f"{split}, but {given} does not say {meaning}; set it, or use --ranks-per-pod {ranks}"
-            )
+            raise ConfigurationError(f"{split}, but {given} is not {meaning}; set it, or use --ranks-per-pod {ranks}")
 
     def _check_identity(self) -> None:
         identity = self.identity
         if not identity.is_leader and identity.coordinator_address is None:
-            raise ConfigurationError("MEGATRON_LEADER=0: MEGATRON_COORDINATOR_ADDRESS must say where the leader is")
+            raise ConfigurationError("MEGATRON_LEADER=0: set MEGATRON_COORDINATOR_ADDRESS to the address of the leader")
         if self.replica_groups > 1 and not identity.is_standalone:
             raise ConfigurationError(
-                f"--replica-groups {self.replica_groups}: only for a standalone run; elsewhere a pod is one replica"
+                f"--replica-groups {self.replica_groups}: only for a standalone run; other pods have one replica group"
             )
         if is_loopback(self.private_host):
             return
@@ -260,13 +260,13 @@ class LaunchOptions:
         for variable, value in needed.items():
             if value is None:
                 raise ConfigurationError(
-                    f"{variable} is not set, but others can reach MEGATRON_BIND_HOST={self.private_host}; "
+                    f"{variable} is not set, but other machines can reach MEGATRON_BIND_HOST={self.private_host}; "
                     "set it, or bind to a loopback address"
                 )
 
 
 def parallel_flag(name: str) -> str:
-    """What asks for one of `EngineOptions.parallel_sizes`."""
+    """The flag of one of `EngineOptions.parallel_sizes`."""
     return f"--{name}-parallel"
 
 

@@ -1,4 +1,4 @@
-"""What the control API says about this pod, with a revision that grows with every change."""
+"""The state of this pod that the control API reports, with a revision that grows with every change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_runtime.notifier import Notifier
 
 
 class RankPhase(StrEnum):
-    """How far a rank has come."""
+    """The progress of a rank."""
 
     STARTING = "Starting"
     LOADING = "Loading"
@@ -34,10 +34,10 @@ class RankState:
     total_bytes: int = 0
     message: str = ""
     registered: bool = False
-    """Whether the coordinator knows its engine over the connection that there is now; of a group's first rank alone."""
+    """Whether its engine is registered over the current connection; only of a replica group's first rank."""
 
     def body(self) -> dict[str, Any]:
-        """As the control API writes it."""
+        """The JSON of the control API."""
         return {
             "rank": self.rank,
             "phase": self.phase.value,
@@ -50,7 +50,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class ReplicaGroupState:
-    """A replica as the coordinator knows it. Its load changes all the time and makes no new revision."""
+    """A registered replica group. Changes of its load make no new revision."""
 
     index: int
     state: str
@@ -60,17 +60,17 @@ class ReplicaGroupState:
     kv_blocks_used: int = field(default=0, compare=False)
     weight_version: int = 0
     prompt_tokens: int = field(default=0, compare=False)
-    """Of prompts that it took up since it started, cached or not."""
+    """Prompt tokens of requests scheduled since its start, cached or not."""
     generated_tokens: int = field(default=0, compare=False)
-    """Generated since it started."""
+    """Tokens generated since its start."""
 
     @property
     def paused_requests(self) -> int:
-        """All its requests, while it computes for none."""
+        """Number of its requests while it is paused or suspended, else 0."""
         return self.running_requests + self.waiting_requests if EngineState(self.state) in IDLE_STATES else 0
 
     def body(self) -> dict[str, Any]:
-        """As the control API writes it."""
+        """The JSON of the control API."""
         return {
             "index": self.index,
             "state": self.state,
@@ -86,29 +86,29 @@ class PodFacts:
 
     is_leader: bool
     epoch: int = 0
-    """Number of the last decision about who leads that this pod was told."""
+    """Number of the newest decision about the leader that this pod got."""
     is_settling: bool = False
-    """Whether it has come to lead a moment ago, so that replicas may not have registered yet."""
+    """Whether it became the leader recently, so that replica groups may not have registered yet."""
     has_frontends: bool = False
-    """Whether requests come in here: at the first pod of every group."""
+    """Whether the pod has frontends: true for the first pod of every replica group."""
     engine_state: str | None = None
-    """The coordinator's state; None before a replica has registered, and on pods that do not lead."""
+    """The state of the service; None before a replica group has registered, and on pods that do not lead."""
     auto_suspended: bool = False
-    """Whether the engines are suspended for want of requests, or on their way there or back; a request wakes them."""
+    """Whether the engines are suspended because they were idle, or move to that state or back."""
     replica_groups: tuple[ReplicaGroupState, ...] = ()
     ranks: Mapping[int, RankState] = field(default_factory=dict)
     frontends_listening: int = 0
     dropped_messages: int = field(default=0, compare=False)
-    """Bad messages to the coordinator since it started."""
+    """Dropped messages of the coordinator since its start."""
     draining: bool = False
     restarts: int = 0
     error: Mapping[str, Any] | None = None
 
     @property
     def ready(self) -> bool:
-        """Where requests come in, frontends have to listen; paused and suspended engines count, since requests queue.
-
-        A leader is ready when any replica serves; another pod when its own ranks do, also while it takes the lead.
+        """A leader is ready when a replica group is registered, another pod when its own ranks serve, and a pod with
+        frontends when one of them listens. Paused and suspended engines count as ready, since requests queue. A new
+        leader stays as ready as it was until replica groups have registered.
         """
         if self.draining or (self.has_frontends and not self.frontends_listening):
             return False
@@ -117,7 +117,7 @@ class PodFacts:
         return bool(self.ranks) and all(rank.phase is RankPhase.SERVING for rank in self.ranks.values())
 
     def body(self) -> dict[str, Any]:
-        """The answer of ``GET /v1/state``, without the revision."""
+        """The response of ``GET /v1/state``, without the revision."""
         return {
             "role": "leader" if self.is_leader else "worker",
             "epoch": self.epoch,
@@ -137,7 +137,7 @@ class PodFacts:
 
 
 class PodState:
-    """Holds the current facts and wakes whoever waits for others."""
+    """Holds the current facts and wakes the tasks that wait for a change."""
 
     def __init__(self, facts: PodFacts) -> None:
         self.facts = facts
@@ -145,7 +145,7 @@ class PodState:
         self._changed = Notifier()
 
     def update(self, **changes: Any) -> None:
-        """Replaces fields of the facts; the revision grows if that makes a difference."""
+        """Replaces fields of the facts; the revision grows if a value changes."""
         before, self.facts = self.facts, replace(self.facts, **changes)
         if self.facts == before:
             return
@@ -153,15 +153,15 @@ class PodState:
         self._changed.notify()
 
     def update_rank(self, rank: int, **changes: Any) -> None:
-        """Replaces fields of one rank's state; a rank not seen before starts in ``Starting``."""
+        """Replaces fields of one rank's state; a new rank begins in ``Starting``."""
         before = self.facts.ranks.get(rank, RankState(rank))
         after = replace(before, **changes)
         self.update(ranks={**self.facts.ranks, rank: after})
 
     async def wait_for_change(self, after: int, timeout: float) -> None:
-        """Returns when the revision is another one than ``after``, or after ``timeout`` seconds.
+        """Returns when the revision differs from ``after``, or after ``timeout`` seconds.
 
-        A revision from before a restart of this launcher differs, whichever is greater, and is answered at once.
+        A revision of an earlier launcher process differs, and returns at once.
         """
         if after != self.revision:
             return
@@ -172,5 +172,5 @@ class PodState:
             return
 
     def body(self) -> dict[str, Any]:
-        """The answer of ``GET /v1/state``."""
+        """The response of ``GET /v1/state``."""
         return {"revision": self.revision, **self.facts.body()}

@@ -1,4 +1,4 @@
-"""Whether the checkpoint can be served with these options in this memory, and with what sizes."""
+"""Checks that the checkpoint can be served with these options in this memory, and chooses the sizes."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from megatron_runtime.launch.quantity import format_bytes
 
 USUAL_KV_CACHE = 2**30
 RANK_OVERHEAD = 300 * 2**20
-"""What a rank needs besides weights and cache: the interpreter, torch, and the activations of a step."""
+"""Memory of a rank besides weights and KV cache: the interpreter, torch, and the activations of a step."""
 KV_SHARE = 0.5
-"""Most of the memory beside the weights that a cache of unasked size takes."""
+"""Maximum fraction of the memory besides the weights for a KV cache without a configured size."""
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The sizes that the ranks are started with. ``kv_cache_bytes`` None: the rank measures its device's memory."""
+    """The sizes for the ranks. ``kv_cache_bytes`` None: the rank measures the free memory of its device."""
 
     max_sequence_length: int
     kv_cache_bytes: int | None
     weight_bytes: int
 
     def total_bytes(self, ranks: int) -> int:
-        """What all ranks of the pod need together, as far as it is known."""
+        """Memory of all ranks of the pod, as far as it is known."""
         return ranks * (self.weight_bytes + (self.kv_cache_bytes or 0) + RANK_OVERHEAD)
 
     def describe(self) -> str:
-        """One line for people."""
-        cache = "what the device has left" if self.kv_cache_bytes is None else format_bytes(self.kv_cache_bytes)
+        """One line for the log."""
+        cache = "the free memory of the device" if self.kv_cache_bytes is None else format_bytes(self.kv_cache_bytes)
         return f"weights {format_bytes(self.weight_bytes)}, KV cache {cache}, up to {self.max_sequence_length} tokens"
 
 
 def plan_engine(options: LaunchOptions, facts: CheckpointFacts, available: AvailableMemory) -> EnginePlan:
-    """Raises ConfigurationError naming the flag, its value and the mend."""
+    """Raises ConfigurationError that names the flag, its value and a fix."""
     engine = options.engine
     if engine.max_sequence_length is not None and engine.max_sequence_length > facts.longest:
         raise ConfigurationError(
-            f"--max-sequence-length {engine.max_sequence_length}: the model was made for {facts.longest} tokens; "
+            f"--max-sequence-length {engine.max_sequence_length}: the model supports {facts.longest} tokens; "
             f"use {facts.longest} or less"
         )
     weights = _weight_bytes(engine, facts)
-    wanted = engine.max_sequence_length or facts.longest
+    length = engine.max_sequence_length or facts.longest
     if engine.device != "cpu":
-        return EnginePlan(wanted, engine.kv_cache_bytes, weights)
+        return EnginePlan(length, engine.kv_cache_bytes, weights)
     ranks = options.local_ranks
     cache = _cache_bytes(options, facts, weights, available.count // ranks)
-    needed = EnginePlan(wanted, cache, weights).total_bytes(ranks)
+    needed = EnginePlan(length, cache, weights).total_bytes(ranks)
     if needed > available.count:
         raise ConfigurationError(
             f"--kv-cache-memory {format_bytes(cache)}: with {format_bytes(weights)} of weights and "
-            f"{format_bytes(RANK_OVERHEAD)} for the rest, {ranks} rank(s) need "
+            f"{format_bytes(RANK_OVERHEAD)} of overhead, {ranks} rank(s) need "
             f"{format_bytes(needed)}, but only {available} is available; "
-            "ask for a smaller cache, a smaller --dtype or fewer replicas, or give the pod more memory"
+            "use a smaller cache, a smaller --dtype or fewer replica groups, or give the pod more memory"
         )
-    return EnginePlan(_length(options, facts, cache, wanted), cache, weights)
+    return EnginePlan(_length(options, facts, cache, length), cache, weights)
 
 
 def element_bytes(engine: EngineOptions) -> int:
@@ -78,15 +78,15 @@ def _weight_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
 
 
 def _cache_bytes(options: LaunchOptions, facts: CheckpointFacts, weights: int, share: int) -> int:
-    """The cache that was asked for, or a usual one that the rank's share of the memory can hold."""
+    """The configured size of the KV cache, or a default size that fits the rank's share of the memory."""
     if options.engine.kv_cache_bytes is not None:
         return options.engine.kv_cache_bytes
     left = share - weights - RANK_OVERHEAD
     if left <= 0:
         raise ConfigurationError(
             f"{options.model.flag}: a rank needs {format_bytes(weights)} for the weights and "
-            f"{format_bytes(RANK_OVERHEAD)} besides, but its share of the memory is {format_bytes(share)}; give the "
-            "pod more memory, or use a smaller --dtype, fewer replicas or a smaller model"
+            f"{format_bytes(RANK_OVERHEAD)} of overhead, but its share of the memory is {format_bytes(share)}; give "
+            "the pod more memory, or use a smaller --dtype, fewer replica groups or a smaller model"
         )
     return max(min(USUAL_KV_CACHE, int(left * KV_SHARE)), _block_bytes(options.engine, facts))
 
@@ -95,8 +95,8 @@ def _block_bytes(engine: EngineOptions, facts: CheckpointFacts) -> int:
     return facts.cache_layout.block_bytes(engine.block_size_tokens, element_bytes(engine))
 
 
-def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, wanted: int) -> int:
-    """The longest sequence: one must fit into the cache as a whole."""
+def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, length: int) -> int:
+    """The longest sequence that fits the cache, at most ``length``."""
     engine = options.engine
     block = _block_bytes(engine, facts)
     fitting = cache // block * engine.block_size_tokens
@@ -105,10 +105,10 @@ def _length(options: LaunchOptions, facts: CheckpointFacts, cache: int, wanted: 
             f"--kv-cache-memory {format_bytes(cache)}: too small for a single block of {engine.block_size_tokens} "
             f"tokens; give at least {format_bytes(block)}"
         )
-    if engine.max_sequence_length is not None and fitting < wanted:
-        needed = (wanted + engine.block_size_tokens) * block // engine.block_size_tokens
+    if engine.max_sequence_length is not None and fitting < length:
+        needed = (length + engine.block_size_tokens) * block // engine.block_size_tokens
         raise ConfigurationError(
-            f"--max-sequence-length {wanted}: a KV cache of {format_bytes(cache)} holds {fitting} tokens; "
+            f"--max-sequence-length {length}: a KV cache of {format_bytes(cache)} holds {fitting} tokens; "
             f"use {fitting} or less, or --kv-cache-memory {format_bytes(needed)} or more"
         )
-    return min(wanted, fitting)
+    return min(length, fitting)

@@ -1,4 +1,4 @@
-"""Amounts of memory as Kubernetes writes them."""
+"""Kubernetes quantities of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parse_bytes(text: str, flag: str) -> int:
     """``512Mi`` -> 536870912. Raises ConfigurationError naming ``flag``."""
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
-        raise ConfigurationError(f"{flag} {text}: not an amount of memory; write it like 512Mi or 20Gi")
+        raise ConfigurationError(f"{flag} {text}: not an amount of memory; use a quantity such as 512Mi or 20Gi")
     return int(float(match[1]) * _UNITS[match[2] or ""])
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator and the ranks are started with."""
+"""The options and environments of the coordinator and the ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from megatron_runtime.wire.security import key_environment
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
 
-# Large pages, and memory that is kept from one pass for the next, spare a fourth of a prompt's pass. The largest
-# tensors are mapped one by one all the same, and whoever gives memory back on purpose asks the C library for its share.
+# Large pages, and memory that is reused from one pass to the next, save a quarter of the time of a prompt's pass. The
+# largest tensors are still mapped one by one, and code that releases memory calls malloc_trim.
 _MALLOC = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={1 << 30}", f"top_pad={64 << 20}")
-# Threads that wait spin for as long as it takes to get from one operator to the next, and then sleep:
-# beside busy neighbours that takes a third of the time of spinning on.
-# And torch warns of every rank whose address has no name.
+# OpenMP threads spin only for the time between two operators and then sleep: on busy cores this takes a third of the
+# time. Without the log level, torch warns about every rank whose address has no name.
 _DEFAULTS = {
     "GOMP_SPINCOUNT": "1000",
     "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{setting}" for setting in _MALLOC),
@@ -71,13 +70,13 @@ def replica_tasks(options: LaunchOptions, plan: PendingPlan, *, ranks: range, ke
 
 
 def rendezvous_address(options: LaunchOptions) -> tuple[str, int] | None:
-    """Host and port where the ranks of a replica meet for one start; within a pod no other start uses the port."""
+    """Host and port of the rendezvous of a replica group's ranks; within a pod, every start uses another port."""
     identity = options.identity
     if options.engine.ranks_per_replica_group == 1:
         return None
     if not options.spans_pods:
         return LOOPBACK, free_loopback_port()
-    # The name of the first pod need not be known in it yet, and is no address to listen at.
+    # In the first pod its own DNS name may not resolve yet, and is not an address to listen on.
     host = identity.bind_host if options.has_first_rank else identity.master_address
     assert host is not None
     return host, RENDEZVOUS_PORT
@@ -91,7 +90,7 @@ def rank_task(
     key: str | None,
     rendezvous: tuple[str, int] | None = None,
 ) -> ChildTask:
-    """One rank. Its share of the cores must be set before it imports torch, hence in the environment."""
+    """One rank. Its number of threads is in the environment, since it must be set before torch is imported."""
     threads = str(threads_per_rank(options))
     rank_options = RankOptions(
         rank=rank,
@@ -113,7 +112,7 @@ def rank_task(
 
 
 def compute_environment() -> dict[str, str]:
-    """What a process that computes should find in its environment when it starts; the user's own settings win."""
+    """Default environment of ranks; settings of the user have precedence."""
     defaults = {name: value for name, value in _DEFAULTS.items() if name not in os.environ}
     if "OMP_WAIT_POLICY" in os.environ:
         defaults.pop("GOMP_SPINCOUNT", None)
@@ -121,12 +120,12 @@ def compute_environment() -> dict[str, str]:
 
 
 def first_rank(options: LaunchOptions) -> int:
-    """The lowest of this pod's ranks, counted over all pods."""
+    """The first of this pod's ranks, counted over all pods."""
     return options.identity.replica_group * options.engine.ranks_per_replica_group + options.first_rank_in_replica_group
 
 
 def threads_per_rank(options: LaunchOptions) -> int:
-    """This rank's part of the cores, unless a flag says otherwise."""
+    """Threads of a rank: its share of the cores, unless a flag sets it."""
     if options.threads_per_rank is not None:
         return options.threads_per_rank
     ranks = options.identity.local_ranks or options.local_ranks

@@ -1,4 +1,4 @@
-"""How a launcher ends: its exit code, and the reason that it leaves for whoever started it."""
+"""The exit code of a launcher, and the reason in its termination log."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_runtime.processes.supervisor import ChildEnd
 logger = logging.getLogger(__name__)
 
 LOST_RANK = "LostRank"
-"""A rank of this pod ended because another one, which may be in another pod, is gone or late."""
+"""A rank of this pod ended because another one, perhaps in another pod, was lost or late."""
 LONGEST_MESSAGE = 3000
-"""The kubelet keeps 4096 bytes of a termination message."""
+"""Most characters of a message; the kubelet keeps 4096 bytes of the termination log."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Why the launcher ends. ``reason`` is CamelCase, as in Kubernetes conditions."""
+    """Why the launcher ended. ``reason`` is CamelCase, as in Kubernetes conditions."""
 
     exit_code: int = EXIT_DRAINED
     reason: str = "Drained"
@@ -31,13 +31,13 @@ class Outcome:
 
     @classmethod
     def bad_input(cls, error: Exception) -> Outcome:
-        """The options or the checkpoint can't be served; another try would end the same."""
+        """The options or the checkpoint are invalid; a restart would fail again."""
         kind = type(error).__name__
         return cls(EXIT_BAD_INPUT, "InvalidSpec" if kind == "ConfigurationError" else kind, str(error))
 
     @classmethod
     def child_failed(cls, end: ChildEnd, rank: int | None = None) -> Outcome:
-        """A process that the pod can't do without ended for good."""
+        """A required process ended and is not restarted."""
         if end.is_bad_input:
             reason = "CheckpointError" if (end.error or {}).get("reason") == "CheckpointError" else "InvalidSpec"
             return cls(EXIT_BAD_INPUT, reason, end.message, rank, end.exit_code)
@@ -48,7 +48,7 @@ class Outcome:
         return cls(EXIT_FAILURE, reason, end.message, rank, end.exit_code)
 
     def body(self) -> dict[str, Any]:
-        """As the termination log and the control API write it."""
+        """The JSON of the termination log and the control API."""
         return {
             "reason": self.reason,
             "message": self.message[-LONGEST_MESSAGE:],
@@ -57,7 +57,7 @@ class Outcome:
         }
 
     def write(self, path: Path | None) -> None:
-        """Leaves the reason in the termination log, if there is one and this is not a good end."""
+        """Writes the termination log, if there is one, unless the launcher was drained."""
         if path is None or self.exit_code == EXIT_DRAINED:
             return
         try:

@@ -120,5 +120,7 @@ def test_ranks_without_requests_use_no_processor(tiny: Path) -> None:
 
 def test_a_timeout_of_requests_is_refused_since_ranks_have_no_clock_in_common(tiny: Path) -> None:
     engine = lock_step_scenarios.build(tiny, request_timeout=3.0)
-    with pytest.raises(ConfigurationError, match=r"request_timeout=3\.0: the ranks of a replica have no clock"):
+    with pytest.raises(
+        ConfigurationError, match=r"request_timeout=3\.0: the ranks of a replica group have no common clock"
+    ):
         LockStepEngine(engine, SingleRank())
