@@ -1,4 +1,4 @@
-"""``megatron-serve``: one pod of a served model, or a whole one on this machine."""
+"""``megatron-serve``: runs one pod of a served model, or a standalone service on this machine."""
 
 from __future__ import annotations
 

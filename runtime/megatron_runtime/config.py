@@ -1,4 +1,4 @@
-"""Settings of the engine, and the enumerations that they use."""
+"""The configuration of the engine, and its enumerations."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _logger = logging.getLogger(__name__)
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 SAMPLING_BACKENDS = ("torch", "flashinfer")
 DEFAULT_MAX_REQUESTS = 256
-"""Most requests in one forward pass, if nothing else is asked for and the pool has as many blocks."""
+"""Default of the most requests in one forward pass, if the pool has as many blocks."""
 
 _Enum = TypeVar("_Enum", bound=StrEnum)
 
 
 class KVCacheManagementMode(StrEnum):
-    """What becomes of the KV cache while the engine is suspended."""
+    """What happens to the KV cache while the engine is suspended."""
 
     PERSIST = "persist"
-    """It stays where it is."""
+    """It stays on the device."""
     OFFLOAD = "offload"
-    """What requests and the prefix cache hold of it is copied to host memory, and back on resume. A CPU's pool lies in
-    host memory already: there the copy stays, and only the room of all that nobody holds is given back."""
+    """Its used blocks are copied to host memory, and back on resume. The pool of a CPU is in host memory already: its
+    used blocks stay, and the memory of the others is released."""
     RECOMPUTE = "recompute"
     """It is dropped; unfinished requests are computed again from their tokens on resume."""
 
 
 class PrefixCachingCoordinatorPolicy(StrEnum):
-    """How the coordinator picks a replica for a request."""
+    """How the coordinator chooses the replica group of a request."""
 
     ROUND_ROBIN = "round_robin"
     LOAD_BALANCED = "load_balanced"
@@ -46,80 +46,77 @@ class PrefixCachingEvictionPolicy(StrEnum):
     """How long the prefix cache keeps a block that no running request uses."""
 
     REF_ZERO = "ref_zero"
-    """Not at all: requests share only what they use at the same time."""
+    """Not at all: requests share only blocks that they use at the same time."""
     LRU = "lru"
-    """Until its room is needed; what was unused for longest goes first, and no block before those that build on it."""
+    """Until its memory is needed: least recently used first, and no block before those that continue it."""
 
 
 @dataclass
 class InferenceConfig(UnavailableSettings):
-    """How one engine uses its memory and its turns.
+    """The configuration of one engine.
 
-    Fields of Megatron's that are not explained here are those of UnavailableSettings.
+    Megatron's fields that are not described here are in UnavailableSettings.
 
     Raises:
-        ConfigurationError: A value that can't work, naming field, value and mend.
+        ConfigurationError: A value is invalid; the message names the field, the value and a fix.
     """
 
     block_size_tokens: int = 16
     """Tokens per KV block."""
     buffer_size_gb: float | None = None
-    """Size of the KV pool in GiB; None takes 20 on a GPU and 2 on a CPU, whose memory others share."""
+    """Size of the KV pool in GiB; None means 20 on a GPU and 2 on a CPU."""
     kv_cache_memory_bytes: int | None = None
-    """Size of the KV pool in bytes; wins over ``buffer_size_gb``."""
+    """Size of the KV pool in bytes; overrides ``buffer_size_gb``."""
     paused_buffer_size_gb: float | None = None
-    """GiB of the pool that requests may keep while they wait for a further block; beyond it they give their blocks back
-    and are computed again later. None means 0."""
+    """GiB of the pool that requests may keep while they wait for a further block; beyond it they are evicted and
+    computed again later. None means 0."""
     max_requests: int | None = None
-    """Most requests in one forward pass; None takes 256, or fewer if the pool has fewer blocks."""
+    """Most requests in one forward pass; None means 256, or fewer if the pool has fewer blocks."""
     max_tokens: int | None = None
-    """Most tokens in one forward pass; None takes 16384 on a GPU and 1024 on a CPU."""
+    """Most tokens in one forward pass; None means 16384 on a GPU and 1024 on a CPU."""
     max_sequence_length: int | None = 2560
-    """Most tokens of a prompt and its answer together; None, and anything longer, means what the model was made for."""
+    """Most tokens of a prompt and its answer together; None and larger values mean the limit of the model."""
     enable_chunked_prefill: bool = True
-    """Lets a prompt longer than what is left of ``max_tokens`` be computed over several forward passes."""
+    """Splits prompts that exceed the rest of ``max_tokens`` over several forward passes."""
     enable_prefix_caching: bool = False
-    """Lets a request skip the beginning of its prompt if an earlier request's keys and values of it are still there.
-    Off unless asked for, because whoever changes the model's weights without ``update_weights`` then has to call
-    ``invalidate_prefix_cache``."""
+    """Reuses the keys and values of an equal prefix of an earlier prompt. Off by default, because callers that change
+    the model's weights without ``update_weights`` then have to call ``invalidate_prefix_cache``."""
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.LRU
     """How long the prefix cache keeps a block that no running request uses."""
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
         PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
     )
-    """How a coordinator that this engine launches picks a replica. Without prefix caching, or where no replica knows a
-    prompt's beginning, the policies that go by prefixes take one replica after the other."""
+    """The routing policy of a coordinator that this engine launches. Without prefix caching, and for unknown prefixes,
+    the prefix policies take the least loaded engines in turn."""
     offset_sampling_seed_by_dp_rank: bool = True
-    """Has no effect: a request without a seed gets one of its own, on whichever replica group."""
+    """Has no effect: a request without a seed gets its own, in every replica group."""
     prefix_caching_routing_alpha: float = 0.5
-    """Weight, 0 to 1, of a known prefix against a replica's free places."""
+    """Weight, 0 to 1, of a known prefix against a replica group's free capacity."""
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
-    """What becomes of the KV cache on suspend."""
+    """What happens to the KV cache on suspend."""
     offload_weights: bool = False
-    """Moves the weights to host memory too while the engine is suspended. A CPU has no other place for them: there they
-    are released, and read from their checkpoint's files again on resume; those that are in no file, because they came
-    as named tensors, stay."""
+    """Moves the weights to host memory while the engine is suspended. On a CPU they are released instead, and read from
+    the checkpoint's files again on resume; weights that were set as named tensors stay, since no file has them."""
     track_paused_request_events: bool = False
-    """Records an event whenever a request begins to wait for a block with what it has."""
+    """Records an event whenever a request begins to wait for a block and keeps its cache."""
     track_generated_token_events: bool = False
     """Records an event per generated token in every request."""
     request_timeout: float | None = None
-    """Seconds after its submission at which an unfinished request fails; None means never."""
+    """Seconds after which an unfinished request fails; None means no limit."""
     logprobs_mode: str = "raw_logprobs"
-    """"raw_logprobs" reports the model's own log probabilities; "processed_logprobs" those that generated tokens were
-    drawn with, after penalties, biases, temperature and filters. The prompt's tokens were not drawn: theirs are raw."""
+    """"raw_logprobs" reports the log probabilities of the model; "processed_logprobs" those of the sampled
+    distribution, after penalties, biases, temperature and filters. Tokens of the prompt always have raw ones."""
     materialize_only_last_token_logits: bool = False
-    """Never computes logits of prompts, and fails requests for log probabilities of them. Without it, those that a
-    request asks for are computed, and no others."""
+    """Never computes logits of prompts, and fails requests with log probabilities of them. Otherwise only the requested
+    ones are computed."""
     static_kv_memory_pointers: bool = False
-    """Insists that the KV cache keeps its address through a suspension, which only PERSIST does."""
+    """Requires that the KV cache keeps its address during a suspension, which only PERSIST does."""
     sampling_backend: str = "torch"
-    """"torch"; "flashinfer" warns and takes it too."""
+    """"torch"; "flashinfer" logs a warning and is replaced by it."""
     logging_step_interval: int = 0
-    """Steps from one line in the log, about the engine's load, to the next; 0 means none."""
+    """Steps between two log lines about the engine's load; 0 disables them."""
     metrics_writer: Any = None
-    """Gets the same figures, every ``logging_step_interval`` steps, through its ``log(figures)``: the module
-    ``wandb``, or a run of it, or anything alike."""
+    """Receives the same figures by its method ``log(figures)``, for example the module ``wandb`` or a run of it."""
     verbose: InitVar[bool] = False
     """Logs all settings."""
 
@@ -143,7 +140,7 @@ class InferenceConfig(UnavailableSettings):
         self._require_one_of("logprobs_mode", LOGPROBS_MODES)
         self._require_one_of("sampling_backend", SAMPLING_BACKENDS)
         if self.sampling_backend == "flashinfer":
-            warnings.warn("sampling_backend='flashinfer' is not there; sampling is done by torch", stacklevel=4)
+            warnings.warn("sampling_backend='flashinfer' is not available; using 'torch'", stacklevel=4)
             self.sampling_backend = "torch"
 
     def _check_numbers(self) -> None:
@@ -171,8 +168,8 @@ class InferenceConfig(UnavailableSettings):
         if self.static_kv_memory_pointers and self.kv_cache_management_mode is not KVCacheManagementMode.PERSIST:
             raise ConfigurationError(
                 "static_kv_memory_pointers=True: on suspend, kv_cache_management_mode="
-                f"{self.kv_cache_management_mode.value!r} gives the KV cache's memory back; only 'persist' keeps its "
-                "address",
+                f"{self.kv_cache_management_mode.value!r} releases the memory of the KV cache; only 'persist' keeps "
+                "its address",
                 field="static_kv_memory_pointers",
             )
 
@@ -187,17 +184,17 @@ class InferenceConfig(UnavailableSettings):
             return
         if not callable(getattr(self.metrics_writer, "log", None)):
             raise ConfigurationError(
-                f"metrics_writer={self.metrics_writer!r} has no log(figures); give the module wandb, or None",
+                f"metrics_writer={self.metrics_writer!r} has no method log(figures); use the module wandb, or None",
                 field="metrics_writer",
             )
         if interval == 0:
             raise ConfigurationError(
-                "metrics_writer is never written to with logging_step_interval=0; set how many steps lie between",
+                "metrics_writer has no effect with logging_step_interval=0; set logging_step_interval",
                 field="metrics_writer",
             )
 
     def pool_bytes(self, device_type: str) -> int:
-        """Bytes that the KV pool may take on a device of this type ("cpu", "cuda")."""
+        """Size of the KV pool in bytes on a device of this type ("cpu", "cuda")."""
         if self.kv_cache_memory_bytes is not None:
             return self.kv_cache_memory_bytes
         if self.buffer_size_gb is not None:
@@ -220,18 +217,18 @@ class InferenceConfig(UnavailableSettings):
             raise ConfigurationError(f"{name}={value!r} must be a number greater than 0", field=name)
 
 
-def check_routing_alpha(alpha: float, said: str | None = None) -> None:
-    """Whether this weighs a known prefix against the load.
+def check_routing_alpha(alpha: float, origin: str | None = None) -> None:
+    """Check the weight of a known prefix against the load.
 
     Args:
-        said: How the user gave it, for the message; None means as the field of a configuration.
+        origin: Flag and value for the message; None means the field of a configuration.
 
     Raises:
         ConfigurationError: Less than 0 or more than 1.
     """
     if not 0 <= alpha <= 1:
         name = "prefix_caching_routing_alpha"
-        raise ConfigurationError(f"{said or f'{name}={alpha!r}'} must be between 0 and 1", field=name)
+        raise ConfigurationError(f"{origin or f'{name}={alpha!r}'} must be between 0 and 1", field=name)
 
 
 _FLAGS = (

@@ -1,26 +1,26 @@
-"""Every error that the runtime raises or hands to a user.
+"""Every error that the runtime raises or reports.
 
 MegatronInferenceError
-├── ConfigurationError (ValueError)         a setting that can't work; names the field
+├── ConfigurationError (ValueError)         an invalid setting; names the field
 ├── InvalidRequestError (ValueError)        a request that can't be served; names the field
 ├── CheckpointError                         a model folder or file that can't be read
 ├── EngineError                             the engine failed while it ran
-│   ├── EngineSuspendedError                asked to compute while its memory is given back
-│   ├── InvalidLogitsError                  the model answered with NaN
-│   ├── LostRankError                       ranks of the replica are gone or late; names them
-│   └── LockStepError                       ranks of the replica have gone different ways
+│   ├── EngineSuspendedError                a step of a suspended engine
+│   ├── InvalidLogitsError                  the model returned NaN
+│   ├── LostRankError                       ranks are lost or late; names them
+│   └── LockStepError                       ranks of a replica group are out of step
 ├── InvalidStateError (RuntimeError)        a lifecycle signal in the wrong state
-├── StaleEpochError                         a decision about who leads that a newer one has overtaken
-├── TransitionTimeoutError (TimeoutError)   a lifecycle signal that nobody acknowledged in time
-├── RequestTimeoutError (TimeoutError)      a request that was not done by its deadline
-├── CoordinatorError                        the coordinator can't be reached or refused
-└── ContextOverflowError                    a request that the context has no room for
+├── StaleEpochError                         an outdated decision about the leader
+├── TransitionTimeoutError (TimeoutError)   a lifecycle signal that was not carried out in time
+├── RequestTimeoutError (TimeoutError)      a request that was not finished by its deadline
+├── CoordinatorError                        the coordinator can't be reached, or has refused
+└── ContextOverflowError                    a request that exceeds the context
     ├── RequestOverflowError                more requests than rows
     ├── TokenOverflowError                  more tokens than one forward pass takes
     ├── BlockOverflowError                  more KV blocks than the pool holds
     ├── MaxSequenceLengthOverflowError      longer than the longest sequence; never transient
     ├── ActiveRequestCountOverflowError     more active requests than the batch takes
-    └── TensorStateDeallocatedError         the KV cache is given back
+    └── TensorStateDeallocatedError         the KV cache is released
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class MegatronInferenceError(Exception):
 
 
 class ConfigurationError(MegatronInferenceError, ValueError):
-    """A setting has a value that can't work.
+    """A setting has an invalid value.
 
     Args:
-        message: Says the field, the value and the mend.
+        message: Names the field, the value and a fix.
         field: Name of the setting, for callers that report errors per field.
     """
 
@@ -50,7 +50,7 @@ class InvalidRequestError(MegatronInferenceError, ValueError):
     """A request, or one of its sampling parameters, can't be served.
 
     Args:
-        message: Says the field, the value and the limit.
+        message: Names the field, the value and the limit.
         field: Name of the parameter, for callers that report errors per field.
     """
 
@@ -60,7 +60,7 @@ class InvalidRequestError(MegatronInferenceError, ValueError):
 
 
 class CheckpointError(MegatronInferenceError):
-    """A checkpoint can't be read; the message names the file, what was found, what was expected, and the mend."""
+    """A checkpoint can't be read; the message names the file, the actual and the expected content, and a fix."""
 
 
 class EngineError(MegatronInferenceError):
@@ -68,20 +68,20 @@ class EngineError(MegatronInferenceError):
 
 
 class EngineSuspendedError(EngineError):
-    """The engine was asked to compute while its memory is given back; resume it first."""
+    """The engine is suspended and can't run a step; resume it first."""
 
 
 class InvalidLogitsError(EngineError):
-    """The model answered with NaN for this request, so that no token can be chosen."""
+    """The model returned NaN for this request, so that no token can be sampled."""
 
 
 class LostRankError(EngineError):
-    """Ranks of the replica are gone, or did not come in time, or to the world.
+    """Ranks of a replica group or of the world are lost or late.
 
     Args:
-        message: Says what was waited for, how long, and who is missing.
-        missing: Those ranks, counted within the replica, or the world if it is not complete; empty when all answer,
-            and one is only late.
+        message: Names the operation, the time that it waited, and the missing ranks.
+        missing: The missing ranks, counted within the replica group, or within the world if that is incomplete; empty
+            when all ranks answer and one is only late.
     """
 
     def __init__(self, message: str, *, missing: Sequence[int] = ()) -> None:
@@ -90,15 +90,15 @@ class LostRankError(EngineError):
 
 
 class LockStepError(EngineError):
-    """Ranks of one replica, which all have to make the same schedules, have made different ones."""
+    """Ranks of a replica group have computed different schedules."""
 
 
 class InvalidStateError(MegatronInferenceError, RuntimeError):
     """A lifecycle signal came in a state that doesn't allow it.
 
     Args:
-        message: Says the signal, the state and what is allowed.
-        state: The state that the signal met.
+        message: Names the signal, the state and the allowed signals.
+        state: The current state.
         allowed: The signals that this state allows.
     """
 
@@ -109,38 +109,38 @@ class InvalidStateError(MegatronInferenceError, RuntimeError):
 
 
 class StaleEpochError(MegatronInferenceError):
-    """A decision about who leads came after a newer one.
+    """A decision about the leader is older than the newest known one.
 
     Args:
-        decision: What was asked for.
+        decision: The decision.
         epoch: Its number.
-        known: That of the newest decision that is known.
+        known: The number of the newest known decision.
     """
 
     def __init__(self, decision: str, epoch: int, known: int) -> None:
-        super().__init__(f"{decision} of epoch {epoch}: this pod knows of epoch {known}")
+        super().__init__(f"{decision} of epoch {epoch}: this pod has a decision of epoch {known}")
         self.known = known
 
 
 class TransitionTimeoutError(MegatronInferenceError, TimeoutError):
-    """Not everybody acknowledged a lifecycle signal in time; the message names who is missing."""
+    """Not every engine carried out a lifecycle signal in time; the message names the missing ones."""
 
 
 class RequestTimeoutError(MegatronInferenceError, TimeoutError):
-    """A request was not done by its deadline."""
+    """A request was not finished by its deadline."""
 
 
 class CoordinatorError(MegatronInferenceError):
-    """The coordinator can't be reached, or refused what it was asked."""
+    """The coordinator can't be reached, or has refused a call."""
 
 
 class ContextOverflowError(MegatronInferenceError):
-    """The context has no room for a request.
+    """A request exceeds a limit of the context.
 
     Args:
         request_id: Id of the request, if there is one.
-        message: Says what overflowed and by how much.
-        is_transient: True if there may be room later.
+        message: Names the limit and the excess.
+        is_transient: True if the request may fit later.
     """
 
     def __init__(self, request_id: int | None, message: str | None = None, *, is_transient: bool = True) -> None:
@@ -151,11 +151,11 @@ class ContextOverflowError(MegatronInferenceError):
 
 
 class RequestOverflowError(ContextOverflowError):
-    """There are more requests than the context has rows."""
+    """More requests than the context has rows."""
 
 
 class TokenOverflowError(ContextOverflowError):
-    """There are more tokens than one forward pass takes."""
+    """More tokens than the limit of a forward pass."""
 
 
 class BlockOverflowError(ContextOverflowError):
@@ -163,19 +163,19 @@ class BlockOverflowError(ContextOverflowError):
 
 
 class MaxSequenceLengthOverflowError(ContextOverflowError):
-    """A sequence is longer than the engine takes; waiting doesn't help."""
+    """A sequence is longer than the limit of the engine; this is never transient."""
 
     def __init__(self, request_id: int | None, message: str | None = None, *, is_transient: bool = False) -> None:
-        del is_transient  # the wire carries the field, but this error never is
+        del is_transient  # messages have the field, but this error is never transient
         super().__init__(request_id, message, is_transient=False)
 
 
 class ActiveRequestCountOverflowError(ContextOverflowError):
-    """More requests are active than the batch takes."""
+    """More active requests than the limit of the batch."""
 
 
 class TensorStateDeallocatedError(ContextOverflowError):
-    """The KV cache is given back."""
+    """The KV cache is released."""
 
 
 _OVERFLOWS: dict[str, type[ContextOverflowError]] = {
@@ -220,7 +220,7 @@ def serialize_error(error: BaseException) -> dict[str, Any]:
 
 
 def deserialize_error(data: dict[str, Any]) -> MegatronInferenceError:
-    """The error that serialize_error was given; a type unknown here becomes an EngineError that names it."""
+    """The inverse of serialize_error; an unknown type becomes an EngineError that names it."""
     name, message = str(data["type"]), str(data["message"])
     if name in _OVERFLOWS:
         return _OVERFLOWS[name](data.get("request_id"), message, is_transient=bool(data.get("is_transient")))

@@ -1,4 +1,4 @@
-"""The message types between clients, the coordinator and the engines, and the states that they speak of."""
+"""The message types between clients, the coordinator and the engines, and the states of engines."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from enum import IntEnum, StrEnum
 class Headers(IntEnum):
     """First element of every header frame; the tens group the numbers by purpose.
 
-    Where Megatron has a message of the same meaning, name and number are Megatron's.
+    Messages with the same meaning as one of Megatron have its name and number.
     """
 
     CONNECT = 0
-    """client -> coordinator: hello. Always answered."""
+    """client -> coordinator: introduces a client. Always answered."""
     CONNECT_ACK = 1
-    """coordinator -> client: welcome, with the coordinator's epoch and routing facts."""
+    """coordinator -> client: answers CONNECT, with the coordinator's epoch and block size."""
     REGISTER = 2
-    """engine -> coordinator: this group, attempt and incarnation serves; with what it still holds. Always answered."""
+    """engine -> coordinator: registers an engine with its requests. Always answered."""
     REGISTER_ACK = 3
-    """coordinator -> engine: you are in."""
+    """coordinator -> engine: the engine is registered."""
     REGISTER_REFUSED = 4
-    """coordinator -> engine: you are not, and why (a newer attempt of your group serves)."""
+    """coordinator -> engine: the engine is refused, with the reason (a newer attempt of its replica group serves)."""
     HEARTBEAT = 5
-    """engine or client -> coordinator: alive; an engine adds its state and statistics."""
+    """engine or client -> coordinator: heartbeat; an engine adds its state and load."""
     BEAT = 6
-    """coordinator -> everybody: alive, with the epoch. A send that fails tells the coordinator that a peer is gone."""
+    """coordinator -> all peers: heartbeat, with the epoch. The coordinator detects a lost peer when sending fails."""
     UNKNOWN_PEER = 7
-    """coordinator -> whoever speaks without having introduced itself: connect or register (again) first."""
+    """coordinator -> unknown peer: connect or register (again) first."""
 
     SUBMIT_REQUEST = 20
     """client -> coordinator -> engine: new requests, a body frame each."""
@@ -35,11 +35,11 @@ class Headers(IntEnum):
     ENGINE_REPLY_PARTIAL = 22
     """engine -> coordinator -> client: new tokens of running requests, a body frame each."""
     ABORT_REQUEST = 23
-    """client -> coordinator -> engine: these requests are no longer wanted."""
+    """client -> coordinator -> engine: abort these requests."""
     REPLY_ACK = 27
-    """coordinator -> engine: forget these requests; their results arrived, or nobody waits for them any more."""
+    """coordinator -> engine: drop these requests; their results arrived, or are not needed any more."""
     REQUEST_FAILED = 28
-    """coordinator -> client: these requests can't be served, and why."""
+    """coordinator -> client: these requests failed, with the error."""
 
     PAUSE = 40
     UNPAUSE = 41
@@ -47,27 +47,27 @@ class Headers(IntEnum):
     RESUME = 43
     STOP = 45
     STATE = 48
-    """engine -> coordinator: the state that it has reached."""
+    """engine -> coordinator: the state of the engine."""
     SIGNAL_REPLY = 49
-    """coordinator -> client: what became of a control signal."""
+    """coordinator -> client: the outcome of a control signal."""
     SERVICE_STATE = 50
-    """client -> coordinator: tell me (and keep telling me); coordinator -> client: the state of the service."""
+    """client -> coordinator: requests the state of the service, or subscribes; coordinator -> client: the state."""
 
     UPDATE_WEIGHTS = 51
     """client -> coordinator -> engine: load the weights at this path in place."""
     WEIGHTS_UPDATED = 52
-    """engine -> coordinator: it has this version of the weights, or has its old ones because of an error."""
+    """engine -> coordinator: the engine has this version of the weights, or keeps its weights because of an error."""
 
     DISCONNECT = 60
-    """engine or client -> coordinator: goodbye, with the reason, and whether that is a failure."""
+    """engine or client -> coordinator: disconnects, with the reason, and whether it is a failure."""
     SHUTDOWN = 61
-    """client -> coordinator: end the coordinator; engines are not touched."""
+    """client -> coordinator: end the coordinator; engines go on."""
     DRAIN = 62
-    """engine -> coordinator: send me nothing new."""
+    """engine -> coordinator: the engine drains; assign no new requests."""
 
 
 class EngineState(StrEnum):
-    """Where an engine stands; those in -ING end by themselves. RESUMED is an event on the way to PAUSED."""
+    """The state of an engine. Those of a transition end in -ING; RESUMED is an event before PAUSED."""
 
     RUNNING = "RUNNING"
     PAUSING = "PAUSING"

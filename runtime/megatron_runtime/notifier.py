@@ -12,7 +12,7 @@ class Notifier:
         self._next = asyncio.Event()
 
     def notify(self) -> None:
-        """Something has changed."""
+        """Wake the waiting tasks."""
         self._next.set()
         self._next = asyncio.Event()
 

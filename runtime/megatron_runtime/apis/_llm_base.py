@@ -1,4 +1,4 @@
-"""What MegatronLLM and MegatronAsyncLLM share: construction, properties, and the way to the background loop."""
+"""The base class of MegatronLLM and MegatronAsyncLLM: construction, properties and the background event loop."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _Result = TypeVar("_Result")
 class _MegatronLLMBase:
     """An engine for one model, used directly or through a coordinator.
 
-    With several ranks, as torchrun starts them, every rank constructs an LLM around its part of the model, or around a
-    whole one. In coordinator mode every rank calls the lifecycle methods, and only rank 0 generates, on all copies of
-    the model. In direct mode every rank generates, and those that share a copy are given the same prompts.
+    With several ranks, as torchrun starts them, every rank constructs an LLM with its part of the model, or with a
+    whole one. In coordinator mode every rank calls the lifecycle methods, and only rank 0 generates, with all replica
+    groups. In direct mode every rank generates, and all ranks of a replica group get the same prompts.
 
     Args:
-        model: From `model.checkpoint.load_model`, with the ranks of `join_world` where several share it.
+        model: From `model.checkpoint.load_model`, with the ranks of `join_world` if several ranks share it.
         tokenizer: From `model.checkpoint.load_tokenizer`.
-        inference_config: None takes the defaults.
+        inference_config: None means the defaults.
         use_coordinator: Run the engine in a background thread, behind a coordinator process.
-        coordinator_host: Where the coordinator listens; needs use_coordinator.
-        coordinator_port: As coordinator_host.
+        coordinator_host: Address that the coordinator listens on; needs use_coordinator.
+        coordinator_port: Port that the coordinator listens on; needs use_coordinator.
 
     Raises:
-        ConfigurationError: Options that don't go together, a configuration that doesn't fit the model, or a model that
-            doesn't fit this rank of the world.
-        CoordinatorError: The coordinator did not start, or not all ranks joined it in time.
+        ConfigurationError: The options are inconsistent, the configuration doesn't fit the model, or the model doesn't
+            fit this rank of the world.
+        CoordinatorError: The coordinator did not start, or not all engines registered in time.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class _MegatronLLMBase:
 
     @property
     def engine(self) -> DynamicInferenceEngine:
-        """The engine; not to be used directly in coordinator mode, where its loop has it."""
+        """The engine; in coordinator mode only its loop may use it."""
         return self._engine
 
     @property
@@ -100,16 +100,16 @@ class _MegatronLLMBase:
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether this rank may generate: every rank in direct mode, global rank 0 in coordinator mode."""
+        """Whether this rank may generate: every rank in direct mode, rank 0 of the world in coordinator mode."""
         return self._runtime is None or self._world.is_primary
 
     @property
     def frontend_address(self) -> tuple[str, int] | None:
-        """Host and port of the HTTP frontend, while this rank serves one."""
+        """Host and port of the HTTP frontend, or None."""
         return None if self._runtime is None else self._runtime.frontend_address
 
     def submit(self, coro: Coroutine[Any, Any, _Result]) -> concurrent.futures.Future[_Result]:
-        """Run a coroutine on the background loop, beside the engine's; cancelling the future cancels it.
+        """Run a coroutine on the background event loop, beside the engine; cancelling the future cancels it.
 
         Raises:
             RuntimeError: In direct mode, and after a shutdown.
@@ -117,11 +117,10 @@ class _MegatronLLMBase:
         return self._thread_for("submit", coro).submit(coro)
 
     def run_sync(self, coro: Coroutine[Any, Any, _Result]) -> _Result:
-        """As `submit`, and wait for what it returns or raises.
+        """As `submit`, and return or raise the result.
 
         Raises:
-            RuntimeError: In direct mode, after a shutdown, and on the background loop itself, which would wait for
-                itself.
+            RuntimeError: In direct mode, after a shutdown, and on the background event loop itself.
         """
         return self._thread_for("run_sync", coro).run(coro)
 
@@ -142,11 +141,11 @@ class _MegatronLLMBase:
         if self._runtime is None or self._thread is None:
             raise RuntimeError(f"{method}() needs a coordinator: construct with use_coordinator=True")
         if self._shutdown_called:
-            raise RuntimeError(f"{method}() came after shutdown()")
+            raise RuntimeError(f"{method}() was called after shutdown()")
         return self._runtime, self._thread
 
     def _shutdown(self) -> None:
-        """End everything; a second call waits for the first and returns."""
+        """End everything; a second call waits for the first."""
         with self._shutdown_lock:
             if self._shutdown_called:
                 return
@@ -158,13 +157,13 @@ class _MegatronLLMBase:
                     self._thread.stop()
 
     def _wait_for_shutdown(self) -> None:
-        """Wait for the end of the engine's loop; at once in direct mode and after a shutdown."""
+        """Wait for the end of the engine's loop; returns at once in direct mode and after a shutdown."""
         if self._runtime is not None and self._thread is not None and not self._shutdown_called:
             self._thread.run(self._runtime.wait_for_shutdown())
 
 
 def _same_cuda_device() -> Callable[[], None] | None:
-    """The current CUDA device belongs to a thread: a new one has to be told."""
+    """Sets the current CUDA device, which is a property of a thread, in a new thread."""
     if not torch.cuda.is_available():
         return None
     device = torch.cuda.current_device()

@@ -11,7 +11,7 @@ from megatron_runtime.apis._llm_base import _MegatronLLMBase
 from megatron_runtime.apis.prompts import Prompts, params_for, refuse_media, split_prompts
 from megatron_runtime.apis.runtime_thread import RuntimeThread
 from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.apis.streaming import GenerationUpdate, follow
+from megatron_runtime.apis.streaming import GenerationUpdate, stream_updates
 from megatron_runtime.errors import ConfigurationError, InvalidRequestError
 from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.refit import Weights
@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 
 
 class MegatronAsyncLLM(_MegatronLLMBase):
-    """Generates with coroutines, on any event loop; arguments as for the base class, of which it needs the coordinator.
+    """Generates with coroutines, on any event loop; arguments as for the base class, with ``use_coordinator=True``.
 
     Cancelling a call aborts its requests. Leaving an ``async with`` block shuts down.
     """
@@ -42,12 +42,12 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         *,
         multi_modal_data: None = None,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Serve prompts to their end.
+        """Serve prompts until they are finished.
 
         Args:
             prompts: Text, token ids, a list of texts, or a list of token id lists.
             sampling_params: For all prompts, or one for each.
-            multi_modal_data: None. Images and the like are refused: the models that are served here read text only.
+            multi_modal_data: None; other values are refused, since the supported models read text only.
 
         Returns:
             The merged request for a single prompt with a single sample, else a list of them in the order of the
@@ -55,9 +55,9 @@ class MegatronAsyncLLM(_MegatronLLMBase):
             and an error event.
 
         Raises:
-            RuntimeError: On a rank that is not the primary one.
-            TypeError: prompts have another form.
-            InvalidRequestError: multi_modal_data is not None, or sampling_params are not as many as the prompts.
+            RuntimeError: This rank is not the primary one.
+            TypeError: prompts has an unsupported type.
+            InvalidRequestError: multi_modal_data is not None, or sampling_params and prompts differ in number.
             EngineError: The engine failed.
         """
         self._require_primary()
@@ -73,37 +73,39 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     def generate_stream(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> AsyncGenerator[GenerationUpdate, None]:
-        """Serve one prompt, and follow the answer as it comes: ``async for update in llm.generate_stream(prompt)``.
+        """Serve one prompt and stream the answer: ``async for update in llm.generate_stream(prompt)``.
 
-        The last update has the merged request. Closing the generator, or being cancelled in it, aborts the request.
+        The last update has the merged request. Closing the generator, or cancelling its task, aborts the request.
 
         Args:
-            prompt: Text, or token ids.
-            sampling_params: With ``n=1``; ``streaming_interval`` counts where ``streaming`` is set.
+            prompt: Text or token ids.
+            sampling_params: With ``n=1``; ``streaming_interval`` has an effect with ``streaming``.
 
         Raises:
-            RuntimeError: On a rank that is not the primary one.
-            TypeError: The prompt has another form, or is a batch.
+            RuntimeError: This rank is not the primary one.
+            TypeError: The prompt has an unsupported type, or is a batch.
             InvalidRequestError: ``n`` is not 1.
             EngineError: (while iterating) the engine failed.
         """
         self._require_primary()
         several, is_single = split_prompts(prompt)
         if not is_single:
-            raise TypeError("a stream is for a single prompt, text or a list of token ids; open one for each")
+            raise TypeError("a stream has a single prompt, text or a list of token ids; open one for each")
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise InvalidRequestError(f"n={params.n}: a stream has one answer; open one for each, with n=1", field="n")
         runtime, thread = self._require_runtime("generate_stream")
         detokenizer = self._engine.tokenizer.incremental()
-        return follow(lambda: runtime.open_stream(several[0], params), detokenizer, lambda work: _on(thread, work))
+        return stream_updates(
+            lambda: runtime.open_stream(several[0], params), detokenizer, lambda work: _on(thread, work)
+        )
 
     async def pause(self) -> None:
-        """RUNNING -> PAUSED: requests freeze where they are. Every rank calls it, as all of these.
+        """RUNNING -> PAUSED: requests keep their state. Call it on every rank, as the other transitions.
 
         Raises:
-            InvalidStateError: In a state that doesn't allow it.
-            TransitionTimeoutError: Not all engines got there in time.
+            InvalidStateError: The state doesn't allow it.
+            TransitionTimeoutError: Not all engines reached the state in time.
         """
         runtime, thread = self._require_runtime("pause")
         await _on(thread, runtime.pause())
@@ -114,33 +116,32 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         await _on(thread, runtime.unpause())
 
     async def suspend(self) -> None:
-        """PAUSED -> SUSPENDED: memory is given back; errors as for `pause`."""
+        """PAUSED -> SUSPENDED: releases memory; errors as for `pause`."""
         runtime, thread = self._require_runtime("suspend")
         await _on(thread, runtime.suspend())
 
     async def resume(self) -> None:
-        """SUSPENDED -> PAUSED: memory is taken again; errors as for `pause`."""
+        """SUSPENDED -> PAUSED: allocates the memory again; errors as for `pause`."""
         runtime, thread = self._require_runtime("resume")
         await _on(thread, runtime.resume())
 
     async def update_weights(self, weights: Weights) -> int:
-        """Load other weights into the model in place; every rank calls it, with the same.
+        """Load other weights into the model in place. Call it on every rank, with the same weights.
 
-        Between `pause` and `unpause`, also while suspended. On an error the model keeps what it has.
-        Cached prefixes are forgotten; requests in flight go on with the new weights, and, unless a suspension dropped
-        them, with the keys and values that they have.
+        Between `pause` and `unpause`, also while suspended. On an error the model keeps its weights. Cached prefixes
+        are dropped; requests in flight continue with the new weights and, unless a suspension has dropped them, with
+        their keys and values.
 
         Args:
-            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them, which may also
-                be in a safetensors file, given by its path.
+            weights: The path of a checkpoint or of a safetensors file, or all tensors by their Hugging Face names.
 
         Returns:
-            How often the weights were updated; results that end from now on say so as ``weight_version``.
+            The number of weight updates, which is the ``weight_version`` of requests that end from now on.
 
         Raises:
             InvalidStateError: The engine is neither paused nor suspended.
-            CheckpointError: A path that can't be read, another model, or tensors that are missing, unknown, misshapen
-                or not finite; each named.
+            CheckpointError: The path can't be read, it is another model, or tensors are missing, unknown, of another
+                shape or not finite; the error names them.
         """
         runtime, thread = self._require_runtime("update_weights")
         return await _on(thread, runtime.update_weights(weights))
@@ -149,10 +150,10 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         """Serve the OpenAI API over HTTP on the primary rank.
 
         Args:
-            blocking: Return after the shutdown, on every rank; False returns once the frontend answers.
+            blocking: Return after the shutdown, on every rank; False: return when the frontend is ready.
 
         Raises:
-            ConfigurationError: An address that can't be used.
+            ConfigurationError: The address can't be used.
         """
         runtime, thread = self._require_runtime("serve")
         await _on(thread, runtime.serve(serve_config))
@@ -163,12 +164,12 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         """Stop engine, coordinator and frontend. Idempotent.
 
         Raises:
-            EngineError: On a rank other than the primary one, which waits for that one: the engine failed.
+            EngineError: The engine failed; on ranks other than the primary one, which wait for it.
         """
         await asyncio.to_thread(self._shutdown)
 
     async def wait_for_shutdown(self) -> None:
-        """Wait until the engine was stopped.
+        """Wait until the engine has stopped.
 
         Raises:
             EngineError: The engine failed.

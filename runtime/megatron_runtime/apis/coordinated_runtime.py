@@ -1,4 +1,4 @@
-"""Coordinator mode behind the library API: engine loop, coordinator, client and frontends, on one background loop."""
+"""Coordinator mode of the library API: engine loop, coordinator, client and frontends, on one background event loop."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ FRONTEND_SECONDS = 120.0
 
 
 class CoordinatedRuntime:
-    """Every coroutine of it runs on the background loop.
+    """All its coroutines run on the background event loop.
 
     Args:
         engine: A DynamicInferenceEngine.
-        world: This process among all ranks.
-        host: Of the coordinator, or None.
-        port: Of the coordinator, or None.
+        world: The position of this process among all ranks.
+        host: Host of the coordinator, or None.
+        port: Port of the coordinator, or None.
         prepare_thread: Called once in every thread that computes.
     """
 
@@ -67,7 +67,7 @@ class CoordinatedRuntime:
         self._host = host
         self._port = port
         self._prepare_thread = prepare_thread
-        # Before the world: it is noticed at once that a rank of the same copy has died.
+        # Before the world: the failure of a rank of the same replica group is detected at once.
         engine.controller.model.ranks.barrier("start", LOAD_TIMEOUT)
         self._group = WorldGroup(world)
         self._key = world.share(os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(32), "sharing the key")
@@ -76,7 +76,7 @@ class CoordinatedRuntime:
         self._watch: asyncio.Task[None] | None = None
         self._frontends: FrontendGroup | None = None
         self.frontend_address: tuple[str, int] | None = None
-        """Host and port of the HTTP frontend, while this rank serves one."""
+        """Host and port of the HTTP frontend, or None."""
 
     async def start(self) -> None:
         """Returns when requests can be served.
@@ -114,7 +114,7 @@ class CoordinatedRuntime:
             results = await asyncio.gather(*futures)
         finally:
             for future in futures:
-                future.cancel()  # one failed: nobody waits for the others
+                future.cancel()  # one request failed: the others are not needed
         return [result.merge() for result in results]
 
     async def pause(self) -> None:
@@ -134,7 +134,7 @@ class CoordinatedRuntime:
         await self._transition(InferenceClient.resume_engines, Headers.RESUME)
 
     async def update_weights(self, weights: Weights) -> int:
-        """Give this rank's engine other weights; every rank calls it, and none returns before all have done it."""
+        """Load other weights into this rank's engine; every rank calls it, and returns when all ranks are done."""
         assert self._attached is not None
         try:
             return await self._attached.loop.update_weights(weights)
@@ -142,21 +142,21 @@ class CoordinatedRuntime:
             await asyncio.to_thread(self._group.meet, "update_weights", READ_TIMEOUT)
 
     async def open_stream(self, prompt: Prompt, params: SamplingParams) -> RequestStream:
-        """A request to be followed."""
+        """A streaming request."""
         return self._healthy_client().stream_request(prompt, params)
 
     async def serve(self, config: ServeConfig) -> None:
-        """Start the frontends; returns when they answer. Ranks other than 0 have nothing to do.
+        """Start the frontends; returns when they are ready. No effect on ranks other than 0.
 
         Raises:
             ConfigurationError: The port can't be used, or the tokenizer was not read from a file.
-            CoordinatorError: The frontends did not answer in time, or there are some already.
+            CoordinatorError: The frontends were not ready in time, or already run.
         """
         if not self._world.is_primary:
             return
         self._healthy_client()
         if self._frontends is not None:
-            raise CoordinatorError("a frontend is being served already; shut down first")
+            raise CoordinatorError("the frontend is already running; shut down first")
         assert self._attached is not None
         sock = config.sock or bind(config.host, config.port, config.port, flag="port", may_move=False)
         options = FrontendOptions(
@@ -178,7 +178,7 @@ class CoordinatedRuntime:
         self.frontend_address = (config.host, self._frontends.port)
 
     async def wait_for_shutdown(self) -> None:
-        """Returns when the engine was stopped.
+        """Returns when the engine has stopped.
 
         Raises:
             EngineError: The engine loop failed; its failure is the cause.
@@ -191,7 +191,7 @@ class CoordinatedRuntime:
         """Stop engines, coordinator and frontends; with several ranks, every rank calls it.
 
         Raises:
-            EngineError: On a rank that others depend on: its engine has failed before.
+            EngineError: The engine of this rank, which is not rank 0, has failed.
         """
         await self._stop_frontends()
         assert self._attached is not None
@@ -213,7 +213,7 @@ class CoordinatedRuntime:
         await self.close()
 
     async def close(self) -> None:
-        """End everything of this rank now; repeating it is fine."""
+        """End everything on this rank now. Idempotent."""
         await self._stop_frontends()
         if self._client is not None:
             self._client.stop()
@@ -245,7 +245,7 @@ class CoordinatedRuntime:
                     await self._attached.loop.wait_until(arrival)
                 elif await self._attached.reached.next_of(arrival, EngineState.STOPPED) is not arrival:
                     self._raise_failure()
-                    raise EngineError("the engine loop was stopped")
+                    raise EngineError("the engine loop has stopped")
         except TimeoutError:
             raise TransitionTimeoutError(
                 f"the engine of rank {self._world.rank} was not {arrival.value} within {TRANSITION_SECONDS:g} s; it is "
@@ -261,7 +261,7 @@ class CoordinatedRuntime:
                 state = await self._client.wait_for_state_change(state.revision, 1.0)
 
     async def _watch_loop(self) -> None:
-        """When the only engine fails, nobody will come to serve what is outstanding: say so at once."""
+        """Fail outstanding requests at once when the only engine fails: no other engine will serve them."""
         assert self._attached is not None
         await asyncio.wait({self._attached.task})
         failure = self._failure()
@@ -269,7 +269,7 @@ class CoordinatedRuntime:
             self._client.fail_outstanding(failure)
 
     async def _watch_primary(self) -> None:
-        """Without rank 0 there is no coordinator: an engine that works for it has nothing to wait for."""
+        """End this rank's engine when rank 0 is lost: there is no coordinator without it."""
         assert self._attached is not None
         try:
             await asyncio.wrap_future(self._group.await_primary())

@@ -1,4 +1,4 @@
-"""Direct mode behind the library API: the engine works in the calling thread, together with those of its replica."""
+"""Direct mode of the library API: the engine runs in the calling thread, together with those of its replica group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from megatron_runtime.wire.bodies import Prompt
 
 T = TypeVar("T")
 
-MEETING_SECONDS = 1800.0
-"""How much later than others a rank may come to a call: between calls the time is the caller's."""
+CALL_TIMEOUT = 1800.0
+"""Maximum difference in seconds between the ranks' calls, since callers may do other work between calls."""
 
 
 class DirectRuntime:
-    """One call at a time. With several ranks every rank of the replica makes the same calls, as in Megatron.
+    """One call at a time. With several ranks, every rank of the replica group makes the same calls, as in Megatron.
 
-    Since all ranks are asked the same, their engines make the same schedules, and need no word from the first rank but
-    the seeds.
+    With equal prompts and parameters all engines compute the same schedules; only the seeds come from the first rank.
 
     Args:
-        engine: This rank's own.
+        engine: The engine of this rank.
 
     Raises:
         ConfigurationError: There are several ranks, and the engine has a ``request_timeout``.
@@ -48,15 +47,15 @@ class DirectRuntime:
         """The merged requests, in the order of the prompts, the samples of a prompt side by side.
 
         Raises:
-            InvalidRequestError: Ranks of the replica are asked for different things.
-            LostRankError: Ranks are gone or late; they are named.
+            InvalidRequestError: The ranks of the replica group have different arguments.
+            LostRankError: Ranks are lost or late; the error names them.
             LockStepError: Another rank makes another call.
         """
         with self._lock:
             return self._together("generate", lambda: self._generate(prompts, params))
 
     def update_weights(self, weights: Weights) -> int:
-        """As the engine does; errors of other ranks are those of `generate`."""
+        """As for the engine; errors of other ranks are those of `generate`."""
         with self._lock:
             return self._together("update_weights", lambda: self._engine.update_weights(weights))
 
@@ -65,9 +64,9 @@ class DirectRuntime:
         return self._ranks.position.sizes.ranks_per_replica > 1
 
     def _together(self, call: str, act: Callable[[], T]) -> T:
-        """What fails here alone would leave the others waiting: they are told by closed connections."""
+        """Run a call on all ranks. A failure of this rank alone closes the connections, so that the others fail too."""
         try:
-            self._ranks.barrier(call, MEETING_SECONDS)
+            self._ranks.barrier(call, CALL_TIMEOUT)
             return act()
         except (InvalidRequestError, CheckpointError):
             raise  # on all ranks
@@ -82,23 +81,23 @@ class DirectRuntime:
 
     def _agree(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[SamplingParams]:
         """The parameters, with the first rank's seeds where there were none."""
-        mine = _question(prompts, params)
+        own = _packed_call(prompts, params)
         seeds = [secrets.randbits(63) if each.seed is None else each.seed for each in params]
         first = self._ranks.position.is_first
-        shared = self._ranks.share_inbox(msgpack.packb((seeds, mine)) if first else None)
-        seeds, theirs = msgpack.unpackb(shared)
+        shared = self._ranks.share_inbox(msgpack.packb((seeds, own)) if first else None)
+        seeds, first_call = msgpack.unpackb(shared)
         mismatch = None
-        if theirs != mine:
+        if first_call != own:
             mismatch = (
-                f"{self._ranks.position} is asked for something else than rank 0 of its replica; in direct mode every "
-                "rank of a replica calls generate with the same prompts and parameters"
+                f"{self._ranks.position} has other arguments than rank 0 of its replica group; in direct mode every "
+                "rank of a replica group calls generate with the same prompts and parameters"
             )
-        if (heard := self._ranks.first_error(mismatch)) is not None:
-            raise InvalidRequestError(heard, field="prompts")
+        if (error := self._ranks.first_error(mismatch)) is not None:
+            raise InvalidRequestError(error, field="prompts")
         return [_with_seed(each, seed) for each, seed in zip(params, seeds, strict=True)]
 
 
-def _question(prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bytes:
+def _packed_call(prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> bytes:
     packed: bytes = msgpack.packb((list(prompts), [each.serialize() for each in params]))
     return packed
 

@@ -16,11 +16,10 @@ from megatron_runtime.sampling_params import SamplingParams
 
 
 class MegatronLLM(_MegatronLLMBase):
-    """Generates with plain calls, from any thread, also where an event loop runs; arguments as for the base class.
+    """Generates with blocking calls, from any thread, also beside an event loop; arguments as for the base class.
 
-    In direct mode the engine works in the calling thread, for one call at a time; ranks that share a copy of the model
-    make the same calls. In coordinator mode calls from several threads are served together. Leaving a ``with`` block
-    shuts down.
+    In direct mode the engine runs in the calling thread, for one call at a time; all ranks of a replica group make the
+    same calls. In coordinator mode calls from several threads are served together. Leaving a ``with`` block shuts down.
     """
 
     def generate(
@@ -30,21 +29,21 @@ class MegatronLLM(_MegatronLLMBase):
         *,
         multi_modal_data: None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Serve prompts to their end.
+        """Serve prompts until they are finished.
 
         Args:
             prompts: Text, token ids, a list of texts, or a list of token id lists.
             sampling_params: For all prompts, or one for each.
-            multi_modal_data: None. Images and the like are refused: the models that are served here read text only.
+            multi_modal_data: None; other values are refused, since the supported models read text only.
 
         Returns:
-            A merged request for each prompt, in their order; a list also for a single prompt. The ``n`` samples of a
-            prompt stand side by side. A request that could not be served has status FAILED and an error event.
+            A list of merged requests in the order of the prompts, also for a single prompt. The ``n`` samples of a
+            prompt are side by side. A request that could not be served has status FAILED and an error event.
 
         Raises:
-            RuntimeError: On a rank that is not the primary one.
-            TypeError: prompts have another form.
-            InvalidRequestError: multi_modal_data is not None, or sampling_params are not as many as the prompts.
+            RuntimeError: This rank is not the primary one.
+            TypeError: prompts has an unsupported type.
+            InvalidRequestError: multi_modal_data is not None, or sampling_params and prompts differ in number.
             EngineError: The engine failed.
         """
         self._require_primary()
@@ -59,12 +58,12 @@ class MegatronLLM(_MegatronLLMBase):
         return thread.run(runtime.generate(several, params))
 
     def pause(self) -> None:
-        """RUNNING -> PAUSED: requests freeze where they are. Every rank calls it, as all of these.
+        """RUNNING -> PAUSED: requests keep their state. Call it on every rank, as the other transitions.
 
         Raises:
             RuntimeError: In direct mode.
-            InvalidStateError: In a state that doesn't allow it.
-            TransitionTimeoutError: Not all engines got there in time.
+            InvalidStateError: The state doesn't allow it.
+            TransitionTimeoutError: Not all engines reached the state in time.
         """
         runtime, thread = self._require_runtime("pause")
         thread.run(runtime.pause())
@@ -75,33 +74,32 @@ class MegatronLLM(_MegatronLLMBase):
         thread.run(runtime.unpause())
 
     def suspend(self) -> None:
-        """PAUSED -> SUSPENDED: memory is given back; errors as for `pause`."""
+        """PAUSED -> SUSPENDED: releases memory; errors as for `pause`."""
         runtime, thread = self._require_runtime("suspend")
         thread.run(runtime.suspend())
 
     def resume(self) -> None:
-        """SUSPENDED -> PAUSED: memory is taken again; errors as for `pause`."""
+        """SUSPENDED -> PAUSED: allocates the memory again; errors as for `pause`."""
         runtime, thread = self._require_runtime("resume")
         thread.run(runtime.resume())
 
     def update_weights(self, weights: Weights) -> int:
-        """Load other weights into the model in place; every rank calls it, with the same.
+        """Load other weights into the model in place. Call it on every rank, with the same weights.
 
-        In coordinator mode between `pause` and `unpause`, also while suspended. On an error the model keeps what it
-        has. Cached prefixes are forgotten; requests in flight go on with the new weights, and, unless a suspension
-        dropped them, with the keys and values that they have.
+        In coordinator mode between `pause` and `unpause`, also while suspended. On an error the model keeps its
+        weights. Cached prefixes are dropped; requests in flight continue with the new weights and, unless a suspension
+        has dropped them, with their keys and values.
 
         Args:
-            weights: A checkpoint's path, or all tensors by the names that Hugging Face gives them, which may also
-                be in a safetensors file, given by its path.
+            weights: The path of a checkpoint or of a safetensors file, or all tensors by their Hugging Face names.
 
         Returns:
-            How often the weights were updated; results that end from now on say so as ``weight_version``.
+            The number of weight updates, which is the ``weight_version`` of requests that end from now on.
 
         Raises:
             InvalidStateError: The engine is neither paused nor suspended, in coordinator mode.
-            CheckpointError: A path that can't be read, another model, or tensors that are missing, unknown, misshapen
-                or not finite; each named.
+            CheckpointError: The path can't be read, it is another model, or tensors are missing, unknown, of another
+                shape or not finite; the error names them.
         """
         if self._direct is not None:
             return self._direct.update_weights(weights)
@@ -112,10 +110,10 @@ class MegatronLLM(_MegatronLLMBase):
         """Serve the OpenAI API over HTTP on the primary rank.
 
         Args:
-            blocking: Return after the shutdown, on every rank; False returns once the frontend answers.
+            blocking: Return after the shutdown, on every rank; False: return when the frontend is ready.
 
         Raises:
-            ConfigurationError: In direct mode (it is a ValueError), or an address that can't be used.
+            ConfigurationError: In direct mode (it is a ValueError), or the address can't be used.
         """
         if self._runtime is None:
             raise ConfigurationError("serve() requires use_coordinator=True", field="use_coordinator")
@@ -125,15 +123,15 @@ class MegatronLLM(_MegatronLLMBase):
             self.wait_for_shutdown()
 
     def shutdown(self) -> None:
-        """Stop engine, coordinator and frontend. Idempotent; nothing to do in direct mode.
+        """Stop engine, coordinator and frontend. Idempotent; no effect in direct mode.
 
         Raises:
-            EngineError: On a rank other than the primary one, which waits for that one: the engine failed.
+            EngineError: The engine failed; on ranks other than the primary one, which wait for it.
         """
         self._shutdown()
 
     def wait_for_shutdown(self) -> None:
-        """Wait until the engine was stopped; returns at once in direct mode.
+        """Wait until the engine has stopped; returns at once in direct mode.
 
         Raises:
             EngineError: The engine failed.

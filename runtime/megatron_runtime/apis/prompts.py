@@ -1,4 +1,4 @@
-"""The four shapes in which prompts may be given."""
+"""The four forms of prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Prompts = str | list[int] | list[str] | list[list[int]]
 
 
 def split_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """The prompts one by one, and whether there was a single one outside of a batch.
+    """The prompts as a list, and whether a single prompt was given instead of a batch.
 
     Raises:
         TypeError: Neither text, token ids, a list of texts, nor a list of token id lists.
@@ -34,10 +34,10 @@ def split_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
 
 
 def refuse_media(multi_modal_data: Any) -> None:
-    """Raise InvalidRequestError unless there are no media at all."""
+    """Raise InvalidRequestError if there are media."""
     if multi_modal_data is not None:
         raise InvalidRequestError(
-            "multi_modal_data: the models that are served here read text only; leave it out", field="multi_modal_data"
+            "multi_modal_data: the supported models read text only; leave it out", field="multi_modal_data"
         )
 
 
@@ -47,7 +47,7 @@ def params_for(
     """One set of parameters per prompt.
 
     Raises:
-        InvalidRequestError: A list of another length than that of the prompts.
+        InvalidRequestError: The list has another length than the prompts.
     """
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * len(prompts)

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, so that callers may have one of their own, or none."""
+"""An event loop in a separate thread, for callers with and without an event loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _Result = TypeVar("_Result")
 
 
 class RuntimeThread:
-    """Runs until `stop`. Its thread is a daemon: it does not keep the process alive.
+    """Runs until `stop`, in a daemon thread.
 
     Args:
-        prepare: Called first in the thread, for instance to choose its CUDA device.
+        prepare: Called first in the thread, for example to choose its CUDA device.
     """
 
     def __init__(self, prepare: Callable[[], None] | None = None) -> None:
@@ -39,11 +39,11 @@ class RuntimeThread:
         """Run a coroutine in the thread, and wait for it.
 
         Raises:
-            RuntimeError: Called from the thread itself, which would wait for itself; or it was stopped.
+            RuntimeError: Called from the thread itself, or the thread was stopped.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("called from the background loop itself: await the coroutine instead")
+            raise RuntimeError("called on the background event loop itself: await the coroutine instead")
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -52,7 +52,7 @@ class RuntimeThread:
             raise
 
     def stop(self) -> None:
-        """Cancel what still runs, and end the thread; repeating it is fine."""
+        """Cancel all tasks, and end the thread. Idempotent."""
         if self.loop.is_closed():
             return
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -1,4 +1,4 @@
-"""How the OpenAI frontend of the library API is served."""
+"""The configuration of the library API's OpenAI frontend."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron_runtime.server.options import HttpOptions
 
 @dataclass
 class ServeConfig:
-    """Where the frontend listens, and how many processes answer.
+    """Address, processes and limits of the frontend.
 
     Raises:
-        ConfigurationError: A value that can't work, naming the field.
+        ConfigurationError: A value is invalid; the error names the field.
     """
 
     host: str = "0.0.0.0"
     port: int = 5000
-    """0 takes any free port, which ``frontend_address`` of the LLM then tells."""
+    """0 means any free port; ``frontend_address`` of the LLM has the actual one."""
     parsers: list[str] = field(default_factory=list)
-    """What finds reasoning and calls of tools in answers: at most one name of each list in ``server/parsers.py``."""
+    """Parsers of reasoning and tool calls in answers: at most one name of each list in ``server/parsers.py``."""
     verbose: bool = False
-    """Logs every request; ``http`` may choose another form than text."""
+    """Logs every request as text, unless ``http`` sets another format."""
     frontend_replicas: int = 4
     """Frontend processes; they share the port."""
     sock: socket.socket | None = None
@@ -31,9 +31,9 @@ class ServeConfig:
     served_name: str = "model"
     """The name of the model in requests and in /v1/models."""
     request_timeout: float = 600.0
-    """Seconds after which a request that is not answered ends with an error."""
+    """Seconds after which an unanswered request ends with an error."""
     http: HttpOptions = field(default_factory=HttpOptions)
-    """Limits on requests, access from pages of other origins, and the access log."""
+    """Limits of requests, CORS, and the access log."""
 
     def __post_init__(self) -> None:
         if self.verbose and self.http.access_log == "off":

@@ -1,4 +1,4 @@
-"""An answer as it comes, for callers on an event loop of their own."""
+"""Streaming answers for callers on another event loop."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerationUpdate(StreamUpdate):
-    """What is new in an answer since the last update; the last one has the whole request as ``finished``."""
+    """New tokens of an answer since the last update; the last one has the whole request as ``finished``."""
 
     new_text: str = ""
-    """Never half a character; joined, these are the finished request's ``generated_text``."""
+    """Complete characters only; joined, these are the finished request's ``generated_text``."""
 
 
-async def follow(
+async def stream_updates(
     open_stream: Callable[[], Coroutine[Any, Any, RequestStream]],
     detokenizer: IncrementalDetokenizer,
     call: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]],
 ) -> AsyncGenerator[GenerationUpdate, None]:
-    """The updates of a stream that lives on another event loop; closing it early aborts the request.
+    """The updates of a stream on another event loop; closing the generator early aborts the request.
 
     Args:
-        open_stream: Opens the stream over there.
-        detokenizer: Makes text of the tokens.
-        call: Runs a coroutine over there.
+        open_stream: Opens the stream on that event loop.
+        detokenizer: Detokenizes the new tokens.
+        call: Runs a coroutine on that event loop.
     """
     stream: RequestStream = await call(open_stream())
     sent = ""
@@ -52,5 +52,5 @@ def _text(update: StreamUpdate, detokenizer: IncrementalDetokenizer, sent: str) 
     finished: DynamicInferenceRequest | None = update.finished
     if finished is None:
         return detokenizer.push(update.new_tokens)
-    # The engine's word on the whole answer: a stop text that began within a token is cut from it, its end is added.
+    # The engine's text of the whole answer, without a stop string that began inside of a token.
     return (finished.generated_text or "").removeprefix(sent)

@@ -1,4 +1,4 @@
-"""Polynomial hashes of a prompt's blocks, by which equal prefixes find each other."""
+"""Polynomial hashes of a prompt's blocks, which identify equal prefixes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def compute_block_hashes_batched(prompt_tokens: Tensor, block_size: int) -> list
         block_size: Tokens per block.
 
     Returns:
-        As compute_block_hashes does.
+        As for compute_block_hashes.
     """
     return compute_block_hashes(prompt_tokens.tolist(), block_size)
 
 
 def compute_block_hashes(tokens: Sequence[int], block_size: int) -> list[int]:
-    """The same of a list of tokens, for processes that do without torch.
+    """Hash every complete block of a list of tokens, for processes without torch.
 
-    Token sums are taken in wrapping 64-bit arithmetic, chains in unbounded integers. Different blocks can have the
-    same hash (it is easy to construct such blocks), so a user of these hashes has to compare tokens too.
+    Token sums use wrapping 64-bit arithmetic, chains unbounded integers. Different blocks can have the same hash, and
+    such blocks are easy to construct, so that users of these hashes have to compare tokens too.
 
     Args:
         tokens: 64-bit integers.
@@ -58,5 +58,5 @@ def _block_weights(block_size: int) -> list[int]:
 
 
 def _signed(value: int) -> int:
-    """What is left of an integer in 64 bits, two's complement."""
+    """The integer wrapped to 64 bits, two's complement."""
     return (value + 2**63) % 2**64 - 2**63

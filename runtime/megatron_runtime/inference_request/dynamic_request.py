@@ -1,4 +1,4 @@
-"""A request as the continuously batching engine sees it."""
+"""A request of the engine with continuous batching."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _METADATA = (
 
 @dataclass(kw_only=True)
 class DynamicInferenceRequest(InferenceRequest):
-    """One segment of a request's life: from its submission, or from an eviction, to the next eviction or its end."""
+    """One segment of a request: from its submission or an eviction to the next eviction or its end."""
 
     prompt_tokens: Tensor | None = None
     """int64 [prompt length], on the host."""
     remaining_prompt_tokens: Tensor | None = None
-    """The prompt's tail that was not computed yet."""
+    """The rest of the prompt that is not computed yet."""
     policy_staleness: Tensor | None = None
     """int32 [prompt and generated]: weight updates since each token was chosen."""
     kv_cache_staleness: Tensor | None = None
@@ -42,14 +42,14 @@ class DynamicInferenceRequest(InferenceRequest):
     """Seconds from submission to the end."""
     routing_indices: Tensor | None = None
     finished_chunk_token_count: int = 0
-    """Prompt tokens that were computed so far."""
+    """Number of computed prompt tokens."""
     stop_word_ids: list[list[int]] | None = None
     block_size_tokens: int | None = None
     enable_prefix_caching: bool = False
     precomputed_block_hashes: list[int] = field(default_factory=list)
     """One hash for each complete block of the prompt."""
     num_cached_tokens: int = 0
-    """Prompt tokens that were not computed, because the prefix cache had their keys and values."""
+    """Number of prompt tokens whose keys and values were in the prefix cache."""
     ttft: float | None = None
     """Seconds from submission to the first token."""
     events: list[DynamicInferenceEvent] = field(default_factory=list)
@@ -58,7 +58,7 @@ class DynamicInferenceRequest(InferenceRequest):
     finish_reason: str | None = None
     """"stop", "length", "abort" or "error" once the request has ended."""
     weight_version: int = 0
-    """Of the weights with which the engine worked when the request ended."""
+    """Version of the engine's weights when the request ended."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,12 +77,12 @@ class DynamicInferenceRequest(InferenceRequest):
 
     @property
     def remaining_prompt_length(self) -> int:
-        """Prompt tokens that were not computed yet."""
+        """Number of prompt tokens that are not computed yet."""
         return 0 if self.remaining_prompt_tokens is None else int(self.remaining_prompt_tokens.numel())
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of prompt and answer so far."""
+        """Number of tokens of prompt and answer so far."""
         prompt_length = 0 if self.prompt_tokens is None else int(self.prompt_tokens.numel())
         return prompt_length + len(self.generated_tokens)
 
@@ -95,7 +95,7 @@ class DynamicInferenceRequest(InferenceRequest):
         )
 
     def serialize(self) -> dict[str, Any]:
-        """All fields as plain values that msgpack takes; ``event_add_engine`` stays behind.
+        """All fields except ``event_add_engine``, as plain values for msgpack.
 
         Raises:
             AssertionError: ``routing_indices`` has another number of rows than the tokens that were computed: all but
@@ -116,23 +116,23 @@ class DynamicInferenceRequest(InferenceRequest):
 
     @property
     def tracked_metadata(self) -> list[Any]:
-        """The values, in the order of get_metadata_types, that sampling needs per row of a batch."""
+        """The values that sampling needs per row of a batch, in the order of get_metadata_types."""
         params = self.sampling_params
         assert params is not None, "a request without sampling parameters has no metadata"
         if params.termination_id is None:
-            warnings.warn(f"request {self.request_id} has no termination_id; it takes none", stacklevel=2)
+            warnings.warn(f"request {self.request_id} has no termination_id; it is set to -1", stacklevel=2)
             params.termination_id = -1
         return [getattr(params, name) for name, _, _ in _METADATA]
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
-        """Name, dtype, and whether it lives on the device, of each item of tracked_metadata."""
-        import torch  # not above: clients and frontends handle requests without it
+        """Name, dtype, and whether it is on the device, of each item of tracked_metadata."""
+        import torch  # imported here: clients and frontends do not need it
 
         return [(name, getattr(torch, dtype), on_device) for name, dtype, on_device in _METADATA]
 
     def add_event(self, type: DynamicInferenceEventType, payload: Any = None) -> DynamicInferenceEvent:
-        """Append an event that happens now, and return it."""
+        """Append an event with the current time, and return it."""
         event = DynamicInferenceEvent(type=type, payload=payload)
         self.events.append(event)
         return event
@@ -143,7 +143,7 @@ class DynamicInferenceRequest(InferenceRequest):
         return self.event_add_engine
 
     def add_event_add_context(self) -> DynamicInferenceEvent:
-        """The request's prompt begins to be computed."""
+        """The computation of the request's prompt begins."""
         return self.add_event(DynamicInferenceEventType.ADD_CONTEXT)
 
     def add_event_generated_token(
@@ -154,7 +154,7 @@ class DynamicInferenceRequest(InferenceRequest):
         blocks_hashed_active: int | None = None,
         blocks_ref_count: int | None = None,
     ) -> DynamicInferenceEvent:
-        """A token was generated, with the KV blocks' use at that time where it is known."""
+        """A token was generated; the payload has the use of KV blocks at that time, where known."""
         use = {
             "blocks_total": blocks_total,
             "blocks_hashed_total": blocks_hashed_total,
@@ -165,11 +165,11 @@ class DynamicInferenceRequest(InferenceRequest):
         return self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
 
     def add_event_pause(self) -> DynamicInferenceEvent:
-        """The request waits for memory, but keeps what it has."""
+        """The request waits for memory, and keeps its cache."""
         return self.add_event(DynamicInferenceEventType.PAUSE)
 
     def add_event_evict(self) -> DynamicInferenceEvent:
-        """The request gave its memory back and waits to be computed again."""
+        """The request lost its cache and waits to be computed again."""
         return self.add_event(DynamicInferenceEventType.EVICT)
 
     def add_event_finish(self) -> DynamicInferenceEvent:
@@ -177,15 +177,15 @@ class DynamicInferenceRequest(InferenceRequest):
         return self.add_event(DynamicInferenceEventType.FINISH)
 
     def add_event_fail(self) -> DynamicInferenceEvent:
-        """The request ended without being complete."""
+        """The request ended incomplete."""
         return self.add_event(DynamicInferenceEventType.FAIL)
 
     def add_event_error_transient(self, error: Exception) -> DynamicInferenceEvent:
-        """Something failed that may work later."""
+        """A transient error."""
         return self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
 
     def add_event_error_nontransient(self, error: Exception) -> DynamicInferenceEvent:
-        """Something failed for good."""
+        """A permanent error."""
         return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def succeeded(self) -> bool:
@@ -193,11 +193,11 @@ class DynamicInferenceRequest(InferenceRequest):
         return self.status is Status.COMPLETED
 
     def failed(self) -> bool:
-        """True if the request ended without being complete."""
+        """True if the request ended incomplete."""
         return self.status is Status.FAILED
 
     @property
     def error(self) -> Exception | None:
-        """The last error that the request met, if any."""
+        """The last error of the request, if any."""
         errors = (event.payload for event in reversed(self.events) if event.type.is_error)
         return next(errors, None)

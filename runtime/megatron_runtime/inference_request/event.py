@@ -1,4 +1,4 @@
-"""What happened to a request, and when."""
+"""Events of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_runtime.errors import deserialize_error, serialize_error
 
 
 class DynamicInferenceEventType(Enum):
-    """What can happen to a request."""
+    """The types of events."""
 
     ADD_ENGINE = auto()
     ADD_CONTEXT = auto()
@@ -31,7 +31,7 @@ class DynamicInferenceEventType(Enum):
 
 @dataclass
 class DynamicInferenceEvent:
-    """One thing that happened to a request.
+    """One event of a request.
 
     The payload is the exception for the two error events, a dict with ``token_id`` for GENERATED_TOKEN, and None for
     all others.
@@ -39,7 +39,7 @@ class DynamicInferenceEvent:
 
     type: DynamicInferenceEventType
     timestamp: float | None = None
-    """Seconds since the epoch; now, unless given."""
+    """Seconds since the epoch; default: now."""
     payload: Any = None
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class DynamicInferenceEvent:
 
     @classmethod
     def deserialize(cls, obj: dict[str, Any]) -> DynamicInferenceEvent:
-        """The event that serialize was called on."""
+        """The inverse of serialize."""
         kind = DynamicInferenceEventType[obj["type"]]
         payload = deserialize_error(obj["payload"]) if kind.is_error else obj["payload"]
         return cls(type=kind, timestamp=obj["timestamp"], payload=payload)

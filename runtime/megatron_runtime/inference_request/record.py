@@ -1,4 +1,4 @@
-"""A request's whole life: its segments between evictions, and how they join."""
+"""The record of a request: its segments between evictions."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class DynamicInferenceRequestRecord:
 
     @staticmethod
     def _update_staleness_tensor(tensor: Tensor | None, total_tokens: int, increment: bool = True) -> Tensor:
-        """The int32 counters, made or extended with zeros to the length, then one higher if asked."""
-        import torch  # not above: clients and frontends handle requests without it
+        """The int32 counters, created or extended with zeros to the length, incremented if requested."""
+        import torch  # imported here: clients and frontends do not need it
 
         counters = torch.zeros(total_tokens, dtype=torch.int32)
         if tensor is not None:
@@ -58,7 +58,7 @@ class DynamicInferenceRequestRecord:
             request.kv_cache_staleness = self._update_staleness_tensor(request.kv_cache_staleness, total)
 
     def checkpoint(self, tokenizer: Any = None) -> None:
-        """Close the last segment and open one whose prompt is everything so far.
+        """Close the last segment and open one whose prompt has all tokens so far.
 
         Args:
             tokenizer: Not used any more.
@@ -72,7 +72,7 @@ class DynamicInferenceRequestRecord:
         new = DynamicInferenceRequest(
             request_id=old.request_id,
             prompt_tokens=torch.cat((old.prompt_tokens, generated)),
-            sampling_params=_params_for_the_rest(old),
+            sampling_params=_remaining_params(old),
             arrival_time=old.arrival_time,
             status=old.status,
             stop_word_ids=old.stop_word_ids,
@@ -88,7 +88,7 @@ class DynamicInferenceRequestRecord:
         self.requests.append(new)
 
     def _carry_staleness(self, old: DynamicInferenceRequest, new: DynamicInferenceRequest) -> None:
-        """Tokens keep the age of their policy; their cache entries will be computed afresh."""
+        """Tokens keep their policy staleness; their cache entries will be computed anew."""
         total = old.total_tokens
         if old.policy_staleness is not None:
             new.policy_staleness = self._update_staleness_tensor(old.policy_staleness, total, increment=False)
@@ -96,7 +96,7 @@ class DynamicInferenceRequestRecord:
             new.kv_cache_staleness = self._update_staleness_tensor(None, total, increment=False)
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
-        """All segments as one request that looks as if it had never been evicted.
+        """All segments as one request, as if it had never been evicted.
 
         Args:
             tokenizer: Not used any more.
@@ -139,20 +139,20 @@ class DynamicInferenceRequestRecord:
         return torch.cat(parts) if parts else None
 
     def serialize(self) -> dict[str, Any]:
-        """The record as plain values that msgpack takes."""
+        """The record as plain values for msgpack."""
         return {"requests": [request.serialize() for request in self.requests], "latency": self.latency}
 
     @classmethod
     def deserialize(cls, obj: dict[str, Any]) -> DynamicInferenceRequestRecord:
-        """The record that serialize was called on."""
+        """The inverse of serialize."""
         requests = [DynamicInferenceRequest.deserialize(request) for request in obj["requests"]]
         return cls(requests=requests, latency=obj.get("latency"))
 
 
-def _params_for_the_rest(request: DynamicInferenceRequest) -> Any:
-    """The same parameters, with as many fewer tokens to generate, and to wait for an end, as there are already.
+def _remaining_params(request: DynamicInferenceRequest) -> Any:
+    """The parameters with ``min_tokens`` and ``num_tokens_to_generate`` reduced by the tokens generated so far.
 
-    A limit on the total needs no change: the tokens so far have moved to the prompt.
+    A limit of the total needs no change: the tokens so far are part of the new prompt.
     """
     params = copy.deepcopy(request.sampling_params)
     if params is not None:

@@ -1,4 +1,4 @@
-"""What every request has, whichever engine serves it."""
+"""The fields that all requests have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Status(Enum):
-    """Where a request stands."""
+    """The status of a request."""
 
     WAITING_IN_QUEUE = 1
     ACTIVE_AND_GENERATING_TOKENS = 2
@@ -26,7 +26,7 @@ class Status(Enum):
 
 @dataclass(kw_only=True)
 class InferenceRequest:
-    """One prompt and what came of it."""
+    """One prompt and its answer."""
 
     request_id: int
     prompt: str | None = None
@@ -50,7 +50,7 @@ class InferenceRequest:
     generated_top_n_logprobs: list[dict[str, float]] | None = None
     generated_length: int | None = None
     tpot: list[float] | None = None
-    """Seconds per output token: of each step that the engine logged, or where it logged none their average."""
+    """Seconds per output token: of each step that the engine has logged, else their average."""
 
     def __post_init__(self) -> None:
         if self.inference_parameters is None or self.sampling_params is not None:
@@ -59,7 +59,7 @@ class InferenceRequest:
         self.sampling_params = self.inference_parameters
 
     def serialize(self) -> dict[str, Any]:
-        """All fields as plain values that msgpack takes; tensors are tagged."""
+        """All fields as plain values for msgpack; tensors are tagged."""
         data = {field.name: encode_field(getattr(self, field.name)) for field in fields(self)}
         data["status"] = self.status.name if self.status else None
         data["sampling_params"] = self.sampling_params.serialize() if self.sampling_params else None
@@ -68,7 +68,7 @@ class InferenceRequest:
 
     @classmethod
     def deserialize(cls, obj: dict[str, Any]) -> Self:
-        """The request that serialize was called on."""
+        """The inverse of serialize."""
         known = cls.__dataclass_fields__
         values = {name: decode_field(value) for name, value in obj.items() if name in known}
         if values.get("status") is not None:
@@ -80,4 +80,4 @@ class InferenceRequest:
         return request
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
-        """Rebuild what a plain value can't carry; for subclasses."""
+        """Restore fields that plain values can't represent; for subclasses."""

@@ -1,4 +1,4 @@
-"""Tensors as plain values, so that requests can travel as msgpack."""
+"""Tensors as plain values for msgpack."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def serialize_tensor(tensor: Tensor) -> list[Any]:
 
 def deserialize_tensor(tensor_as_list: list[Any], dtype: torch.dtype | None = None) -> Tensor:
     """The tensor of nested lists; whole numbers become int64 and others float32, unless dtype says otherwise."""
-    import torch  # not above: clients and frontends handle requests without it
+    import torch  # imported here: clients and frontends do not need it
 
     return torch.tensor(tensor_as_list, dtype=dtype)
 
@@ -34,10 +34,10 @@ def encode_field(value: Any) -> Any:
 
 
 def decode_field(value: Any) -> Any:
-    """What encode_field was given, also after msgpack has turned the tuple into a list.
+    """The inverse of encode_field, also after msgpack has turned the tuple into a list.
 
-    The tag alone would also match a list of two texts, so a tagged value has to have its dtype as a third item; the
-    two items of Megatron's own wire format are accepted where the second one is a list.
+    The tag alone also matches a list of two strings, so a tagged value has its dtype as a third item; the two items of
+    Megatron's wire format are accepted if the second one is a list.
     """
     if not isinstance(value, (tuple, list)) or len(value) not in (2, 3) or value[0] != _TAG:
         return value

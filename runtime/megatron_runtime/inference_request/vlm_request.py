@@ -1,4 +1,4 @@
-"""The request of models that look at images, of which there are none here."""
+"""The request of vision-language models, which are not supported."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from megatron_runtime.inference_request.request import InferenceRequest
 
 
 class VLMInferenceRequest(InferenceRequest):
-    """A name for code that tells requests apart; nothing is ever one.
+    """Exists for code that checks types of requests; there are no instances.
 
     Raises:
-        InvalidRequestError: Always: no model that is served here could do anything with its images.
+        InvalidRequestError: Always: the supported models read text only.
     """
 
     def __init__(self, **_: Any) -> None:
         raise InvalidRequestError(
-            "VLMInferenceRequest: the models that are served here read text only; make a DynamicInferenceRequest "
-            "without images",
+            "VLMInferenceRequest: the supported models read text only; use a DynamicInferenceRequest without images",
             field="imgs",
         )

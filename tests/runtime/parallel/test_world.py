@@ -53,7 +53,7 @@ def test_in_direct_mode_all_ranks_generate_the_same(
         assert heard["primary"]
         assert (heard["greedy"], heard["drawn"]) == (old["GREEDY"], old["DRAWN"])
         assert heard["without seed"] == said[0]["without seed"]
-        assert "rank 1 (tensor 1, stage 0) of replica 0 is asked for something else than rank 0" in heard["complaint"]
+        assert "rank 1 (tensor 1, stage 0) of replica 0 has other arguments than rank 0" in heard["complaint"]
         assert (heard["version"], heard["renewed"]) == (1, new["GREEDY"]), rank
         assert heard["parameters"] < 0.6 * old["parameters"]
 
