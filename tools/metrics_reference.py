@@ -85,6 +85,11 @@ QUESTIONS = {
     "megatron_operator_resources": Question(
         "How many models have problems?", 'sum(megatron_operator_resources{phase=~"Failed|Degraded"})'
     ),
+    "megatron_operator_fleet_rollout_resources": Question(
+        "Which share of the models has the new default image?",
+        'sum(megatron_operator_fleet_rollout_resources{state="current"})'
+        " / sum(megatron_operator_fleet_rollout_resources)",
+    ),
     "megatron_operator_leading": Question("Does any operator act?", "max(megatron_operator_leading) == 1"),
     "megatron_engine_state": Question("Which models are suspended?", 'megatron_engine_state{state="SUSPENDED"} == 1'),
     "megatron_requests_running": Question(

@@ -32,12 +32,19 @@ class Event:
 def events_between(before: Status, after: Status) -> tuple[Event, ...]:
     """The events for the change from ``before`` to ``after``."""
     return (
+        *_image_events(before, after),
         *_group_events(before, after),
         *_leader_events(before, after),
         *_warnings(before, after),
         *_engine_events(before, after),
         *_progress_events(before, after),
     )
+
+
+def _image_events(before: Status, after: Status) -> Iterator[Event]:
+    if before.image is not None and after.image is not None and before.image != after.image:
+        words = f"the image of the runtime changes from {before.image} to {after.image}"
+        yield Event(EventType.NORMAL, "ImageChanged", words)
 
 
 def _group_events(before: Status, after: Status) -> Iterator[Event]:

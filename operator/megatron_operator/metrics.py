@@ -60,6 +60,13 @@ class Meters:
             "1 while this operator holds the Lease and acts, 0 while it stands by.",
             registry=self.registry,
         )
+        self._fleet_rollout = Gauge(
+            "megatron_operator_fleet_rollout_resources",
+            "MegatronInference resources, by the relation of their pods to the operator's default image: current,"
+            " waiting for their turn, paused by their own rollout, or upgrading.",
+            ["state"],
+            registry=self.registry,
+        )
         self._phases: dict[tuple[str, str], Phase] = {}
         for outcome in Outcome:
             self._rounds.labels(outcome.value)
@@ -83,6 +90,10 @@ class Meters:
         """Set the phase of a resource."""
         self._phases[namespace, name] = phase
         self._count_phases()
+
+    def fleet_rollout(self, state: str, count: int) -> None:
+        """Set the number of resources whose image is in this state."""
+        self._fleet_rollout.labels(state).set(count)
 
     def forget(self, namespace: str, name: str) -> None:
         """Remove a resource that was deleted."""

@@ -34,6 +34,8 @@ TEMPLATE_HASH_LABEL = f"{GROUP}/template-hash"
 RESTARTS_ANNOTATION = f"{GROUP}/restarts"
 EPOCH_ANNOTATION = f"{GROUP}/leader-epoch"
 """Epoch of the last decision that made the pod the leader."""
+DEFAULT_IMAGE_ANNOTATION = f"{GROUP}/default-image"
+"""The operator's default image at the pod's creation, on pods of resources that name no image."""
 APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
 
 LEADER = "leader"

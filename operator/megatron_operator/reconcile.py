@@ -15,6 +15,7 @@ from megatron_operator.events import Event, events_between
 from megatron_operator.names import PodIdentity
 from megatron_operator.plan import Plan, plan
 from megatron_operator.render import render_pod
+from megatron_operator.runtime_image import ImageState, runtime_image
 from megatron_operator.settings import Settings
 from megatron_operator.status import as_json, build_status, invalid_status, old_status
 from megatron_operator.timestamps import timestamp
@@ -57,6 +58,14 @@ class ReconcileResult:
     """Failed observations and actions, as messages."""
     failed: bool = False
     """Whether an action failed that the next round retries."""
+    image_state: ImageState = ImageState.CURRENT
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing changes and nothing is wrong."""
+        kinds = (ConditionType.PROGRESSING, ConditionType.DEGRADED)
+        found = [self.status.condition(kind) for kind in kinds]
+        return all(condition is not None and condition.status == "False" for condition in found)
 
 
 @dataclass(frozen=True)
@@ -76,13 +85,19 @@ def validated(obj: Mapping[str, Any], settings: Settings) -> MegatronInference:
 
 
 async def reconcile(
-    obj: Mapping[str, Any], port: WorldPort, *, settings: Settings | None = None, failures: int = 0
+    obj: Mapping[str, Any],
+    port: WorldPort,
+    *,
+    settings: Settings | None = None,
+    failures: int = 0,
+    may_upgrade: bool = True,
 ) -> ReconcileResult:
     """Run one round. It is idempotent.
 
     ``obj`` is the resource with the status that was last written. For an invalid resource, only the status changes.
     Never raises WorldError: the status reports failed actions, and the next round retries them after ``requeue_after``
-    seconds, which grows with ``failures``, the number of preceding rounds that failed.
+    seconds, which grows with ``failures``, the number of preceding rounds that failed. Without ``may_upgrade`` the pods
+    keep the default image of an earlier operator.
     """
     settings = settings or Settings()
     try:
@@ -94,12 +109,15 @@ async def reconcile(
     except WorldError as error:
         # Without an observation the status stays as it is.
         return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
+    image = runtime_image(resource, world, settings.image, may_upgrade=may_upgrade)
+    settings = replace(settings, image=image.image)
     planned = plan(resource, world, settings)
     await asyncio.sleep(0)  # Plan and status of a large resource take tens of milliseconds each.
     try:
         outcome = await _carry_out(resource, planned, port)
     except NamespaceTerminating:
-        return await reconcile(_on_its_way_out(obj), port, settings=settings, failures=failures)
+        leaving = _on_its_way_out(obj)
+        return await reconcile(leaving, port, settings=settings, failures=failures, may_upgrade=may_upgrade)
     status = build_status(resource, world, settings, outcome.problems)
     return replace(
         _result(obj, status),
@@ -107,6 +125,7 @@ async def reconcile(
         world=world,
         problems=outcome.problems,
         failed=outcome.failed,
+        image_state=image.state,
     )
 
 

@@ -17,6 +17,7 @@ OPERATOR_NAMESPACE_VARIABLE = "MEGATRON_OPERATOR_NAMESPACE"
 LEASE_VARIABLE = "MEGATRON_OPERATOR_LEASE"
 LEASE_SECONDS_VARIABLE = "MEGATRON_OPERATOR_LEASE_SECONDS"
 WATCH_SILENCE_VARIABLE = "MEGATRON_OPERATOR_WATCH_SILENCE"
+MAX_CONCURRENT_UPGRADES_VARIABLE = "MEGATRON_FLEET_ROLLOUT_MAX_CONCURRENT"
 METRICS_FROM_VARIABLE = "MEGATRON_METRICS_FROM"
 
 
@@ -63,6 +64,8 @@ class Settings:
     """Image of the runtime for resources without ``spec.image``."""
     network_policies: NetworkPolicies | None = None
     """None to create no NetworkPolicies."""
+    max_concurrent_upgrades: int = 1
+    """Resources whose pods are replaced at a time because the default image has changed; 0 for none."""
     has_spare_nodes: bool = True
     """Whether there may be room for a replica group besides the running ones."""
 
@@ -72,4 +75,12 @@ class Settings:
         return cls(
             image=environment.get(IMAGE_VARIABLE) or DEFAULT_IMAGE,
             network_policies=NetworkPolicies.from_environment(environment),
+            max_concurrent_upgrades=_count(environment, MAX_CONCURRENT_UPGRADES_VARIABLE, 1),
         )
+
+
+def _count(environment: Mapping[str, str], variable: str, default: int) -> int:
+    text = environment.get(variable) or str(default)
+    if not text.isdecimal():
+        raise ValueError(f"{variable}: {text!r} is not a count; set it to a whole number like {default}")
+    return int(text)

@@ -66,6 +66,7 @@ def build_status(
         phase=_phase(inputs),
         engine_state=state,
         engine_state_time=timestamp(inputs.state_since) if state else None,
+        image=image_of(resource, settings),
         url=world.url or names.url(resource.name, resource.namespace),
         model_name=resource.served_name,
         replicas=len({pod.group for pod in world.pods}),

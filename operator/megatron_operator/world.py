@@ -103,6 +103,8 @@ class ObservedPod:
     phase: PodPhase
     ready: bool
     created_at: float
+    default_image: str | None = None
+    """The operator's default image at its creation; None for a pod with the image of the spec."""
     restarts: int = 0
     """Restarts of the group that counted against its budget when this attempt was created."""
     address: str | None = None

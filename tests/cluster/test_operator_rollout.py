@@ -1,5 +1,11 @@
 """Rollouts on an API server: a surge without a gap, and a template that does not work."""
 
+import asyncio
+from pathlib import Path
+
+from cluster_support.cluster import Cluster
+from operator_support.fixtures import ACCOUNT, SYSTEM
+from operator_support.operator_process import OperatorProcess, in_the_place_of
 from operator_support.resource import Resource, condition, reason
 from operator_support.scripted_node import ScriptedNode
 
@@ -46,3 +52,32 @@ async def test_an_image_that_cannot_be_pulled_stalls_the_rollout_and_the_previou
     assert pods["chat-0-0-0"]["metadata"]["uid"] == first["metadata"]["uid"]
     status = await chat.until(lambda status: reason(status, "Degraded") == "AsExpected", "the end of the rollout")
     assert status["restarts"] == 0
+
+
+async def test_an_operator_with_another_default_image_restarts_one_model_after_the_other(
+    chat: Resource, node: ScriptedNode, operator: OperatorProcess, installed: Cluster, tmp_path: Path
+) -> None:
+    other = Resource(chat.cluster, chat.namespace, "other")
+    for model in (chat, other):
+        await model.create(rollout={"maxUnavailable": 1})
+        await model.until(lambda status: reason(status, "Progressing") == "Settled", "the model")
+    old = (await chat.status())["image"]
+    image = "registry.example.com/runtime:2"
+    kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
+    newer = OperatorProcess(kubeconfig, tmp_path / "operator.log", settings={"MEGATRON_RUNTIME_IMAGE": image})
+    node.by_itself = False
+    with in_the_place_of(operator, newer):
+        pods = await chat.until_pods("chat-0-1-0", within=90)
+        # The first model does not become ready, so the second one keeps its turn waiting.
+        await asyncio.sleep(5)
+        assert (set(await other.pods()), (await other.status())["image"]) == ({"other-0-0-0"}, old)
+        assert await asyncio.to_thread(newer.metric, 'megatron_operator_fleet_rollout_resources{state="waiting"}') >= 1
+        await node.run(pods["chat-0-1-0"])
+        await node.make_ready(pods["chat-0-1-0"])
+        (pod,) = (await other.until_pods("other-0-1-0")).values()
+        assert pod["spec"]["containers"][0]["image"] == image
+        assert (await chat.until(lambda status: status["image"] == image, "its image"))["ready"] == "1/1"
+        events = [event["reason"] for event in (await chat.get("events"))["items"]]
+        assert events.count("ImageChanged") == 2
+        for model in (chat, other):
+            await model.kubectl("delete", "mi", model.name)

@@ -26,6 +26,7 @@ def test_policies_let_in_the_operators_namespace_and_those_who_scrape() -> None:
         ("MEGATRON_NETWORK_POLICIES", "yes", "'yes' is neither; set it to true or false"),
         ("MEGATRON_OPERATOR_NAMESPACE", "", "is missing; set it to the namespace"),
         ("MEGATRON_METRICS_FROM", "prometheus", "'prometheus' is not such a list; set it to a JSON list of peers"),
+        ("MEGATRON_FLEET_ROLLOUT_MAX_CONCURRENT", "many", "'many' is not a count; set it to a whole number like 1"),
         ("MEGATRON_METRICS_FROM", "{}", "set it to a JSON list of peers"),
         # A peer that is empty would let everyone in.
         ("MEGATRON_METRICS_FROM", "[{}]", "set it to a JSON list of peers"),

@@ -51,6 +51,7 @@ def observed_pod(pod: Object) -> ObservedPod | None:
         phase=phase,
         ready=phase is PodPhase.RUNNING and ready.get("status") == "True",
         created_at=seconds(metadata["creationTimestamp"]),
+        default_image=(metadata.get("annotations") or {}).get(names.DEFAULT_IMAGE_ANNOTATION),
         restarts=identity.restarts,
         epoch=identity.epoch,
         address=status.get("podIP") or None,

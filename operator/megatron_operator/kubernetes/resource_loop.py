@@ -12,6 +12,7 @@ import httpx
 from megatron_operator.events import Event
 from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.control_api_watches import ControlApiWatches
+from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
 from megatron_operator.kubernetes.missing_kinds import MissingKinds
 from megatron_operator.kubernetes.port import KubernetesPort
@@ -43,6 +44,7 @@ class Shared:
     meters: Meters
     slots: asyncio.Semaphore
     kinds: MissingKinds
+    fleet: FleetRollout
 
 
 class ResourceLoop:
@@ -129,10 +131,14 @@ class ResourceLoop:
         if obj is None:
             return None
         port = await self._port_of(obj)
-        result = await reconcile(obj, port, settings=self._shared.settings, failures=self._failures)
+        key, fleet = (self.namespace, self.name), self._shared.fleet
+        result = await reconcile(
+            obj, port, settings=self._shared.settings, failures=self._failures, may_upgrade=fleet.has_turn(key)
+        )
         if not await self._report(obj, result):
             return None
         if result.world is not None:
+            fleet.observed(key, result.image_state, is_settled=result.is_settled)
             self._watches.follow(result.world, port)
         return result
 

@@ -6,6 +6,7 @@ import asyncio
 
 from megatron_operator.control_client import pod_http_client
 from megatron_operator.kubernetes.api_server import ApiServer, Json
+from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Watch
 from megatron_operator.kubernetes.resource_loop import ResourceLoop, Shared
 from megatron_operator.metrics import Meters
@@ -22,7 +23,8 @@ class ResourceLoops:
     def __init__(self, api: ApiServer, settings: Settings, meters: Meters, watch: Watch) -> None:
         """``watch`` is called with each optional kind that has an object."""
         slots = asyncio.Semaphore(MAX_CONCURRENT_ROUNDS)
-        self._shared = Shared(api, pod_http_client(), settings, meters, slots, MissingKinds(api, watch))
+        fleet = FleetRollout(settings.max_concurrent_upgrades, meters, lambda key: self.wake(*key))
+        self._shared = Shared(api, pod_http_client(), settings, meters, slots, MissingKinds(api, watch), fleet)
         self._leading = False
         self._waiting: set[Key] = set()
         """Resources that were seen while this operator does not hold the Lease."""
@@ -33,6 +35,7 @@ class ResourceLoops:
         """This operator holds the Lease: start the loops."""
         self._leading = True
         self._shared.meters.set_leading(True)
+        self._shared.fleet.start()
         while self._waiting:
             self._start(self._waiting.pop())
 
@@ -40,6 +43,7 @@ class ResourceLoops:
         """End all loops. Resources and pods stay as they are; the next ``start_leading`` starts the loops again."""
         self._leading = False
         self._shared.meters.set_leading(False)
+        self._shared.fleet.stop()
         self._waiting |= self._loops.keys()
         for task in self._tasks:
             task.cancel()
@@ -82,4 +86,5 @@ class ResourceLoops:
             # Before the first await: from here on, an event for a new resource of that name starts a new loop.
             del self._loops[key]
             self._shared.meters.forget(*key)
+            self._shared.fleet.forget(key)
             await loop.close()

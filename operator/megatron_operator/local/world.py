@@ -229,6 +229,7 @@ def _observed(status: PodStatus) -> ObservedPod | None:
         epoch=identity.epoch,
         address=status.address,
         node=NODE,
+        default_image=status.annotations.get(names.DEFAULT_IMAGE_ANNOTATION),
         startup_since=status.started_at or status.created_at,
         ready_changed_at=status.ready_changed_at,
         finished_at=status.finished_at,

@@ -47,6 +47,8 @@ def render_pod(resource: MegatronInference, identity: PodIdentity, settings: Set
     labels = {**template.metadata.labels, **metadata["labels"], **_identity_labels(identity), **queue}
     annotations = {**template.metadata.annotations, **queue_annotations(resource)}
     annotations |= {names.RESTARTS_ANNOTATION: str(identity.restarts), names.EPOCH_ANNOTATION: str(identity.epoch)}
+    if resource.spec.image is None:
+        annotations[names.DEFAULT_IMAGE_ANNOTATION] = settings.image
     return {
         "apiVersion": "v1",
         "kind": "Pod",

@@ -267,6 +267,7 @@ class SimulatedCluster:
             epoch=identity.epoch,
             template_hash=identity.template_hash,
             restarts=identity.restarts,
+            default_image=manifest["metadata"]["annotations"].get(names.DEFAULT_IMAGE_ANNOTATION),
             phase=PodPhase.PENDING,
             ready=False,
             created_at=self.now,

@@ -118,6 +118,9 @@ class Status(Report):
     """State of the engine as the leader reports it: RUNNING, PAUSED, SUSPENDED, or a transitional state."""
     engine_state_time: Annotated[str, Field(json_schema_extra={"format": "date-time"})] | None = None
     """Time of the last change of the engine state."""
+    image: str | None = None
+    """Image of the runtime in new pods. A resource without spec.image keeps the default image of an earlier operator
+    until it is edited, or gets its turn in the operator's fleet rollout."""
     url: str | None = None
     """Base URL of the OpenAI API inside the cluster, independent of spec.expose."""
     model_name: str | None = None
