@@ -99,7 +99,7 @@ def environment_of(container: dict[str, Any]) -> dict[str, str]:
     return {entry["name"]: value(entry) for entry in container["env"]}
 
 
-def test_the_sample_is_understood_flag_by_flag() -> None:
+def test_the_runtime_parses_every_flag_of_the_sample() -> None:
     found = flags_of(rendered())
     expected = {
         "model": Path("/models/SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -153,13 +153,13 @@ def test_the_sample_is_understood_flag_by_flag() -> None:
         ({"frontend": {"page": False}}, {"page": False}),
     ],
 )
-def test_every_choice_of_the_resource_is_understood(spec: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_the_runtime_parses_every_option_of_the_resource(spec: dict[str, Any], expected: dict[str, Any]) -> None:
     found = flags_of(rendered(**spec))
     assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(("tensor", "expert"), [(4, 2), (2, 4), (1, 4)])
-def test_the_pods_of_a_group_are_understood_as_parts_of_one_copy(tensor: int, expert: int) -> None:
+def test_the_pods_of_a_replica_group_have_consistent_ranks(tensor: int, expert: int) -> None:
     sizes = {"tensor": tensor, "pipeline": 2, "expert": expert}
     spread: dict[str, Any] = {"parallelism": sizes, "pods": {"ranksPerPod": 3}}
     options = [options_of(rendered(replace(LEADER, index=index, leader=not index), **spread)) for index in range(3)]
@@ -172,7 +172,7 @@ def test_the_pods_of_a_group_are_understood_as_parts_of_one_copy(tensor: int, ex
         each.check()
 
 
-def test_a_rank_that_only_missed_another_is_told_apart_by_both_halves() -> None:
+def test_both_halves_distinguish_a_rank_that_lost_another() -> None:
     error = {"reason": "LostRankError", "message": "rank 5 is missing", "missing": [5]}
     outcome = Outcome.child_failed(ChildEnd("rank 4", 1, error=error), 4)
     failure = read_failure(outcome.exit_code, "Error", json.dumps(outcome.body()))
@@ -180,7 +180,7 @@ def test_a_rank_that_only_missed_another_is_told_apart_by_both_halves() -> None:
     assert set(replica_groups.RENDEZVOUS_DONE) < {each.value for each in RankPhase}
 
 
-def test_every_word_that_the_resource_offers_is_one_that_the_runtime_takes() -> None:
+def test_the_runtime_accepts_every_choice_of_the_resource() -> None:
     assert {each.value for each in DType} <= set(DTYPES)
     assert {each.value for each in Device} <= set(DEVICES)
     managements = {
@@ -193,7 +193,7 @@ def test_every_word_that_the_resource_offers_is_one_that_the_runtime_takes() -> 
     assert [each.value for each in Parser] == [*TOOL_PARSERS, *REASONING_PARSERS]
 
 
-def test_a_pod_knows_who_it_is() -> None:
+def test_a_pod_parses_its_identity() -> None:
     leader = Identity.from_environment(environment_of(rendered(LEADER, lifecycle="Paused")))
     assert (leader.replica_group, leader.attempt, leader.pod_index, leader.is_leader) == (0, 3, 0, True)
     assert leader.lifecycle.value == "Paused"
@@ -207,7 +207,7 @@ def test_a_pod_knows_who_it_is() -> None:
 
 
 @pytest.mark.parametrize("lifecycle", [each for each in Lifecycle if each is not Lifecycle.STOPPED])
-def test_every_lifecycle_that_has_pods_is_one_that_a_pod_can_start_in(lifecycle: Lifecycle) -> None:
+def test_a_pod_can_start_in_every_lifecycle_with_pods(lifecycle: Lifecycle) -> None:
     environment = environment_of(rendered(lifecycle=lifecycle.value))
     assert Identity.from_environment(environment).lifecycle.value == lifecycle.value
 
@@ -217,7 +217,7 @@ def test_the_file_with_api_keys_is_passed_on() -> None:
     assert Identity.from_environment(environment_of(container)).api_keys_file == Path("/etc/megatron/api-keys")
 
 
-def test_both_halves_speak_of_the_same_things() -> None:
+def test_both_halves_have_the_same_signals_phases_and_exit_codes() -> None:
     assert {each.value for each in Signal} == set(SIGNALS)
     assert {each.value for each in RankPhase} == set(RANK_PHASES)
     assert BAD_INPUT_EXIT_CODE == EXIT_BAD_INPUT
@@ -249,7 +249,7 @@ def test_the_rendered_sample_would_be_served(smollm2_path: Path, tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_that_is_not_there_is_bad_input_to_both_halves(tmp_path: Path) -> None:
+def test_a_missing_model_is_bad_input_to_both_halves(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere.gguf"
     done, log = check(rendered(model={"source": {"path": str(missing)}}), tmp_path)
     assert done.returncode == BAD_INPUT_EXIT_CODE
@@ -308,7 +308,7 @@ def facts() -> PodFacts:
     )
 
 
-async def test_the_operator_reads_what_the_launcher_says(bound: socket.socket) -> None:
+async def test_the_operator_parses_the_state_of_the_launcher(bound: socket.socket) -> None:
     async with control_api(bound, PodState(facts()), Sender()) as port, ControlClient(TOKEN, port=port) as client:
         report = await client.state(HOST)
     assert report.ready
@@ -328,7 +328,7 @@ async def test_a_change_of_state_ends_the_operators_wait(bound: socket.socket) -
         assert (await waiting).engine_state is EngineState.PAUSING
 
 
-async def test_a_signal_reaches_the_engine_and_a_forbidden_one_is_told_apart(bound: socket.socket) -> None:
+async def test_a_signal_reaches_the_engine_and_a_refused_one_is_reported(bound: socket.socket) -> None:
     sender = Sender()
     async with control_api(bound, PodState(facts()), sender) as port, ControlClient(TOKEN, port=port) as client:
         await client.signal(HOST, Signal.PAUSE)
@@ -338,13 +338,13 @@ async def test_a_signal_reaches_the_engine_and_a_forbidden_one_is_told_apart(bou
     assert caught.value.allowed == ("pause",)
 
 
-async def test_only_the_operators_token_opens_the_control_api(bound: socket.socket) -> None:
+async def test_the_control_api_accepts_only_the_operators_token(bound: socket.socket) -> None:
     async with control_api(bound, PodState(facts()), Sender()) as port, ControlClient("wrong", port=port) as client:
         with pytest.raises(ControlApiUnreachable, match="401"):
             await client.state(HOST)
 
 
-def test_the_probes_ask_for_paths_that_the_control_api_has() -> None:
+def test_the_probes_use_paths_of_the_control_api() -> None:
     container = rendered()
     api = create_control_api(PodState(facts()), lambda: None, token=None, metrics=lambda: b"")
     paths = {getattr(route, "path", "") for route in api.routes}

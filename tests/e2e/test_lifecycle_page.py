@@ -22,7 +22,7 @@ def drawn() -> set[Edge]:
     return set(re.findall(r"^ *([A-Z]+) --> ([A-Z]+): (\w+)$", diagram, re.M))
 
 
-def test_the_edges_that_are_drawn_are_those_that_the_runtime_allows() -> None:
+def test_the_diagram_has_the_edges_that_the_runtime_allows() -> None:
     allowed = {
         (state.name, reached.name, signal.name.lower())
         for state, edges in EDGES.items()
@@ -32,7 +32,7 @@ def test_the_edges_that_are_drawn_are_those_that_the_runtime_allows() -> None:
     assert drawn() == allowed
 
 
-def test_the_operator_walks_to_every_wish_along_edges_that_are_drawn() -> None:
+def test_the_operator_reaches_every_desired_state_along_edges_of_the_diagram() -> None:
     reached = {(state, signal): to for state, to, signal in drawn()}
     for wish, begin in product(SETTLED_STATE, SETTLED_STATE.values()):
         state, steps = begin, 0
@@ -42,6 +42,6 @@ def test_the_operator_walks_to_every_wish_along_edges_that_are_drawn() -> None:
         assert state is SETTLED_STATE[wish]
 
 
-def test_every_wish_is_told_on_the_page() -> None:
+def test_the_page_describes_every_lifecycle() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M)
     assert rows == [wish.value for wish in Lifecycle]

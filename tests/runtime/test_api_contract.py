@@ -73,7 +73,7 @@ def test_the_client_takes_a_port_by_either_name(address: dict[str, int]) -> None
 
 
 @pytest.mark.parametrize("addresses", [{}, {"inference_coordinator_address": 1, "inference_coordinator_port": 1}])
-def test_the_client_wants_one_address(addresses: dict[str, int]) -> None:
+def test_the_client_requires_exactly_one_address(addresses: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError, match="give either"):
         InferenceClient(**addresses)
 

@@ -42,12 +42,12 @@ def test_the_defaults_are_valid() -> None:
     assert config.pool_bytes("cpu") == 2 * 2**30
 
 
-def test_bytes_win_over_gigabytes() -> None:
+def test_a_size_in_bytes_overrides_one_in_gigabytes() -> None:
     assert InferenceConfig(buffer_size_gb=0.5).pool_bytes("cpu") == 2**29
     assert InferenceConfig(buffer_size_gb=0.5, kv_cache_memory_bytes=77).pool_bytes("cuda") == 77
 
 
-def test_a_mode_can_be_given_by_its_name() -> None:
+def test_a_mode_can_be_set_by_its_name() -> None:
     config = InferenceConfig(kv_cache_management_mode="offload")  # type: ignore[arg-type]
     assert config.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD
 
@@ -79,7 +79,7 @@ def test_a_mode_can_be_given_by_its_name() -> None:
         ("static_kv_memory_pointers", "no"),
     ],
 )
-def test_a_value_that_can_not_work_is_refused_by_name(field: str, value: object) -> None:
+def test_an_invalid_value_is_refused_and_its_field_is_named(field: str, value: object) -> None:
     with pytest.raises(ConfigurationError, match=f"{field}={value!r}") as refusal:
         InferenceConfig(**{field: value})
     assert refusal.value.field == field
@@ -91,20 +91,20 @@ def test_fewer_tokens_than_requests_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), ASKED_FOR.items())
-def test_a_setting_for_what_there_is_not_is_refused_instead_of_ignored(field: str, value: object) -> None:
+def test_an_unsupported_setting_is_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigurationError, match=rf"^{field}=.*: .*; leave it out, or give ") as refusal:
         InferenceConfig(**{field: value})
     assert refusal.value.field == field
 
 
-def test_every_setting_without_use_is_refused_and_its_neutral_value_taken() -> None:
+def test_every_unsupported_setting_is_refused_except_its_neutral_value() -> None:
     names = {field.name for field in fields(UnavailableSettings)}
     assert names == ASKED_FOR.keys()
     defaults = InferenceConfig()
     assert InferenceConfig(**{name: getattr(defaults, name) for name in names}) == defaults
 
 
-def test_only_a_cache_that_stays_keeps_its_address() -> None:
+def test_only_a_persistent_kv_cache_keeps_its_address() -> None:
     InferenceConfig(static_kv_memory_pointers=True)
     with pytest.raises(ConfigurationError, match=r"static_kv_memory_pointers=True.*'offload'.*'persist'"):
         InferenceConfig(static_kv_memory_pointers=True, kv_cache_management_mode="offload")  # type: ignore[arg-type]

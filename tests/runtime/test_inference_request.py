@@ -93,7 +93,7 @@ def test_a_tensor_becomes_a_list_and_back() -> None:
     assert torch.equal(deserialize_tensor([[1, 2], [3, 4]]), tensor)
 
 
-def test_a_request_survives_a_journey_as_msgpack() -> None:
+def test_a_request_survives_msgpack() -> None:
     request = request_of(
         status=Status.FAILED, prompt_log_probs=[-0.5], generated_tokens=[4, 5], policy_staleness=torch.ones(10).int()
     )
@@ -116,14 +116,14 @@ def test_a_request_survives_a_journey_as_msgpack() -> None:
     assert (str(back.error), back.error.request_id, back.error.is_transient) == ("too long", 1, False)
 
 
-def test_a_pair_of_texts_is_not_taken_for_a_tensor() -> None:
+def test_a_pair_of_strings_is_not_decoded_as_a_tensor() -> None:
     request = request_of(generated_segments=["tensor", "x"], segments=["tensor", "x", "int64"])
     back = DynamicInferenceRequest.deserialize(journey(request.serialize()))
     assert back.generated_segments == ["tensor", "x"]
     assert back.segments == ["tensor", "x", "int64"]
 
 
-def test_a_tensor_in_megatrons_own_form_is_understood() -> None:
+def test_a_tensor_in_megatrons_format_is_decoded() -> None:
     back = InferenceRequest.deserialize({"request_id": 1, "prompt_tokens": ["tensor", [1, 2]], "added_later": 3})
     assert torch.equal(back.prompt_tokens, torch.tensor([1, 2]))
 
@@ -142,7 +142,7 @@ def test_parameters_are_copied_into_a_request() -> None:
     assert request.sampling_params.top_k == 3
 
 
-def test_a_request_reads_well() -> None:
+def test_a_request_has_a_readable_string() -> None:
     request = request_of()
     assert str(request) == "id 1, [NOT ADDED], prompt len 8, gen len 0, num events 0"
     request.status = Status.COMPLETED
@@ -188,12 +188,12 @@ def test_there_are_exactly_nine_event_types() -> None:
         (DynamicInferenceEventType.GENERATED_TOKEN, {"token": 1}),
     ],
 )
-def test_an_event_insists_on_its_payload(kind: DynamicInferenceEventType, payload: object) -> None:
+def test_an_event_requires_its_payload(kind: DynamicInferenceEventType, payload: object) -> None:
     with pytest.raises(AssertionError):
         DynamicInferenceEvent(type=kind, payload=payload)
 
 
-def test_events_read_well() -> None:
+def test_events_have_readable_strings() -> None:
     kinds = DynamicInferenceEventType
     token = DynamicInferenceEvent(type=kinds.GENERATED_TOKEN, timestamp=1.5, payload={"token_id": 7})
     error = DynamicInferenceEvent(type=kinds.ERROR_TRANSIENT, timestamp=2.0, payload=BlockOverflowError(1))
@@ -208,7 +208,7 @@ def test_events_read_well() -> None:
     }
 
 
-def test_an_error_of_an_unknown_kind_keeps_its_name() -> None:
+def test_an_error_of_an_unknown_type_keeps_its_name() -> None:
     event = DynamicInferenceEvent(type=DynamicInferenceEventType.ERROR_NONTRANSIENT, payload=OSError("disk"))
     back = DynamicInferenceEvent.deserialize(journey(event.serialize()))
     assert isinstance(back.payload, EngineError)
@@ -299,7 +299,7 @@ def test_staleness_counts_the_updates_since_each_token() -> None:
     assert merged.policy_staleness.dtype == torch.int32
 
 
-def test_a_checkpoint_renews_the_cache_but_not_the_choices() -> None:
+def test_a_checkpoint_resets_the_staleness_of_the_cache_and_not_of_the_policy() -> None:
     record = DynamicInferenceRequestRecord.from_request(request_of())
     record[-1].generated_tokens += [1, 2]
     record.increment_staleness()
@@ -313,7 +313,7 @@ def test_a_checkpoint_renews_the_cache_but_not_the_choices() -> None:
     assert merged.kv_cache_staleness.tolist() == [0] * 11
 
 
-def test_staleness_that_was_never_counted_is_zero_in_the_end() -> None:
+def test_staleness_without_updates_is_zero() -> None:
     record = DynamicInferenceRequestRecord.from_request(request_of())
     record.checkpoint()
     assert record[-1].policy_staleness is None
@@ -322,7 +322,7 @@ def test_staleness_that_was_never_counted_is_zero_in_the_end() -> None:
     assert merged.policy_staleness.tolist() == [0] * 8
 
 
-def test_a_record_survives_a_journey_as_msgpack() -> None:
+def test_a_record_survives_msgpack() -> None:
     record = DynamicInferenceRequestRecord.from_request(request_of(generated_text="a"))
     record[-1].generated_tokens += [1]
     record.checkpoint()
@@ -334,7 +334,7 @@ def test_a_record_survives_a_journey_as_msgpack() -> None:
     assert back.latency == back.merge().latency == 2.5
 
 
-def test_a_request_with_images_is_refused_in_words() -> None:
+def test_a_request_with_images_is_refused_with_a_message() -> None:
     with pytest.raises(InvalidRequestError, match="read text only"):
         VLMInferenceRequest(request_id=1, imgs=torch.zeros(1, 3, 2, 2))
     assert not isinstance(DynamicInferenceRequest(request_id=1), VLMInferenceRequest)

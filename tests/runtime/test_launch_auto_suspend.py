@@ -56,7 +56,7 @@ async def asleep() -> Service:
     return service
 
 
-async def test_an_engine_that_is_asked_now_and_then_stays_awake() -> None:
+async def test_an_engine_with_occasional_requests_keeps_running() -> None:
     service = Service()
     for request in range(1, 6):
         await service.look(after=9, accepted_requests=request)
@@ -69,7 +69,7 @@ async def test_an_engine_that_is_asked_now_and_then_stays_awake() -> None:
     assert service.auto.is_suspended
 
 
-async def test_a_request_wakes_what_sleeps() -> None:
+async def test_a_request_resumes_suspended_engines() -> None:
     service = await asleep()
     await service.look(after=1000)
     assert service.sent == []
@@ -80,7 +80,7 @@ async def test_a_request_wakes_what_sleeps() -> None:
     assert service.sent == ["resume", "unpause"]
 
 
-async def test_what_somebody_paused_is_left_alone_and_has_its_time_when_it_runs_again() -> None:
+async def test_engines_that_a_client_paused_stay_paused_and_the_idle_time_starts_when_they_run() -> None:
     service = Service()
     service.auto.override()
     await service.look(state="PAUSED")
@@ -91,7 +91,7 @@ async def test_what_somebody_paused_is_left_alone_and_has_its_time_when_it_runs_
     assert service.sent == ["pause", "suspend"]
 
 
-async def test_what_was_taken_over_while_asleep_stays_where_it_is() -> None:
+async def test_engines_that_a_client_controls_stay_suspended() -> None:
     service = await asleep()
     assert service.auto.override()
     await service.look(outstanding_requests=1)
@@ -99,7 +99,7 @@ async def test_what_was_taken_over_while_asleep_stays_where_it_is() -> None:
     assert not service.auto.override()
 
 
-async def test_a_signal_that_did_not_arrive_is_sent_again_at_the_next_look() -> None:
+async def test_a_failed_signal_is_sent_again_at_the_next_observation() -> None:
     service = await asleep()
     service.is_away = True
     await service.look(outstanding_requests=1)
@@ -117,7 +117,7 @@ async def test_a_service_without_engines_is_not_idle() -> None:
 
 
 @pytest.mark.parametrize("state", ["PAUSING", "SUSPENDING", "RESUMING"])
-async def test_nothing_is_sent_while_engines_are_on_their_way(state: str) -> None:
+async def test_no_signal_is_sent_during_a_transition(state: str) -> None:
     service = await asleep()
     await service.look(state=state, outstanding_requests=1)
     assert service.sent == []

@@ -73,7 +73,9 @@ def registered(*groups: int, state: str = "RUNNING") -> dict[str, Any]:
     }
 
 
-async def test_a_leader_is_ready_with_a_frontend_and_a_replica(client: httpx.AsyncClient, state: PodState) -> None:
+async def test_a_leader_is_ready_with_a_frontend_and_a_replica_group(
+    client: httpx.AsyncClient, state: PodState
+) -> None:
     assert (await client.get("/readyz")).status_code == 503
     state.update(frontends_listening=1)
     assert (await client.get("/readyz")).status_code == 503
@@ -95,7 +97,7 @@ async def test_a_worker_is_ready_when_its_ranks_serve() -> None:
     assert state.body()["ranks"] == [served]
 
 
-async def test_a_pod_that_comes_to_lead_stays_ready_for_a_while_until_replicas_have_registered() -> None:
+async def test_a_new_leader_stays_ready_for_a_while_until_replica_groups_have_registered() -> None:
     state = PodState(PodFacts(is_leader=False))
     state.update_rank(0, phase=RankPhase.SERVING)
     state.update(is_leader=True, is_settling=True)
@@ -106,7 +108,7 @@ async def test_a_pod_that_comes_to_lead_stays_ready_for_a_while_until_replicas_h
     assert state.facts.ready
 
 
-async def test_where_requests_come_in_frontends_have_to_listen() -> None:
+async def test_a_pod_with_frontends_is_ready_when_one_listens() -> None:
     state = PodState(PodFacts(is_leader=False, has_frontends=True))
     state.update_rank(0, phase=RankPhase.SERVING)
     assert not state.facts.ready
@@ -114,7 +116,7 @@ async def test_where_requests_come_in_frontends_have_to_listen() -> None:
     assert state.facts.ready
 
 
-async def test_the_state_is_that_of_the_contract(client: httpx.AsyncClient, state: PodState) -> None:
+async def test_the_state_has_the_documented_fields(client: httpx.AsyncClient, state: PodState) -> None:
     state.update(**registered(0, 1))
     assert (await client.get("/v1/state")).json() == {
         "revision": 2,
@@ -143,7 +145,7 @@ async def test_a_long_poll_waits_for_the_next_revision(client: httpx.AsyncClient
     assert (await poll).json()["revision"] == 2
 
 
-async def test_a_long_poll_ends_at_its_time(client: httpx.AsyncClient) -> None:
+async def test_a_long_poll_ends_at_its_timeout(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/state", params={"after": 1, "timeout": 0.05})).json()["revision"] == 1
 
 
@@ -152,7 +154,7 @@ async def test_a_revision_from_before_a_restart_is_answered_at_once(client: http
     assert answer.json()["revision"] == 1
 
 
-async def test_load_alone_makes_no_new_revision(state: PodState) -> None:
+async def test_a_change_of_load_makes_no_new_revision(state: PodState) -> None:
     state.update(replica_groups=(ReplicaGroupState(0, "RUNNING", running_requests=1),))
     revision = state.revision
     state.update(replica_groups=(ReplicaGroupState(0, "RUNNING", running_requests=5),))
@@ -166,7 +168,7 @@ async def test_signals_are_passed_on(client: httpx.AsyncClient, engines: Engines
     assert engines.taken == [("pause", False), ("unpause", True)]
 
 
-async def test_new_weights_are_passed_on_as_signals_are(client: httpx.AsyncClient, engines: Engines) -> None:
+async def test_weight_updates_are_passed_on(client: httpx.AsyncClient, engines: Engines) -> None:
     assert (await client.post("/v1/weights", json={"path": "/models/2"})).status_code == 202
     assert engines.taken == [("/models/2", False)]
     engines.error = CheckpointError("replica group 1 (attempt 0): tensor a missing")
@@ -185,7 +187,7 @@ async def test_new_weights_are_passed_on_as_signals_are(client: httpx.AsyncClien
         (CoordinatorError("nobody there"), 503, "EngineUnreachable"),
     ],
 )
-async def test_a_signal_without_effect_says_why(
+async def test_a_signal_without_effect_returns_the_reason(
     client: httpx.AsyncClient, engines: Engines, error: Exception, status: int, code: str
 ) -> None:
     engines.error = error
@@ -195,7 +197,7 @@ async def test_a_signal_without_effect_says_why(
     assert answer.json()["error"]["message"] == str(error)
 
 
-async def test_a_pod_that_does_not_lead_takes_no_signals(state: PodState) -> None:
+async def test_a_pod_that_does_not_lead_refuses_signals(state: PodState) -> None:
     api = create_control_api(state, lambda: None, token=None, metrics=create_exposition(lambda: state.facts, None))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=api), base_url="http://pod") as client:
         answer = await client.post("/v1/pause")
@@ -219,7 +221,7 @@ class Roles:
         self.taken.append(("step-down", epoch, None))
 
 
-async def test_the_role_is_taken_and_given_up_as_told_but_not_by_an_overtaken_decision(state: PodState) -> None:
+async def test_the_role_changes_by_decisions_and_outdated_ones_are_refused(state: PodState) -> None:
     roles = Roles()
     api = create_control_api(state, lambda: None, roles=roles, token="t", metrics=lambda: b"")
     headers = {"Authorization": "Bearer t"}
@@ -241,13 +243,13 @@ async def test_the_role_is_taken_and_given_up_as_told_but_not_by_an_overtaken_de
     assert roles.taken == [("lead", 6, "Paused"), ("step-down", 7, None)]
 
 
-async def test_a_launcher_that_is_alone_keeps_its_role(client: httpx.AsyncClient) -> None:
+async def test_a_standalone_launcher_keeps_its_role(client: httpx.AsyncClient) -> None:
     for body, way in (({"epoch": 1}, "step-down"), ({"epoch": 1}, "lead")):
         answer = await client.post(f"/v1/{way}", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "FixedRole")
 
 
-async def test_no_request_stands_still_in_an_engine_that_runs(client: httpx.AsyncClient, state: PodState) -> None:
+async def test_a_running_engine_has_no_paused_requests(client: httpx.AsyncClient, state: PodState) -> None:
     state.update(**registered(0, 1))
     text = (await client.get("/metrics", headers={"Authorization": ""})).text
     assert 'megatron_requests_paused{replica_group="1"} 0.0' in text

@@ -59,19 +59,19 @@ def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("flags", "mode"),
     [((), "raw_logprobs"), (("--logprobs-mode", "processed_logprobs"), "processed_logprobs")],
 )
-def test_the_kind_of_log_probs_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], mode: str) -> None:
+def test_the_log_prob_mode_reaches_the_engine(rank_options: Any, flags: tuple[str, ...], mode: str) -> None:
     options, plan = rank_options(*flags)
     assert rank._inference_config(options.engine, plan, SingleRank()).logprobs_mode == mode
 
 
-def test_an_unknown_kind_of_log_probs_is_refused_in_words(tmp_path: Path) -> None:
+def test_an_unknown_log_prob_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["--model", str(tmp_path), "--logprobs-mode", "cooked"])
     assert done.exit_code == 2
     assert "--logprobs-mode cooked: use one of raw_logprobs, processed_logprobs" in done.output
 
 
 @pytest.mark.parametrize(("flags", "checks"), [((), False), (("--check-finite",), True)])
-def test_weights_are_searched_for_what_is_no_number_when_asked_for(
+def test_weights_are_checked_for_nan_if_configured(
     rank_options: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], checks: bool
 ) -> None:
     asked: list[bool] = []
@@ -94,7 +94,7 @@ def test_weights_are_searched_for_what_is_no_number_when_asked_for(
         ("13.0", EngineError, "number 0 counted from 0, but PyTorch finds 0; give the pod a GPU for .*$"),
     ],
 )
-def test_a_gpu_that_is_not_there_is_asked_for_in_words(
+def test_a_missing_gpu_is_refused_with_a_fix(
     rank_options: Any, monkeypatch: pytest.MonkeyPatch, built_for: str | None, kind: type[Exception], words: str
 ) -> None:
     monkeypatch.setattr("torch.version.cuda", built_for)

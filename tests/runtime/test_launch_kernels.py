@@ -21,7 +21,7 @@ def files_below(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_kernels_that_were_compiled_ahead_are_taken_as_they_are(tmp_path: Path) -> None:
+def test_precompiled_kernels_are_used(tmp_path: Path) -> None:
     shipped = tmp_path / "shipped"
     subprocess.run([sys.executable, "-m", COMPILE, str(shipped), *SIZES], check=True)
     before = files_below(shipped)
@@ -37,14 +37,14 @@ def test_kernels_that_were_compiled_ahead_are_taken_as_they_are(tmp_path: Path) 
     assert files_below(shipped) == before
 
 
-def test_a_cache_that_the_environment_names_is_left_alone(tmp_path: Path) -> None:
+def test_a_cache_folder_of_the_environment_is_not_replaced(tmp_path: Path) -> None:
     environment = {KERNELS_VARIABLE: str(tmp_path), CACHE_VARIABLE: "/own"}
     with kernel_cache(environment):
         assert environment[CACHE_VARIABLE] == "/own"
     assert environment[CACHE_VARIABLE] == "/own"
 
 
-def test_a_folder_of_kernels_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_folder_of_kernels_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     environment = {KERNELS_VARIABLE: "/nowhere"}
     with caplog.at_level(logging.WARNING), kernel_cache(environment):
         assert Path(environment[CACHE_VARIABLE]).is_dir()

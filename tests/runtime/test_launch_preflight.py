@@ -102,7 +102,7 @@ def test_a_wrong_option_is_named_with_its_value(options: LaunchOptions, changes:
         {"identity": Identity(bind_host="10.0.0.1", control_token="t")},
     ],
 )
-def test_right_options_pass(options: LaunchOptions, changes: dict[str, Any]) -> None:
+def test_valid_options_pass(options: LaunchOptions, changes: dict[str, Any]) -> None:
     assert refusal(replace(options, **changes)) is None
 
 
@@ -116,14 +116,14 @@ def test_right_options_pass(options: LaunchOptions, changes: dict[str, Any]) -> 
         (None, None, "127.0.0.1"),
     ],
 )
-def test_only_the_openai_endpoint_of_a_pod_listens_at_loopback_too(
+def test_only_the_openai_endpoint_of_a_pod_listens_on_loopback_too(
     options: LaunchOptions, bound: str | None, asked: str | None, host: str
 ) -> None:
     pod = replace(options, host=asked, identity=Identity(bind_host=bound))
     assert (pod.http_host, pod.private_host) == (host, bound or "127.0.0.1")
 
 
-def test_a_cache_of_unasked_size_fits_beside_the_weights(options: LaunchOptions) -> None:
+def test_a_kv_cache_of_default_size_fits_beside_the_weights(options: LaunchOptions) -> None:
     assert plan_engine(options, FACTS, PLENTY).kv_cache_bytes == 2**30
     little = AvailableMemory(RANK_OVERHEAD + 4000 + 64 * PER_TOKEN, "left of the container's limit")
     plan = plan_engine(options, FACTS, little)
@@ -131,7 +131,7 @@ def test_a_cache_of_unasked_size_fits_beside_the_weights(options: LaunchOptions)
     assert plan.max_sequence_length == 32
 
 
-def test_replicas_on_one_machine_share_its_memory(options: LaunchOptions) -> None:
+def test_replica_groups_on_one_machine_share_its_memory(options: LaunchOptions) -> None:
     asked = with_engine(options, kv_cache_bytes=2**20)
     one = AvailableMemory(RANK_OVERHEAD + 4000 + 2**20, "free on this machine")
     assert plan_engine(asked, FACTS, one).kv_cache_bytes == 2**20
@@ -139,7 +139,7 @@ def test_replicas_on_one_machine_share_its_memory(options: LaunchOptions) -> Non
         plan_engine(replace(asked, replica_groups=2), FACTS, one)
 
 
-def test_no_room_for_the_weights_is_said_of_the_model(options: LaunchOptions) -> None:
+def test_too_little_memory_for_the_weights_names_the_model(options: LaunchOptions) -> None:
     with pytest.raises(ConfigurationError, match=r"--model .*a rank needs .* for the weights"):
         plan_engine(options, FACTS, AvailableMemory(2**20, "free on this machine"))
 
@@ -158,7 +158,7 @@ def test_no_room_for_the_weights_is_said_of_the_model(options: LaunchOptions) ->
         ),
     ],
 )
-def test_what_the_checkpoint_does_not_allow_is_refused(
+def test_options_that_the_checkpoint_does_not_allow_are_refused(
     options: LaunchOptions, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -166,7 +166,7 @@ def test_what_the_checkpoint_does_not_allow_is_refused(
     assert str(caught.value).startswith(words)
 
 
-def test_a_rank_needs_room_for_its_part_alone(options: LaunchOptions) -> None:
+def test_a_rank_needs_memory_only_for_its_part(options: LaunchOptions) -> None:
     cache = 64 * PER_TOKEN // 4
     part = replace(FACTS, cache_layout=replace(FACTS.cache_layout, num_layers=2, heads=1))
     plan = plan_engine(with_engine(options, tensor_parallel=2, pipeline_parallel=2, kv_cache_bytes=cache), part, PLENTY)
@@ -180,7 +180,7 @@ def pod_of_three_ranks(options: LaunchOptions, index: int, **identity: Any) -> L
     return replace(with_engine(options, tensor_parallel=3), ranks_per_pod=2, identity=who)
 
 
-def test_the_ranks_of_a_copy_are_counted_through_its_pods(options: LaunchOptions) -> None:
+def test_the_ranks_of_a_replica_group_are_numbered_across_its_pods(options: LaunchOptions) -> None:
     first, second = (pod_of_three_ranks(options, index) for index in (0, 1))
     assert (first_rank(first), first.local_ranks, first_rank(second), second.local_ranks) == (6, 2, 8, 1)
     assert refusal(first) is None
@@ -189,7 +189,7 @@ def test_the_ranks_of_a_copy_are_counted_through_its_pods(options: LaunchOptions
     assert words == "MEGATRON_POD_INDEX=2: the replica group's 3 rank(s) fit into fewer pods with --ranks-per-pod 2"
 
 
-def test_the_pods_of_a_copy_meet_in_the_first_one(options: LaunchOptions) -> None:
+def test_the_rendezvous_of_a_replica_group_is_in_its_first_pod(options: LaunchOptions) -> None:
     assert rendezvous_address(pod_of_three_ranks(options, 0)) == ("127.0.0.1", 29500)
     assert rendezvous_address(pod_of_three_ranks(options, 1)) == ("first.pod", 29500)
     alone = rendezvous_address(with_engine(options, tensor_parallel=2))
@@ -206,7 +206,7 @@ def test_the_pods_of_a_copy_meet_in_the_first_one(options: LaunchOptions) -> Non
         (0, {"bind_host": "0.0.0.0"}, "but MEGATRON_BIND_HOST=0.0.0.0 is not the address of this pod for the others"),
     ],
 )
-def test_a_pod_that_could_not_meet_the_others_says_what_is_missing(
+def test_a_missing_rendezvous_address_is_named(
     options: LaunchOptions, index: int, identity: dict[str, Any], words: str
 ) -> None:
     said = refusal(pod_of_three_ranks(options, index, **identity))
@@ -216,14 +216,14 @@ def test_a_pod_that_could_not_meet_the_others_says_what_is_missing(
     assert said.endswith("or use --ranks-per-pod 3")
 
 
-def test_several_copies_are_not_split_over_pods_by_one_launcher(options: LaunchOptions) -> None:
+def test_a_launcher_of_several_replica_groups_does_not_split_them_over_pods(options: LaunchOptions) -> None:
     alone = replace(with_engine(options, tensor_parallel=2), ranks_per_pod=1, replica_groups=2)
     words = refusal(alone)
     assert words is not None
     assert words.endswith("in several pods, each with one replica group; use --replica-groups 1, or --ranks-per-pod 2")
 
 
-def test_a_pod_needs_memory_for_its_own_ranks_alone(options: LaunchOptions) -> None:
+def test_a_pod_needs_memory_only_for_its_own_ranks(options: LaunchOptions) -> None:
     asked = with_engine(pod_of_three_ranks(options, 1), kv_cache_bytes=2**20, tensor_parallel=4)
     half, facts = replace(asked, ranks_per_pod=2), replace(FACTS, cache_layout=replace(FACTS.cache_layout, heads=1))
     room = AvailableMemory(2 * (RANK_OVERHEAD + 1000 + 2**20), "left of the container's limit")
@@ -232,7 +232,7 @@ def test_a_pod_needs_memory_for_its_own_ranks_alone(options: LaunchOptions) -> N
         plan_engine(replace(half, ranks_per_pod=4, identity=Identity()), facts, room)
 
 
-def test_the_smaller_limit_counts(tmp_path: Path) -> None:
+def test_the_smaller_memory_limit_applies(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
     assert available_memory(meminfo, tmp_path) == AvailableMemory(4000 * 1024, "free on this machine")
@@ -244,7 +244,7 @@ def test_the_smaller_limit_counts(tmp_path: Path) -> None:
     assert available_memory(meminfo, tmp_path).count == 4000 * 1024
 
 
-def test_cores_follow_the_quota(tmp_path: Path) -> None:
+def test_usable_cores_respect_the_quota(tmp_path: Path) -> None:
     assert usable_cores(tmp_path) >= 1
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     assert usable_cores(tmp_path) == 1
@@ -267,28 +267,28 @@ def test_ranks_on_one_machine_share_its_cores(options: LaunchOptions, monkeypatc
     assert "secret" not in str(task.options)
 
 
-def test_the_users_own_settings_of_threads_and_memory_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user_for_threads_and_memory_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     assert compute_environment().keys().isdisjoint({"GOMP_SPINCOUNT", "GLIBC_TUNABLES"})
 
 
 @pytest.mark.parametrize(("text", "count"), [("512Mi", 2**29), ("20Gi", 20 * 2**30), ("1.5k", 1500), ("100", 100)])
-def test_amounts_of_memory_are_read(text: str, count: int) -> None:
+def test_amounts_of_memory_are_parsed(text: str, count: int) -> None:
     assert parse_bytes(text, "--kv-cache-memory") == count
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "-1Gi", "0", "1 GB"])
-def test_what_is_no_amount_of_memory_is_refused(text: str) -> None:
+def test_an_invalid_amount_of_memory_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"--kv-cache-memory .*not an amount of memory"):
         parse_bytes(text, "--kv-cache-memory")
 
 
-def test_amounts_of_memory_are_written_short() -> None:
+def test_amounts_of_memory_are_formatted() -> None:
     assert [format_bytes(count) for count in (100, 1536, 2**30, 2**40)] == ["100", "1.5Ki", "1Gi", "1Ti"]
 
 
-def test_the_environment_says_who_the_pod_is() -> None:
+def test_the_environment_sets_the_identity_of_the_pod() -> None:
     environment = {
         "MEGATRON_REPLICA_GROUP": "2",
         "MEGATRON_LEADER": "0",
@@ -312,7 +312,7 @@ def test_the_environment_says_who_the_pod_is() -> None:
         ("MEGATRON_COORDINATOR_KEY", "short"),
     ],
 )
-def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
+def test_an_invalid_variable_is_named(variable: str, value: str) -> None:
     with pytest.raises(ConfigurationError, match=variable):
         Identity.from_environment({variable: value})
 
@@ -324,6 +324,6 @@ def test_a_head_tied_to_the_embedding_counts_twice_on_a_cpu(options: LaunchOptio
 
 
 @pytest.mark.parametrize(("native", "size"), [(True, 2), (False, 4)])
-def test_what_auto_takes_follows_the_processor(native: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_automatic_dtype_depends_on_the_cpu(native: bool, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_runtime.launch.preflight.has_bfloat16", lambda: native)
     assert element_bytes(EngineOptions(dtype="auto")) == size

@@ -17,7 +17,7 @@ time.sleep(600)
 """
 
 
-def test_a_folder_is_gone_when_it_is_closed(tmp_path: Path) -> None:
+def test_closing_removes_the_folder(tmp_path: Path) -> None:
     folder = MetricsFolder(tmp_path)
     (folder.path / "counter_1.db").touch()
     folder.close()
@@ -25,7 +25,7 @@ def test_a_folder_is_gone_when_it_is_closed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_launcher_left_is_removed_by_the_next_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
+def test_a_launcher_removes_folders_of_killed_launchers_and_not_of_running_ones(tmp_path: Path) -> None:
     stranger = tmp_path / "megatron-metrics-without-a-lock"
     stranger.mkdir()
     with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:

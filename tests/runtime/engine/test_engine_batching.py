@@ -28,7 +28,7 @@ def tokens_of(records: list[DynamicInferenceRequestRecord]) -> list[list[int]]:
     return [record.merge().generated_tokens for record in records]
 
 
-def test_a_request_alone_gives_the_tokens_of_a_pass_over_everything(
+def test_a_single_request_gives_the_tokens_of_a_full_forward_pass(
     make_engine: MakeEngine, naive_greedy: NaiveGreedy
 ) -> None:
     for prompt in random_prompts(6):
@@ -48,7 +48,7 @@ def test_batching_chunking_and_eviction_do_not_change_tokens(
     assert engine.stats().kv_blocks_used == 0
 
 
-def test_two_hundred_requests_pass_a_pool_for_ten_unharmed(make_engine: MakeEngine) -> None:
+def test_two_hundred_requests_are_served_by_a_pool_for_ten(make_engine: MakeEngine) -> None:
     prompts = random_prompts(200, longest=20)
     params = [SamplingParams(seed=i, temperature=i % 3, num_tokens_to_generate=12) for i in range(200)]
     alone = make_engine(8, max_requests=1)
@@ -58,7 +58,7 @@ def test_two_hundred_requests_pass_a_pool_for_ten_unharmed(make_engine: MakeEngi
     assert alone.stats().evictions_total == 0
 
 
-def test_requests_that_come_while_others_run_change_nothing(make_engine: MakeEngine, naive_greedy: NaiveGreedy) -> None:
+def test_requests_added_while_others_run_change_no_tokens(make_engine: MakeEngine, naive_greedy: NaiveGreedy) -> None:
     engine, prompts = make_engine(40, max_tokens=24), random_prompts(10)
     records = {}
     for request_id, prompt in enumerate(prompts):
@@ -71,7 +71,7 @@ def test_requests_that_come_while_others_run_change_nothing(make_engine: MakeEng
     assert [records[i].merge().generated_tokens for i in range(10)] == [naive_greedy(p, 16) for p in prompts]
 
 
-def test_without_chunked_prefill_an_evicted_request_still_comes_back(
+def test_without_chunked_prefill_an_evicted_request_continues(
     make_engine: MakeEngine, naive_greedy: NaiveGreedy
 ) -> None:
     prompts = random_prompts(4, longest=8, seed=5)
@@ -80,7 +80,7 @@ def test_without_chunked_prefill_an_evicted_request_still_comes_back(
     assert engine.stats().evictions_total > 0
 
 
-def test_a_step_tells_who_runs_and_who_is_done(make_engine: MakeEngine) -> None:
+def test_a_step_reports_running_and_finished_requests(make_engine: MakeEngine) -> None:
     engine = make_engine(max_requests=2)
     for request_id in (7, 3, 5):
         engine.add_request(request_id, [1, 2, 3], greedy(2))

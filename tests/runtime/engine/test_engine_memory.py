@@ -45,7 +45,7 @@ def test_requests_in_flight_survive_a_suspension_with_the_same_tokens(
     assert [future.result(timeout=0).merge().generated_tokens for future in futures] == expected
 
 
-def test_recomputing_gives_every_block_back_and_says_so_in_the_events(make_engine: MakeEngine) -> None:
+def test_recomputing_frees_every_block_and_adds_events(make_engine: MakeEngine) -> None:
     engine = make_engine(kv_cache_management_mode="recompute")
     engine.add_request(0, PROMPTS[0], PARAMS[0])
     engine.step_modern()
@@ -68,7 +68,7 @@ def test_suspending_and_resuming_twice_changes_nothing(make_engine: MakeEngine) 
     assert engine.generate(PROMPTS, PARAMS)[0][-1].succeeded()
 
 
-def test_a_suspended_engine_still_tells_what_ended(make_engine: MakeEngine) -> None:
+def test_a_suspended_engine_reports_finished_requests(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request(0, PROMPTS[0], PARAMS[0])
     engine.step_modern()
@@ -82,7 +82,7 @@ def test_a_suspended_engine_still_tells_what_ended(make_engine: MakeEngine) -> N
     assert engine.pop_reports() == ([], {})
 
 
-def test_the_pool_is_as_large_as_asked_but_never_larger_than_can_be_used(
+def test_the_pool_has_the_configured_size_but_not_more_than_can_be_used(
     tiny_model: Decoder, byte_tokenizer: Tokenizer
 ) -> None:
     def blocks(**settings: object) -> int:
@@ -96,13 +96,13 @@ def test_the_pool_is_as_large_as_asked_but_never_larger_than_can_be_used(
     assert blocks(max_requests=3, max_sequence_length=100) == 3 * 7
 
 
-def test_a_pool_without_a_single_block_is_refused_with_the_mend(tiny_model: Decoder, byte_tokenizer: Tokenizer) -> None:
+def test_a_pool_without_a_single_block_is_refused_with_a_fix(tiny_model: Decoder, byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigurationError, match=r"kv_cache_memory_bytes=100 .* block of 4096 bytes .* raise it") as e:
         DynamicInferenceEngine.build(tiny_model, byte_tokenizer, InferenceConfig(kv_cache_memory_bytes=100))
     assert e.value.field == "kv_cache_memory_bytes"
 
 
-def test_limits_follow_from_what_is_given(make_engine: MakeEngine) -> None:
+def test_limits_derive_from_the_configuration(make_engine: MakeEngine) -> None:
     context = make_engine().context
     assert (context.max_requests, context.max_tokens, context.max_sequence_length) == (64, 1024, 512)
     assert make_engine(max_tokens=7).context.max_requests == 7
@@ -111,7 +111,7 @@ def test_limits_follow_from_what_is_given(make_engine: MakeEngine) -> None:
     assert make_engine(max_sequence_length=100).context.max_sequence_length == 100
 
 
-def test_a_pass_that_the_model_fails_can_be_made_again(
+def test_a_pass_that_fails_in_the_model_can_be_repeated(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = make_engine().generate(PROMPTS, PARAMS)

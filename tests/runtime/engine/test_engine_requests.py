@@ -65,7 +65,7 @@ def test_a_length_limit_ends_a_request_exactly(make_engine: MakeEngine) -> None:
     assert serve(make_engine(), greedy(num_tokens_to_generate=0)).generated_tokens == []
 
 
-def test_without_a_limit_an_answer_fills_what_the_pool_can_hold(make_engine: MakeEngine) -> None:
+def test_without_a_limit_an_answer_fills_the_pool(make_engine: MakeEngine) -> None:
     request = serve(make_engine(3), greedy())
     assert (request.generated_length, request.finish_reason) == (12 + 1 - 5, "length")
 
@@ -91,7 +91,7 @@ def test_a_stop_token_ends_the_answer_and_stays_out_of_the_text(
     assert ignored.generated_tokens == expected
 
 
-def test_a_stop_text_across_tokens_ends_the_answer_and_is_never_streamed(
+def test_a_stop_string_across_tokens_ends_the_answer_and_is_never_streamed(
     make_engine: MakeEngine, naive_greedy: NaiveGreedy, ascii_prompt: list[int]
 ) -> None:
     expected = naive_greedy(ascii_prompt, 40)
@@ -158,7 +158,7 @@ def test_a_seed_fixes_the_answer_whatever_else_is_in_the_batch(make_engine: Make
     assert serve(make_engine(), other).generated_tokens != alone.generated_tokens
 
 
-def test_a_seed_that_nobody_chose_is_noted_and_repeats_the_answer(make_engine: MakeEngine) -> None:
+def test_a_random_seed_is_stored_and_reproduces_the_answer(make_engine: MakeEngine) -> None:
     first = serve(make_engine(), SamplingParams(num_tokens_to_generate=12))
     assert first.sampling_params is not None
     assert first.sampling_params.seed is not None
@@ -167,7 +167,7 @@ def test_a_seed_that_nobody_chose_is_noted_and_repeats_the_answer(make_engine: M
 
 
 @pytest.mark.parametrize("made", [1, 5, 11])
-def test_an_answer_begun_elsewhere_goes_on_as_it_would_have_there(make_engine: MakeEngine, made: int) -> None:
+def test_an_answer_begun_on_another_engine_continues_equally(make_engine: MakeEngine, made: int) -> None:
     params = SamplingParams(
         seed=5, num_tokens_to_generate=12, return_log_probs=True, skip_prompt_log_probs=True, streaming=True
     )
@@ -187,7 +187,7 @@ def test_an_answer_begun_elsewhere_goes_on_as_it_would_have_there(make_engine: M
     assert seen == whole.generated_tokens[made:]
 
 
-def test_an_answer_that_was_complete_elsewhere_ends_at_once(make_engine: MakeEngine) -> None:
+def test_an_answer_that_was_complete_on_another_engine_ends_at_once(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request(0, PROMPT, greedy(num_tokens_to_generate=3), generated=[1, 2, 3])
     engine.add_request(1, PROMPT, greedy(num_tokens_to_generate=9), generated=[1, 2, 256])
@@ -251,7 +251,7 @@ def test_a_prompt_can_be_scored_without_an_answer(make_engine: MakeEngine) -> No
         ),
     ],
 )
-def test_a_request_that_can_not_be_served_fails_with_words_and_nothing_else_does(
+def test_a_request_that_can_not_be_served_fails_with_a_message_and_affects_no_other(
     make_engine: MakeEngine,
     prompt: object,
     settings: dict[str, int],
@@ -275,12 +275,12 @@ def test_a_request_that_can_not_be_served_fails_with_words_and_nothing_else_does
     assert kinds[-2:] == [DynamicInferenceEventType.ERROR_NONTRANSIENT, DynamicInferenceEventType.FAIL]
 
 
-def test_one_text_is_not_taken_for_a_list_of_prompts(make_engine: MakeEngine) -> None:
+def test_a_string_is_not_accepted_as_a_list_of_prompts(make_engine: MakeEngine) -> None:
     with pytest.raises(TypeError, match="must be a list"):
         make_engine().generate("Hello")
 
 
-def test_an_id_in_use_is_refused_and_free_again_afterwards(make_engine: MakeEngine) -> None:
+def test_an_id_in_use_is_refused_until_its_request_ends(make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.add_request(4, PROMPT, greedy(num_tokens_to_generate=1))
     with pytest.raises(InvalidRequestError, match="request_id=4 is in use"):
@@ -289,7 +289,7 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards(make_engine: MakeEngi
     engine.add_request(4, PROMPT, greedy(num_tokens_to_generate=1))
 
 
-def test_an_aborted_request_keeps_what_it_has_and_frees_its_blocks(make_engine: MakeEngine) -> None:
+def test_an_aborted_request_keeps_its_tokens_and_frees_its_blocks(make_engine: MakeEngine) -> None:
     engine = make_engine(max_requests=1)
     running = engine.add_request(0, PROMPT, greedy(num_tokens_to_generate=50))
     waiting = engine.add_request(1, PROMPT, greedy(num_tokens_to_generate=2))
@@ -310,7 +310,7 @@ def test_an_aborted_request_keeps_what_it_has_and_frees_its_blocks(make_engine: 
         engine.get_request(0)
 
 
-def test_a_request_past_its_deadline_fails_and_says_so(make_engine: MakeEngine) -> None:
+def test_a_request_past_its_deadline_fails_with_a_message(make_engine: MakeEngine) -> None:
     engine = make_engine(request_timeout=1e-9)
     future = engine.add_request(0, PROMPT, greedy())
     engine.step_modern()
@@ -318,7 +318,7 @@ def test_a_request_past_its_deadline_fails_and_says_so(make_engine: MakeEngine) 
     assert not engine.has_unfinished_requests()
 
 
-def test_everyone_hears_of_an_engine_that_is_lost(make_engine: MakeEngine) -> None:
+def test_all_futures_of_a_failed_engine_resolve(make_engine: MakeEngine) -> None:
     engine = make_engine(max_requests=1)
     futures = [engine.add_request(i, PROMPT, greedy()) for i in range(3)]
     engine.step_modern()
@@ -328,7 +328,7 @@ def test_everyone_hears_of_an_engine_that_is_lost(make_engine: MakeEngine) -> No
     assert engine.stats().kv_blocks_used == 0
 
 
-def test_a_model_that_answers_with_nan_fails_the_request_and_not_the_engine(make_engine: MakeEngine) -> None:
+def test_nan_logits_fail_the_request_and_not_the_engine(make_engine: MakeEngine) -> None:
     engine = make_engine()
     model = engine.controller.model
     assert model.head is not None
@@ -352,7 +352,7 @@ def test_times_are_reported(make_engine: MakeEngine) -> None:
     assert request.ttft + 4 * request.tpot[0] == pytest.approx(request.latency, rel=0.01)
 
 
-def test_every_logged_step_tells_its_time_per_token(make_engine: MakeEngine) -> None:
+def test_every_logged_step_adds_its_time_per_token(make_engine: MakeEngine) -> None:
     engine = make_engine(logging_step_interval=2)
     future = engine.add_request(0, PROMPT, greedy(num_tokens_to_generate=7))
     times = []
@@ -362,13 +362,13 @@ def test_every_logged_step_tells_its_time_per_token(make_engine: MakeEngine) -> 
     assert future.result(timeout=0).merge().tpot == times[1::2]
 
 
-def test_token_events_are_recorded_when_asked_for(make_engine: MakeEngine) -> None:
+def test_token_events_are_recorded_if_configured(make_engine: MakeEngine) -> None:
     request = serve(make_engine(track_generated_token_events=True), greedy(num_tokens_to_generate=3))
     events = [event for event in request.events if event.type is DynamicInferenceEventType.GENERATED_TOKEN]
     assert [event.payload["token_id"] for event in events] == request.generated_tokens
 
 
-async def test_in_a_loop_the_future_is_one_to_await(make_engine: MakeEngine) -> None:
+async def test_in_an_event_loop_the_future_is_awaitable(make_engine: MakeEngine) -> None:
     engine = make_engine()
     future = engine.add_request(0, PROMPT, greedy(num_tokens_to_generate=3))
     assert isinstance(future, asyncio.Future)
@@ -377,7 +377,7 @@ async def test_in_a_loop_the_future_is_one_to_await(make_engine: MakeEngine) -> 
     assert (await future)[-1].succeeded()
 
 
-async def test_a_future_is_fulfilled_from_another_thread(make_engine: MakeEngine) -> None:
+async def test_a_future_is_resolved_from_another_thread(make_engine: MakeEngine) -> None:
     engine = make_engine()
     future = engine.add_request(0, PROMPT, greedy(num_tokens_to_generate=1))
     await asyncio.to_thread(engine.step_modern)

@@ -32,7 +32,7 @@ async def running(engine: DynamicInferenceEngine) -> AsyncIterator[asyncio.Task[
             await task
 
 
-async def test_a_running_engine_serves_what_is_added_and_sleeps_without_work(make_engine: MakeEngine) -> None:
+async def test_a_running_engine_serves_added_requests_and_waits_without_work(make_engine: MakeEngine) -> None:
     expected = make_engine().generate([PROMPT], GREEDY)[0].merge().generated_tokens
     engine = make_engine()
     async with running(engine):
@@ -65,7 +65,7 @@ async def test_a_running_engine_waits_while_it_is_suspended(make_engine: MakeEng
         assert (await future)[-1].succeeded()
 
 
-async def test_a_step_that_fails_ends_the_loop_and_everybody_hears_of_it(
+async def test_a_failed_step_ends_the_loop_and_resolves_all_futures(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -84,7 +84,7 @@ async def test_a_step_that_fails_ends_the_loop_and_everybody_hears_of_it(
             await task
 
 
-async def test_a_state_that_takes_a_coordinator_is_not_waited_for_without_one(make_engine: MakeEngine) -> None:
+async def test_waiting_for_a_coordinator_state_fails_without_a_coordinator(make_engine: MakeEngine) -> None:
     with pytest.raises(InvalidStateError, match="never PAUSED, only RUNNING or SUSPENDED"):
         await make_engine().wait_until(EngineState.PAUSED)
 
@@ -106,7 +106,7 @@ def test_a_reset_engine_is_like_a_new_one(make_engine: MakeEngine) -> None:
     assert (again.num_cached_tokens, engine.stats()) == (0, stats)
 
 
-async def test_an_engine_of_a_coordinator_is_neither_reset_nor_run_otherwise(make_engine: MakeEngine) -> None:
+async def test_an_attached_engine_can_be_neither_reset_nor_run(make_engine: MakeEngine) -> None:
     engine = make_engine()
     attached = await attach_engine(engine)
     assert attached.coordinator is not None

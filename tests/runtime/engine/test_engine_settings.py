@@ -30,7 +30,7 @@ def greedy(**fields: object) -> SamplingParams:
     return SamplingParams(temperature=0, **{"num_tokens_to_generate": 4, **fields})
 
 
-def test_an_engine_with_the_last_logits_alone_scores_answers_and_no_prompts(make_engine: MakeEngine) -> None:
+def test_an_engine_with_last_token_logits_only_scores_answers_and_no_prompts(make_engine: MakeEngine) -> None:
     engine = make_engine(materialize_only_last_token_logits=True)
     refused = engine.generate([PROMPT], greedy(return_log_probs=True))[0].merge()
     assert isinstance(refused.error, InvalidRequestError)
@@ -47,7 +47,7 @@ def test_static_pointers_stay_through_a_suspension(make_engine: MakeEngine) -> N
     assert engine.context.kv_cache.layer(0)[0].data_ptr() == before
 
 
-def test_a_text_gets_its_start_token_when_asked_for(
+def test_a_text_gets_a_bos_token_if_requested(
     make_engine: MakeEngine, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(byte_tokenizer, "bos", 255)
@@ -64,7 +64,7 @@ def test_a_text_gets_its_start_token_when_asked_for(
 
 
 @pytest.mark.parametrize("wanted", [False, True])
-def test_a_reply_has_the_prompt_s_tokens_when_asked_for(make_engine: MakeEngine, wanted: bool) -> None:
+def test_a_reply_has_the_prompt_tokens_if_requested(make_engine: MakeEngine, wanted: bool) -> None:
     engine = make_engine()
     requests = LoopRequests(engine)
     params = greedy(return_prompt_tokens=wanted)
@@ -81,7 +81,7 @@ def test_a_reply_has_the_prompt_s_tokens_when_asked_for(make_engine: MakeEngine,
 
 
 @pytest.mark.parametrize("tracks", [False, True])
-def test_requests_may_wait_for_memory_with_what_they_have(
+def test_requests_may_keep_their_cache_while_they_wait_for_memory(
     make_engine: MakeEngine, tiny_model: Decoder, tracks: bool
 ) -> None:
     prompts = [[i + 1] * (3 + i) for i in range(8)]
@@ -105,7 +105,7 @@ def test_requests_may_wait_for_memory_with_what_they_have(
     assert evictions[blocks] < evictions[None]
 
 
-def test_token_events_say_how_the_blocks_are_used(make_engine: MakeEngine) -> None:
+def test_token_events_report_the_use_of_blocks(make_engine: MakeEngine) -> None:
     engine = make_engine(32, track_generated_token_events=True, enable_prefix_caching=True)
     engine.generate([PROMPT], greedy())
     payloads = [
@@ -133,7 +133,7 @@ class Written:
         self.figures.append(figures)
 
 
-def test_figures_are_logged_and_written_every_so_many_steps(
+def test_figures_are_logged_and_written_at_an_interval_of_steps(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "megatron_runtime.engine.step_log")
@@ -169,7 +169,7 @@ def test_figures_are_logged_and_written_every_so_many_steps(
     assert second["inference/active_token_count"] == 5
 
 
-def test_a_writer_that_fails_is_no_trouble_of_the_engine(
+def test_a_failing_writer_does_not_affect_the_engine(
     make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = Written()
@@ -179,7 +179,7 @@ def test_a_writer_that_fails_is_no_trouble_of_the_engine(
     assert "the figures of step 4 could not be written" in caplog.text
 
 
-def test_nothing_is_logged_unless_asked_for(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_by_default(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "megatron_runtime.engine.step_log")
     make_engine().generate([PROMPT], greedy())
     assert caplog.records == []
@@ -194,6 +194,6 @@ def test_nothing_is_logged_unless_asked_for(make_engine: MakeEngine, caplog: pyt
         ({"metrics_writer": Written()}, "never written to with logging_step_interval=0"),
     ],
 )
-def test_a_writer_that_can_not_be_used_is_refused(make_engine: MakeEngine, fields: dict[str, Any], words: str) -> None:
+def test_an_unusable_writer_is_refused(make_engine: MakeEngine, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make_engine(**fields)

@@ -12,7 +12,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
 @given(PIECES, STOPS)
-def test_a_stop_text_is_found_as_soon_as_it_is_complete(pieces: list[str], stops: list[str]) -> None:
+def test_a_stop_string_is_found_as_soon_as_it_is_complete(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     text = ""
     for piece in pieces:
@@ -28,7 +28,7 @@ def test_a_stop_text_is_found_as_soon_as_it_is_complete(pieces: list[str], stops
 
 
 @given(PIECES, STOPS)
-def test_what_was_called_safe_is_never_taken_back(pieces: list[str], stops: list[str]) -> None:
+def test_safe_tokens_stay_safe(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     safe = 0
     for piece in pieces:
@@ -42,14 +42,14 @@ def test_what_was_called_safe_is_never_taken_back(pieces: list[str], stops: list
         assert len("".join(pieces[:safe])) <= matcher.match[0]
 
 
-def test_a_stop_text_across_three_tokens_is_held_back_and_found() -> None:
+def test_a_stop_string_across_three_tokens_is_held_back_and_found() -> None:
     matcher = StopMatcher(["###"])
     assert [matcher.push(piece) for piece in ("ok ", "#", "#", "#!")] == [False, False, False, True]
     assert matcher.match == (3, 6)
     assert matcher.safe_tokens() == 1
 
 
-def test_a_false_alarm_releases_what_was_held_back() -> None:
+def test_a_partial_match_that_fails_releases_the_held_tokens() -> None:
     matcher = StopMatcher(["END"])
     matcher.push("x")
     matcher.push("EN")
@@ -67,7 +67,7 @@ def test_bytes_of_an_unfinished_character_are_held_back_too() -> None:
     assert matcher.safe_tokens() == 1
 
 
-def test_a_stop_text_that_may_not_match_yet_is_passed_over_for_good() -> None:
+def test_a_stop_string_that_may_not_match_yet_is_ignored_for_good() -> None:
     matcher = StopMatcher(["ab", "b"])
     assert not matcher.push("xab", may_match=False)
     assert not matcher.push("a")

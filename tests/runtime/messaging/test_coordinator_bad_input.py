@@ -8,7 +8,7 @@ import pytest
 import zmq
 from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.fleet import Fleet, until
-from messaging_support.stranger import receive, stranger
+from messaging_support.unknown_peer import receive, unknown_peer
 
 from megatron_runtime.errors import CoordinatorError
 from megatron_runtime.headers import Headers
@@ -21,9 +21,9 @@ PARAMS = SamplingParams(num_tokens_to_generate=20, seed=5)
 KEY = "k" * 40
 
 
-async def test_an_empty_frame_from_a_stranger_does_not_make_it_an_engine(fleet: Fleet) -> None:
+async def test_an_empty_frame_does_not_register_an_engine(fleet: Fleet) -> None:
     client = await fleet.connect()
-    with stranger(fleet.address) as unknown:
+    with unknown_peer(fleet.address) as unknown:
         unknown.send(b"")
         future = client.add_request("secret", PARAMS)
         await until(lambda: fleet.coordinator and fleet.coordinator.next_request_id, "the submission")
@@ -35,9 +35,9 @@ async def test_an_empty_frame_from_a_stranger_does_not_make_it_an_engine(fleet: 
         assert (await future).succeeded()
 
 
-async def test_a_stranger_is_told_to_introduce_itself_and_its_messages_have_no_effect(fleet: Fleet) -> None:
+async def test_messages_of_an_unknown_peer_have_no_effect_and_it_is_asked_to_register(fleet: Fleet) -> None:
     client = await fleet.connect()
-    with stranger(fleet.address) as unknown:
+    with unknown_peer(fleet.address) as unknown:
         for message in (
             codec.encode(Headers.PAUSE, 1, 5.0, True),
             codec.encode(Headers.SHUTDOWN),
@@ -56,7 +56,7 @@ async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet
     await fleet.ready(client, 1)
     name = b"n" * 16
     future = client.add_request("mine", PARAMS, request_uuid=name)
-    with stranger(fleet.address) as liar:
+    with unknown_peer(fleet.address) as liar:
         load = EngineLoad()
         liar.send_multipart(codec.encode(Headers.REGISTER, 5, 0, "liar", "RUNNING", True, [], load, ""))
         liar.send_multipart(codec.encode(Headers.ENGINE_REPLY_PARTIAL, [Progress(name, 1, 0, 1)], bodies=[b"x"]))
@@ -64,9 +64,9 @@ async def test_an_engine_can_not_answer_a_request_of_another_engine(fleet: Fleet
         assert (await future).generated_tokens == expected_tokens("mine", PARAMS)
 
 
-async def test_a_reply_that_nobody_can_read_is_an_error_for_its_request_only(fleet: Fleet) -> None:
+async def test_an_undecodable_reply_fails_only_its_request(fleet: Fleet) -> None:
     client = await fleet.connect()
-    with stranger(fleet.address) as engine:
+    with unknown_peer(fleet.address) as engine:
         engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
         name = b"n" * 16
         future = client.add_request("hello", PARAMS, request_uuid=name)
@@ -76,10 +76,10 @@ async def test_a_reply_that_nobody_can_read_is_an_error_for_its_request_only(fle
             await future
 
 
-async def test_stored_tokens_that_nobody_can_read_fail_their_request_when_the_engine_is_lost(fleet: Fleet) -> None:
+async def test_undecodable_stored_tokens_fail_their_request_when_the_engine_is_lost(fleet: Fleet) -> None:
     client = await fleet.connect()
     name = b"n" * 16
-    with stranger(fleet.address) as engine:
+    with unknown_peer(fleet.address) as engine:
         engine.send_multipart(codec.encode(Headers.REGISTER, 0, 0, "x", "RUNNING", False, [], EngineLoad(), ""))
         await fleet.ready(client, 1)
         future = client.add_request("hello", PARAMS, request_uuid=name)
@@ -93,9 +93,9 @@ async def test_stored_tokens_that_nobody_can_read_fail_their_request_when_the_en
     assert (await client.add_request("hello", PARAMS)).succeeded()
 
 
-async def test_a_submission_with_a_body_that_nobody_can_read_comes_back_failed(fleet: Fleet) -> None:
+async def test_a_submission_with_an_undecodable_body_ends_as_failed(fleet: Fleet) -> None:
     fleet.add_engine()
-    with stranger(fleet.address) as client:
+    with unknown_peer(fleet.address) as client:
         client.send_multipart(codec.encode(Headers.CONNECT, 1))
         submission = Submission(b"n" * 16, False, 0, [])
         client.send_multipart(codec.encode(Headers.SUBMIT_REQUEST, [submission], bodies=[b"\xc1"]))
@@ -103,11 +103,11 @@ async def test_a_submission_with_a_body_that_nobody_can_read_comes_back_failed(f
     assert codec.unpack_body(replies.bodies[0])["status"] == "FAILED"
 
 
-async def test_a_frame_that_no_body_may_have_costs_its_sender_the_connection_and_nobody_else(fleet: Fleet) -> None:
+async def test_an_oversized_frame_closes_only_the_connection_of_its_sender(fleet: Fleet) -> None:
     fleet.add_engine(FakeEngine(step_seconds=0.002))
     client = await fleet.connect()
     future = client.add_request("hello", PARAMS)
-    with stranger(fleet.address) as unknown:
+    with unknown_peer(fleet.address) as unknown:
         monitor = unknown.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         unknown.send_multipart([b"\x91\x14", bytes(codec.MAX_BODY_BYTES + 1)])
         assert await asyncio.to_thread(monitor.poll, 20_000)
@@ -116,11 +116,11 @@ async def test_a_frame_that_no_body_may_have_costs_its_sender_the_connection_and
     assert (await future).generated_tokens == expected_tokens("hello", PARAMS)
 
 
-async def test_one_request_that_can_not_be_hashed_does_not_take_others_along() -> None:
+async def test_a_request_that_can_not_be_hashed_does_not_affect_others() -> None:
     async with Fleet(enable_prefix_caching=True, block_size_tokens=4) as fleet:
         fleet.start_coordinator()
         fleet.add_engine()
-        with stranger(fleet.address) as client:
+        with unknown_peer(fleet.address) as client:
             client.send_multipart(codec.encode(Headers.CONNECT, 1))
             names = [b"a" * 16, b"b" * 16]
             bodies = [b"\xc1", RequestBody("hello", PARAMS.serialize()).pack()]
@@ -134,7 +134,7 @@ async def test_one_request_that_can_not_be_hashed_does_not_take_others_along() -
     assert codec.unpack_body(answers[names[1]])["generated_tokens"] == expected_tokens("hello", PARAMS)
 
 
-async def test_only_the_right_key_is_let_in() -> None:
+async def test_only_peers_with_the_right_key_can_connect() -> None:
     async with Fleet(key=KEY) as fleet:
         fleet.start_coordinator()
         fleet.add_engine()
@@ -142,7 +142,7 @@ async def test_only_the_right_key_is_let_in() -> None:
         assert (await client.add_request("hello", PARAMS)).generated_tokens == expected_tokens("hello", PARAMS)
         for wrong in ("w" * 40, None):
             dropped = (await client.service_state()).dropped_messages
-            with stranger(fleet.address, wrong) as unknown:
+            with unknown_peer(fleet.address, wrong) as unknown:
                 unknown.send_multipart(codec.encode(Headers.CONNECT, 1))
                 assert not unknown.poll(300)
             assert (await client.service_state()).dropped_messages > dropped

@@ -14,7 +14,7 @@ from messaging_support.fake_engine import FakeEngine, expected_tokens
 from messaging_support.false_coordinator import FalseCoordinator
 from messaging_support.fleet import Fleet, until
 from messaging_support.malformed import SECRET, Frames, answers, everything
-from messaging_support.stranger import receive, stranger
+from messaging_support.unknown_peer import receive, unknown_peer
 from runtime_support.processes import is_alive
 from runtime_support.resident_memory import resident_bytes
 from suite_support.repetition import repeated
@@ -63,11 +63,11 @@ class Traffic:
 
 
 def bombard(address: str, pid: int) -> int:
-    """Send malformed messages as a stranger, as a client and as an engine; returns how many."""
+    """Send malformed messages as a unknown_peer, as a client and as an engine; returns how many."""
     sent = 0
     rng = random.Random(7)
     registration = codec.encode(Headers.REGISTER, 7, 0, "x", "RUNNING", True, [], EngineLoad(), "")
-    with stranger(address, KEY) as unknown, stranger(address, KEY) as client, stranger(address, KEY) as engine:
+    with unknown_peer(address, KEY) as unknown, unknown_peer(address, KEY) as client, unknown_peer(address, KEY) as engine:
         client.send_multipart(codec.encode(Headers.CONNECT, 1))
         receive(client, Headers.CONNECT_ACK)
         engine.send_multipart(registration)
@@ -99,7 +99,7 @@ def bombard(address: str, pid: int) -> int:
 
 @pytest.mark.repetition
 @pytest.mark.timeout(240)
-async def test_malformed_messages_disturb_nobody_and_each_is_counted(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_malformed_messages_are_counted_and_affect_no_other_peer(capfd: pytest.CaptureFixture[str]) -> None:
     async with Fleet(engine_timeout=5.0) as fleet:
         fleet.key = KEY
         coordinator = await fleet.spawn_coordinator()
@@ -168,7 +168,9 @@ def pass_on(false: FalseCoordinator, client: bytes, engine: bytes) -> None:
     false.say(client, Headers.ENGINE_REPLY, [finished.uuid], bodies=reply.bodies)
 
 
-async def test_clients_and_engines_survive_whatever_a_coordinator_says(caplog: pytest.LogCaptureFixture) -> None:
+async def test_clients_and_engines_survive_malformed_messages_of_a_coordinator(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     port = free_port()
     false = FalseCoordinator(port)
     loop = EngineLoop(FakeEngine(), coordinator_address=port)

@@ -28,7 +28,7 @@ class StuckEngine(FakeEngine):
         return super().step_modern()
 
 
-async def test_the_whole_round_of_states_is_acknowledged_by_every_engine(fleet: Fleet) -> None:
+async def test_every_engine_acknowledges_every_state(fleet: Fleet) -> None:
     loops = [fleet.add_engine(group=group) for group in range(2)]
     client = await fleet.connect()
     await fleet.ready(client, 2)
@@ -60,7 +60,7 @@ async def test_a_request_sent_while_paused_waits_and_completes_after_unpause(fle
     assert (await future).generated_tokens == expected_tokens("waiting", PARAMS)
 
 
-async def test_requests_in_flight_freeze_in_a_pause_and_go_on_with_the_same_tokens(fleet: Fleet) -> None:
+async def test_requests_in_flight_stop_during_a_pause_and_continue_with_the_same_tokens(fleet: Fleet) -> None:
     fleet.add_engine(FakeEngine(step_seconds=0.005))
     client = await fleet.connect()
     stream = client.stream_request("frozen", PARAMS)
@@ -72,7 +72,7 @@ async def test_requests_in_flight_freeze_in_a_pause_and_go_on_with_the_same_toke
 
 
 @pytest.mark.parametrize("signal", ["unpause", "suspend", "resume", "stop"])
-async def test_a_signal_in_the_wrong_state_raises_and_names_what_is_possible(fleet: Fleet, signal: str) -> None:
+async def test_a_signal_in_the_wrong_state_raises_and_names_the_allowed_signals(fleet: Fleet, signal: str) -> None:
     fleet.add_engine()
     client = await fleet.connect(strict_signals=True)
     with pytest.raises(InvalidStateError, match=f"{signal} is not possible while the service is RUNNING") as caught:
@@ -125,7 +125,7 @@ async def test_a_transition_that_takes_too_long_names_the_engines_that_are_missi
         (["pause", "suspend"], "stop"),
     ],
 )
-async def test_every_signal_ends_at_its_timeout_and_names_who_did_not_obey(
+async def test_every_signal_ends_at_its_timeout_and_names_the_missing_engines(
     fleet: Fleet, before: list[str], signal: str
 ) -> None:
     loops = [fleet.add_engine(group=group) for group in range(3)]
@@ -148,7 +148,7 @@ async def test_every_signal_ends_at_its_timeout_and_names_who_did_not_obey(
         (["pause", "suspend", "resume"], ["resume"], "PAUSED; possible: unpause, suspend, stop"),
     ],
 )
-async def test_no_state_takes_a_signal_that_is_not_its_own(
+async def test_every_state_refuses_signals_without_an_edge(
     fleet: Fleet, before: list[str], refused: list[str], possible: str
 ) -> None:
     fleet.add_engine()
@@ -160,7 +160,7 @@ async def test_no_state_takes_a_signal_that_is_not_its_own(
             await getattr(client, f"{signal}_engines")()
 
 
-async def test_an_engine_that_vanishes_during_a_transition_does_not_hold_it_up(fleet: Fleet) -> None:
+async def test_a_lost_engine_does_not_block_a_transition(fleet: Fleet) -> None:
     stuck = StuckEngine()
     fleet.add_engine(group=0)
     leaving = fleet.add_engine(stuck, group=1)
@@ -193,7 +193,7 @@ async def test_stop_answers_unfinished_requests_and_ends_the_engines(fleet: Flee
     assert (state.state, state.engines) == ("RUNNING", ())
 
 
-async def test_an_engine_that_comes_late_is_brought_to_the_wished_state_before_it_gets_requests(fleet: Fleet) -> None:
+async def test_an_engine_that_registers_late_reaches_the_target_state_before_it_gets_requests(fleet: Fleet) -> None:
     fleet.add_engine(group=0)
     client = await fleet.connect()
     await fleet.ready(client, 1)
@@ -219,7 +219,7 @@ async def test_a_coordinator_that_starts_paused_pauses_its_engines_first() -> No
         assert (await future).succeeded()
 
 
-async def test_a_change_of_state_wakes_whoever_waits_for_it(fleet: Fleet) -> None:
+async def test_a_change_of_state_ends_the_wait_for_it(fleet: Fleet) -> None:
     client, watcher = await fleet.connect(), await fleet.connect()
     before = await watcher.service_state()
     waiting = asyncio.create_task(watcher.wait_for_state_change(before.revision, 20))
@@ -234,13 +234,13 @@ async def test_a_change_of_state_wakes_whoever_waits_for_it(fleet: Fleet) -> Non
         state = await watcher.wait_for_state_change(state.revision, 20)
 
 
-async def test_waiting_for_a_change_that_does_not_come_tells_the_state_as_it_is(fleet: Fleet) -> None:
+async def test_waiting_for_a_change_returns_the_current_state_at_the_timeout(fleet: Fleet) -> None:
     client = await fleet.connect()
     state = await client.service_state()
     assert (await client.wait_for_state_change(state.revision, 0.1)).revision == state.revision
 
 
-async def test_a_draining_engine_finishes_what_it_has_and_gets_nothing_new(fleet: Fleet) -> None:
+async def test_a_draining_engine_finishes_its_requests_and_gets_no_new_ones(fleet: Fleet) -> None:
     busy, idle = FakeEngine(step_seconds=0.005), FakeEngine()
     leaving = fleet.add_engine(busy, group=0)
     client = await fleet.connect()
@@ -258,7 +258,7 @@ async def test_a_draining_engine_finishes_what_it_has_and_gets_nothing_new(fleet
     assert leaving.failure is None
 
 
-async def test_what_is_not_done_when_the_time_to_drain_is_up_goes_on_elsewhere(fleet: Fleet) -> None:
+async def test_requests_unfinished_at_the_drain_timeout_continue_on_another_engine(fleet: Fleet) -> None:
     wanted = SamplingParams(num_tokens_to_generate=300, seed=1)
     leaving = fleet.add_engine(FakeEngine(step_seconds=0.01), group=0)
     client = await fleet.connect()

@@ -38,7 +38,7 @@ def start_requests(client: InferenceClient, count: int) -> tuple[list[str], asyn
     return prompts, asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
 
 
-async def test_requests_of_a_killed_engine_go_on_at_the_other_one(fleet: Fleet) -> None:
+async def test_requests_of_a_killed_engine_continue_on_the_other_one(fleet: Fleet) -> None:
     doomed = fleet.spawn_engine(group=0, step_seconds=0.01)
     client = await fleet.connect()
     await fleet.ready(client, 1)
@@ -58,7 +58,7 @@ async def test_requests_of_a_killed_engine_go_on_at_the_other_one(fleet: Fleet) 
     assert sorted(engine.added)[0] > 0
 
 
-async def test_a_stalled_engine_is_noticed_and_its_late_replies_are_dropped(fleet: Fleet) -> None:
+async def test_a_stalled_engine_is_detected_and_its_late_replies_are_dropped(fleet: Fleet) -> None:
     stalled = fleet.spawn_engine(group=0, step_seconds=0.01)
     client = await fleet.connect()
     await fleet.ready(client, 1)
@@ -75,7 +75,7 @@ async def test_a_stalled_engine_is_noticed_and_its_late_replies_are_dropped(flee
     await fleet.ready(client, 2)
 
 
-async def test_when_all_engines_are_gone_their_requests_wait_for_the_request_timeout_and_fail_with_the_reason() -> None:
+async def test_when_all_engines_are_lost_their_requests_fail_with_the_reason_at_the_request_timeout() -> None:
     async with Fleet(request_timeout=1.0) as fleet:
         fleet.start_coordinator()
         doomed = fleet.spawn_engine(group=0, step_seconds=0.01)
@@ -95,7 +95,7 @@ async def test_when_all_engines_are_gone_their_requests_wait_for_the_request_tim
         assert (await client.add_request("later", LONG)).succeeded()
 
 
-async def test_outstanding_requests_outlive_a_killed_coordinator_and_complete_once() -> None:
+async def test_outstanding_requests_survive_a_killed_coordinator_and_complete_once() -> None:
     async with Fleet() as fleet:
         coordinator = await fleet.spawn_coordinator()
         engines = [FakeEngine(step_seconds=0.01), FakeEngine(step_seconds=0.01)]
@@ -133,7 +133,7 @@ async def test_results_that_finish_without_a_coordinator_are_delivered_by_the_ne
         await until(lambda: len(loop._requests) == 0, "the acknowledgement")
 
 
-async def test_the_state_after_a_restart_is_the_one_that_the_coordinator_is_given() -> None:
+async def test_the_state_after_a_restart_is_the_initial_state_of_the_coordinator() -> None:
     async with Fleet() as fleet:
         coordinator = await fleet.spawn_coordinator()
         fleet.add_engine()
@@ -151,7 +151,7 @@ async def test_the_state_after_a_restart_is_the_one_that_the_coordinator_is_give
         assert fleet.loops[0].state.value == "PAUSED"
 
 
-async def test_when_the_coordinator_stays_away_everything_ends_with_the_reason() -> None:
+async def test_without_a_coordinator_all_requests_and_calls_end_with_the_reason() -> None:
     async with Fleet() as fleet:
         fleet.start_coordinator()
         client = await fleet.connect(coordinator_timeout=1.5)
@@ -164,13 +164,13 @@ async def test_when_the_coordinator_stays_away_everything_ends_with_the_reason()
             await anext(stream)
 
 
-async def test_a_client_that_finds_no_coordinator_says_so() -> None:
+async def test_a_client_without_a_coordinator_reports_its_address() -> None:
     async with Fleet() as fleet:
         with pytest.raises(CoordinatorError, match="no answer from a coordinator"):
             await fleet.connect(coordinator_timeout=0.5)
 
 
-async def test_a_newer_attempt_of_a_group_replaces_the_older_which_may_not_come_back(fleet: Fleet) -> None:
+async def test_a_newer_attempt_of_a_replica_group_replaces_the_older_which_is_refused(fleet: Fleet) -> None:
     old = fleet.add_engine(FakeEngine(step_seconds=0.005), group=0, attempt=1)
     client = await fleet.connect()
     await fleet.ready(client, 1)
@@ -188,7 +188,7 @@ async def test_a_newer_attempt_of_a_group_replaces_the_older_which_may_not_come_
     assert not new.ended
 
 
-async def test_a_client_that_says_hello_twice_submits_its_requests_once() -> None:
+async def test_a_client_that_connects_twice_submits_its_requests_once() -> None:
     """The answer to the first one may bring the result before the second one is answered."""
     port = free_port()
     false = FalseCoordinator(port)

@@ -26,7 +26,7 @@ async def stream_tokens(client: InferenceClient, prompt: str, wanted: SamplingPa
     return tokens
 
 
-async def test_a_request_comes_back_with_the_tokens_of_the_engine(fleet: Fleet) -> None:
+async def test_a_request_returns_the_tokens_of_the_engine(fleet: Fleet) -> None:
     fleet.add_engine()
     client = await fleet.connect()
     result = await client.add_request("hello", params())
@@ -37,14 +37,14 @@ async def test_a_request_comes_back_with_the_tokens_of_the_engine(fleet: Fleet) 
     assert client.completion_futures == {}
 
 
-async def test_a_client_that_wants_raw_results_gets_the_wire_form(fleet: Fleet) -> None:
+async def test_a_client_without_deserialization_gets_serialized_results(fleet: Fleet) -> None:
     fleet.add_engine()
     client = await fleet.connect(deserialize=False)
     result = await client.add_request([1, 2, 3], params())
     assert result["generated_tokens"] == expected_tokens([1, 2, 3], params())
 
 
-async def test_many_requests_at_once_are_spread_over_the_engines_in_turn(fleet: Fleet) -> None:
+async def test_concurrent_requests_are_distributed_round_robin(fleet: Fleet) -> None:
     engines = [FakeEngine(), FakeEngine(), FakeEngine()]
     for group, engine in enumerate(engines):
         fleet.add_engine(engine, group=group)
@@ -56,13 +56,13 @@ async def test_many_requests_at_once_are_spread_over_the_engines_in_turn(fleet: 
     assert [len(engine.added) for engine in engines] == [20, 20, 20]
 
 
-async def test_a_stream_brings_every_token_once_and_ends_with_the_request(fleet: Fleet) -> None:
+async def test_a_stream_has_every_token_once_and_ends_with_the_request(fleet: Fleet) -> None:
     fleet.add_engine()
     client = await fleet.connect()
     assert await stream_tokens(client, "hello", params(50)) == expected_tokens("hello", params(50))
 
 
-async def test_a_request_that_comes_before_any_engine_waits_for_one(fleet: Fleet) -> None:
+async def test_a_request_waits_for_the_first_engine(fleet: Fleet) -> None:
     client = await fleet.connect()
     future = client.add_request("early", params())
     await until(lambda: fleet.coordinator and fleet.coordinator.next_request_id == 1, "the submission")
@@ -78,7 +78,7 @@ async def test_a_request_without_any_engine_fails_with_the_reason_at_its_deadlin
             await client.add_request("nobody", params())
 
 
-async def test_a_request_that_takes_too_long_ends_with_an_error_and_leaves_the_engine(fleet: Fleet) -> None:
+async def test_a_request_past_its_timeout_fails_and_is_aborted_in_the_engine(fleet: Fleet) -> None:
     engine = FakeEngine(step_seconds=0.01)
     fleet.add_engine(engine)
     client = await fleet.connect()
@@ -87,7 +87,7 @@ async def test_a_request_that_takes_too_long_ends_with_an_error_and_leaves_the_e
     await until(lambda: not engine.has_unfinished_requests(), "the abort")
 
 
-async def test_an_aborted_request_comes_back_with_what_there_is(fleet: Fleet) -> None:
+async def test_an_aborted_request_returns_its_tokens_so_far(fleet: Fleet) -> None:
     fleet.add_engine(FakeEngine(step_seconds=0.005))
     client = await fleet.connect()
     stream = client.stream_request("endless", params(100_000))
@@ -100,7 +100,7 @@ async def test_an_aborted_request_comes_back_with_what_there_is(fleet: Fleet) ->
     assert first.finished.failed()
 
 
-async def test_closing_a_stream_or_cancelling_a_future_frees_the_engine(fleet: Fleet) -> None:
+async def test_closing_a_stream_or_cancelling_a_future_aborts_the_request(fleet: Fleet) -> None:
     engine = FakeEngine(step_seconds=0.005)
     fleet.add_engine(engine)
     client = await fleet.connect()
@@ -116,7 +116,7 @@ async def test_closing_a_stream_or_cancelling_a_future_frees_the_engine(fleet: F
     assert future.cancelled()
 
 
-async def test_the_requests_of_a_client_that_vanished_leave_the_engine(fleet: Fleet) -> None:
+async def test_the_requests_of_a_lost_client_are_aborted_in_the_engine(fleet: Fleet) -> None:
     engine = FakeEngine(step_seconds=0.005)
     fleet.add_engine(engine)
     client = await fleet.connect()
@@ -129,7 +129,7 @@ async def test_the_requests_of_a_client_that_vanished_leave_the_engine(fleet: Fl
     assert (await other.add_request("still there", params())).succeeded()
 
 
-async def test_a_request_that_the_engine_can_not_read_comes_back_failed_and_harms_nobody(fleet: Fleet) -> None:
+async def test_a_request_that_the_engine_can_not_decode_fails_and_affects_no_other(fleet: Fleet) -> None:
     fleet.add_engine()
     client = await fleet.connect()
     wrong = params()
@@ -140,7 +140,7 @@ async def test_a_request_that_the_engine_can_not_read_comes_back_failed_and_harm
     assert (await client.add_request("hello", params())).succeeded()
 
 
-async def test_a_submission_under_a_known_name_is_served_once(fleet: Fleet) -> None:
+async def test_a_submission_with_a_known_uuid_is_served_once(fleet: Fleet) -> None:
     engine = FakeEngine(step_seconds=0.005)
     fleet.add_engine(engine)
     first, second = await fleet.connect(), await fleet.connect()
@@ -153,7 +153,7 @@ async def test_a_submission_under_a_known_name_is_served_once(fleet: Fleet) -> N
     lost.cancel()
 
 
-async def test_a_failing_engine_loop_hands_its_requests_to_another(fleet: Fleet) -> None:
+async def test_the_requests_of_a_failing_engine_loop_go_to_another(fleet: Fleet) -> None:
     broken = fleet.add_engine(FakeEngine(step_seconds=0.005, fail_at_step=10), group=0)
     client = await fleet.connect()
     await fleet.ready(client, 1)
@@ -168,7 +168,7 @@ async def test_a_failing_engine_loop_hands_its_requests_to_another(fleet: Fleet)
     assert isinstance(broken.failure, ArithmeticError)
 
 
-async def test_a_request_that_breaks_every_engine_fails_in_the_end(fleet: Fleet) -> None:
+async def test_a_request_that_breaks_every_engine_fails_after_some_attempts(fleet: Fleet) -> None:
     client = await fleet.connect()
     future = client.add_request("poison", params(30))
     for attempt in range(3):

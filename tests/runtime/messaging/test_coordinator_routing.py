@@ -35,7 +35,7 @@ def entries(count: int) -> list[EngineEntry]:
     ]
 
 
-def test_round_robin_goes_on_when_engines_come_and_go() -> None:
+def test_round_robin_continues_when_engines_register_and_leave() -> None:
     router = Router(Policy.ROUND_ROBIN)
     three = entries(3)
     assert [router.pick(three, []) for _ in range(4)] == [three[0], three[1], three[2], three[0]]
@@ -43,7 +43,7 @@ def test_round_robin_goes_on_when_engines_come_and_go() -> None:
     assert router.pick([], []) is None
 
 
-def test_load_balancing_takes_the_engine_with_the_fewest_requests_and_the_first_among_equals() -> None:
+def test_load_balancing_chooses_the_engine_with_the_fewest_requests_and_the_first_of_equals() -> None:
     router = Router(Policy.LOAD_BALANCED)
     three = entries(3)
     three[0].owned = {b"a", b"b"}
@@ -52,7 +52,7 @@ def test_load_balancing_takes_the_engine_with_the_fewest_requests_and_the_first_
     assert router.pick(three, []) is three[1]
 
 
-def test_the_longest_known_prefix_decides_and_the_most_recent_engine_among_equals() -> None:
+def test_the_longest_known_prefix_decides_and_the_most_recent_engine_of_equals() -> None:
     router = Router(Policy.LONGEST_PREFIX)
     three = entries(3)
     router.record(three[1].identity, [1, 2, 3])
@@ -89,7 +89,7 @@ async def test_the_second_request_with_the_same_prefix_goes_to_the_engine_that_h
         assert sorted(len(engine.added) for engine in engines) == [0, 2]
 
 
-def test_the_first_block_policy_looks_at_the_first_block_only() -> None:
+def test_the_first_block_policy_considers_the_first_block_only() -> None:
     router = Router(Policy.FIRST_PREFIX_BLOCK)
     two = entries(2)
     router.record(two[1].identity, [1, 2])
@@ -109,7 +109,7 @@ def test_a_known_prefix_is_weighed_against_the_load(alpha: float, owned: int, ch
     assert router.pick(two, [1]) is two[chosen]
 
 
-def test_a_prefix_known_in_part_weighs_as_much_as_its_part() -> None:
+def test_a_partly_known_prefix_is_weighted_by_its_fraction() -> None:
     router = Router(Policy.LONGEST_PREFIX, max_requests=10)
     two = entries(2)
     router.record(two[1].identity, [1])
@@ -118,7 +118,7 @@ def test_a_prefix_known_in_part_weighs_as_much_as_its_part() -> None:
     assert router.pick(two, [1]) is two[1]
 
 
-def test_the_prefix_table_forgets_what_was_not_used_for_longest() -> None:
+def test_the_prefix_table_evicts_the_least_recently_used_hash() -> None:
     table = PrefixTable(size=3)
     one = entries(1)
     table.record(one[0].identity, [1, 2, 3])
@@ -129,7 +129,7 @@ def test_the_prefix_table_forgets_what_was_not_used_for_longest() -> None:
     assert table.holders([1], one)[0] == 1
 
 
-def test_an_engine_that_is_gone_leaves_the_prefixes_of_others_known() -> None:
+def test_the_prefixes_of_other_engines_stay_when_an_engine_is_lost() -> None:
     table = PrefixTable()
     one, two = entries(2)
     table.record(one.identity, [1, 2, 3])
@@ -142,7 +142,7 @@ def test_an_engine_that_is_gone_leaves_the_prefixes_of_others_known() -> None:
     assert len(table) == 3
 
 
-async def test_the_schedule_is_written_at_the_end(tmp_path: Path) -> None:
+async def test_the_routing_trace_is_written_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     async with Fleet(schedule_output_path=str(path), deterministic_mode=True, data_parallel_size=2) as fleet:
         fleet.start_coordinator()
@@ -166,7 +166,7 @@ async def test_the_schedule_is_written_at_the_end(tmp_path: Path) -> None:
     }
 
 
-async def test_prompts_with_the_same_beginning_go_to_the_same_engine() -> None:
+async def test_prompts_with_the_same_prefix_go_to_the_same_engine() -> None:
     options = {
         "enable_prefix_caching": True,
         "deterministic_mode": True,
@@ -192,7 +192,7 @@ async def test_prompts_with_the_same_beginning_go_to_the_same_engine() -> None:
         assert coordinator.get_best_data_parallel_rank(hashes) == other
 
 
-def test_without_engines_there_is_nobody_to_choose() -> None:
+def test_choosing_an_engine_fails_without_engines() -> None:
     coordinator = DataParallelInferenceCoordinator(None, 1)
     assert coordinator.state is CoordinatorState.RUNNING
     assert coordinator.compute_request_hashes([1] * 100) == []
@@ -202,14 +202,14 @@ def test_without_engines_there_is_nobody_to_choose() -> None:
     coordinator.start()
 
 
-def test_a_host_that_others_can_reach_needs_a_key_and_one_of_another_machine_is_refused() -> None:
+def test_a_host_that_others_can_reach_needs_a_key_and_must_be_of_this_machine() -> None:
     with pytest.raises(ConfigurationError, match="only loopback addresses"):
         DataParallelInferenceCoordinator(None, 1, host="0.0.0.0")
     with pytest.raises(ConfigurationError, match="give an address of this machine"):
         DataParallelInferenceCoordinator(None, 1, host="192.0.2.1", key="k" * 32)
 
 
-def test_a_result_is_detokenized_without_the_tokens_that_end_it() -> None:
+def test_a_result_is_detokenized_without_its_end_tokens() -> None:
     class Letters:
         eod = 0
 
@@ -224,7 +224,7 @@ def test_a_result_is_detokenized_without_the_tokens_that_end_it() -> None:
     coordinator.start()
 
 
-async def test_the_entry_point_runs_in_a_process_of_its_own_until_it_is_told_to_end() -> None:
+async def test_the_entry_point_runs_in_a_process_until_sigterm() -> None:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     ready = context.Event()

@@ -50,7 +50,7 @@ async def test_every_engine_gets_the_weights_while_paused_or_suspended(fleet: Fl
     assert await versions(client) == [2, 2]
 
 
-async def test_engines_that_run_are_not_given_other_weights(fleet: Fleet) -> None:
+async def test_running_engines_refuse_a_weight_update(fleet: Fleet) -> None:
     engine = FakeEngine()
     loop = fleet.add_engine(engine)
     client = await fleet.connect()
@@ -65,7 +65,7 @@ async def test_engines_that_run_are_not_given_other_weights(fleet: Fleet) -> Non
     assert engine.weights == []
 
 
-async def test_engines_that_can_not_load_them_are_named_and_keep_what_they_have(fleet: Fleet) -> None:
+async def test_engines_that_can_not_load_weights_are_named_and_keep_their_weights(fleet: Fleet) -> None:
     client, _ = await paused(fleet, FakeEngine(), FakeEngine(refuses="/models/2"))
     with pytest.raises(CheckpointError, match=r"^replica group 1 \(attempt 0\): /models/2: not a checkpoint$"):
         await client.update_weights("/models/2")
@@ -76,14 +76,14 @@ async def test_engines_that_can_not_load_them_are_named_and_keep_what_they_have(
     assert (await client.add_request("go on", PARAMS)).succeeded()
 
 
-async def test_an_update_that_takes_too_long_names_who_has_not_answered(fleet: Fleet) -> None:
+async def test_an_update_that_times_out_names_the_missing_engines(fleet: Fleet) -> None:
     client, loops = await paused(fleet, FakeEngine(), FakeEngine())
     loops[1]._connection._on_message = lambda _: None
     with pytest.raises(TransitionTimeoutError, match=r"update_weights was not done .* replica group 1 \(attempt 0\)$"):
         await client.update_weights("/models/2", timeout=0.3)
 
 
-async def test_an_engine_that_vanishes_meanwhile_does_not_hold_it_up(fleet: Fleet) -> None:
+async def test_a_lost_engine_does_not_block_an_update(fleet: Fleet) -> None:
     client, loops = await paused(fleet, FakeEngine(), FakeEngine())
     loops[1]._connection._on_message = lambda _: None
     updating = client.update_weights("/models/2")
@@ -92,7 +92,7 @@ async def test_an_engine_that_vanishes_meanwhile_does_not_hold_it_up(fleet: Flee
     assert await updating == 1
 
 
-async def test_an_engine_that_comes_later_gets_the_weights_before_any_request(fleet: Fleet) -> None:
+async def test_an_engine_that_registers_later_loads_the_weights_before_any_request(fleet: Fleet) -> None:
     client, _ = await paused(fleet, FakeEngine())
     await client.update_weights("/models/2")
     await client.unpause_engines()
@@ -106,7 +106,7 @@ async def test_an_engine_that_comes_later_gets_the_weights_before_any_request(fl
     assert late.added
 
 
-async def test_an_engine_that_comes_later_and_can_not_load_them_is_refused(fleet: Fleet) -> None:
+async def test_an_engine_that_registers_later_and_can_not_load_the_weights_is_refused(fleet: Fleet) -> None:
     client, _ = await paused(fleet, FakeEngine())
     await client.update_weights("/models/2")
     late = fleet.add_engine(FakeEngine(refuses="/models/2"), group=1)
@@ -115,7 +115,7 @@ async def test_an_engine_that_comes_later_and_can_not_load_them_is_refused(fleet
     assert await versions(client) == [1]
 
 
-async def test_weights_that_nobody_could_load_are_asked_of_nobody_who_comes_later(fleet: Fleet) -> None:
+async def test_weights_that_no_engine_could_load_are_not_sent_to_later_engines(fleet: Fleet) -> None:
     client, _ = await paused(fleet, FakeEngine(refuses="nowhere"))
     with pytest.raises(CheckpointError):
         await client.update_weights("nowhere")
@@ -136,7 +136,7 @@ async def join_after_a_replacement(fleet: Fleet, client: InferenceClient) -> Fak
     return late
 
 
-async def test_a_replacement_coordinator_hears_from_the_engines_which_weights_the_service_has(fleet: Fleet) -> None:
+async def test_a_replacement_coordinator_gets_the_weights_of_the_service_from_engines(fleet: Fleet) -> None:
     fleet.add_engine(group=0)
     client = await fleet.connect()
     await fleet.ready(client, 1)
@@ -149,7 +149,7 @@ async def test_a_replacement_coordinator_hears_from_the_engines_which_weights_th
     assert await versions(client) == [2, 2]
 
 
-async def test_a_replacement_coordinator_that_is_told_the_weights_has_them_loaded_by_the_first_engine(
+async def test_a_replacement_coordinator_sends_its_initial_weights_to_the_first_engine(
     fleet: Fleet,
 ) -> None:
     await asyncio.to_thread(fleet.stop_coordinator)
@@ -168,7 +168,7 @@ async def test_a_replacement_coordinator_that_is_told_the_weights_has_them_loade
     assert told == [(5, "/models/6")]
 
 
-async def test_weights_that_nobody_could_load_are_taken_back_with_whoever_keeps_them(fleet: Fleet) -> None:
+async def test_weights_that_no_engine_could_load_are_reverted_for_the_supervisor_too(fleet: Fleet) -> None:
     fleet.add_engine(FakeEngine(refuses="nowhere"))
     client = await fleet.connect()
     await fleet.ready(client, 1)
@@ -182,7 +182,7 @@ async def test_weights_that_nobody_could_load_are_taken_back_with_whoever_keeps_
     assert told == [(2, "nowhere"), (1, "/models/2")]
 
 
-async def test_an_engine_that_was_ready_with_older_weights_is_brought_up_to_date(fleet: Fleet) -> None:
+async def test_a_ready_engine_with_older_weights_is_updated(fleet: Fleet) -> None:
     updated = FakeEngine()
     loop = fleet.add_engine(updated, group=0)
     client = await fleet.connect()
@@ -207,7 +207,7 @@ async def test_an_engine_that_was_ready_with_older_weights_is_brought_up_to_date
     assert await versions(client) == [1, 1]
 
 
-async def test_tensors_that_an_engine_was_given_beside_the_coordinator_are_told_to_nobody(fleet: Fleet) -> None:
+async def test_tensors_loaded_without_the_coordinator_are_not_sent_to_other_engines(fleet: Fleet) -> None:
     loop = fleet.add_engine(group=0)
     client = await fleet.connect()
     await fleet.ready(client, 1)
@@ -220,7 +220,7 @@ async def test_tensors_that_an_engine_was_given_beside_the_coordinator_are_told_
     assert await versions(client) == [3, 3]
 
 
-async def test_named_tensors_reach_the_engines_of_other_processes_by_a_file(fleet: Fleet, tmp_path: Path) -> None:
+async def test_named_tensors_reach_engines_in_other_processes_by_a_file(fleet: Fleet, tmp_path: Path) -> None:
     checkpoint = write_tiny_checkpoint(tmp_path / "tiny")
     for group in range(2):
         fleet.spawn_engine(group=group, checkpoint=checkpoint)

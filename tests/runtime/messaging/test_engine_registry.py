@@ -11,7 +11,7 @@ def attempt(number: int, *, group: int = 0) -> Registration:
     return Registration(group, number, f"process {number}", EngineState.RUNNING, False, [], EngineLoad(), "")
 
 
-def test_a_number_that_is_too_high_shuts_the_others_out_only_while_it_is_there_and_a_little_longer() -> None:
+def test_an_attempt_number_that_is_too_high_locks_others_out_for_a_limited_time() -> None:
     registry = EngineRegistry(sort_by_group=False)
     registry.register(b"huge", attempt(2**62), 0.0)
     assert "attempt 3 of replica group 0 is outdated" in str(registry.refusal(attempt(3), 1e6))
@@ -24,7 +24,7 @@ def test_a_number_that_is_too_high_shuts_the_others_out_only_while_it_is_there_a
     assert registry.refusal(attempt(2), 2e6)
 
 
-def test_the_newest_attempt_may_come_back_at_any_time() -> None:
+def test_the_newest_attempt_may_register_again_at_any_time() -> None:
     registry = EngineRegistry(sort_by_group=False)
     registry.register(b"engine", attempt(3), 0.0)
     registry.remove(b"engine", 1.0)

@@ -55,12 +55,12 @@ def test_the_async_class_has_no_direct_mode(parts: dict[str, Any], options: dict
 
 
 @pytest.mark.parametrize("option", [{"coordinator_host": "127.0.0.1"}, {"coordinator_port": 5557}])
-def test_the_coordinator_s_address_needs_a_coordinator(parts: dict[str, Any], option: dict[str, Any]) -> None:
+def test_a_coordinator_address_needs_coordinator_mode(parts: dict[str, Any], option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="coordinator_host/port require use_coordinator=True"):
         MegatronLLM(**parts, **option)
 
 
-def test_direct_mode_has_no_lifecycle_and_nothing_to_shut_down(parts: dict[str, Any]) -> None:
+def test_direct_mode_has_no_lifecycle_and_its_shutdown_does_nothing(parts: dict[str, Any]) -> None:
     llm = MegatronLLM(**parts)
     assert llm.is_primary_rank
     for name in ("pause", "unpause", "suspend", "resume"):
@@ -86,12 +86,12 @@ def test_all_prompt_shapes_are_served_in_both_modes_with_the_same_tokens(
 
 
 @pytest.mark.parametrize("prompts", [1.5, {"a": 1}, {"a"}, [1.0, 2.0], ["a", 1], [[1], ["a"]], None])
-def test_prompts_of_another_form_are_refused(llm: MegatronLLM, prompts: Any) -> None:
+def test_prompts_of_unsupported_types_are_refused(llm: MegatronLLM, prompts: Any) -> None:
     with pytest.raises(TypeError, match="prompts must be text"):
         llm.generate(prompts)
 
 
-def test_images_are_refused_in_words_in_both_modes(parts: dict[str, Any], llm: MegatronLLM) -> None:
+def test_images_are_refused_with_a_message_in_both_modes(parts: dict[str, Any], llm: MegatronLLM) -> None:
     for either in (llm, MegatronLLM(**parts)):
         with pytest.raises(InvalidRequestError, match=r"multi_modal_data: .* read text only"):
             either.generate(PROMPTS, multi_modal_data=[None, {"image": b""}, None])  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ def test_log_probs_are_the_same_in_both_modes(parts: dict[str, Any], llm: Megatr
     ]
 
 
-def test_a_request_that_does_not_fit_comes_back_failed(llm: MegatronLLM) -> None:
+def test_a_request_that_does_not_fit_ends_as_failed(llm: MegatronLLM) -> None:
     (request,) = llm.generate([[1] * 100_000])
     assert request.failed()
     assert "100000" in str(request.error)
@@ -183,14 +183,14 @@ def test_lifecycle_methods_raise_in_the_wrong_state_instead_of_hanging(llm: Mega
             getattr(llm, name)()
 
 
-def test_plain_calls_work_where_an_event_loop_runs(llm: MegatronLLM, expected: list[list[int]]) -> None:
+def test_blocking_calls_work_beside_an_event_loop(llm: MegatronLLM, expected: list[list[int]]) -> None:
     async def inside() -> list[DynamicInferenceRequest]:
         return llm.generate(PROMPTS[0], GREEDY)
 
     assert asyncio.run(inside())[0].generated_tokens == expected[0]
 
 
-def test_what_was_cached_is_told_through_a_coordinator_too(parts: dict[str, Any]) -> None:
+def test_cached_tokens_are_reported_through_a_coordinator(parts: dict[str, Any]) -> None:
     config = InferenceConfig(
         kv_cache_memory_bytes=64 * 2**20,
         enable_prefix_caching=True,
@@ -202,9 +202,7 @@ def test_what_was_cached_is_told_through_a_coordinator_too(parts: dict[str, Any]
     assert counts == [0, 32]
 
 
-def test_a_coordinator_that_is_killed_is_started_again_and_no_request_is_lost(
-    parts: dict[str, Any], llm: MegatronLLM
-) -> None:
+def test_a_killed_coordinator_is_restarted_and_no_request_is_lost(parts: dict[str, Any], llm: MegatronLLM) -> None:
     expected = [request.generated_tokens for request in MegatronLLM(**parts).generate(PROMPTS, LONG)]
     assert llm._runtime is not None
     assert llm._runtime._attached is not None
@@ -274,7 +272,7 @@ async def test_the_async_class_returns_one_request_for_one_prompt_and_a_list_for
 
 
 @pytest.mark.model
-async def test_serve_returns_when_the_port_answers_and_shutdown_ends_a_blocking_serve(
+async def test_serve_returns_when_the_endpoint_is_ready_and_shutdown_ends_a_blocking_serve(
     smollm2_parts: dict[str, Any],
 ) -> None:
     llm = MegatronAsyncLLM(**smollm2_parts, use_coordinator=True)

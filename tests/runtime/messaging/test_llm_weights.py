@@ -41,7 +41,7 @@ def turned(llm: MegatronLLM) -> dict[str, torch.Tensor]:
     return {name: -tensor if "down_proj" in name else tensor.clone() for name, tensor in named.items()}
 
 
-def test_weights_change_between_pause_and_unpause_and_results_tell_which_made_them(
+def test_weights_change_between_pause_and_unpause_and_results_have_their_version(
     llm: MegatronLLM, smollm2_path: Path
 ) -> None:
     (first,) = llm.generate(PROMPT, GREEDY)
@@ -63,7 +63,7 @@ def test_weights_change_between_pause_and_unpause_and_results_tell_which_made_th
     assert first.generated_tokens == third.generated_tokens != second.generated_tokens
 
 
-def test_direct_mode_takes_new_weights_between_calls(parts: dict[str, Any], smollm2_path: Path) -> None:
+def test_direct_mode_updates_weights_between_calls(parts: dict[str, Any], smollm2_path: Path) -> None:
     llm = MegatronLLM(**parts)
     (first,) = llm.generate(PROMPT, GREEDY)
     assert llm.update_weights(smollm2_path) == 1
@@ -72,7 +72,7 @@ def test_direct_mode_takes_new_weights_between_calls(parts: dict[str, Any], smol
     assert second.weight_version == 1
 
 
-async def test_a_stream_brings_the_answer_in_pieces_that_join_to_the_whole(parts: dict[str, Any]) -> None:
+async def test_the_pieces_of_a_stream_join_to_the_answer(parts: dict[str, Any]) -> None:
     async with MegatronAsyncLLM(**parts, use_coordinator=True) as llm:
         whole = await llm.generate(PROMPT, GREEDY)
         updates = [update async for update in llm.generate_stream(PROMPT, GREEDY)]
@@ -94,7 +94,7 @@ async def test_a_stream_brings_the_answer_in_pieces_that_join_to_the_whole(parts
             llm.generate_stream(PROMPT, SamplingParams(n=2))
 
 
-async def test_a_stream_that_is_left_early_ends_in_the_engine(parts: dict[str, Any]) -> None:
+async def test_a_stream_that_is_closed_early_aborts_the_request(parts: dict[str, Any]) -> None:
     async with MegatronAsyncLLM(**parts, use_coordinator=True) as llm:
         endless = SamplingParams(ignore_eos=True, num_tokens_to_generate=2000)
         stream = llm.generate_stream(PROMPT, endless)
@@ -107,7 +107,7 @@ async def test_a_stream_that_is_left_early_ends_in_the_engine(parts: dict[str, A
         await until(lambda: not llm.engine.has_unfinished_requests(), "the end of the requests")
 
 
-async def test_a_stream_hears_of_an_engine_that_fails(parts: dict[str, Any]) -> None:
+async def test_a_stream_raises_the_failure_of_the_engine(parts: dict[str, Any]) -> None:
     async with MegatronAsyncLLM(**parts, use_coordinator=True) as llm:
 
         def broken() -> Any:

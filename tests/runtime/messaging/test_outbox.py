@@ -13,7 +13,7 @@ def taken(outbox: Outbox) -> list[tuple[bytes, Headers, int]]:
     return [(peer, message.header, len(message.args[0])) for peer, message in messages]
 
 
-def test_items_that_follow_each_other_share_a_message() -> None:
+def test_consecutive_items_share_a_message() -> None:
     outbox = Outbox()
     outbox.add(b"a", Headers.ENGINE_REPLY, b"1", b"body")
     outbox.add(b"b", Headers.ENGINE_REPLY, b"2", b"body")
@@ -26,7 +26,7 @@ def test_items_that_follow_each_other_share_a_message() -> None:
     ]
 
 
-def test_what_nobody_waits_for_leaves_when_it_is_released() -> None:
+def test_deferred_items_are_sent_when_they_are_released() -> None:
     outbox = Outbox()
     outbox.defer(b"a", Headers.REPLY_ACK, b"1")
     outbox.defer(b"a", Headers.REPLY_ACK, b"2")
@@ -37,14 +37,14 @@ def test_what_nobody_waits_for_leaves_when_it_is_released() -> None:
     assert not outbox
 
 
-def test_what_nobody_waits_for_leaves_when_there_is_enough_of_it() -> None:
+def test_deferred_items_are_sent_when_there_are_enough() -> None:
     outbox = Outbox()
     for number in range(DEFERRED_BATCH + 1):
         outbox.defer(b"a", Headers.REPLY_ACK, number)
     assert taken(outbox) == [(b"a", Headers.REPLY_ACK, DEFERRED_BATCH)]
 
 
-def test_nothing_waits_for_a_peer_that_is_gone() -> None:
+def test_messages_for_a_lost_peer_are_discarded() -> None:
     outbox = Outbox()
     outbox.add(b"a", Headers.REPLY_ACK, b"1")
     outbox.defer(b"a", Headers.REPLY_ACK, b"2")

@@ -71,7 +71,7 @@ async def test_a_killed_coordinator_is_replaced_at_the_same_port_in_the_state_of
     assert not is_alive(coordinator.pid)
 
 
-async def test_the_next_process_is_told_which_weights_the_service_has() -> None:
+async def test_a_restarted_process_gets_the_weights_of_the_service() -> None:
     coordinator = kept(None, "PAUSED", may_use_other_port=True)
     coordinator.start()
     address = await coordinator.wait_serving(30)
@@ -97,7 +97,7 @@ async def test_the_next_process_is_told_which_weights_the_service_has() -> None:
     await coordinator.stop(5)
 
 
-async def test_one_that_ends_well_is_left_alone_if_that_is_wanted() -> None:
+async def test_a_coordinator_that_ends_normally_is_not_restarted_if_so_configured() -> None:
     ends: list[ChildEnd] = []
     coordinator = kept(free_port(), restart_success=False, on_end=ends.append)
     coordinator.start()
@@ -109,7 +109,7 @@ async def test_one_that_ends_well_is_left_alone_if_that_is_wanted() -> None:
     client.stop()
 
 
-async def test_a_host_that_is_not_this_machine_s_is_said_at_once() -> None:
+async def test_a_host_of_another_machine_fails_at_once() -> None:
     coordinator = SupervisedCoordinator(
         CoordinatorOptions(data_parallel_size=1, host="203.0.113.7"),
         key=KEY,
@@ -121,7 +121,7 @@ async def test_a_host_that_is_not_this_machine_s_is_said_at_once() -> None:
         await coordinator.wait_serving(30)
 
 
-async def test_one_that_may_not_move_does_not_start_where_its_port_is_taken() -> None:
+async def test_a_coordinator_with_a_fixed_port_does_not_start_while_the_port_is_in_use() -> None:
     owner = kept(free_port())
     owner.start()
     port = int((await owner.wait_serving(30)).rpartition(":")[2])
@@ -132,7 +132,7 @@ async def test_one_that_may_not_move_does_not_start_where_its_port_is_taken() ->
     await owner.close()
 
 
-async def test_it_ends_with_its_parent_and_still_writes_the_schedule(tmp_path: Path) -> None:
+async def test_it_ends_with_its_parent_and_writes_the_routing_trace(tmp_path: Path) -> None:
     schedule = tmp_path / "schedule.json"
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

@@ -23,13 +23,13 @@ tokens = st.lists(st.integers(0, 200_000), max_size=20)
 
 
 @given(st.sampled_from(Headers), st.lists(st.integers(0, 5)), st.lists(st.binary(max_size=20), max_size=5))
-def test_a_message_survives_the_way(header: Headers, args: list[int], bodies: list[bytes]) -> None:
+def test_a_message_survives_encoding_and_decoding(header: Headers, args: list[int], bodies: list[bytes]) -> None:
     message = codec.decode(codec.encode(header, *args, bodies=bodies))
     assert (message.header, message.args, list(message.bodies)) == (header, args, bodies)
 
 
 @given(st.one_of(st.text(), tokens), tokens)
-def test_a_request_body_survives_the_way(prompt: str | list[int], made: list[int]) -> None:
+def test_a_request_body_survives_packing_and_unpacking(prompt: str | list[int], made: list[int]) -> None:
     body = RequestBody(prompt, {"temperature": 0.5}, TokenChunk(made))
     assert RequestBody.unpack(body.pack()) == body
 
@@ -68,7 +68,7 @@ def test_arbitrary_bytes_are_a_body_or_malformed_and_nothing_else(body: bytes) -
         ([msgpack.packb([0])] * (codec.MAX_BATCH + 2), "too many frames"),
     ],
 )
-def test_every_defect_of_a_frame_has_a_name(frames: list[bytes], defect: str) -> None:
+def test_every_defect_of_a_frame_is_named(frames: list[bytes], defect: str) -> None:
     with pytest.raises(codec.MalformedMessage, match=defect):
         codec.decode(frames)
 
@@ -81,7 +81,7 @@ def test_a_batch_needs_a_body_for_each_item() -> None:
         items(codec.decode(codec.encode(Headers.SUBMIT_REQUEST, [item])), Submission.parse)
 
 
-def test_a_registration_survives_the_way() -> None:
+def test_a_registration_survives_encoding_and_decoding() -> None:
     registration = Registration(
         3, 2, "abc", EngineState.PAUSED, True, [bytes(16)], EngineLoad(1, 2, 3, 4, 5, 6, 0.5, 7), "/models/7"
     )
@@ -93,7 +93,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent() -> None:
         RequestBody("x" * (codec.MAX_BODY_BYTES + 1), {}).pack()
 
 
-def test_the_same_secret_makes_the_same_keys_and_another_makes_others() -> None:
+def test_equal_secrets_give_equal_keys_and_others_give_others() -> None:
     first, again, other = derive_keys("s" * 32), derive_keys("s" * 32), derive_keys("t" * 32)
     assert first == again
     assert len({first.server_secret, first.client_secret, other.server_secret, other.client_secret}) == 4
@@ -119,7 +119,7 @@ def test_an_address_may_be_a_port_host_and_port_or_whole(given_address: int | st
 
 
 @pytest.mark.parametrize("address", ["", "host", "ipc://x", "tcp://host", "tcp://:1", "tcp://host:99999"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_an_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigurationError, match="is not an address"):
         coordinator_address(address)
 
@@ -140,7 +140,7 @@ def service_state(**changes: Any) -> dict[str, Any]:
     return {**ServiceState("RUNNING", 7, "epoch", (view,), 0, 1, 3, 0).serialize(), **changes}
 
 
-def test_a_service_state_survives_the_way() -> None:
+def test_a_service_state_survives_encoding_and_decoding() -> None:
     assert ServiceState.deserialize(service_state()).serialize() == service_state()
 
 
@@ -157,12 +157,12 @@ def test_a_service_state_survives_the_way() -> None:
         {"more": 1},
     ],
 )
-def test_a_service_state_with_a_field_of_another_kind_is_malformed(changes: dict[str, Any]) -> None:
+def test_a_service_state_with_a_field_of_a_wrong_type_is_malformed(changes: dict[str, Any]) -> None:
     with pytest.raises(codec.MalformedMessage):
         ServiceState.deserialize(service_state(**changes))
 
 
-def test_a_failure_is_logged_without_its_words_and_not_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_without_its_text_and_at_a_limited_rate(caplog: pytest.LogCaptureFixture) -> None:
     now, words = 0.0, "somebody's prompt"
     protocol_errors = ProtocolErrors(lambda: now)
     for _ in range(3):

@@ -55,7 +55,7 @@ def alone(path: Path) -> list[Any]:
     [(TENSOR, "offload"), (TENSOR_4, "recompute"), (PIPELINE, "recompute"), (BOTH, "persist")],
     ids=str,
 )
-def test_ranks_answer_as_one_does_through_eviction_pause_and_suspension(
+def test_several_ranks_give_the_answers_of_one_through_eviction_pause_and_suspension(
     tiny: Path, sizes: ParallelSizes, mode: str
 ) -> None:
     assert_same_as_alone(tiny, sizes, mode)
@@ -71,7 +71,7 @@ def test_ranks_answer_as_one_does_through_eviction_pause_and_suspension(
     ],
     ids=str,
 )
-def test_ranks_that_share_experts_answer_as_one_does(mixture: Path, sizes: ParallelSizes, mode: str) -> None:
+def test_expert_parallel_ranks_give_the_answers_of_one(mixture: Path, sizes: ParallelSizes, mode: str) -> None:
     assert_same_as_alone(mixture, sizes, mode)
 
 
@@ -93,7 +93,7 @@ def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
     assert said[0]["tokens before a pause"] == (1 if sizes.pipeline > 1 else 2)
 
 
-def test_weights_are_taken_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -> None:
+def test_weights_are_loaded_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -> None:
     other = write_tiny_checkpoint(tmp_path / "other", seed=4)
     said = run_ranks(lock_step_scenarios.renew, 2, TENSOR, free_port(), tiny, other)
     assert "nowhere" in said[0]["complaints"][0]
@@ -102,7 +102,7 @@ def test_weights_are_taken_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -
     assert (said[0]["version"], said[1]["own version"]) == (1, 1)
 
 
-def test_a_rank_that_goes_its_own_way_is_noticed(tiny: Path) -> None:
+def test_a_rank_out_of_step_is_detected(tiny: Path) -> None:
     said = run_ranks(lock_step_scenarios.stray, 2, PIPELINE, free_port(), tiny)
     assert any("LockStepError" in words or "LostRankError" in words for words in said)
     assert "nothing" not in said
@@ -118,7 +118,7 @@ def test_ranks_without_requests_use_no_processor(tiny: Path) -> None:
     assert max(used) < 0.3
 
 
-def test_a_timeout_of_requests_is_refused_since_ranks_have_no_clock_in_common(tiny: Path) -> None:
+def test_a_request_timeout_is_refused_since_ranks_have_no_common_clock(tiny: Path) -> None:
     engine = lock_step_scenarios.build(tiny, request_timeout=3.0)
     with pytest.raises(
         ConfigurationError, match=r"request_timeout=3\.0: the ranks of a replica group have no common clock"

@@ -63,7 +63,7 @@ def test_in_direct_mode_all_ranks_generate_the_same(
     [(2, ParallelSizes()), (2, TENSOR), (4, TENSOR)],
     ids=["data 2", "tensor 2", "tensor 2, data 2"],
 )
-def test_all_copies_answer_through_the_coordinator_as_one_rank_does(
+def test_all_replica_groups_answer_through_the_coordinator_as_one_rank_does(
     world_size: int, sizes: ParallelSizes, checkpoints: tuple[Path, Path]
 ) -> None:
     said = run_ranks(world_scenarios.generate_together, world_size, world_size, free_port(), sizes, *checkpoints)
@@ -96,7 +96,7 @@ def test_all_copies_answer_through_the_coordinator_as_one_rank_does(
         "tensor 2, expert 4, data 2",
     ],
 )
-def test_copies_answer_alike_through_eviction_pause_and_suspension(
+def test_replica_groups_give_equal_answers_through_eviction_pause_and_suspension(
     world_size: int, sizes: ParallelSizes, experts: int, mode: str, tmp_path: Path
 ) -> None:
     path = write_tiny_checkpoint(tmp_path / "tiny", experts=experts)
@@ -124,25 +124,25 @@ def test_torchrun_starts_the_example(checkpoints: tuple[Path, Path]) -> None:
     assert ended.stdout.decode() == f"Water{expected.generated_text}\n"
 
 
-def test_an_answer_is_followed_as_it_comes_from_ranks_that_share_a_copy(checkpoints: tuple[Path, Path]) -> None:
+def test_an_answer_of_a_replica_group_can_be_streamed(checkpoints: tuple[Path, Path]) -> None:
     said = run_ranks(world_scenarios.stream, 2, 2, free_port(), ParallelSizes(pipeline=2), checkpoints[0])
     assert said == [alone(checkpoints[0])["ENDLESS"][0], None]
 
 
-def test_a_coordinator_that_cannot_be_is_told_on_all_ranks(checkpoints: tuple[Path, Path]) -> None:
+def test_a_coordinator_that_can_not_start_raises_on_all_ranks(checkpoints: tuple[Path, Path]) -> None:
     said = run_ranks(world_scenarios.miss_coordinator, 3, 3, free_port(), ParallelSizes(), checkpoints[0])
     assert "192.0.2.1" in said[0]
     assert all(heard == f"rank 0 of the world could not start the coordinator: {said[0]}" for heard in said[1:])
 
 
-def test_weights_are_not_taken_by_a_running_engine_on_any_rank(checkpoints: tuple[Path, Path]) -> None:
+def test_a_running_engine_refuses_a_weight_update_on_every_rank(checkpoints: tuple[Path, Path]) -> None:
     said = run_ranks(world_scenarios.update_while_running, 2, 2, free_port(), TENSOR, checkpoints[0])
     assert all("while the engine is RUNNING; pause it first" in heard for heard in said)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", ["direct", "coordinated"])
-def test_a_rank_that_dies_ends_the_others_of_its_copy_by_name(
+def test_a_killed_rank_ends_the_others_of_its_replica_group_and_is_named(
     mode: str, victim: int, checkpoints: tuple[Path, Path]
 ) -> None:
     said = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, True)
@@ -153,7 +153,7 @@ def test_a_rank_that_dies_ends_the_others_of_its_copy_by_name(
 
 
 @pytest.mark.parametrize(("mode", "victim"), [("direct", 0), ("coordinated", 0), ("coordinated", 1)])
-def test_a_rank_that_fails_ends_the_others_of_its_copy_at_once(
+def test_a_failed_rank_ends_the_others_of_its_replica_group_at_once(
     mode: str, victim: int, checkpoints: tuple[Path, Path]
 ) -> None:
     said = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, False)
@@ -164,7 +164,7 @@ def test_a_rank_that_fails_ends_the_others_of_its_copy_at_once(
 
 
 @pytest.mark.parametrize("victim", [1, 3])
-def test_a_copy_that_loses_a_rank_leaves_the_others_to_serve(victim: int, checkpoints: tuple[Path, Path]) -> None:
+def test_other_replica_groups_serve_when_one_loses_a_rank(victim: int, checkpoints: tuple[Path, Path]) -> None:
     said = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", victim, True)
     assert said[victim] is None
     assert said[0]["answers"] == alone(checkpoints[0])["GREEDY"]
@@ -172,7 +172,7 @@ def test_a_copy_that_loses_a_rank_leaves_the_others_to_serve(victim: int, checkp
     assert all("error" not in said[rank] for rank in range(4) if rank // 2 != victim // 2)
 
 
-def test_without_the_primary_rank_no_other_stays(checkpoints: tuple[Path, Path]) -> None:
+def test_all_ranks_end_without_the_primary_rank(checkpoints: tuple[Path, Path]) -> None:
     said = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0, True)
     assert said[0] is None
     assert "rank 0 (tensor 0, stage 0) is missing" in said[1]["error"]
@@ -181,7 +181,7 @@ def test_without_the_primary_rank_no_other_stays(checkpoints: tuple[Path, Path])
 
 
 @pytest.mark.parametrize("absent", [0, 2])
-def test_a_rank_that_never_comes_to_the_world_is_named_by_the_others(absent: int) -> None:
+def test_a_rank_that_does_not_join_the_world_is_named_by_the_others(absent: int) -> None:
     port = free_port()
     said = run_ranks(world_scenarios.miss, 3, absent, 3, port)
     for rank in {0, 1, 2} - {absent}:
@@ -190,16 +190,14 @@ def test_a_rank_that_never_comes_to_the_world_is_named_by_the_others(absent: int
 
 
 @pytest.mark.parametrize(("occasion", "slow"), [("join_world", 1), ("the start", 0), ("the start", 2)])
-def test_a_rank_that_stays_behind_is_named_by_the_others(
-    occasion: str, slow: int, checkpoints: tuple[Path, Path]
-) -> None:
+def test_a_late_rank_is_named_by_the_others(occasion: str, slow: int, checkpoints: tuple[Path, Path]) -> None:
     said = run_ranks(world_scenarios.stay_behind, 3, slow, free_port(), occasion, checkpoints[0])
     for rank in {0, 1, 2} - {slow}:
         words = f"rank {rank} of the world, at {occasion}: rank {slow} did not come within 4 s"
         assert said[rank] == f"{words}; ({slow},)"
 
 
-def test_a_rank_that_dies_before_the_start_is_missed_at_once_by_those_that_share_its_copy(
+def test_a_rank_killed_before_the_start_is_detected_at_once_by_its_replica_group(
     checkpoints: tuple[Path, Path],
 ) -> None:
     (words, seconds), died = run_ranks(world_scenarios.lose_before_start, 2, free_port(), checkpoints[0])
@@ -209,7 +207,7 @@ def test_a_rank_that_dies_before_the_start_is_missed_at_once_by_those_that_share
     assert seconds < 11.0
 
 
-def test_a_world_that_the_sizes_do_not_fit_is_refused_by_each_rank_before_it_meets_another() -> None:
+def test_a_world_that_does_not_fit_the_sizes_is_refused_by_each_rank_before_the_rendezvous() -> None:
     (said,) = run_ranks(world_scenarios.refuse, 1, 3, free_port(), TENSOR)
     words = "the world has 3 ranks, but tensor 2 x pipeline 1 take 2 for each copy of the model; start a multiple"
     assert words in said
@@ -221,7 +219,7 @@ def test_a_world_that_the_sizes_do_not_fit_is_refused_by_each_rank_before_it_mee
         ParallelSizes(tensor=2, expert=4).filling(6)
 
 
-def test_ranks_of_a_world_know_their_copy_and_their_place() -> None:
+def test_ranks_of_a_world_have_their_replica_group_and_position() -> None:
     world = World(5, 8, 2)
     assert (world.replica, world.replicas, world.is_primary) == (2, 4, False)
     assert World.current() == World(0, 1)

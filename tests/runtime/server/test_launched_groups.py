@@ -27,7 +27,7 @@ def ask(pod: Any) -> str:
     return str(answer.choices[0].message.content)
 
 
-def test_a_worker_pod_joins_the_leader_and_leaves_it_without_loss(
+def test_a_worker_pod_joins_and_leaves_the_leader_without_losing_requests(
     start_pod: Callable[..., Any], tiny_checkpoint: Path
 ) -> None:
     flags = ("--model", str(tiny_checkpoint), *FLAGS)
@@ -50,7 +50,7 @@ def test_a_worker_pod_joins_the_leader_and_leaves_it_without_loss(
     assert ask(leader) == alone
 
 
-def test_a_replica_that_is_restarted_with_its_coordinator_loads_the_weights_that_the_service_has(
+def test_a_replica_group_restarted_with_the_coordinator_loads_the_weights_of_the_service(
     start_pod: Callable[..., Any], tiny_checkpoint: Path
 ) -> None:
     pod = start_pod("--model", str(tiny_checkpoint), *FLAGS, "--replica-groups", "2")
@@ -74,7 +74,7 @@ def test_a_replica_that_is_restarted_with_its_coordinator_loads_the_weights_that
 
 
 @pytest.mark.model
-def test_a_model_alone_is_enough_on_a_laptop(smollm2_path: Path) -> None:
+def test_a_standalone_service_needs_only_a_model(smollm2_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_runtime.cli", "--model", str(smollm2_path), "--replica-groups", "2"]
     command += ["--dtype", "float32"]
     flags = ["--kv-cache-memory", "128Mi", "--threads-per-rank", "1", "--frontend-replicas", "1"]
@@ -94,7 +94,7 @@ def test_a_model_alone_is_enough_on_a_laptop(smollm2_path: Path) -> None:
         assert process.wait(30) == 0
 
 
-def test_keys_from_a_file_are_asked_for_and_followed(
+def test_api_keys_from_a_file_are_required_and_reloaded(
     start_pod: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys"

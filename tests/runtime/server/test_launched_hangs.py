@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
-def test_what_a_killed_frontend_asked_for_leaves_the_engine_and_its_blocks(
+def test_requests_of_a_killed_frontend_leave_the_engine_and_free_its_blocks(
     start_pod: Callable[..., Any], checkpoint: Path
 ) -> None:
     flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--frontend-replicas", "1"]
@@ -55,7 +55,7 @@ def test_what_a_killed_frontend_asked_for_leaves_the_engine_and_its_blocks(
     assert ask(pod)
 
 
-def test_a_stopped_coordinator_is_replaced_before_others_would_be(
+def test_a_hanging_coordinator_is_replaced_earlier_than_other_processes(
     start_pod: Callable[..., Any], checkpoint: Path
 ) -> None:
     pod = start_pod("--model", str(checkpoint), "--kv-cache-memory", "32Mi").wait_ready()
@@ -66,7 +66,7 @@ def test_a_stopped_coordinator_is_replaced_before_others_would_be(
 
 
 @pytest.mark.parametrize("victim", ["server.frontend", "coordinator_process", "megatron_runtime.rank"])
-def test_a_stopped_process_is_replaced(start_pod: Callable[..., Any], checkpoint: Path, victim: str) -> None:
+def test_a_hanging_process_is_replaced(start_pod: Callable[..., Any], checkpoint: Path, victim: str) -> None:
     flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--hang-timeout", "3"]
     pod = start_pod(*flags, "--replica-groups", str(REPLICAS))
     pod.wait_for(lambda state: state["ready"] and len(state["replicaGroups"]) == REPLICAS)

@@ -70,7 +70,7 @@ def last_words(pod: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("split", "requests"), [("--tensor-parallel", 0), ("--pipeline-parallel", 4)])
-def test_a_cut_link_between_two_hosts_is_noticed_by_both_and_once_mended_the_next_attempt_serves(
+def test_a_cut_link_between_two_hosts_is_detected_by_both_and_the_next_attempt_serves_after_its_repair(
     switch: Switch, start_attempt: Callable[[str, int], list[Any]], split: str, requests: int
 ) -> None:
     here, there = switch.hosts

@@ -81,7 +81,7 @@ def leads(groups: int, engine: str = "RUNNING") -> Callable[[dict[str, Any]], bo
     return check
 
 
-def test_every_first_pod_answers_whichever_leads(pair: Pair) -> None:
+def test_every_first_pod_answers_whichever_pod_leads(pair: Pair) -> None:
     assert [pod.state()["role"] for pod in (pair.first, pair.second)] == ["leader", "worker"]
     assert {ask(pair.first), ask(pair.second)} == {pair.answer}
 
@@ -119,7 +119,7 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
     assert [pod.child("megatron_runtime.rank") for pod in pods] == ranks
 
 
-def test_when_the_leaders_pod_is_lost_the_others_requests_go_on(pair: Pair) -> None:
+def test_requests_of_the_other_pod_continue_when_the_leader_is_lost(pair: Pair) -> None:
     whole = ask(pair.second, LONG)
     with ThreadPoolExecutor() as pool:
         answers = [pool.submit(ask, pair.second, LONG) for _ in range(4)]
@@ -130,7 +130,7 @@ def test_when_the_leaders_pod_is_lost_the_others_requests_go_on(pair: Pair) -> N
     pair.second.wait_for(leads(1))
 
 
-def test_a_paused_service_stays_paused_when_the_lead_moves(pair: Pair) -> None:
+def test_a_paused_service_stays_paused_when_another_pod_leads(pair: Pair) -> None:
     pair.first.signal("pause")
     pair.give_lead(pair.second, 2, lifecycle="Paused")
     pair.first.control.post("/v1/step-down", json={"epoch": 2})
@@ -141,7 +141,7 @@ def test_a_paused_service_stays_paused_when_the_lead_moves(pair: Pair) -> None:
         assert answer.result(30) == pair.answer
 
 
-def test_a_leader_that_stood_still_gives_up_when_it_is_told_and_obeys_no_older_decision(pair: Pair) -> None:
+def test_a_leader_that_hung_steps_down_and_refuses_older_decisions(pair: Pair) -> None:
     stopped = [pair.first.process.pid, *pair.first.children()]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -159,7 +159,7 @@ def test_a_leader_that_stood_still_gives_up_when_it_is_told_and_obeys_no_older_d
     assert {ask(pair.first), ask(pair.second)} == {pair.answer}
 
 
-def test_engines_leave_a_leader_whose_launcher_alone_stands_still(pair: Pair) -> None:
+def test_engines_leave_a_leader_whose_launcher_hangs(pair: Pair) -> None:
     pair.second.wait_for(lambda state: all(rank["registered"] for rank in state["ranks"]))
     coordinator = pair.first.child("coordinator_process")
     pair.first.process.send_signal(signal.SIGSTOP)
@@ -176,7 +176,7 @@ def test_engines_leave_a_leader_whose_launcher_alone_stands_still(pair: Pair) ->
     assert {ask(pair.first), ask(pair.second)} == {pair.answer}
 
 
-def test_a_pod_that_goes_while_another_leads_closes_its_port_and_cuts_nobody_off(pair: Pair) -> None:
+def test_a_pod_that_drains_while_another_leads_closes_its_port_and_finishes_its_requests(pair: Pair) -> None:
     stream = pair.second.openai.chat.completions.create(
         model="chat", messages=STORY, temperature=0, max_tokens=300, stream=True, extra_body={"ignore_eos": True}
     )

@@ -57,9 +57,7 @@ def test_suspended_engines_answer_again_after_resume_and_unpause(tiny_pod: Any) 
         assert answer.result(30) == before
 
 
-def test_requests_that_waited_are_served_by_their_priority(
-    start_pod: Callable[..., Any], tiny_checkpoint: Path
-) -> None:
+def test_waiting_requests_are_served_by_priority(start_pod: Callable[..., Any], tiny_checkpoint: Path) -> None:
     flags = ("--max-requests", "1", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
     pod = start_pod("--model", str(tiny_checkpoint), *flags).wait_ready()
     served: list[int] = []
@@ -78,7 +76,7 @@ def test_requests_that_waited_are_served_by_their_priority(
     assert served == [-2, 0, 3]
 
 
-def test_an_idle_engine_sleeps_until_a_request_wakes_it_and_no_longer_once_it_was_told_to(
+def test_an_idle_engine_is_suspended_until_the_next_request_unless_a_client_suspends_it(
     start_pod: Callable[..., Any], tiny_checkpoint: Path
 ) -> None:
     flags = ("--auto-suspend-after", "1", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
@@ -108,14 +106,14 @@ def test_an_idle_engine_sleeps_until_a_request_wakes_it_and_no_longer_once_it_wa
     pod.wait_for(sleeps)
 
 
-def test_a_signal_in_the_wrong_state_is_refused_with_what_is_allowed(tiny_pod: Any) -> None:
+def test_a_signal_in_the_wrong_state_is_refused_with_the_allowed_signals(tiny_pod: Any) -> None:
     answer = tiny_pod.control.post("/v1/suspend")
     assert answer.status_code == 409
     error = answer.json()["error"]
     assert (error["code"], error["engineState"], error["allowed"]) == ("InvalidState", "RUNNING", ["pause"])
 
 
-def test_new_weights_come_between_pause_and_unpause_and_answers_tell_of_them(
+def test_new_weights_load_between_pause_and_unpause_and_answers_have_their_version(
     tiny_pod: Any, tiny_checkpoint: Path
 ) -> None:
     before = ask(tiny_pod)
@@ -143,7 +141,7 @@ def test_new_weights_come_between_pause_and_unpause_and_answers_tell_of_them(
     tiny_pod.wait_for(lambda state: [replica["weightVersion"] for replica in state["replicaGroups"]] == [1])
 
 
-def test_a_signal_that_is_not_waited_for_is_accepted(tiny_pod: Any) -> None:
+def test_a_signal_without_wait_is_accepted_at_once(tiny_pod: Any) -> None:
     assert tiny_pod.control.post("/v1/pause").status_code == 202
     tiny_pod.wait_for(lambda state: state["engineState"] == "PAUSED")
     assert tiny_pod.control.post("/v1/unpause").status_code == 202
@@ -159,7 +157,7 @@ def test_a_long_poll_answers_with_the_next_change(tiny_pod: Any) -> None:
     tiny_pod.signal("unpause")
 
 
-def test_the_control_api_asks_for_its_token(tiny_pod: Any) -> None:
+def test_the_control_api_requires_its_token(tiny_pod: Any) -> None:
     url = f"http://{tiny_pod.host}:9000"
     with httpx.Client(base_url=url, trust_env=False) as stranger:
         assert stranger.get("/v1/state").status_code == 401
@@ -176,7 +174,7 @@ def pod(start_pod: Callable[..., Any], tiny_checkpoint: Path) -> Any:
     return start_pod("--model", str(tiny_checkpoint), *FLAGS).wait_ready()
 
 
-def test_sigterm_lets_a_running_stream_end_and_turns_new_requests_away(pod: Any) -> None:
+def test_sigterm_finishes_a_running_stream_and_refuses_new_requests(pod: Any) -> None:
     stream = pod.openai.chat.completions.create(
         model="chat", messages=STORY, temperature=0, max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
     )
@@ -193,7 +191,7 @@ def test_sigterm_lets_a_running_stream_end_and_turns_new_requests_away(pod: Any)
     assert not pod.termination_log.exists()
 
 
-def test_sigterm_while_paused_answers_those_who_wait_instead_of_letting_the_time_run_out(pod: Any) -> None:
+def test_sigterm_while_paused_answers_waiting_requests_at_once(pod: Any) -> None:
     pod.signal("pause")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(ask, pod)
@@ -206,7 +204,7 @@ def test_sigterm_while_paused_answers_those_who_wait_instead_of_letting_the_time
     assert pod.process.wait(30) == 0
 
 
-def test_a_second_signal_ends_at_once(pod: Any) -> None:
+def test_a_second_signal_ends_the_pod_at_once(pod: Any) -> None:
     stream = pod.openai.chat.completions.create(
         model="chat", messages=STORY, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
     )
@@ -229,7 +227,7 @@ def test_stop_ends_the_launcher_with_success(pod: Any) -> None:
     assert pod.process.wait(30) == 0
 
 
-def test_the_wish_at_start_is_fulfilled_before_the_pod_is_ready(
+def test_the_desired_state_is_reached_before_the_pod_is_ready(
     start_pod: Callable[..., Any], tiny_checkpoint: Path, tiny_pod: Any
 ) -> None:
     pod = start_pod("--model", str(tiny_checkpoint), *FLAGS, MEGATRON_LIFECYCLE="Suspended")

@@ -70,7 +70,7 @@ def ranks_of(pod: Any) -> dict[int, int]:
     }
 
 
-def test_shared_models_answer_as_whole_ones_through_pause_and_suspension(pod: Any, whole: str) -> None:
+def test_divided_models_give_the_answers_of_whole_ones_through_pause_and_suspension(pod: Any, whole: str) -> None:
     assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 4
     with ThreadPoolExecutor() as pool:
         answers = pod.begin(pool, partial(ask, pod), 4)
@@ -83,7 +83,7 @@ def test_shared_models_answer_as_whole_ones_through_pause_and_suspension(pod: An
 
 
 @pytest.mark.parametrize("victim", [0, 3])
-def test_a_rank_that_dies_takes_its_replica_along_and_no_other(pod: Any, whole: str, victim: int) -> None:
+def test_a_killed_rank_restarts_its_replica_group_and_no_other(pod: Any, whole: str, victim: int) -> None:
     before, restarts = ranks_of(pod), pod.state()["restarts"]
     fellows = [pid for rank, pid in before.items() if rank // 2 == victim // 2]
     others = {rank: pid for rank, pid in before.items() if rank // 2 != victim // 2}
@@ -100,7 +100,7 @@ def test_a_rank_that_dies_takes_its_replica_along_and_no_other(pod: Any, whole: 
     assert ask(pod) == whole
 
 
-def test_a_rank_that_is_stopped_is_ended_with_its_replica_which_goes_on_with_the_requests(
+def test_a_hanging_rank_is_restarted_with_its_replica_group_which_continues_the_requests(
     start_pod: Callable[..., Any], checkpoint: Path, whole: str
 ) -> None:
     flags = ("--tensor-parallel", "2", "--hang-timeout", "5")
@@ -115,7 +115,7 @@ def test_a_rank_that_is_stopped_is_ended_with_its_replica_which_goes_on_with_the
     assert "rank 1 gave no sign of life for 5 s and was killed" in pod.log.read_text()
 
 
-def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
+def test_the_last_output_of_a_killed_rank_is_in_the_message_and_a_stop_ends_all(
     start_pod: Callable[..., Any], checkpoint: Path
 ) -> None:
     flags = ("--model", str(checkpoint), *FLAGS, "--pipeline-parallel", "2", "--max-restarts", "0")
@@ -133,7 +133,7 @@ def test_the_last_words_of_a_dead_rank_are_in_the_message_and_a_stop_ends_all(
 
 
 @pytest.mark.parametrize("tensor", ["2", "1"])
-def test_experts_are_divided_over_the_ranks_of_a_copy(
+def test_experts_are_divided_over_the_ranks_of_a_replica_group(
     start_pod: Callable[..., Any], tmp_path: Path, tensor: str
 ) -> None:
     checkpoint = write_tiny_checkpoint(tmp_path / "mixture", longest=2048, experts=4)

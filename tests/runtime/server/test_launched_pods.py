@@ -93,7 +93,7 @@ def test_pods_that_share_a_model_are_ready_together_and_answer_as_one(
     assert ask(first) == whole
 
 
-def test_no_pod_is_ready_before_all_ranks_are_there_and_the_missing_one_is_named(
+def test_no_pod_is_ready_before_all_ranks_have_joined_and_the_missing_one_is_named(
     start_group: Callable[..., Any],
 ) -> None:
     (alone,) = start_group("--tensor-parallel", "2", "--ranks-per-pod", "1", "--rendezvous-timeout", "6", pods=1)
@@ -106,7 +106,7 @@ def test_no_pod_is_ready_before_all_ranks_are_there_and_the_missing_one_is_named
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_ends_its_group_in_all_pods_and_the_next_attempt_takes_its_requests_over(
+def test_a_killed_rank_ends_its_replica_group_in_all_pods_and_the_next_attempt_continues_its_requests(
     start_group: Callable[..., Any], start_pod: Callable[..., Any], checkpoint: Path, victim: int
 ) -> None:
     leader = start_pod("--model", str(checkpoint), *FLAGS).wait_ready()
@@ -130,7 +130,7 @@ def test_a_rank_that_dies_ends_its_group_in_all_pods_and_the_next_attempt_takes_
     assert [ask(leader, 300) for _ in range(2)] == [whole] * 2
 
 
-def test_pods_that_are_asked_to_end_together_finish_their_requests_first(start_group: Callable[..., Any]) -> None:
+def test_pods_that_get_sigterm_together_finish_their_requests(start_group: Callable[..., Any]) -> None:
     first, second = start_group("--pipeline-parallel", "2", "--ranks-per-pod", "1")
     first.wait_ready()
     second.wait_ready()

@@ -32,7 +32,7 @@ def count(pod: Any) -> str:
 
 
 @pytest.mark.parametrize("victim", ["coordinator_process", "megatron_runtime.rank"])
-def test_a_request_outlives_the_process_that_is_killed(tiny_pod: Any, victim: str) -> None:
+def test_a_request_survives_a_killed_process(tiny_pod: Any, victim: str) -> None:
     whole = count(tiny_pod)
     restarts = tiny_pod.state()["restarts"]
     with ThreadPoolExecutor() as pool:
@@ -52,7 +52,7 @@ def test_a_killed_frontend_is_replaced(tiny_pod: Any) -> None:
     assert count(tiny_pod)
 
 
-def test_a_paused_service_is_still_paused_after_its_coordinator_was_replaced(tiny_pod: Any) -> None:
+def test_a_paused_service_stays_paused_when_its_coordinator_is_replaced(tiny_pod: Any) -> None:
     tiny_pod.signal("pause")
     restarts = tiny_pod.state()["restarts"]
     os.kill(tiny_pod.child("coordinator_process"), signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_a_pod_without_its_coordinator_is_not_ready(tiny_pod: Any) -> None:
     tiny_pod.wait_for(lambda state: state["ready"])
 
 
-def test_a_rank_that_keeps_dying_ends_the_launcher(start_pod: StartPod, tiny_checkpoint: Path) -> None:
+def test_a_rank_that_fails_repeatedly_ends_the_launcher(start_pod: StartPod, tiny_checkpoint: Path) -> None:
     flags = ("--kv-cache-memory", "32Mi", "--frontend-replicas", "1", "--max-restarts", "0")
     pod = start_pod("--model", str(tiny_checkpoint), *flags).wait_ready()
     os.kill(pod.child("megatron_runtime.rank"), signal.SIGKILL)
@@ -82,7 +82,7 @@ def test_a_rank_that_keeps_dying_ends_the_launcher(start_pod: StartPod, tiny_che
     assert "SIGKILL" in reason["message"]
 
 
-def test_no_process_outlives_a_killed_launcher(start_pod: StartPod, tiny_checkpoint: Path) -> None:
+def test_no_process_survives_a_killed_launcher(start_pod: StartPod, tiny_checkpoint: Path) -> None:
     pod = start_pod("--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi").wait_ready()
     assert len(pod.children()) == 4
     pod.end()  # by SIGKILL, and looks for what is left
@@ -97,7 +97,7 @@ def refused(pod: Any, reason: str) -> str:
     return str(written["message"])
 
 
-def test_a_frontend_that_dies_while_the_file_of_keys_is_gone_comes_back_with_it(
+def test_a_frontend_killed_while_the_key_file_is_missing_restarts_when_it_exists(
     start_pod: StartPod, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:
     keys, away = tmp_path / "keys", tmp_path / "away"
@@ -115,7 +115,7 @@ def test_a_frontend_that_dies_while_the_file_of_keys_is_gone_comes_back_with_it(
     assert pod.http.get("/v1/models", headers=headers).status_code == 200
 
 
-def test_a_file_of_keys_that_is_not_there_is_refused(start_pod: StartPod, tiny_checkpoint: Path) -> None:
+def test_a_missing_key_file_is_refused(start_pod: StartPod, tiny_checkpoint: Path) -> None:
     pod = start_pod(
         "--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi", MEGATRON_API_KEYS_FILE="/nowhere/keys"
     )
@@ -124,7 +124,7 @@ def test_a_file_of_keys_that_is_not_there_is_refused(start_pod: StartPod, tiny_c
     )
 
 
-def test_a_path_that_does_not_exist_is_refused(start_pod: StartPod) -> None:
+def test_a_missing_path_is_refused(start_pod: StartPod) -> None:
     message = refused(start_pod("--model", "/nowhere/model.gguf"), "InvalidSpec")
     assert message.startswith("--model /nowhere/model.gguf: no such file or folder")
 
@@ -137,7 +137,7 @@ def test_a_truncated_checkpoint_is_refused(start_pod: StartPod, smollm2_path: Pa
     assert "[rank" not in pod.log.read_text()  # it was started already, and ended without a word
 
 
-def test_a_file_that_is_no_checkpoint_is_refused(start_pod: StartPod, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_refused(start_pod: StartPod, tmp_path: Path) -> None:
     other = tmp_path / "model.gguf"
     shutil.copy(__file__, other)
     assert str(other) in refused(start_pod("--model", str(other)), "CheckpointError")
@@ -158,7 +158,7 @@ def test_too_little_memory_is_refused(start_pod: StartPod, smollm2_path: Path) -
         ("expert", 2, "the model has no experts; use 1$"),
     ],
 )
-def test_ranks_that_a_model_cannot_be_divided_over_are_refused(
+def test_a_number_of_ranks_that_can_not_divide_the_model_is_refused(
     start_pod: StartPod, smollm2_path: Path, name: str, size: int, words: str
 ) -> None:
     flag = f"--{name}-parallel"
@@ -166,7 +166,7 @@ def test_ranks_that_a_model_cannot_be_divided_over_are_refused(
     assert re.match(f"{flag}: {name} parallel size is {size}, but {words}", message), message
 
 
-def test_a_port_that_is_taken_is_refused(start_pod: StartPod, smollm2_path: Path) -> None:
+def test_a_port_in_use_is_refused(start_pod: StartPod, smollm2_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -175,7 +175,7 @@ def test_a_port_that_is_taken_is_refused(start_pod: StartPod, smollm2_path: Path
         assert f"--port {port}: already in use on 127.0.0.1" in refused(pod, "InvalidSpec")
 
 
-def test_check_says_what_would_be_served_and_starts_nothing(smollm2_path: Path) -> None:
+def test_check_describes_the_service_and_starts_nothing(smollm2_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_runtime.cli", "--model", str(smollm2_path), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "134515008 parameters" in done.stdout

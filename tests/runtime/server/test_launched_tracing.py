@@ -85,7 +85,7 @@ def values(span: Span) -> dict[str, Any]:
     return named
 
 
-def test_a_request_is_followed_from_its_client_through_the_frontend_to_the_engine(
+def test_a_trace_spans_client_frontend_and_engine(
     start_pod: Callable[..., Any], tmp_path: Path, collector: Collector
 ) -> None:
     where = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_BSP_SCHEDULE_DELAY": "50"}
@@ -116,14 +116,14 @@ def test_a_request_is_followed_from_its_client_through_the_frontend_to_the_engin
     assert {span.name for span in collector.spans} == {"POST /v1/completions", "engine request"}
 
 
-def test_an_endpoint_without_an_exporter_is_named_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_without_an_exporter_is_refused_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigurationError, match=r"TRACES_ENDPOINT is set, but .* pip install .*\[tracing\]"):
         tracing.start()
 
 
-def test_without_an_endpoint_the_context_of_a_trace_is_passed_on_as_it_came() -> None:
+def test_without_an_endpoint_the_trace_context_is_passed_on_unchanged() -> None:
     headers = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01", "tracestate": "vendor=1"}
     with tracing.serving("POST", "/v1/completions", headers):
         assert tracing.carrier() == headers

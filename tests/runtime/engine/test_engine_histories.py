@@ -74,7 +74,7 @@ def step(engine: DynamicInferenceEngine) -> None:
         }
     ),
 )
-def test_whatever_happens_to_the_others_a_request_gets_its_own_answer_and_leaves_nothing_behind(
+def test_every_request_of_a_random_history_gets_its_own_answer_and_frees_its_resources(
     make_engine: MakeEngine,
     naive_greedy: NaiveGreedy,
     script: list[tuple[str, int]],
@@ -140,7 +140,7 @@ def test_log_probs_have_their_shape_and_values_with_chunks_caches_pauses_and_evi
         assert_log_probs(request, params, len(prompt), scored(naive_logits, request, prompt))
 
 
-def test_changes_of_weights_age_tokens_and_what_is_cached_of_them(make_engine: MakeEngine) -> None:
+def test_weight_updates_count_the_staleness_of_tokens_and_their_cache(make_engine: MakeEngine) -> None:
     engine = make_engine(max_requests=1)
     params = SamplingParams(temperature=0, num_tokens_to_generate=6, ignore_eos=True)
     futures = [engine.add_request(i, PROMPTS[0], params) for i in range(2)]
@@ -161,7 +161,7 @@ def test_changes_of_weights_age_tokens_and_what_is_cached_of_them(make_engine: M
     assert first.kv_cache_staleness.tolist() == second.kv_cache_staleness.tolist() == [0] * 9
 
 
-def test_a_cache_that_is_lost_before_the_first_token_is_young_again(make_engine: MakeEngine) -> None:
+def test_a_cache_evicted_before_the_first_token_has_no_staleness(make_engine: MakeEngine) -> None:
     engine = make_engine(max_tokens=2, max_requests=1)
     future = engine.add_request(0, PROMPTS[0], SamplingParams(temperature=0, num_tokens_to_generate=2))
     engine.step_modern()
@@ -176,7 +176,7 @@ def test_a_cache_that_is_lost_before_the_first_token_is_young_again(make_engine:
     assert set(merged.kv_cache_staleness.tolist()) == {0}
 
 
-def test_times_of_an_evicted_request_are_those_of_its_whole_life(make_engine: MakeEngine) -> None:
+def test_the_times_of_an_evicted_request_include_all_its_segments(make_engine: MakeEngine) -> None:
     engine = make_engine()
     future = engine.add_request(0, PROMPTS[0], SamplingParams(temperature=0, num_tokens_to_generate=6))
     engine.step_modern()
@@ -212,7 +212,7 @@ def test_a_launched_coordinator_routes_as_the_engine_is_configured(make_engine: 
 
 
 @pytest.mark.parametrize("offloads", [False, True])
-def test_weights_are_moved_away_and_back_if_they_shall_be(
+def test_weights_are_offloaded_and_restored_if_configured(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, offloads: bool
 ) -> None:
     engine = make_engine(offload_weights=offloads)

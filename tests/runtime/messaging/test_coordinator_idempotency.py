@@ -31,7 +31,7 @@ async def vanish(fleet: Fleet, client: InferenceClient) -> None:
     await until(lambda: (found := entry(fleet)) is not None and not found.client, "the loss")
 
 
-async def test_a_stream_whose_client_vanished_begins_again_for_the_next_one(fleet: Fleet) -> None:
+async def test_a_stream_of_a_lost_client_starts_again_for_the_next_client(fleet: Fleet) -> None:
     engine = FakeEngine(step_seconds=0.03)
     fleet.add_engine(engine)
     first, second = await fleet.connect(), await fleet.connect()
@@ -43,7 +43,7 @@ async def test_a_stream_whose_client_vanished_begins_again_for_the_next_one(flee
     assert len(engine.added) == 1
 
 
-async def test_a_result_that_came_meanwhile_is_kept(fleet: Fleet) -> None:
+async def test_a_result_is_kept_while_its_client_is_lost(fleet: Fleet) -> None:
     engine = FakeEngine(step_seconds=0.03)
     loop = fleet.add_engine(engine)
     first, second = await fleet.connect(), await fleet.connect()
@@ -59,7 +59,7 @@ async def test_a_result_that_came_meanwhile_is_kept(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("params", [PARAMS, ENDLESS])
-async def test_what_nobody_comes_for_is_given_up(
+async def test_a_request_is_dropped_when_no_client_submits_it_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, params: SamplingParams
 ) -> None:
     monkeypatch.setattr(dispatcher, "LINGER_SECONDS", 0.5)
@@ -74,7 +74,7 @@ async def test_what_nobody_comes_for_is_given_up(
     assert (await (await fleet.connect()).service_state()).outstanding_requests == 0
 
 
-async def test_an_orphan_of_a_lost_engine_goes_on_at_another(fleet: Fleet) -> None:
+async def test_a_request_without_a_client_continues_on_another_engine(fleet: Fleet) -> None:
     doomed = fleet.spawn_engine(group=0, step_seconds=0.02)
     first, second = await fleet.connect(), await fleet.connect()
     await fleet.ready(first, 1)
@@ -90,7 +90,7 @@ async def test_an_orphan_of_a_lost_engine_goes_on_at_another(fleet: Fleet) -> No
     assert engine.added[0] > 0
 
 
-async def test_a_client_that_says_goodbye_leaves_nothing_behind(fleet: Fleet) -> None:
+async def test_a_client_that_disconnects_leaves_no_requests(fleet: Fleet) -> None:
     engine = FakeEngine(step_seconds=0.005)
     fleet.add_engine(engine)
     client = await fleet.connect()
@@ -101,7 +101,7 @@ async def test_a_client_that_says_goodbye_leaves_nothing_behind(fleet: Fleet) ->
     assert (await (await fleet.connect()).service_state()).outstanding_requests == 0
 
 
-async def test_a_client_whose_request_another_one_takes_over_is_told(fleet: Fleet) -> None:
+async def test_a_client_gets_an_error_when_another_one_submits_its_request(fleet: Fleet) -> None:
     engine = FakeEngine(step_seconds=0.005)
     fleet.add_engine(engine)
     first, second = await fleet.connect(), await fleet.connect()

@@ -44,7 +44,7 @@ def submit_until_it_waits(pool: ThreadPoolExecutor, pod: Any, key: str, **fields
             return answer
 
 
-def test_the_same_key_has_the_same_answer_and_another_key_or_body_another(pod: Any) -> None:
+def test_equal_keys_have_equal_answers_and_other_keys_or_bodies_have_others(pod: Any) -> None:
     first = ask(pod, "a")
     assert ask(pod, "a") == first
     assert ask(pod, "b") != first
@@ -57,7 +57,7 @@ def test_a_key_that_is_too_long_is_refused(pod: Any) -> None:
     assert caught.value.param == "Idempotency-Key"
 
 
-def test_a_request_with_a_key_outlives_its_frontend(pod: Any) -> None:
+def test_a_request_with_a_key_survives_its_frontend(pod: Any) -> None:
     whole = ask(pod, "k", max_tokens=500)
     restarts = pod.state()["restarts"]
     pod.signal("pause")
