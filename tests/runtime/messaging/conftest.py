@@ -1,4 +1,4 @@
-"""Fixtures: a coordinator with whatever a test puts around it."""
+"""Fixtures: a coordinator, and the models of engines."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 
 HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
-    sys.path.append(str(HERE))  # messaging_support lies here, and importlib mode puts nothing on the path
+    sys.path.append(str(HERE))  # for messaging_support: importlib mode adds nothing to the path
 
 from messaging_support.fleet import Fleet  # noqa: E402
 
 
 @pytest_asyncio.fixture
 async def fleet() -> AsyncIterator[Fleet]:
-    """A coordinator in a thread, without engines and clients yet."""
+    """A coordinator in a thread, without engines and clients."""
     async with Fleet() as started:
         started.start_coordinator()
         yield started
@@ -31,13 +31,13 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def smollm2_parts(smollm2_path: Path) -> dict[str, Any]:
-    """What MegatronLLM is made of: SmolLM2's weights, the module's own, since tests put others in their place."""
+    """The arguments of MegatronLLM: SmolLM2, loaded per module, since tests change its weights."""
     return _parts(smollm2_path)
 
 
 @pytest.fixture(scope="module")
 def tiny_parts(tiny_checkpoint: Path) -> dict[str, Any]:
-    """The same of random weights, for what does not depend on words."""
+    """The same with random weights, for tests that do not depend on the text."""
     return _parts(tiny_checkpoint)
 
 

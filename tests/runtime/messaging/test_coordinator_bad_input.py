@@ -1,4 +1,4 @@
-"""Whatever is sent to the coordinator: it lives on, and real traffic goes undisturbed."""
+"""Invalid messages to the coordinator do not affect valid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tens of thousands of malformed messages: nobody crashes, nothing piles up, and everybody else is served."""
+"""Tens of thousands of malformed messages cause no crash, no growth of memory, and no failure of other requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEY = "k" * 40
 MESSAGES = repeated(5_000, 20_000)
 AT_ONCE = 25
 MOST_GROWTH = 48 * 2**20
-"""Bytes that the coordinator's process may have gained."""
+"""Maximum growth of the coordinator's memory in bytes."""
 FUZZ = settings(
     max_examples=MESSAGES // AT_ONCE,
     phases=[Phase.generate],
@@ -42,7 +42,7 @@ FUZZ = settings(
 
 
 class Traffic:
-    """Requests that follow each other until they are told to end, streamed and whole in turn."""
+    """Sequential requests until the end of the test, alternately with and without streaming."""
 
     def __init__(self, client: InferenceClient) -> None:
         self._client = client
@@ -63,11 +63,15 @@ class Traffic:
 
 
 def bombard(address: str, pid: int) -> int:
-    """Send malformed messages as a unknown_peer, as a client and as an engine; returns how many."""
+    """Send malformed messages as an unknown peer, as a client and as an engine; returns their number."""
     sent = 0
     rng = random.Random(7)
     registration = codec.encode(Headers.REGISTER, 7, 0, "x", "RUNNING", True, [], EngineLoad(), "")
-    with unknown_peer(address, KEY) as unknown, unknown_peer(address, KEY) as client, unknown_peer(address, KEY) as engine:
+    with (
+        unknown_peer(address, KEY) as unknown,
+        unknown_peer(address, KEY) as client,
+        unknown_peer(address, KEY) as engine,
+    ):
         client.send_multipart(codec.encode(Headers.CONNECT, 1))
         receive(client, Headers.CONNECT_ACK)
         engine.send_multipart(registration)
@@ -88,7 +92,7 @@ def bombard(address: str, pid: int) -> int:
             for peer in peers:
                 peer.send_multipart(frames)
                 sent += 1
-        # Answered in order, so all before has arrived.
+        # Messages are answered in order, so all earlier ones have arrived.
         for peer in (unknown, client):
             peer.send_multipart(codec.encode(Headers.CONNECT, 1))
             receive(peer, Headers.CONNECT_ACK)
@@ -134,12 +138,12 @@ async def test_malformed_messages_are_counted_and_affect_no_other_peer(capfd: py
 
 def bombard_peers(false: FalseCoordinator) -> tuple[bytes, bytes, int]:
     """Malformed messages to both: (client, engine, number of messages to each)."""
-    heard: dict[Headers, tuple[bytes, codec.Message]] = {}
-    while len(heard) < 2:
-        peer, message = false.hear(Headers.CONNECT, Headers.REGISTER)
-        heard[message.header] = peer, message
-    client, hello = heard[Headers.CONNECT]
-    engine, _ = heard[Headers.REGISTER]
+    received: dict[Headers, tuple[bytes, codec.Message]] = {}
+    while len(received) < 2:
+        peer, message = false.receive(Headers.CONNECT, Headers.REGISTER)
+        received[message.header] = peer, message
+    client, hello = received[Headers.CONNECT]
+    engine, _ = received[Headers.REGISTER]
     sent = 0
 
     @settings(FUZZ, max_examples=80)
@@ -152,20 +156,20 @@ def bombard_peers(false: FalseCoordinator) -> tuple[bytes, bytes, int]:
         sent += len(messages)
 
     send()
-    false.say(client, Headers.CONNECT_ACK, "epoch", 0, *hello.args)
-    false.say(engine, Headers.REGISTER_ACK, "epoch")
+    false.send_message(client, Headers.CONNECT_ACK, "epoch", 0, *hello.args)
+    false.send_message(engine, Headers.REGISTER_ACK, "epoch")
     return client, engine, sent
 
 
 def pass_on(false: FalseCoordinator, client: bytes, engine: bytes) -> None:
-    """One request and its answer, as a true coordinator does."""
-    _, message = false.hear(Headers.SUBMIT_REQUEST)
+    """Assign one request and acknowledge its answer, as a real coordinator does."""
+    _, message = false.receive(Headers.SUBMIT_REQUEST)
     (submission,) = items(message, Submission.parse)
     assignment = Assignment(submission.uuid, 1, False)
-    false.say(engine, Headers.SUBMIT_REQUEST, [assignment], bodies=message.bodies)
-    _, reply = false.hear(Headers.ENGINE_REPLY)
+    false.send_message(engine, Headers.SUBMIT_REQUEST, [assignment], bodies=message.bodies)
+    _, reply = false.receive(Headers.ENGINE_REPLY)
     (finished,) = items(reply, Finished.parse)
-    false.say(client, Headers.ENGINE_REPLY, [finished.uuid], bodies=reply.bodies)
+    false.send_message(client, Headers.ENGINE_REPLY, [finished.uuid], bodies=reply.bodies)
 
 
 async def test_clients_and_engines_survive_malformed_messages_of_a_coordinator(

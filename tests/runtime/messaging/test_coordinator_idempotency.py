@@ -1,4 +1,4 @@
-"""A request with a name-based UUID waits for its client to come back, and is then answered as if nothing had been."""
+"""A request with a name-based UUID is kept while its client is lost, and is answered when it is submitted again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ENDLESS = SamplingParams(num_tokens_to_generate=100_000, seed=5)
 
 
 def entry(fleet: Fleet) -> RequestEntry | None:
-    """What the coordinator knows of the request."""
+    """The coordinator's record of the request."""
     assert fleet.coordinator is not None
     return fleet.coordinator._core.dispatcher.requests.get(NAME)
 
 
 async def vanish(fleet: Fleet, client: InferenceClient) -> None:
-    """Without a word, as a process that was killed."""
+    """Close the connection without a message, as a killed process does."""
     client._dealer.close()
     await until(lambda: (found := entry(fleet)) is not None and not found.client, "the loss")
 

@@ -1,4 +1,4 @@
-"""Control signals: acknowledged by every engine, refused in the wrong state, never left unanswered."""
+"""Control signals are acknowledged by every engine, refused in the wrong state, and always answered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMS = SamplingParams(num_tokens_to_generate=20, seed=5)
 
 
 class StuckEngine(FakeEngine):
-    """Its next step lasts until it is let go."""
+    """Block the next step until the returned event is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ async def test_a_lost_engine_does_not_block_a_transition(fleet: Fleet) -> None:
     await until(lambda: stuck.added, "the hand-out")
     pausing = client.pause_engines()
     await until(lambda: fleet.loops[0].state is EngineState.PAUSED, "the pause of the other")
-    leaving._connection.close()  # without a word, as a process that was killed
+    leaving._connection.close()  # without a message, as a killed process
     await pausing
     stuck.let_go.set()
     await client.unpause_engines()

@@ -1,4 +1,4 @@
-"""The promises of the coordinator with a real engine: what was disturbed equals what was not."""
+"""The coordinator with a real engine: failures change no answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever dies: no request is lost, none is answered twice, and no stream has a gap or a repeat."""
+"""Recovery: no request is lost or answered twice, and no stream has a gap or a repetition."""
 
 from __future__ import annotations
 
@@ -189,26 +189,26 @@ async def test_a_newer_attempt_of_a_replica_group_replaces_the_older_which_is_re
 
 
 async def test_a_client_that_connects_twice_submits_its_requests_once() -> None:
-    """The answer to the first one may bring the result before the second one is answered."""
+    """The result may arrive after the first answer and before the second one."""
     port = free_port()
     false = FalseCoordinator(port)
     client = InferenceClient(port)
     welcome = client.start()
     outstanding = client.add_request("hello", LONG)
     try:
-        peer, first = await asyncio.to_thread(false.hear, Headers.CONNECT)
-        false.say(peer, Headers.UNKNOWN_PEER, "epoch")  # as if something had come before the first hello
-        _, second = await asyncio.to_thread(false.hear, Headers.CONNECT)
+        peer, first = await asyncio.to_thread(false.receive, Headers.CONNECT)
+        false.send_message(peer, Headers.UNKNOWN_PEER, "epoch")  # as if a message had arrived before the first CONNECT
+        _, second = await asyncio.to_thread(false.receive, Headers.CONNECT)
         for hello in (first, second):
-            false.say(peer, Headers.CONNECT_ACK, "epoch", 0, *hello.args)
+            false.send_message(peer, Headers.CONNECT_ACK, "epoch", 0, *hello.args)
         await welcome
-        _, message = await asyncio.to_thread(false.hear, Headers.SUBMIT_REQUEST)
+        _, message = await asyncio.to_thread(false.receive, Headers.SUBMIT_REQUEST)
         (submission,) = items(message, Submission.parse)
-        false.say(peer, Headers.REQUEST_FAILED, [Failure(submission.uuid, "EngineError", "enough")])
+        false.send_message(peer, Headers.REQUEST_FAILED, [Failure(submission.uuid, "EngineError", "enough")])
         with pytest.raises(EngineError, match="enough"):
             await outstanding
         client.shutdown_coordinator()
-        _, next_message = await asyncio.to_thread(false.hear, Headers.SUBMIT_REQUEST, Headers.SHUTDOWN)
+        _, next_message = await asyncio.to_thread(false.receive, Headers.SUBMIT_REQUEST, Headers.SHUTDOWN)
         assert next_message.header is Headers.SHUTDOWN
     finally:
         client.stop()

@@ -1,4 +1,4 @@
-"""Requests through the coordinator: every one is answered, once, and rightly."""
+"""Requests through the coordinator: each one is answered once and correctly."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_the_requests_of_a_lost_client_are_aborted_in_the_engine(fleet: Fl
     other = await fleet.connect()
     doomed = client.add_request("endless", params(100_000))
     await until(engine.has_unfinished_requests, "the start")
-    client._dealer.close()  # without a word, as a process that was killed
+    client._dealer.close()  # without a message, as a killed process
     await until(lambda: not engine.has_unfinished_requests(), "the abort")
     doomed.cancel()
     assert (await other.add_request("still there", params())).succeeded()

@@ -1,4 +1,4 @@
-"""Which engine gets a request, and what is written down about it."""
+"""Routing of requests, and its trace."""
 
 from __future__ import annotations
 

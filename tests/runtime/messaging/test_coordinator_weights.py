@@ -1,4 +1,4 @@
-"""New weights by way of the coordinator: for every engine there is and every one that comes, or a name and a reason."""
+"""Weight updates through the coordinator: all engines load them, also later ones, or are named with the reason."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PARAMS = SamplingParams(num_tokens_to_generate=5, seed=5)
 
 
 async def versions(client: InferenceClient) -> list[int]:
-    """By the engines' groups: they register in any order."""
+    """In the order of the replica groups, since engines register in any order."""
     views = (await client.service_state()).engines
     return [view.weight_version for view in sorted(views, key=lambda view: view.replica_group)]
 
 
 async def paused(fleet: Fleet, *engines: FakeEngine) -> tuple[InferenceClient, list[EngineLoop]]:
-    """A client, and the loops of these engines, each a group of its own."""
+    """A client, and the loops of these engines, each with its own replica group."""
     loops = [fleet.add_engine(engine, group=group) for group, engine in enumerate(engines)]
     client = await fleet.connect()
     await fleet.ready(client, len(loops))
@@ -126,7 +126,7 @@ async def test_weights_that_no_engine_could_load_are_not_sent_to_later_engines(f
 
 
 async def join_after_a_replacement(fleet: Fleet, client: InferenceClient) -> FakeEngine:
-    """An engine that joins a paused service with one other, whose coordinator has been replaced meanwhile."""
+    """An engine that registers with a paused service of one other engine, after its coordinator was replaced."""
     await asyncio.to_thread(fleet.stop_coordinator)
     fleet.start_coordinator(initial_state="PAUSED")
     await fleet.ready(client, 1)
@@ -161,11 +161,11 @@ async def test_a_replacement_coordinator_sends_its_initial_weights_to_the_first_
     assert result.succeeded()
     assert engine.weights == ["/models/5"]
     assert await versions(client) == [4]
-    told: list[Any] = []
-    coordinator.on_weights = told.append
+    reported: list[Any] = []
+    coordinator.on_weights = reported.append
     await client.pause_engines()
     assert await client.update_weights("/models/6") == 5
-    assert told == [(5, "/models/6")]
+    assert reported == [(5, "/models/6")]
 
 
 async def test_weights_that_no_engine_could_load_are_reverted_for_the_supervisor_too(fleet: Fleet) -> None:
@@ -174,12 +174,12 @@ async def test_weights_that_no_engine_could_load_are_reverted_for_the_supervisor
     await fleet.ready(client, 1)
     await client.pause_engines()
     await client.update_weights("/models/2")
-    told: list[Any] = []
+    reported: list[Any] = []
     assert fleet.coordinator is not None
-    fleet.coordinator.on_weights = told.append
+    fleet.coordinator.on_weights = reported.append
     with pytest.raises(CheckpointError):
         await client.update_weights("nowhere")
-    assert told == [(2, "nowhere"), (1, "/models/2")]
+    assert reported == [(2, "nowhere"), (1, "/models/2")]
 
 
 async def test_a_ready_engine_with_older_weights_is_updated(fleet: Fleet) -> None:
@@ -190,7 +190,7 @@ async def test_a_ready_engine_with_older_weights_is_updated(fleet: Fleet) -> Non
     await client.pause_engines()
     await client.update_weights("/models/2")
     await client.unpause_engines()
-    # The next coordinator meets an engine that was restarted before it meets the one that has the weights.
+    # At the next coordinator a restarted engine registers before the one that has the weights.
     connected = loop._connection._register
     loop._connection._dealer._on_connected = lambda: None
     await asyncio.to_thread(fleet.stop_coordinator)

@@ -1,4 +1,4 @@
-"""Who may serve a group: the newest attempt, as long as it is there and for a while after."""
+"""Only the newest attempt of a replica group may register, until some time after its loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MegatronLLM and MegatronAsyncLLM with a real, tiny model: both modes, every prompt shape, the lifecycle, the end."""
+"""MegatronLLM and MegatronAsyncLLM with a tiny model: both modes, all forms of prompts, lifecycle and shutdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_runtime.sampling_params import SamplingParams
 PROMPTS = ["The capital of France is", "One, two, three,", "def add(a, b):"]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12)
 LONG = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True)
-"""For answers that are not complete before a test has done its part."""
+"""For answers that are unfinished while a test acts."""
 
 
 @pytest.fixture(scope="module")

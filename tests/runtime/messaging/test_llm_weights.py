@@ -1,4 +1,4 @@
-"""MegatronLLM and MegatronAsyncLLM: weights that change in use, and answers followed as they come."""
+"""MegatronLLM and MegatronAsyncLLM: weight updates and streaming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12)
 
 @pytest.fixture(scope="module")
 def parts(smollm2_parts: dict[str, Any]) -> dict[str, Any]:
-    """With a cache that gives its memory back."""
+    """With a KV cache that is dropped on suspend."""
     config = replace(smollm2_parts["inference_config"], kv_cache_management_mode="recompute")
     return smollm2_parts | {"inference_config": config}
 
@@ -36,7 +36,7 @@ def llm(parts: dict[str, Any]) -> Iterator[MegatronLLM]:
 
 
 def turned(llm: MegatronLLM) -> dict[str, torch.Tensor]:
-    """Other weights of the same model: every layer's output projection with the other sign."""
+    """Other weights of the same model: the output projections with the opposite sign."""
     named = llm.engine.controller.model.destinations()
     return {name: -tensor if "down_proj" in name else tensor.clone() for name, tensor in named.items()}
 

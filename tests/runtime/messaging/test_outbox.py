@@ -1,4 +1,4 @@
-"""How messages of the coordinator share frames, and what waits."""
+"""Batches and deferred items of the coordinator's outbox."""
 
 from __future__ import annotations
 

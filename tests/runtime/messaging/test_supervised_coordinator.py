@@ -1,4 +1,4 @@
-"""The coordinator's process: its start, its replacement, and its end with whoever started it."""
+"""The coordinator's process: start, restart, and end with its parent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ asyncio.run(main())
 
 
 def kept(port: int | None, state: str = "RUNNING", **options: Any) -> SupervisedCoordinator:
-    """One that is not started yet."""
+    """A coordinator that is not started yet."""
     arguments = CoordinatorOptions(data_parallel_size=1, inference_coordinator_port=port)
     return SupervisedCoordinator(arguments, key=KEY, current_state=lambda: CoordinatorState[state], **options)
 

@@ -1,4 +1,4 @@
-"""Frames, items and keys: what is well formed survives the way, and what is not is refused."""
+"""Frames, items and keys: valid messages survive encoding, invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_service_state_with_a_field_of_a_wrong_type_is_malformed(changes: dict
 
 
 def test_a_failure_is_logged_without_its_text_and_at_a_limited_rate(caplog: pytest.LogCaptureFixture) -> None:
-    now, words = 0.0, "somebody's prompt"
+    now, words = 0.0, "the prompt of a user"
     protocol_errors = ProtocolErrors(lambda: now)
     for _ in range(3):
         try:

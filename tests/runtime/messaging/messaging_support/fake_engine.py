@@ -1,4 +1,4 @@
-"""An engine without a model: each token follows from the prompt, the seed and the position alone."""
+"""An engine without a model: each token is a function of the prompt, the seed and the position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_runtime.sampling_params import SamplingParams
 
 
 def expected_tokens(prompt: str | list[int], params: SamplingParams) -> list[int]:
-    """What an undisturbed engine answers."""
+    """The answer without failures."""
     start = sum(prompt.encode() if isinstance(prompt, str) else prompt) + (params.seed or 0)
     return [(start * 31 + position * 7919) % 50_000 for position in range(params.num_tokens_to_generate or 0)]
 
@@ -109,7 +109,7 @@ class FakeEngine:
         self.is_suspended = True
 
     def barrier(self, occasion: str) -> None:
-        """It is alone."""
+        """No effect: there are no other ranks."""
 
     def resume(self) -> None:
         self.is_suspended = False

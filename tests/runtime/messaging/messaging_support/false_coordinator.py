@@ -1,4 +1,4 @@
-"""A socket that clients and engines connect to, and that says whatever it likes."""
+"""A socket that clients and engines connect to, and that sends arbitrary messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.wire import codec
 
 
 class FalseCoordinator:
-    """Listens at a port of the loopback."""
+    """Listens on a loopback port."""
 
     def __init__(self, port: int) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -22,23 +22,23 @@ class FalseCoordinator:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(f"tcp://127.0.0.1:{port}")
 
-    def hear(self, *headers: Headers) -> tuple[bytes, codec.Message]:
-        """The next message of one of these types, and who sent it."""
+    def receive(self, *headers: Headers) -> tuple[bytes, codec.Message]:
+        """The next message of one of these types, and its sender."""
         while self._socket.poll(20_000):
             peer, *frames = self._socket.recv_multipart()
             if (message := codec.decode(frames)).header in headers:
                 return peer, message
         pytest.fail(f"none of {headers} came")
 
-    def say(self, peer: bytes, header: Headers, *args: Any, bodies: Sequence[bytes] = ()) -> None:
-        """A proper message."""
+    def send_message(self, peer: bytes, header: Headers, *args: Any, bodies: Sequence[bytes] = ()) -> None:
+        """Send a valid message."""
         self.send(peer, codec.encode(header, *args, bodies=bodies))
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> None:
-        """Anything."""
+        """Send arbitrary frames."""
         self._socket.send_multipart([peer, *frames])
 
     def close(self) -> None:
-        """Without a word."""
+        """Close the socket without a message."""
         self._socket.close()
         self._context.term()

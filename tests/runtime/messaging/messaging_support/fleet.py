@@ -1,4 +1,4 @@
-"""A coordinator with engines and clients, each in this process or in one of its own."""
+"""A coordinator with engines and clients, in this process or in others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def until(condition: Callable[[], Any], what: str, seconds: float = 20.0) 
 
 
 class Fleet:
-    """Everything is on loopback; leaving the block ends it all."""
+    """A service on loopback addresses; leaving the block ends it."""
 
     def __init__(self, **options: Any) -> None:
         self.state = "RUNNING"
@@ -73,7 +73,7 @@ class Fleet:
             await coordinator.close()
 
     def start_coordinator(self, **changes: Any) -> DataParallelInferenceCoordinator:
-        """In a thread of this process."""
+        """Start it in a thread of this process."""
         self.coordinator = DataParallelInferenceCoordinator(
             None, inference_coordinator_port=self.port, **{**self.options, **changes}
         )
@@ -82,7 +82,7 @@ class Fleet:
         return self.coordinator
 
     def stop_coordinator(self) -> None:
-        """It ends without a word to anybody, as far as its peers can see."""
+        """End it without a message to its peers."""
         if self.coordinator is not None and self._thread is not None:
             self.coordinator.stop()
             self._thread.join(10)
@@ -90,7 +90,7 @@ class Fleet:
             self.coordinator = None
 
     async def spawn_coordinator(self) -> SupervisedCoordinator:
-        """In a process of its own, which is not started again."""
+        """Start it in a process that is not restarted."""
         coordinator = SupervisedCoordinator(
             CoordinatorOptions(inference_coordinator_port=self.port, **self.options),
             key=self.key,
@@ -103,7 +103,7 @@ class Fleet:
         return coordinator
 
     def add_engine(self, engine: FakeEngine | None = None, *, group: int = 0, attempt: int = 0) -> EngineLoop:
-        """On the running event loop."""
+        """Run an engine on the running event loop."""
         loop = EngineLoop(
             engine or FakeEngine(),
             coordinator_address=self.address,
@@ -120,7 +120,7 @@ class Fleet:
     def spawn_engine(
         self, *, group: int, attempt: int = 0, step_seconds: float = 0.005, checkpoint: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """In a process of its own, which can be killed."""
+        """Run an engine in a process that can be killed."""
         arguments = [self.address, str(group), str(attempt), str(step_seconds)]
         path = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -135,14 +135,14 @@ class Fleet:
         return process
 
     async def connect(self, **options: Any) -> InferenceClient:
-        """A client that the coordinator has answered."""
+        """A connected client."""
         client = InferenceClient(self.address, key=self.key, **options)
         self._clients.append(client)
         await client.start()
         return client
 
     async def ready(self, client: InferenceClient, engines: int, seconds: float = 60.0) -> ServiceState:
-        """Wait until so many engines get requests."""
+        """Wait until this number of engines is ready."""
         deadline = time.monotonic() + seconds
         state = await client.service_state()
         while sum(view.ready for view in state.engines) != engines:

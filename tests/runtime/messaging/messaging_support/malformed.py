@@ -1,4 +1,4 @@
-"""Messages that are wrong in every way that a message can be, as hypothesis makes them up."""
+"""Hypothesis strategies for malformed messages of all kinds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_runtime.wire.items import Finished, Progress
 Frames = list[bytes]
 
 SECRET = "the eagle lands at midnight"
-"""Stands for somebody's prompt; no log may ever have it."""
+"""Stands for a prompt; no log may have it."""
 
 BATCHES = (
     Headers.SUBMIT_REQUEST,
@@ -39,7 +39,7 @@ TO_COORDINATOR = {
     Headers.RESUME: 3,
     Headers.STOP: 3,
 }
-"""The messages that the coordinator takes, beside batches, with the number of their arguments."""
+"""The messages that the coordinator accepts, except batches, with their number of arguments."""
 FROM_COORDINATOR = (
     Headers.CONNECT_ACK,
     Headers.REGISTER_ACK,
@@ -50,10 +50,10 @@ FROM_COORDINATOR = (
     Headers.REQUEST_FAILED,
     Headers.SIGNAL_REPLY,
 )
-"""The messages that the coordinator never takes."""
+"""The messages that the coordinator never accepts."""
 
 nothing = st.sampled_from([None, -1, -(2**63), float("nan"), {}, {SECRET: SECRET}, [[]], [None, SECRET], [SECRET] * 9])
-"""Values that no field of any message may have."""
+"""Values that are invalid for every field."""
 bodies = st.lists(st.sampled_from([b"", b"\xc1", SECRET.encode()]) | st.binary(max_size=12), max_size=3)
 
 
@@ -87,7 +87,7 @@ no_headers = st.builds(lambda content: [msgpack.packb(content)], nothing | st.te
 
 
 def wrong_arguments(counts: dict[Headers, int]) -> st.SearchStrategy[Frames]:
-    """Values of other types, or a body that doesn't belong there."""
+    """Values of other types, or an unexpected body."""
     return st.sampled_from(sorted(counts)).flatmap(
         lambda header: st.builds(
             lambda args, rest: [_header(header, args), *(rest or ([b"x"] if not args else []))],
@@ -98,7 +98,7 @@ def wrong_arguments(counts: dict[Headers, int]) -> st.SearchStrategy[Frames]:
 
 
 def wrong_counts(headers: tuple[Headers, ...]) -> st.SearchStrategy[Frames]:
-    """So many arguments as no message has."""
+    """A wrong number of arguments."""
     return st.builds(
         lambda header, args: [_header(header, args)],
         st.sampled_from(headers),
@@ -107,7 +107,7 @@ def wrong_counts(headers: tuple[Headers, ...]) -> st.SearchStrategy[Frames]:
 
 
 def wrong_batches(headers: tuple[Headers, ...]) -> st.SearchStrategy[Frames]:
-    """Items that are none, and numbers of bodies that don't fit."""
+    """Invalid items, and wrong numbers of bodies."""
     return st.builds(
         lambda header, items, rest: [_header(header, [items]), *rest],
         st.sampled_from(headers),
@@ -127,7 +127,7 @@ unknown_replies = st.builds(
     st.integers(0, 9),
     st.binary(max_size=12),
 )
-"""Well-formed answers to requests that nobody ever made."""
+"""Valid answers to requests that do not exist."""
 
 everything = st.one_of(
     noise,
@@ -140,7 +140,7 @@ everything = st.one_of(
     wrong_batches(BATCHES),
     unknown_replies,
 )
-"""What no coordinator may act on."""
+"""Messages that a coordinator must drop."""
 answers = st.one_of(
     noise,
     truncated,
@@ -149,4 +149,4 @@ answers = st.one_of(
     wrong_counts((Headers.CONNECT_ACK, Headers.SIGNAL_REPLY, Headers.SERVICE_STATE, Headers.CONNECT, *BATCHES)),
     wrong_batches((Headers.SUBMIT_REQUEST, Headers.ABORT_REQUEST, Headers.ENGINE_REPLY, Headers.REQUEST_FAILED)),
 )
-"""What neither clients nor engines may act on."""
+"""Messages that clients and engines must drop."""

@@ -1,4 +1,4 @@
-"""A socket at the coordinator that is no client and no engine, and says whatever it likes."""
+"""A socket at the coordinator that is neither a client nor an engine, and sends arbitrary messages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron_runtime.wire.security import secure_client
 
 
 @contextmanager
-def stranger(address: str, key: str | None = None) -> Iterator[zmq.Socket[bytes]]:
-    """Connects, or tries to."""
+def unknown_peer(address: str, key: str | None = None) -> Iterator[zmq.Socket[bytes]]:
+    """Connect, or try to."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
