@@ -1,4 +1,4 @@
-"""The contract between the halves: what the operator renders, the runtime's own parser understands, and so back."""
+"""The contract between the halves: each one parses what the other writes, with its own parser."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TOKEN = "control-token-of-the-test"
 
 
 def rendered(identity: PodIdentity = LEADER, **spec: Any) -> dict[str, Any]:
-    """The container of a pod of the sample, with ``spec``'s fields over it."""
+    """The container of a pod of the sample, with the fields of ``spec``."""
     obj = yaml.safe_load(SAMPLE.read_text())
     resource = parse_resource({**obj, "spec": {**obj["spec"], **spec}})
     container: dict[str, Any] = render_pod(resource, identity, Settings())["spec"]["containers"][0]
@@ -67,14 +67,14 @@ def rendered(identity: PodIdentity = LEADER, **spec: Any) -> dict[str, Any]:
 
 
 def flags_of(container: dict[str, Any]) -> dict[str, Any]:
-    """What the runtime's own parser makes of the command line. Raises click's errors."""
+    """The command line as the runtime's own parser reads it. Raises click's errors."""
     assert container["command"] == ["megatron-serve"]
     context = typer.main.get_command(app).make_context("megatron-serve", list(container["args"]))
     return dict(context.params)
 
 
 def options_of(container: dict[str, Any]) -> LaunchOptions:
-    """What the runtime knows of a pod of several: how its ranks are spread, and who it is."""
+    """The runtime's options of one of several pods: its ranks and its identity."""
     flags = flags_of(container)
     sizes = {name: flags[name] for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel")}
     return LaunchOptions(
@@ -87,7 +87,7 @@ def options_of(container: dict[str, Any]) -> LaunchOptions:
 
 
 def environment_of(container: dict[str, Any]) -> dict[str, str]:
-    """The variables as a kubelet would fill them in."""
+    """The variables as a kubelet sets them."""
     values = {"status.podIP": HOST, "coordinator-key": "k" * 43, "control-token": TOKEN, "token": "hf_secret"}
 
     def value(entry: dict[str, Any]) -> str:
@@ -223,11 +223,11 @@ def test_both_halves_have_the_same_signals_phases_and_exit_codes() -> None:
     assert BAD_INPUT_EXIT_CODE == EXIT_BAD_INPUT
 
 
-# --- the launcher's last words
+# --- the launcher's termination log
 
 
 def check(container: dict[str, Any], folder: Path) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Runs the rendered command with --check, in the rendered environment, as far as one machine allows."""
+    """Runs the rendered command with --check, in the rendered environment, as far as one machine permits."""
     log = folder / "termination-log"
     environment = {
         **os.environ,
@@ -235,7 +235,7 @@ def check(container: dict[str, Any], folder: Path) -> tuple[subprocess.Completed
         "MEGATRON_TERMINATION_LOG": str(log),
         "OMP_NUM_THREADS": "1",
     }
-    # A standalone pod moves to other ports when the usual ones are taken.
+    # A standalone pod uses other ports when the default ones are in use.
     del environment["MEGATRON_COORDINATOR_ADDRESS"]
     command = [sys.executable, "-m", "megatron_runtime.cli", *container["args"], "--check"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -263,7 +263,7 @@ def test_a_missing_model_is_bad_input_to_both_halves(tmp_path: Path) -> None:
 
 
 class Sender:
-    """Stands in for the coordinator: takes a pause, refuses anything else."""
+    """Stands in for the coordinator: accepts pause, refuses other signals."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -284,7 +284,7 @@ def bound() -> Iterator[socket.socket]:
 
 @asynccontextmanager
 async def control_api(bound: socket.socket, state: PodState, sender: Sender) -> AsyncIterator[int]:
-    """The runtime's own control API, on a port of this machine."""
+    """The runtime's control API, on a port of this machine."""
     api = create_control_api(state, lambda: sender, token=TOKEN, metrics=lambda: b"")
     server = uvicorn.Server(uvicorn.Config(api, log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[bound]))

@@ -1,4 +1,4 @@
-"""The diagram in docs/lifecycle.md is what the runtime allows and the operator walks."""
+"""The diagram in docs/lifecycle.md has the edges of the runtime and the operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Edge = tuple[str, str, str]
 
 
 def drawn() -> set[Edge]:
-    """From, to, and the signal between them; what begins or ends in nothing is left out."""
+    """Source, target and signal of each edge, without those that begin or end outside of the states."""
     (diagram,) = re.findall(r"```mermaid\n(.*?)```", PAGE.read_text(), re.S)
     return set(re.findall(r"^ *([A-Z]+) --> ([A-Z]+): (\w+)$", diagram, re.M))
 

@@ -1,4 +1,4 @@
-"""Names and parameters that code written for Megatron's inference APIs counts on."""
+"""Names and parameters that code for Megatron's inference APIs uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's settings: defaults that work, and refusals that name the field."""
+"""The engine's configuration: defaults, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ASKED_FOR = {
     "disable_ep_consensus": True,
     "ep_consensus_interval": 5,
 }
-"""A value of every setting of Megatron's that this engine has no use for."""
+"""A value of every setting of Megatron that this engine does not support."""
 
 
 def test_the_defaults_are_valid() -> None:

@@ -1,4 +1,4 @@
-"""Requests, events and records as the reference describes them."""
+"""Requests, events and records, compared with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When engines are suspended for want of requests, and what wakes them."""
+"""Automatic suspension of idle engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REACHED = {
 
 
 class Service:
-    """Engines that obey at once, and a clock."""
+    """Engines that carry out signals at once, and a clock."""
 
     def __init__(self, idle_after: float = 10) -> None:
         self.state = IDLE
@@ -40,7 +40,7 @@ class Service:
         self.auto.observe(self.state)
 
     async def look(self, after: float = 0, **changes: object) -> None:
-        """Time passes, something changes, and it is seen."""
+        """Advance the clock, change the state, and observe it."""
         self.now += after
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
         self.auto.observe(self.state)

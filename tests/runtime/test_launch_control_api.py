@@ -1,4 +1,4 @@
-"""The control API on a pod's state, without processes behind it."""
+"""The control API of a pod's state, without processes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, Rep
 
 
 class Engines:
-    """Stands in for the line to the coordinator: takes signals, or fails as told."""
+    """Stands in for EngineLink: records signals, or raises ``error``."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[str, bool]] = []
         self.error: Exception | None = None
 
     async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
-        """As the real one."""
+        """As the real method."""
         self._take(signal.name.lower(), wait)
 
     async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
-        """As the real one."""
+        """As the real method."""
         self._take(path, wait)
 
     def _take(self, call: str, wait: bool) -> None:
@@ -51,7 +51,7 @@ def state() -> PodState:
 
 @pytest.fixture
 def engines() -> Engines:
-    """Engines that obey."""
+    """Engines that accept every signal."""
     return Engines()
 
 
@@ -66,7 +66,7 @@ async def client(state: PodState, engines: Engines) -> AsyncIterator[httpx.Async
 
 
 def registered(*groups: int, state: str = "RUNNING") -> dict[str, Any]:
-    """What the coordinator says when these groups are registered."""
+    """The changes of the pod's state when these replica groups are registered."""
     return {
         "engine_state": state,
         "replica_groups": tuple(ReplicaGroupState(group, state, 2, 3, 8, 2) for group in groups),
@@ -205,19 +205,19 @@ async def test_a_pod_that_does_not_lead_refuses_signals(state: PodState) -> None
 
 
 class Roles:
-    """Stands in for what takes and gives up the role; knows of epoch 5."""
+    """Stands in for Leadership; its newest decision has epoch 5."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[str, int, str | None]] = []
 
     async def lead(self, epoch: int, lifecycle: str) -> None:
-        """As the real one."""
+        """As the real method."""
         if epoch < 5:
             raise StaleEpochError("lead", epoch, 5)
         self.taken.append(("lead", epoch, lifecycle))
 
     async def step_down(self, epoch: int) -> None:
-        """As the real one."""
+        """As the real method."""
         self.taken.append(("step-down", epoch, None))
 
 

@@ -1,4 +1,4 @@
-"""From a flag of ``megatron-serve`` to what a rank makes of it."""
+"""Flags of ``megatron-serve``, as ranks apply them."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ FACTS = CheckpointFacts(
 
 
 class Link:
-    """What a rank needs of its launcher while it loads."""
+    """The methods of ParentLink that a loading rank uses."""
 
     def report(self, **_: object) -> None:
-        """Nobody listens."""
+        """Ignored."""
 
 
 @pytest.fixture
 def rank_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``rank_options(*flags)``: what a rank of a pod with these flags is given."""
+    """``rank_options(*flags)``: the options and the plan of a rank of a pod with these flags."""
 
     def options(*flags: str) -> tuple[RankOptions, RankPlan]:
         seen: list[LaunchOptions] = []

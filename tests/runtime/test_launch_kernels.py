@@ -1,4 +1,4 @@
-"""Kernels that were compiled ahead serve a pod that may not write to where they lie."""
+"""Precompiled kernels in a read-only folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_precompiled_kernels_are_used(tmp_path: Path) -> None:
     with kernel_cache(environment):
         copy = Path(environment[CACHE_VARIABLE])
         subprocess.run([sys.executable, "-m", COMPILE, str(copy), *SIZES], env=environment, check=True)
-        assert files_below(copy) == before  # what is compiled anew would be written anew
+        assert files_below(copy) == before  # kernels that are compiled would be written
     assert not copy.exists()
     assert CACHE_VARIABLE not in environment
     assert files_below(shipped) == before

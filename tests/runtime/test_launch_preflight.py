@@ -1,4 +1,4 @@
-"""What the launcher finds wrong before it starts anything, and the sizes that it chooses."""
+"""The launcher's checks before it starts processes, and the sizes that it chooses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLENTY = AvailableMemory(2**40, "free on this machine")
 
 @pytest.fixture
 def options(tmp_path: Path) -> LaunchOptions:
-    """Options in which nothing is wrong; the type's size does not depend on the machine."""
+    """Valid options; the dtype does not depend on the machine."""
     return LaunchOptions(model=ModelSource(path=tmp_path), engine=EngineOptions(dtype="float32"))
 
 
@@ -48,7 +48,7 @@ def with_engine(options: LaunchOptions, **changes: Any) -> LaunchOptions:
 
 
 def refusal(options: LaunchOptions) -> str | None:
-    """What is said to be wrong with the options."""
+    """The error message of invalid options, or None."""
     try:
         options.check()
     except ConfigurationError as error:
@@ -174,7 +174,7 @@ def test_a_rank_needs_memory_only_for_its_part(options: LaunchOptions) -> None:
 
 
 def pod_of_three_ranks(options: LaunchOptions, index: int, **identity: Any) -> LaunchOptions:
-    """One of two pods of a replica whose second has one rank, as an operator starts it."""
+    """One of the two pods of a replica group, as an operator starts it; the second pod has one rank."""
     place = {"bind_host": "127.0.0.1", "master_address": "first.pod", "coordinator_address": "tcp://c:1", **identity}
     who = Identity(replica_group=2, attempt=7, pod_index=index, is_leader=False, **place)
     return replace(with_engine(options, tensor_parallel=3), ranks_per_pod=2, identity=who)

@@ -1,4 +1,4 @@
-"""The launcher's folder of metrics does not outlive it for long, however it ends."""
+"""The launcher's metrics folder is removed, however the launcher ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime's real control API before an engine that only knows its state: for pods without a model."""
+"""The runtime's real control API with an engine that has only a state: for pods without a model."""
 
 import asyncio
 import contextlib
@@ -26,18 +26,18 @@ LIFECYCLES = {"Running": "RUNNING", "Paused": "PAUSED", "Suspended": "SUSPENDED"
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """The tests' own handlers stay."""
+        """Keeps the handlers of the tests."""
         yield
 
 
 class StandIn:
-    """A launcher's control API at ``address``. ``signals`` are those that were obeyed, in order."""
+    """A launcher's control API at ``address``. ``signals`` are those that were carried out, in order."""
 
     def __init__(self, address: str, token: str, *, leader: bool, epoch: int, group: int, lifecycle: str) -> None:
         self.address = address
         self.signals: list[str] = []
         self._group = group
-        self._wish = LIFECYCLES[lifecycle]
+        self._desired = LIFECYCLES[lifecycle]
         self.state = PodState(PodFacts(is_leader=leader, epoch=epoch, ranks={0: RankState(0)}))
         self._app = create_control_api(
             self.state,
@@ -59,29 +59,29 @@ class StandIn:
         await asyncio.gather(self._serving, return_exceptions=True)
 
     def load(self, loaded: int, total: int) -> None:
-        """The rank reads its weights."""
+        """The rank loads its weights."""
         self.state.update_rank(0, phase=RankPhase.LOADING, loaded_bytes=loaded, total_bytes=total)
 
     def serve(self) -> None:
-        """The rank has its model, and on the leader the engine is in the wished state."""
+        """The rank serves, and the leader's engine is in the desired state."""
         self.state.update_rank(0, phase=RankPhase.SERVING)
         if self.state.facts.is_leader:
             self.state.update(frontends_listening=1)
-            self.enter(self._wish)
+            self.enter(self._desired)
 
     async def lead(self, epoch: int, lifecycle: str) -> None:
-        """The control API's ``LeaderRole``: the engine is in the wished state at once."""
-        self._wish = LIFECYCLES[lifecycle]
+        """The control API's ``LeaderRole``: the engine is in the desired state at once."""
+        self._desired = LIFECYCLES[lifecycle]
         self.state.update(is_leader=True, epoch=epoch)
         if self.state.facts.ranks[0].phase is RankPhase.SERVING:
             self.serve()
 
     async def step_down(self, epoch: int) -> None:
-        """The other half of it."""
+        """The control API's ``LeaderRole``."""
         self.state.update(is_leader=False, epoch=epoch, engine_state=None, replica_groups=())
 
     def enter(self, state: str) -> None:
-        """The engine is in this state now."""
+        """Set the state of the engine."""
         groups = self.state.facts.replica_groups or (ReplicaGroupState(self._group, state),)
         self.state.update(engine_state=state, replica_groups=tuple(replace(each, state=state) for each in groups))
 

@@ -1,4 +1,4 @@
-"""Whatever shares the batch, the pool or the pass with a request: its tokens are those of a pass over everything."""
+"""The tokens of a request do not depend on the batch, the pool or the passes: they are those of a full forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole engines over random lives of requests, and log probabilities in every combination of what may interfere."""
+"""Engines over random histories of requests, and log probabilities with every combination of features."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEM = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114]
 PROMPTS = [STEM[: 3 + 2 * i] + [i] * (i % 3) for i in range(4)]
 LENGTH = 10
 ANSWERS: dict[int, list[int]] = {}
-"""The undisturbed answers to the prompts."""
+"""The answers to the prompts without interruptions."""
 
 
 def actions() -> st.SearchStrategy[list[tuple[str, int]]]:
@@ -90,7 +90,7 @@ def test_every_request_of_a_random_history_gets_its_own_answer_and_frees_its_res
         else:
             perform(engine, action, which, ids)
         engine.check_integrity()
-    # Nobody starves: one by one, they would take no more passes.
+    # No request starves: one by one, they would need no fewer passes.
     for _ in range(sum(len(PROMPTS[3]) + LENGTH + 1 for _ in script)):
         if engine.has_unfinished_requests():
             step(engine)
@@ -99,7 +99,7 @@ def test_every_request_of_a_random_history_gets_its_own_answer_and_frees_its_res
 
 
 def scored(naive_logits: NaiveLogits, request: DynamicInferenceRequest, prompt: list[int]) -> list[float]:
-    """Of every token but the first, by one pass over everything."""
+    """Log probabilities of every token but the first, by one full forward pass."""
     tokens = prompt + request.generated_tokens
     table = naive_logits(tokens).log_softmax(-1)
     return [table[place - 1, token].item() for place, token in enumerate(tokens) if place > 0]

@@ -1,4 +1,4 @@
-"""Suspending, resuming, and sizing the engine's memory."""
+"""Suspending, resuming, and the sizes of the engine's memory."""
 
 from __future__ import annotations
 

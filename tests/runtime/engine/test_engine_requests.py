@@ -1,4 +1,4 @@
-"""How a request ends, what it reports, and what is refused."""
+"""The ends of requests, their reports, and refused requests."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_stop_string_across_tokens_ends_the_answer_and_is_never_streamed(
 
 @pytest.fixture
 def ascii_prompt(naive_greedy: NaiveGreedy) -> list[int]:
-    """A prompt whose greedy answer holds three ASCII characters in a row that did not come before."""
+    """A prompt whose greedy answer has three consecutive ASCII characters that did not occur before."""
     for first in range(256):
         text = as_text(naive_greedy([first, 1, 2], 40))
         if any(text[i : i + 3].isascii() and text.find(text[i : i + 3]) == i for i in range(3, len(text) - 3)):

@@ -1,4 +1,4 @@
-"""An engine that runs by itself in an event loop, and one that begins anew."""
+"""An engine that runs as a task of an event loop, and its reset."""
 
 from __future__ import annotations
 

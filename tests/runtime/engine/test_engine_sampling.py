@@ -182,7 +182,7 @@ def test_an_unknown_kind_of_log_probs_is_refused_by_name(make_engine: MakeEngine
 
 
 def expected_log_probs(naive_logits: NaiveLogits, request: DynamicInferenceRequest, mode: str) -> list[float]:
-    """Of every token but the first, by one pass over everything."""
+    """Log probabilities of every token but the first, by one full forward pass."""
     params = request.sampling_params
     assert params is not None
     tokens = PROMPT + request.generated_tokens

@@ -1,4 +1,4 @@
-"""What settings do that only show in a running engine."""
+"""Effects of settings that show only in a running engine."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_token_events_report_the_use_of_blocks(make_engine: MakeEngine) -> None:
         if event.type is DynamicInferenceEventType.GENERATED_TOKEN
     ]
     known = {"blocks_total": 32, "blocks_hashed_total": 1, "blocks_hashed_active": 1}
-    # The prompts share their first block, and have a second one each; the first request is gone before the second.
+    # The prompts share their first block and have different second ones; the first request ends before the second.
     owners = [4, 2]
     assert [{name: payload[name] for name in known} for payload in payloads] == [known] * 2
     assert [payload["blocks_ref_count"] for payload in payloads] == owners
@@ -124,7 +124,7 @@ def test_token_events_report_the_use_of_blocks(make_engine: MakeEngine) -> None:
 
 
 class Written:
-    """Keeps what a metrics writer is given."""
+    """Records the figures of a metrics writer."""
 
     def __init__(self) -> None:
         self.figures: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Stop texts, found wherever the borders between tokens fall."""
+"""Stop strings are found independently of token boundaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines on several ranks, in real processes: they answer as one rank does, and go the same way."""
+"""Engines in lock step on several ranks, in real processes: they give the answers of one rank."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One with experts."""
+    """A checkpoint with experts."""
     return write_tiny_checkpoint(tmp_path_factory.mktemp("mixture"), experts=4)
 
 
@@ -45,7 +45,7 @@ def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def alone(path: Path) -> list[Any]:
-    """What one rank answers."""
+    """The answers of one rank."""
     torch.set_num_threads(1)
     return lock_step_scenarios.serve(lock_step_scenarios.build(path))
 
@@ -88,7 +88,7 @@ def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
     assert said[0]["stats"].prefix_hits_total > 0
     assert (said[0]["too long"], said[0]["aborted"]) == ("FAILED", "abort")
     assert all(rank["stats"] == said[0]["stats"] for rank in said)
-    # Each stage has a pass: the first step begins one with the first request, and leaves the other to the next.
+    # Each stage has a pass: the first step begins one with the first request, the next step one with the other.
     assert said[0]["tokens of a step"] == (0 if sizes.pipeline > 1 else 2)
     assert said[0]["tokens before a pause"] == (1 if sizes.pipeline > 1 else 2)
 

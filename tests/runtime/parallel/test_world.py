@@ -1,4 +1,4 @@
-"""The library in one world over all replicas, as torchrun starts it."""
+"""The library in one world over all replica groups, as torchrun starts it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TENSOR, BOTH = ParallelSizes(tensor=2), ParallelSizes(tensor=2, pipeline=2)
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of one architecture."""
+    """Two checkpoints of one architecture."""
     folder = tmp_path_factory.mktemp("tiny")
     return write_tiny_checkpoint(folder / "old"), write_tiny_checkpoint(folder / "new", seed=4)
 
 
 @cache
 def alone(path: Path) -> dict[str, Any]:
-    """What one rank answers."""
+    """The answers of one rank."""
     torch.set_num_threads(1)
     llm = world_scenarios.build(path)
     said = {

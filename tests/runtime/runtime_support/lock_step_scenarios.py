@@ -1,4 +1,4 @@
-"""What each rank does in the tests of engines in lock step; here, where the ranks' processes can import it."""
+"""The ranks' functions in the tests of lock step, in a module that their processes can import."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ PARAMS = [
     SamplingParams(seed=7, grammar=regex_grammar("[ab]{20}")),
     SamplingParams(temperature=0, grammar=lark_grammar('start: "a" start')),
 ]
-"""What is asked for in every way that ranks could disagree about: text, drawn tokens, scores, penalties, stops, a
-grammar, and one that never ends, which shows after a token."""
+"""Requests with all features in which ranks could differ: text, sampling, log probabilities, penalties, stop strings, a
+grammar, and a grammar without an end, which fails after a token."""
 LATER = range(3, len(PROMPTS))
-"""Those that come after some steps."""
+"""The requests that are added after some steps."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request."""
+    """The result of a request."""
 
     tokens: list[int]
     text: str
@@ -53,7 +53,7 @@ class Answer:
 
     @classmethod
     def of(cls, request: DynamicInferenceRequest) -> Answer:
-        """What became of it."""
+        """The result of a merged request."""
         return cls(
             request.generated_tokens,
             request.generated_text or "",
@@ -62,20 +62,20 @@ class Answer:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Sums over ranks differ in the last digits from those of one."""
+        """Compare with tolerance: sums over several ranks differ from those of one in the last digits."""
         assert isinstance(other, Answer)
         said = (self.tokens, self.text, self.reason) == (other.tokens, other.text, other.reason)
         return said and self.log_probs == pytest.approx(other.log_probs, abs=1e-4)
 
 
 def build(path: Path, ranks: Ranks | None = None, blocks: int = 24, **settings: Any) -> DynamicInferenceEngine:
-    """An engine of small passes and so few blocks that requests are evicted; all of it, or this rank's part."""
+    """An engine with small passes and few blocks, so that requests are evicted; the whole model or this rank's part."""
     model = load_model(path, dtype="float32", ranks=ranks)
     return DynamicInferenceEngine.build(model, load_tokenizer(path), tight(model, blocks, **settings))
 
 
 def tight(model: Decoder, blocks: int = 24, **settings: Any) -> InferenceConfig:
-    """Small passes, and so few blocks that requests are evicted."""
+    """Small passes and few blocks, so that requests are evicted."""
     return InferenceConfig(
         block_size_tokens=BLOCK,
         kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.shard.largest_cache_config, BLOCK, model.dtype),
@@ -87,7 +87,7 @@ def tight(model: Decoder, blocks: int = 24, **settings: Any) -> InferenceConfig:
 
 
 def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> list[Answer]:
-    """All prompts, the last ones after some steps; what became of each. ``interrupt`` is called before every step."""
+    """The results of all prompts, the last ones added after some steps. Calls ``interrupt`` before every step."""
     futures = [engine.add_request(i, PROMPTS[i], PARAMS[i]) for i in range(3)]
     step = 0
     while engine.has_unfinished_requests():
@@ -100,7 +100,7 @@ def serve(engine: Any, *, interrupt: Callable[[int], None] = lambda _: None) -> 
 
 
 def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, mode: str) -> dict[str, Any]:
-    """The same by several ranks, with a pause and a suspension in the middle."""
+    """The same on several ranks, with a pause and a suspension in between."""
     ranks = join(sizes, rank, port)
     engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True)
     said: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
 
 
 def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> dict[str, Any]:
-    """Other weights between requests, after some that are nowhere."""
+    """Update the weights between requests, after attempts with missing weights."""
     ranks = join(sizes, rank, port)
     engine = build(old, ranks)
     said: dict[str, Any] = {}
@@ -161,7 +161,7 @@ def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> d
 
 
 def stray(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
-    """A rank that has done something on its own account."""
+    """A rank that has changed its schedule on its own."""
     ranks = join(sizes, rank, port, timeout=5.0)
     engine = build(path, ranks)
     try:
@@ -179,7 +179,7 @@ def stray(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
 
 
 def miss_suspension(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:
-    """The last rank takes its time when it should suspend."""
+    """The last rank suspends too late."""
     ranks = join(sizes, rank, port, timeout=1.5)
     engine = build(path, ranks)
     try:
@@ -195,7 +195,7 @@ def miss_suspension(rank: int, sizes: ParallelSizes, port: int, path: Path) -> s
 
 
 def wait_idle(rank: int, sizes: ParallelSizes, port: int, path: Path) -> float:
-    """Seconds of processor time that a rank uses in three seconds without a request."""
+    """CPU seconds that a rank uses in three seconds without a request."""
     ranks = join(sizes, rank, port)
     engine = build(path, ranks)
     first = LockStepEngine(engine, ranks) if rank == 0 else None

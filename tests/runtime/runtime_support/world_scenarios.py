@@ -1,4 +1,4 @@
-"""What each rank does in the tests of the library in one world over all replicas."""
+"""The ranks' functions in the tests of the library in one world over all replica groups."""
 
 from __future__ import annotations
 
@@ -55,24 +55,24 @@ def _take_place(rank: int, world_size: int, port: int) -> None:
 
 
 def parts(path: Path, ranks: Ranks | None = None) -> dict[str, Any]:
-    """What an LLM of this rank's part is made of."""
+    """The arguments of an LLM with this rank's part of the model."""
     config = InferenceConfig(buffer_size_gb=0.01, enable_prefix_caching=True, kv_cache_management_mode="recompute")
     model = load_model(path, dtype="float32", ranks=ranks)
     return {"model": model, "tokenizer": load_tokenizer(path), "inference_config": config}
 
 
 def build(path: Path, ranks: Ranks | None = None, **options: Any) -> MegatronLLM:
-    """An LLM of this rank's part."""
+    """An LLM with this rank's part of the model."""
     return MegatronLLM(**parts(path, ranks), **options)
 
 
 def tokens(llm: MegatronLLM, params: SamplingParams = GREEDY) -> list[list[int]]:
-    """What is answered to PROMPTS."""
+    """The answers to PROMPTS."""
     return [request.generated_tokens for request in llm.generate(PROMPTS, params)]
 
 
 def generate_directly(rank: int, world_size: int, port: int, sizes: ParallelSizes, old: Path, new: Path) -> Any:
-    """Every rank asks; other weights in between; and once they ask for different things."""
+    """Every rank generates, before and after a weight update, and once with different arguments."""
     ranks = enter(rank, world_size, port, sizes)
     llm = build(old, ranks)
     said = {"primary": llm.is_primary_rank, "greedy": tokens(llm), "drawn": tokens(llm, DRAWN)}
@@ -91,7 +91,7 @@ def generate_directly(rank: int, world_size: int, port: int, sizes: ParallelSize
 
 
 def generate_together(rank: int, world_size: int, port: int, sizes: ParallelSizes, old: Path, new: Path) -> Any:
-    """Through the coordinator, with everything that may happen between two answers."""
+    """Through the coordinator, with pause, suspension and weight update between answers."""
     ranks = enter(rank, world_size, port, sizes)
     said: dict[str, Any] = {}
     with build(old, ranks, use_coordinator=True) as llm:
@@ -129,7 +129,7 @@ def generate_together(rank: int, world_size: int, port: int, sizes: ParallelSize
 
 
 def serve_through_it_all(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str) -> Any:
-    """All that ranks could disagree about, once for each copy, in small passes and few blocks, and suspended once."""
+    """All features in which ranks could differ, per replica group, with small passes, few blocks and a suspension."""
     ranks = enter(rank, world_size, port, sizes)
     model = load_model(path, dtype="float32", ranks=ranks)
     config = lock_step_scenarios.tight(model, kv_cache_management_mode=mode, offload_weights=True)
@@ -158,7 +158,7 @@ def _answer_all(llm: MegatronLLM) -> list[lock_step_scenarios.Answer]:
 
 
 def stream(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> list[int] | None:
-    """An answer as it comes, on the primary rank, through a pause and a suspension that all take part in."""
+    """A streamed answer on the primary rank, with a pause and a suspension on all ranks."""
     ranks = enter(rank, world_size, port, sizes)
 
     async def follow_answer() -> list[int] | None:
@@ -177,7 +177,7 @@ def stream(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Pa
 
 
 def update_while_running(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> str:
-    """No rank takes other weights, and none waits for the others."""
+    """Every rank refuses a weight update, and none waits for the others."""
     ranks = enter(rank, world_size, port, sizes)
     with build(path, ranks, use_coordinator=True) as llm:
         try:
@@ -188,7 +188,7 @@ def update_while_running(rank: int, world_size: int, port: int, sizes: ParallelS
 
 
 def miss_coordinator(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> str:
-    """The coordinator is wanted on a machine that is not this one."""
+    """The coordinator's host is another machine."""
     ranks = enter(rank, world_size, port, sizes)
     try:
         build(path, ranks, use_coordinator=True, coordinator_host="192.0.2.1")
@@ -200,7 +200,7 @@ def miss_coordinator(rank: int, world_size: int, port: int, sizes: ParallelSizes
 def lose(
     rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str, victim: int, dies: bool
 ) -> Any:
-    """One rank dies or fails while the primary one generates, as long as all copies are there, and once more then."""
+    """One rank is killed or fails while the primary one generates; the primary one generates again afterwards."""
     ranks = enter(rank, world_size, port, sizes)
     llm = build(path, ranks, use_coordinator=mode == "coordinated")
     start = time.monotonic()
@@ -228,7 +228,7 @@ def _fail() -> None:
 
 
 def _copies(llm: MegatronLLM) -> int:
-    """Those that the coordinator has, or the one that there is in direct mode."""
+    """The engines of the coordinator, or the one of direct mode."""
     if llm._runtime is None:
         return 1
     assert llm._runtime._client is not None
@@ -237,7 +237,7 @@ def _copies(llm: MegatronLLM) -> int:
 
 
 def miss(rank: int, absent: int, world_size: int, port: int) -> str | None:
-    """One of the ranks of a world never comes."""
+    """One of the ranks of a world does not join."""
     if rank == absent:
         return None
     try:
@@ -248,7 +248,7 @@ def miss(rank: int, absent: int, world_size: int, port: int) -> str | None:
 
 
 def stay_behind(rank: int, slow: int, port: int, occasion: str, path: Path) -> str | None:
-    """One of three ranks does not come to the next thing to do together as long as the others have patience."""
+    """One of three ranks misses the next collective call within the timeout of the others."""
     world_group.LOAD_TIMEOUT = 4.0
     if occasion == "join_world":
         _take_place(rank, 3, port)
@@ -274,7 +274,7 @@ def stay_behind(rank: int, slow: int, port: int, occasion: str, path: Path) -> s
 
 
 def lose_before_start(rank: int, port: int, path: Path) -> tuple[str, float]:
-    """One of two ranks that share a copy dies when it has loaded its part."""
+    """One of the two ranks of a replica group is killed after it has loaded its part."""
     loaded = parts(path, enter(rank, 2, port, ParallelSizes(tensor=2)))
     if rank == 1:
         _die()

@@ -1,4 +1,4 @@
-"""A real launcher as a process, on a loopback address of its own."""
+"""A real launcher as a process, with its own loopback address."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Answer = TypeVar("Answer")
 
 
 class Pod:
-    """One launcher process and the ways to talk to it."""
+    """One launcher process, with clients of its endpoints."""
 
     def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
         self.host = environment.get("MEGATRON_BIND_HOST") or free_host(PORTS)
@@ -77,7 +77,7 @@ class Pod:
         )
 
     def state(self) -> dict[str, Any]:
-        """The answer of the control API."""
+        """The state that the control API reports."""
         body: dict[str, Any] = self.control.get("/v1/state").json()
         return body
 
@@ -86,11 +86,11 @@ class Pod:
         return self.http.post(path, json={"model": MODEL, **body}, headers=headers)
 
     def signal(self, name: str) -> httpx.Response:
-        """Sends a lifecycle signal and waits until it is obeyed."""
+        """Sends a lifecycle signal and waits until it is carried out."""
         return self.control.post(f"/v1/{name}", params={"wait": "true", "timeout": 30})
 
     def wait_for(self, what: Callable[[dict[str, Any]], bool], seconds: float = READY_SECONDS) -> dict[str, Any]:
-        """The state as soon as it is as wanted."""
+        """Waits for a state that fulfils the condition, and returns it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -102,7 +102,7 @@ class Pod:
         raise AssertionError(f"not within {seconds} s; last words:\n{self.words()}")
 
     def begin(self, pool: Executor, ask: Callable[[], Answer], requests: int) -> list[Future[Answer]]:
-        """Starts requests that all wait for each other, so that none is done before the last has come."""
+        """Starts requests while the engines are paused, so that none is finished before the last one has arrived."""
         self.signal("pause")
         answers = [pool.submit(ask) for _ in range(requests)]
         self.wait_for(lambda state: state["requests"]["waiting"] == requests)
@@ -110,7 +110,7 @@ class Pod:
         return answers
 
     def wait_ready(self) -> Pod:
-        """Returns once requests are taken."""
+        """Returns once the pod is ready."""
         self.wait_for(lambda state: state["ready"])
         return self
 
@@ -119,15 +119,15 @@ class Pod:
         return self.log.read_text()[-4000:]
 
     def children(self) -> dict[int, str]:
-        """Processes below the launcher, with their command lines."""
+        """The processes of the launcher, with their command lines."""
         return children_of(self.process.pid)
 
     def child(self, word: str) -> int:
-        """The one child whose command line has ``word``, or the first of several."""
+        """The first child whose command line has ``word``."""
         return min(pid for pid, command in self.children().items() if word in command)
 
     def end(self) -> None:
-        """Ends the launcher at once, and says what is left of its processes."""
+        """Kills the launcher, and returns its remaining processes."""
         below = list(self.children()) if self.process.poll() is None else []
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
@@ -167,20 +167,20 @@ def start_pod(tmp_path: Path) -> Iterator[StartPod]:
 
 @pytest.fixture
 def new_host() -> Callable[[], str]:
-    """Gives the address of a pod that others have to know before it is started."""
+    """Returns an address for a pod that other pods need before it is started."""
     return partial(free_host, PORTS)
 
 
 @pytest.fixture(scope="session")
 def pod_type() -> type[Pod]:
-    """For modules that share a pod of their own."""
+    """For modules with their own pod."""
     return Pod
 
 
 @pytest.fixture(scope="session")
 def shared_pod(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
-    """One pod of a worker with SmolLM2 for all tests that are about words; they leave it as they found it."""
-    # In bfloat16 the words that SmolLM2 finds likeliest are equally likely now and then.
+    """One pod per worker with SmolLM2, for all tests that depend on the text; they must restore its state."""
+    # In bfloat16 several tokens sometimes have the same highest probability.
     flags = ("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "512Mi")
     pod = Pod(tmp_path_factory.mktemp("pod"), *flags)
     try:
@@ -191,7 +191,7 @@ def shared_pod(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def tiny_pod(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
-    """One pod with such a model for the tests of a module; they leave it running."""
+    """One pod with such a model for the tests of a module; it runs after each test."""
     pod = Pod(tmp_path_factory.mktemp("pod"), "--model", str(tiny_checkpoint), *TINY_FLAGS)
     try:
         yield pod.wait_ready()

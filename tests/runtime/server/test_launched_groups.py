@@ -1,4 +1,4 @@
-"""Several replicas: in one standalone launcher, and in pods of their own that find the leader."""
+"""Several replica groups: in one standalone launcher, and in several pods with a leader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?
 
 
 def ask(pod: Any) -> str:
-    """One short answer, always the same."""
+    """One short, deterministic answer."""
     answer = pod.openai.chat.completions.create(
         model="chat", messages=FRANCE, temperature=0, max_tokens=20, extra_body={"ignore_eos": True}
     )
@@ -107,7 +107,7 @@ def test_api_keys_from_a_file_are_required_and_reloaded(
     refused = pod.http.get("/v1/models")
     assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
     assert (status("first-key"), status("second-key")) == (200, 401)
-    time.sleep(0.01)  # so that the file's time of change is another
+    time.sleep(0.01)  # so that the file's modification time changes
     keys.write_text("second-key\n")
     assert (status("first-key"), status("second-key")) == (401, 200)
     assert pod.http.get("/health").status_code == 200

@@ -1,4 +1,4 @@
-"""What becomes of requests when a process of the pod hangs, or takes its connections along."""
+"""Requests when a process of the pod hangs, or is killed with its connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPLICAS = 2
 
 
 def ask(pod: Any) -> str:
-    """A greedy answer of some length, asked for again when its frontend is taken away."""
+    """A long greedy answer; the request is repeated when its frontend is killed."""
     patient = pod.openai.with_options(max_retries=20)
     return str(
         patient.completions.create(
@@ -43,7 +43,7 @@ def test_requests_of_a_killed_frontend_leave_the_engine_and_free_its_blocks(
     with pod.http.stream("POST", "/v1/completions", json=long) as answer:
         lines = answer.iter_lines()
         next(lines)
-        pod.signal("pause")  # so that none can end by itself
+        pod.signal("pause")  # so that no request finishes
         pod.wait_for(lambda state: state["requests"]["running"] > 0)
         os.kill(pod.child("server.frontend"), signal.SIGKILL)
         with pytest.raises(httpx.RemoteProtocolError):

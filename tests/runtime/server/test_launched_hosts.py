@@ -1,4 +1,4 @@
-"""A copy of the model over two hosts with a network between them, which is cut and mended."""
+"""A replica group on two hosts whose network is cut and repaired."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 PROMPT = [5, 6, 7, 8, 9]
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
 NOTICE_SECONDS = 50
-"""Within which a pulled cable has ended both launchers, on a busy machine; before any collective's timeout."""
+"""Time within which both launchers end after a cut, on a busy machine; less than every collective's timeout."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def ask(pod: Any, length: int = 40) -> str:
 
 @pytest.fixture
 def start_attempt(switch: Switch, start_pod: Callable[..., Any], checkpoint: Path) -> Callable[[str, int], list[Any]]:
-    """Starts one pod on each host, as an operator would; they are the ranks of one copy, split as the flag says."""
+    """Starts one pod on each host, as an operator does; together they are one replica group."""
 
     def start(split: str, attempt: int) -> list[Any]:
         return [start_on(host, split, index, attempt) for index, host in enumerate(switch.hosts)]

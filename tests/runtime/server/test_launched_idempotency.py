@@ -1,4 +1,4 @@
-"""Requests that are sent again under the same Idempotency-Key."""
+"""Requests that are repeated with the same Idempotency-Key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
 @pytest.fixture(scope="module")
 def pod(tmp_path_factory: pytest.TempPathFactory, pod_type: Any) -> Iterator[Any]:
-    """A small one with a single frontend."""
+    """A small pod with a single frontend."""
     checkpoint: Path = write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
     flags = ["--model", str(checkpoint), "--kv-cache-memory", "32Mi", "--frontend-replicas", "1"]
     started = pod_type(tmp_path_factory.mktemp("pod"), *flags)
@@ -27,7 +27,7 @@ def pod(tmp_path_factory: pytest.TempPathFactory, pod_type: Any) -> Iterator[Any
 
 
 def ask(pod: Any, key: str, *, retries: int = 20, **fields: Any) -> str:
-    """An answer of chance, without a seed; asked for again when its frontend is taken away."""
+    """A random answer without a seed; the request is repeated when its frontend is killed."""
     asked: dict[str, Any] = {"model": "chat", "prompt": [1, 2, 3], "max_tokens": 60, **fields}
     answer = pod.openai.with_options(max_retries=retries).completions.create(
         **asked, extra_body={"ignore_eos": True}, extra_headers={"Idempotency-Key": key}
@@ -36,7 +36,7 @@ def ask(pod: Any, key: str, *, retries: int = 20, **fields: Any) -> str:
 
 
 def submit_until_it_waits(pool: ThreadPoolExecutor, pod: Any, key: str, **fields: Any) -> Future[str]:
-    """A request at a paused engine; for a moment after an answer, the same key is answered with what is still kept."""
+    """A request at a paused engine; for a short time after an answer, the same key returns the kept answer."""
     while True:
         answer = pool.submit(ask, pod, key, **fields)
         pod.wait_for(lambda state, sent=answer: sent.done() or state["requests"]["waiting"] == 1)

@@ -1,4 +1,4 @@
-"""The role of the leader goes from pod to pod while requests are answered."""
+"""The role of the leader moves between pods while requests are answered."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?
 STORY: list[Any] = [{"role": "user", "content": "Tell a story."}]
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "32Mi", "--frontend-replicas", "1", "--drain-timeout", "20")
 LONG = 800
-"""Tokens of an answer that is not complete before a test has done its part."""
+"""Tokens of an answer that is unfinished while a test acts."""
 
 
 def ask(pod: Any, length: int = 20) -> str:
-    """One answer, always the same for a length."""
+    """One deterministic answer of this length."""
     answer = pod.openai.chat.completions.create(
         model="chat", messages=FRANCE, temperature=0, max_tokens=length, extra_body={"ignore_eos": True}
     )
@@ -31,7 +31,7 @@ def ask(pod: Any, length: int = 20) -> str:
 
 @dataclass
 class Pair:
-    """Two pods with a copy of the model each, and the address behind which the coordinator of either is found.
+    """Two pods with one replica group each, and an address that leads to the coordinator of either.
 
     ``answer`` is that of a pod to which nothing has happened yet.
     """
@@ -42,7 +42,7 @@ class Pair:
     answer: str
 
     def give_lead(self, pod: Any, epoch: int, **wish: str) -> None:
-        """What an operator does: the name leads there, then the pod is told."""
+        """Moves the address and then the role, as an operator does."""
         self.coordinator.target = (pod.host, 5557)
         assert pod.control.post("/v1/lead", json={"epoch": epoch, **wish}).status_code == 200
 
@@ -72,7 +72,7 @@ def pair(start_pod: Callable[..., Any], new_host: Callable[[], str], tiny_checkp
 
 
 def leads(groups: int, engine: str = "RUNNING") -> Callable[[dict[str, Any]], bool]:
-    """Whether a pod leads so many groups that are in this state."""
+    """Whether a pod leads this number of replica groups in this state."""
 
     def check(state: dict[str, Any]) -> bool:
         registered = [replica["state"] for replica in state["replicaGroups"]]
@@ -111,7 +111,7 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
     assert former["ready"]
     assert pair.first.control.post("/v1/pause").json()["error"]["code"] == "NotLeader"
     assert not any("coordinator_process" in command for command in pair.first.children().values())
-    # Back again: the ranks are still those that were started first.
+    # Back at the first pod: its ranks were not restarted.
     pair.give_lead(pair.first, 3)
     assert pair.second.control.post("/v1/step-down", json={"epoch": 3}).status_code == 200
     pair.first.wait_for(leads(2))

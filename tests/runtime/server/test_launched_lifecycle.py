@@ -1,4 +1,4 @@
-"""The control API of a real pod: pause, suspend, drain, and who may ask for them."""
+"""The control API of a real pod: pause, suspend, drain, and its token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORY: list[Any] = [{"role": "user", "content": "Tell me a long story about a li
 
 
 def ask(pod: Any) -> str:
-    """One short answer, always the same."""
+    """One short, deterministic answer."""
     answer = pod.openai.chat.completions.create(
         model="chat", messages=QUESTION, temperature=0, max_tokens=20, extra_body={"ignore_eos": True}
     )
@@ -29,7 +29,7 @@ def ask(pod: Any) -> str:
 
 
 def waits(pod: Any, answer: Future[str]) -> bool:
-    """Whether a request sits in an engine's queue, unanswered."""
+    """Whether a request waits in an engine's queue."""
     state = pod.wait_for(lambda state: state["requests"]["waiting"] == 1, seconds=20)
     return not answer.done() and state["requests"]["running"] == 0
 
@@ -213,7 +213,7 @@ def test_a_second_signal_ends_the_pod_at_once(pod: Any) -> None:
     pod.wait_for(lambda state: state["draining"])
     below = pod.children()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        # Signals that come together count as one, so this one comes a moment later.
+        # Signals that arrive together count as one, so this one is sent a moment later.
         pod.process.wait(0.5)
     pod.process.send_signal(signal.SIGINT)
     assert pod.process.wait(30) == 1

@@ -1,4 +1,4 @@
-"""A model that several ranks share, through the launcher: it answers as on one, and its ranks live and die together."""
+"""A replica group of several ranks through the launcher: it gives the answers of one rank, and restarts as a whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pod(pod_type: type[Any], checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two replicas of two ranks; the tests leave them running."""
+    """Two replica groups of two ranks; they run after each test."""
     flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", "2", "--replica-groups", "2")
     started = pod_type(tmp_path_factory.mktemp("pod"), *flags)
     try:

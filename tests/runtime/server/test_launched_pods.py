@@ -1,4 +1,4 @@
-"""A copy of the model over several pods: launchers that know each other from the environment an operator gives them."""
+"""A replica group over several pods: launchers with the environment that an operator sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 PROMPT = [5, 6, 7, 8, 9]
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1", "--drain-timeout", "20")
 LEAVE_SECONDS = 30
-"""Within which nothing is left of a group that has lost a rank, on a busy machine."""
+"""Time within which a replica group ends after the loss of a rank, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start_group(start_pod: Callable[..., Any], new_host: Callable[[], str], checkpoint: Path) -> Callable[..., Any]:
-    """Starts the pods of one attempt of a group; the first pod of group 0 leads."""
+    """Starts the pods of one attempt of a replica group; the first pod of replica group 0 leads."""
 
     def start(
         *flags: str, pods: int = 2, group: int = 0, attempt: int = 0, leader: str | None = None, **environment: str
@@ -61,7 +61,7 @@ def ask(pod: Any, length: int = 40) -> str:
 
 
 def long_answer(pod: Any) -> Callable[[], str]:
-    """Asks for so much that nothing is done before a test has done its worst."""
+    """Sends requests that are unfinished while a test acts."""
     return partial(ask, pod, 300)
 
 
@@ -71,7 +71,7 @@ def rank_in(pod: Any) -> int:
 
 
 def last_words(pod: Any) -> dict[str, Any]:
-    """What a launcher that failed left behind."""
+    """The termination log of a failed launcher."""
     reason: dict[str, Any] = json.loads(pod.termination_log.read_text())
     return reason
 

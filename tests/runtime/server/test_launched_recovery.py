@@ -1,4 +1,4 @@
-"""What a pod survives, and how it ends when it can't go on."""
+"""Recovery of a pod from failures, and its exit when it can't recover."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StartPod = Callable[..., Any]
 
 
 def count(pod: Any) -> str:
-    """A greedy answer of some length, so that it is not complete before a test has killed a process."""
+    """A greedy answer that is unfinished when a test kills a process."""
     answer = pod.openai.completions.create(
         model="chat", prompt="One, two, three,", temperature=0, max_tokens=1000, extra_body={"ignore_eos": True}
     )
@@ -85,11 +85,11 @@ def test_a_rank_that_fails_repeatedly_ends_the_launcher(start_pod: StartPod, tin
 def test_no_process_survives_a_killed_launcher(start_pod: StartPod, tiny_checkpoint: Path) -> None:
     pod = start_pod("--model", str(tiny_checkpoint), "--kv-cache-memory", "32Mi").wait_ready()
     assert len(pod.children()) == 4
-    pod.end()  # by SIGKILL, and looks for what is left
+    pod.end()  # by SIGKILL, and checks for remaining processes
 
 
 def refused(pod: Any, reason: str) -> str:
-    """The message of a launcher that ended because of its input."""
+    """The message of a launcher that ended because of invalid input."""
     assert pod.process.wait(60) == 2
     written = json.loads(pod.termination_log.read_text())
     assert written["reason"] == reason
@@ -134,7 +134,7 @@ def test_a_truncated_checkpoint_is_refused(start_pod: StartPod, smollm2_path: Pa
     broken.write_bytes(smollm2_path.read_bytes()[: 2**20])
     pod = start_pod("--model", str(broken))
     assert f"--model {broken}" in refused(pod, "CheckpointError")
-    assert "[rank" not in pod.log.read_text()  # it was started already, and ended without a word
+    assert "[rank" not in pod.log.read_text()  # it was started already, and ended without output
 
 
 def test_a_file_that_is_not_a_checkpoint_is_refused(start_pod: StartPod, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(start_pod: StartPod, tmp_pat
 def test_too_little_memory_is_refused(start_pod: StartPod, smollm2_path: Path) -> None:
     pod = start_pod("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "900Gi")
     message = refused(pod, "InvalidSpec")
-    assert message.startswith("--kv-cache-memory 900Gi: with 621.1Mi of weights")  # the tied head is held twice
+    assert message.startswith("--kv-cache-memory 900Gi: with 621.1Mi of weights")  # the tied head is stored twice
     assert "ask for a smaller cache" in message
 
 

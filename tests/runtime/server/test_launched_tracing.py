@@ -1,4 +1,4 @@
-"""Traces of a real pod, as a collector gets them over OTLP."""
+"""Traces of a real pod, as a collector receives them over OTLP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLAGS = ("--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
 
 
 class Collector:
-    """Takes what exporters send."""
+    """Receives what exporters send."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -56,7 +56,7 @@ class Collector:
             self.news.notify_all()
 
     def wait_for(self, name: str, *, trace: str = "", besides: Sequence[str] = ()) -> Span:
-        """The newest span of this name, of one trace, or of any but these."""
+        """The newest span with this name, of one trace, or of none of these."""
 
         def found() -> list[Span]:
             named = [span for span in self.spans if span.name == name and span.trace_id.hex() not in besides]
@@ -76,7 +76,7 @@ def collector() -> Iterator[Collector]:
 
 
 def values(span: Span) -> dict[str, Any]:
-    """Attributes that are numbers or text."""
+    """The attributes that are numbers or strings."""
     named: dict[str, Any] = {}
     for attribute in span.attributes:
         kind = attribute.value.WhichOneof("value")
