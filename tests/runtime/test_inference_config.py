@@ -111,7 +111,7 @@ def test_only_a_persistent_kv_cache_keeps_its_address() -> None:
 
 
 def test_another_sampling_backend_falls_back_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="sampling is done by torch"):
+    with pytest.warns(UserWarning, match="sampling_backend='flashinfer' is not available; using 'torch'"):
         assert InferenceConfig(sampling_backend="flashinfer").sampling_backend == "torch"
 
 

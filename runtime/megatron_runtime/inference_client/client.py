@@ -13,6 +13,7 @@ import zmq.asyncio
 from megatron_runtime.errors import ConfigurationError, CoordinatorError, InvalidStateError, MegatronInferenceError
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.calls import ClientCalls
+from megatron_runtime.inference_client.engine_signals import EngineSignals
 from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream
 from megatron_runtime.inference_client.requests import ClientRequests, retrieve
 from megatron_runtime.inference_client.result import StreamUpdate
@@ -26,7 +27,7 @@ from megatron_runtime.wire.service_state import ServiceState
 HEARTBEAT_SECONDS = 1.0
 
 
-class InferenceClient:
+class InferenceClient(EngineSignals):
     """An asynchronous client of one coordinator. It belongs to one event loop and is not thread-safe.
 
     The client keeps a request until it is answered. When the connection or the coordinator is lost, the client
@@ -209,45 +210,6 @@ class InferenceClient:
         self._requests.abort(request_id)
 
     # Control
-
-    def pause_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """RUNNING -> PAUSED: engines stop computing and keep their requests; new requests queue.
-
-        Like the other signals it is sent at once, and returns an awaitable that is done when all registered engines
-        have reached the state. A signal that is possible once the signals before it are carried out waits for them.
-
-        Raises:
-            InvalidStateError: (from the awaitable) the state of the service doesn't allow it.
-            TransitionTimeoutError: (from the awaitable) names the engines that are missing.
-            CoordinatorError: (from the awaitable) the coordinator can't be reached.
-        """
-        return self._send_signal_to_engines(Headers.PAUSE, timeout)
-
-    def unpause_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """PAUSED -> RUNNING; otherwise as `pause_engines`."""
-        return self._send_signal_to_engines(Headers.UNPAUSE, timeout)
-
-    def suspend_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """PAUSED -> SUSPENDED: engines release memory; otherwise as `pause_engines`.
-
-        A running service is paused first, unless the client has ``strict_signals``.
-        """
-        return self._send_signal_to_engines(Headers.SUSPEND, timeout)
-
-    def resume_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """SUSPENDED -> PAUSED: engines allocate their memory again; otherwise as `pause_engines`.
-
-        After a suspension that paused a running service it goes on to RUNNING, unless the client has
-        ``strict_signals``.
-        """
-        return self._send_signal_to_engines(Headers.RESUME, timeout)
-
-    def stop_engines(self, timeout: float | None = None) -> Awaitable[None]:
-        """PAUSED or SUSPENDED -> stopped: unfinished requests are aborted; otherwise as `pause_engines`.
-
-        A running service is paused first, unless the client has ``strict_signals``.
-        """
-        return self._send_signal_to_engines(Headers.STOP, timeout)
 
     def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
         """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
