@@ -1,7 +1,7 @@
 """The kinds of attention: how tensor-parallel ranks divide the heads, and what each caches. Without torch.
 
-What a kind computes is in its module, see `self_attention`; the tensors that it is loaded from are in
-`formats.expected_tensors` and `placements`.
+What a kind computes is in its module, which `decoder_layer.make_attention` builds; the tensors that it is loaded from
+are in `formats.expected_tensors` and `placements`.
 """
 
 from __future__ import annotations
