@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 import zmq.asyncio
 
 from megatron_runtime.errors import ConfigurationError, CoordinatorError, InvalidStateError, MegatronInferenceError
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.calls import ClientCalls
-from megatron_runtime.inference_client.engine_signals import EngineSignals
+from megatron_runtime.inference_client.control_calls import ControlCalls
 from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream
 from megatron_runtime.inference_client.requests import ClientRequests, retrieve
 from megatron_runtime.inference_client.result import StreamUpdate
@@ -22,12 +21,11 @@ from megatron_runtime.wire.bodies import Prompt
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.dealer import Dealer
 from megatron_runtime.wire.items import arguments, natural, text
-from megatron_runtime.wire.service_state import ServiceState
 
 HEARTBEAT_SECONDS = 1.0
 
 
-class InferenceClient(EngineSignals):
+class InferenceClient(ControlCalls):
     """An asynchronous client of one coordinator. It belongs to one event loop and is not thread-safe.
 
     The client keeps a request until it is answered. When the connection or the coordinator is lost, the client
@@ -209,54 +207,13 @@ class InferenceClient(EngineSignals):
         """Abort a request. Its result is FAILED, with finish_reason "abort" and the tokens so far."""
         self._requests.abort(request_id)
 
-    # Control
-
-    def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
-        """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
-
-        Sent at once, as the signals. Engines that register later load the weights before they get requests: keep the
-        files until the next update. To send named tensors, write them with ``safetensors.torch.save_file``, for
-        example to /dev/shm.
-
-        Returns:
-            An awaitable of the version of the weights, the ``weight_version`` of results.
-
-        Raises:
-            InvalidStateError: (from the awaitable) the service is in another state.
-            CheckpointError: (from the awaitable) names the engines that failed, and why; they keep their weights.
-            TransitionTimeoutError: (from the awaitable) names the engines that have not answered.
-            CoordinatorError: (from the awaitable) the coordinator can't be reached.
-        """
-        self._require_started()
-        return self._calls.update_weights(str(path), timeout)
-
-    def _send_signal_to_engines(self, signal: Headers, timeout: float | None = None) -> Awaitable[None]:
-        self._require_started()
-        return self._calls.signal(signal, timeout, strict=self._strict_signals)
+    # The coordinator
 
     def shutdown_coordinator(self) -> None:
         """End the coordinator process; engines go on."""
         self._require_started()
         self._requests.flush()
         self._dealer.send(Headers.SHUTDOWN)
-
-    def service_state(self, timeout: float | None = None) -> Coroutine[None, None, ServiceState]:
-        """The current state of the service.
-
-        Raises:
-            CoordinatorError: No answer within ``timeout`` (10 s).
-        """
-        self._require_started()
-        return self._calls.service_state(10.0 if timeout is None else timeout)
-
-    def wait_for_state_change(self, after_revision: int, timeout: float) -> Coroutine[None, None, ServiceState]:
-        """The state as soon as its revision is greater than ``after_revision``; at the timeout, the state as it is.
-
-        Raises:
-            CoordinatorError: The coordinator can't be reached at the timeout.
-        """
-        self._require_started()
-        return self._calls.wait_for_state_change(after_revision, timeout)
 
     # Messages and connection
 

@@ -1,0 +1,102 @@
+"""The calls of a client that control the service: lifecycle signals, weight updates and its state."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Coroutine
+from pathlib import Path
+
+from megatron_runtime.headers import Headers
+from megatron_runtime.inference_client.calls import ClientCalls
+from megatron_runtime.wire.service_state import ServiceState
+
+
+class ControlCalls(ABC):
+    """The part of InferenceClient that controls the service."""
+
+    _calls: ClientCalls
+    _strict_signals: bool
+
+    @abstractmethod
+    def _require_started(self) -> asyncio.AbstractEventLoop: ...
+
+    def pause_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """RUNNING -> PAUSED: engines stop computing and keep their requests; new requests queue.
+
+        Like the other signals it is sent at once, and returns an awaitable that is done when all registered engines
+        have reached the state. A signal that is possible once the signals before it are carried out waits for them.
+
+        Raises:
+            InvalidStateError: (from the awaitable) the state of the service doesn't allow it.
+            TransitionTimeoutError: (from the awaitable) names the engines that are missing.
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        return self._send_signal_to_engines(Headers.PAUSE, timeout)
+
+    def unpause_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """PAUSED -> RUNNING; otherwise as `pause_engines`."""
+        return self._send_signal_to_engines(Headers.UNPAUSE, timeout)
+
+    def suspend_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """PAUSED -> SUSPENDED: engines release memory; otherwise as `pause_engines`.
+
+        A running service is paused first, unless the client has ``strict_signals``.
+        """
+        return self._send_signal_to_engines(Headers.SUSPEND, timeout)
+
+    def resume_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """SUSPENDED -> PAUSED: engines allocate their memory again; otherwise as `pause_engines`.
+
+        After a suspension that paused a running service it goes on to RUNNING, unless the client has
+        ``strict_signals``.
+        """
+        return self._send_signal_to_engines(Headers.RESUME, timeout)
+
+    def stop_engines(self, timeout: float | None = None) -> Awaitable[None]:
+        """PAUSED or SUSPENDED -> stopped: unfinished requests are aborted; otherwise as `pause_engines`.
+
+        A running service is paused first, unless the client has ``strict_signals``.
+        """
+        return self._send_signal_to_engines(Headers.STOP, timeout)
+
+    def update_weights(self, path: str | Path, timeout: float | None = None) -> Awaitable[int]:
+        """In PAUSED or SUSPENDED: every engine loads a checkpoint's weights in place, from a path that each can read.
+
+        Sent at once, as the signals. Engines that register later load the weights before they get requests: keep the
+        files until the next update. To send named tensors, write them with ``safetensors.torch.save_file``, for
+        example to /dev/shm.
+
+        Returns:
+            An awaitable of the version of the weights, the ``weight_version`` of results.
+
+        Raises:
+            InvalidStateError: (from the awaitable) the service is in another state.
+            CheckpointError: (from the awaitable) names the engines that failed, and why; they keep their weights.
+            TransitionTimeoutError: (from the awaitable) names the engines that have not answered.
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        self._require_started()
+        return self._calls.update_weights(str(path), timeout)
+
+    def _send_signal_to_engines(self, signal: Headers, timeout: float | None = None) -> Awaitable[None]:
+        self._require_started()
+        return self._calls.signal(signal, timeout, strict=self._strict_signals)
+
+    def service_state(self, timeout: float | None = None) -> Coroutine[None, None, ServiceState]:
+        """The current state of the service.
+
+        Raises:
+            CoordinatorError: No answer within ``timeout`` (10 s).
+        """
+        self._require_started()
+        return self._calls.service_state(10.0 if timeout is None else timeout)
+
+    def wait_for_state_change(self, after_revision: int, timeout: float) -> Coroutine[None, None, ServiceState]:
+        """The state as soon as its revision is greater than ``after_revision``; at the timeout, the state as it is.
+
+        Raises:
+            CoordinatorError: The coordinator can't be reached at the timeout.
+        """
+        self._require_started()
+        return self._calls.wait_for_state_change(after_revision, timeout)
