@@ -111,14 +111,14 @@ def reached_states(signal: Headers) -> tuple[EngineState, ...]:
 
 
 class ReachedStates:
-    """The states that a wait for an engine finds: the present one, and the events that are still set."""
+    """The states that `wait_until` of an engine accepts: the present one, and the events that are still set."""
 
     def __init__(self) -> None:
         self.present = EngineState.RUNNING
         self._events = frozenset({EngineState.RUNNING})
 
     def add(self, state: EngineState) -> None:
-        """Note a state that was reached. Safe beside a ``first_of`` in another thread."""
+        """Record a state. Another thread may call ``first_of`` at the same time."""
         self._events = (self._events - CLEARED_EVENTS.get(state, frozenset())) | {state} & EVENTS
         self.present = state
 
@@ -128,7 +128,7 @@ class ReachedStates:
 
 
 def steps_to(state: CoordinatorState, signal: Headers) -> tuple[Headers, ...]:
-    """The signals that carry out a client's signal in a state: itself, or PAUSE before it. Empty: it is not possible.
+    """The signals that a client's signal needs in a state: itself, or PAUSE before it; empty if it is not possible.
 
     A running service that is suspended or stopped is paused first.
     """

@@ -37,7 +37,7 @@ def refuse_media(multi_modal_data: Any) -> None:
     """Raise InvalidRequestError if there are media."""
     if multi_modal_data is not None:
         raise InvalidRequestError(
-            "multi_modal_data: the supported models read text only; leave it out", field="multi_modal_data"
+            "multi_modal_data: the supported models read text only; omit it", field="multi_modal_data"
         )
 
 

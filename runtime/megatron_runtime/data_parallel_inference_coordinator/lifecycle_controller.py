@@ -26,7 +26,7 @@ SIGNAL_REPEAT_SECONDS = 2.0
 signal that they have carried out."""
 
 MAX_QUEUED = 16
-"""Transitions that wait for the one in progress. Further signals are refused."""
+"""Maximum number of queued transitions; further signals are refused."""
 
 
 @dataclass(eq=False)
@@ -72,7 +72,7 @@ class LifecycleController:
         self._queued: deque[_Transition] = deque()
         """Transitions that follow the current one, in order."""
         self._paused_to_suspend = False
-        """Whether the last suspension began with a pause of its own, which its end has to take back."""
+        """Whether the last SUSPEND paused a running service, so that RESUME also sends UNPAUSE."""
         self._missing: set[bytes] = set()
         """Identities of the engines that have not carried out the signal in progress."""
         self.target = target
@@ -107,9 +107,9 @@ class LifecycleController:
         A signal is refused when it is not possible in the state that the transitions before it lead to.
 
         Args:
-            client: Gets the answer, under ``call_id``.
-            deadline: The call is answered then at the latest; the transition goes on.
-            strict: False lets SUSPEND and STOP pause a running service first, and RESUME take that pause back.
+            client: Gets the answer, with ``call_id``.
+            deadline: Time of the answer at the latest; the transition continues.
+            strict: False: SUSPEND and STOP pause a running service first, and RESUME ends that pause too.
         """
         last = self._queued[-1] if self._queued else self._current
         state = self.target if last is None else STATE_AFTER[last.signal]

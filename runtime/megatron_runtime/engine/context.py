@@ -54,7 +54,7 @@ class DynamicInferenceContext:
         shard: This rank's part of the model; None: the whole model. All ranks have the limits of the largest part.
 
     Raises:
-        ConfigurationError: The settings leave no room for a single block, or the memory can't be had.
+        ConfigurationError: The settings leave no room for a single block, or the memory can't be allocated.
     """
 
     def __init__(

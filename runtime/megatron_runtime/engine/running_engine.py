@@ -120,7 +120,7 @@ class RunningEngine(ABC):
         from megatron_runtime.engine.worker.attach import start_listening
 
         if loop is not None and loop is not asyncio.get_running_loop():
-            raise ConfigurationError("loop is not the running event loop; leave it out", field="loop")
+            raise ConfigurationError("loop is not the running event loop; omit it", field="loop")
         return await start_listening(
             self,
             port=inference_coordinator_port,

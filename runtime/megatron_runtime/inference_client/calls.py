@@ -40,7 +40,7 @@ class _PendingCall:
 
 
 class SignalTask(asyncio.Task[_Result]):
-    """Carries a command to its end. It remembers whether anything waits for it, to log a failure that nothing sees."""
+    """Runs a command. It records whether it is awaited, so that the failure of one that is not gets logged."""
 
     def __init__(self, work: Coroutine[Any, Any, _Result]) -> None:
         self.is_awaited = False
@@ -52,7 +52,7 @@ class SignalTask(asyncio.Task[_Result]):
         return super().__await__()
 
     def add_done_callback(self, fn: Callable[[Any], object], *, context: Any = None) -> None:
-        """As for every task; asyncio.wait, gather, shield and wait_for come this way."""
+        """As for every task; asyncio.wait, gather, shield and wait_for call this."""
         self.is_awaited = True
         super().add_done_callback(fn, context=context)
 
@@ -112,7 +112,7 @@ class ClientCalls:
         return self._latest
 
     async def wait_for_state_change(self, after_revision: int, limit: float) -> ServiceState:
-        """The state as soon as its revision is greater; at the timeout, the state as it is."""
+        """The state as soon as its revision is greater, or the current state at the timeout."""
         try:
             async with asyncio.timeout(limit):
                 if self._latest is None:

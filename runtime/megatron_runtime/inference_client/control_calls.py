@@ -93,7 +93,7 @@ class ControlCalls(ABC):
         return self._calls.service_state(10.0 if timeout is None else timeout)
 
     def wait_for_state_change(self, after_revision: int, timeout: float) -> Coroutine[None, None, ServiceState]:
-        """The state as soon as its revision is greater than ``after_revision``; at the timeout, the state as it is.
+        """The state as soon as its revision is greater than ``after_revision``, or the current state at the timeout.
 
         Raises:
             CoordinatorError: The coordinator can't be reached at the timeout.

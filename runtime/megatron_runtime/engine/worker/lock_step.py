@@ -201,8 +201,8 @@ def refuse_request_timeout(config: InferenceConfig) -> None:
     """Raise ConfigurationError if a replica group of several ranks has a request timeout."""
     if config.request_timeout is not None:
         raise ConfigurationError(
-            f"request_timeout={config.request_timeout}: the ranks of a replica group have no common clock; leave it "
-            "out, and set it for the coordinator",
+            f"request_timeout={config.request_timeout}: the ranks of a replica group have no common clock; omit "
+            "it, and set it for the coordinator",
             field="request_timeout",
         )
 
