@@ -69,6 +69,8 @@ def ready(inputs: StatusInputs) -> ConditionState:
     """True while the resource answers requests."""
     if not inputs.should_have_pods:
         return _leaving(inputs)
+    if inputs.taken_services:
+        return _names_taken(inputs)
     if inputs.leading_group.given_up is not None:
         return _why("False", inputs.leading_group, inputs)
     if inputs.is_unreachable:
@@ -149,6 +151,14 @@ def failed(inputs: StatusInputs) -> ConditionState:
     if inputs.should_have_pods and inputs.leading_group.given_up is not None:
         return _why("True", inputs.leading_group, inputs)
     return AS_EXPECTED
+
+
+def _names_taken(inputs: StatusInputs) -> ConditionState:
+    services = ", ".join(inputs.taken_services)
+    fix = "delete the other owner, or create this resource under another name"
+    return ConditionState(
+        "False", "NameTaken", f"Service {services} has another owner, so it does not lead to these pods; {fix}"
+    )
 
 
 def _rolling_out(inputs: StatusInputs) -> ConditionState:

@@ -84,6 +84,11 @@ def pods_service(resource: str) -> str:
     return f"{resource}-pods"
 
 
+def services(resource: str) -> tuple[str, str, str]:
+    """Names of all Services."""
+    return http_service(resource), coordinator_service(resource), pods_service(resource)
+
+
 def keys_secret(resource: str) -> str:
     """Name of the Secret with the coordinator's key and the control token."""
     return f"{resource}-keys"

@@ -130,20 +130,29 @@ async def reconcile(
 
 
 async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings | None = None) -> None:
-    """Create the pods of a new resource, and the Secret that they mount, before the first round.
+    """Create the children and the first pods of a new resource, before the first round.
 
-    No observation precedes this, because existing objects stay as they are. The first round finds any failure and
-    creates the other children. Many new resources thus start their pods without waiting for each other's rounds.
+    No observation precedes this, because existing objects stay as they are. Many new resources thus start their pods
+    without waiting for each other's rounds. No pod is created when a child that it needs could not be; the first round
+    finds any failure.
     """
     settings = settings or Settings()
     try:
         actions = plan(validated(obj, settings), World(time.time()), settings).actions
     except InvalidResource:
         return
+    name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
+    needed = [action for action in actions if _is_needed_by_pods(action)]
+    answers = await asyncio.gather(*(port.apply(name, namespace, each) for each in needed), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, WorldError):
+            return
+        if isinstance(answer, BaseException):
+            raise answer
     try:
         for action in actions:
-            if isinstance(action, CreateSecret | CreatePod):
-                await port.apply(obj["metadata"]["name"], obj["metadata"]["namespace"], action)
+            if isinstance(action, CreatePod):
+                await port.apply(name, namespace, action)
     except WorldError:
         return
 

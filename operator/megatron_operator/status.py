@@ -67,7 +67,7 @@ def build_status(
         engine_state=state,
         engine_state_time=timestamp(inputs.state_since) if state else None,
         image=image_of(resource, settings),
-        url=world.url or names.url(resource.name, resource.namespace),
+        url=world.url or (names.url(resource.name, resource.namespace) if inputs.has_http_service else None),
         model_name=resource.served_name,
         replicas=len({pod.group for pod in world.pods}),
         ready_replicas=ready,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, LastFailure, Lifecycle, MegatronInference
 from megatron_operator.leader_selection import leading_group, running_leader
 from megatron_operator.replica_groups import (
@@ -73,6 +74,16 @@ class StatusInputs:
     def should_have_pods(self) -> bool:
         """Whether the resource should have pods."""
         return not self.resource.deleting and self.desired is not Lifecycle.STOPPED
+
+    @property
+    def has_http_service(self) -> bool:
+        """Whether the Service for clients exists and selects the pods of this resource."""
+        return f"Service/{names.http_service(self.resource.name)}" in self.world.children
+
+    @property
+    def taken_services(self) -> tuple[str, ...]:
+        """Names of Services that belong to another owner."""
+        return tuple(name for name in names.services(self.resource.name) if f"Service/{name}" in self.world.taken)
 
     @cached_property
     def rollout(self) -> Rollout:

@@ -205,3 +205,18 @@ async def test_a_group_that_fails_does_not_take_the_other_along(chat: Resource, 
     assert (condition(status, "Ready")["status"], condition(status, "Degraded")["status"]) == ("True", "True")
     await chat.until(lambda status: status["ready"] == "2/2", "the next attempt")
     assert set(node.launchers) == {"chat-0-0-0", "chat-1-1-0"}
+
+
+@pytest.mark.usefixtures("node")
+async def test_a_resource_with_the_name_of_a_service_of_another_one_is_not_ready_and_has_no_pods(
+    chat: Resource,
+) -> None:
+    other = Resource(chat.cluster, chat.namespace, "chat-pods")
+    await chat.create()
+    await chat.until_phase("Running")
+    await other.create()
+    status = await other.until(lambda status: reason(status) == "NameTaken", "the refusal")
+    assert "Service chat-pods has another owner" in condition(status, "Ready")["message"]
+    assert "url" not in status
+    assert await other.pods() == {}
+    assert (await chat.status())["phase"] == "Running"

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from planning_support.operating import Operating
 
-from planning_support.resources import resource_object
-from planning_support.simulation import SimulatedCluster
-
-from megatron_operator.events import Event
-from megatron_operator.plan import MAX_CREATIONS
-from megatron_operator.reconcile import (
-    AFTER_TROUBLE,
-    LONGEST_AFTER_TROUBLE,
-    MAX_FAILED_CREATIONS,
-    ReconcileResult,
-    begin,
-    reconcile,
-    status_patch,
-)
-from megatron_operator.status import as_json
+from megatron_operator.reconcile import AFTER_TROUBLE, LONGEST_AFTER_TROUBLE, begin, status_patch
 from megatron_operator.world import (
-    Action,
     ActionRefused,
     ApplyChild,
     CreatePod,
@@ -30,68 +15,6 @@ from megatron_operator.world import (
     World,
     WorldError,
 )
-
-
-class Flaky(SimulatedCluster):
-    """Refuses some kinds of actions, and does not let itself be looked at when told so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.refuses: dict[type, WorldError] = {}
-        self.refuses_kinds: dict[str, WorldError] = {}
-        """The same for children of some kinds alone."""
-        self.blind = False
-        self.asked: list[Action] = []
-        """All actions, whether refused or not."""
-
-    async def observe(self, name: str, namespace: str) -> World:
-        if self.blind:
-            raise WorldError("the API server does not answer")
-        return await super().observe(name, namespace)
-
-    async def apply(self, name: str, namespace: str, action: Action) -> None:
-        self.asked.append(action)
-        if type(action) in self.refuses:
-            raise self.refuses[type(action)]
-        if isinstance(action, ApplyChild) and action.manifest["kind"] in self.refuses_kinds:
-            raise self.refuses_kinds[action.manifest["kind"]]
-        await super().apply(name, namespace, action)
-
-
-class Operating:
-    """Rounds over one resource, whose status is written as the adapters do it."""
-
-    def __init__(self, **spec: Any) -> None:
-        self.cluster = Flaky()
-        self.obj = resource_object(**spec)
-        self.told: list[Event] = []
-        self.failures = 0
-        """Rounds that failed, without one between them that did not."""
-
-    async def round(self) -> ReconcileResult:
-        result = await reconcile(self.obj, self.cluster, failures=self.failures)
-        self.failures = self.failures + 1 if result.failed else 0
-        merged = {**self.obj.get("status", {}), **result.patch}
-        self.obj["status"] = {field: value for field, value in merged.items() if value is not None}
-        assert self.obj["status"] == as_json(result.status)
-        self.told += result.events
-        return result
-
-    async def settle(self) -> ReconcileResult:
-        for _ in range(8):
-            await self.round()
-            self.cluster.start_all()
-            self.cluster.advance_engine()
-        return await self.round()
-
-    def edit(self, **fields: Any) -> None:
-        self.obj["spec"] = {**self.obj["spec"], **fields}
-        self.obj["metadata"]["generation"] += 1
-
-    def reasons(self) -> list[str]:
-        """Of the events so far; they are forgotten."""
-        reasons, self.told = [event.reason for event in self.told], []
-        return reasons
 
 
 async def test_a_settled_resource_causes_no_writes_no_events_and_no_wake_up() -> None:
@@ -197,57 +120,6 @@ async def test_a_refusal_is_told_and_tried_again_later() -> None:
     assert operating.reasons() == ["ApplyFailed"]
 
 
-async def test_a_resource_that_fails_repeatedly_waits_longer_each_time_until_a_round_succeeds() -> None:
-    operating = Operating()
-    operating.cluster.refuses = {CreatePod: ActionRefused("pods is forbidden: exceeded quota")}
-    delays = [(await operating.round()).requeue_after for _ in range(7)]
-    assert delays == [3, 6, 12, 24, 48, LONGEST_AFTER_TROUBLE, LONGEST_AFTER_TROUBLE]
-    operating.cluster.refuses = {}
-    await operating.round()
-    operating.cluster.pods.clear()
-    operating.cluster.refuses = {CreatePod: ActionRefused("pods is forbidden: exceeded quota")}
-    assert (await operating.round()).requeue_after == AFTER_TROUBLE
-
-
-async def test_a_failing_action_does_not_delay_what_time_alone_requires() -> None:
-    operating = Operating(replicas=2, expose={"ingress": {}})
-    await operating.settle()
-    operating.cluster.refuses_kinds = {"Ingress": WorldError("ingresses: too many requests")}
-    operating.cluster.children = dict.fromkeys(operating.cluster.children, "")
-    for _ in range(3):
-        assert (await operating.round()).failed
-    operating.cluster.fail("chat-1-0-0")
-    result = await operating.round()
-    assert result.requeue_after == 10  # the back-off of the failed replica group
-
-
-async def test_a_large_resource_gets_its_pods_in_several_rounds() -> None:
-    operating = Operating(parallelism={"tensor": 2}, replicas=40)
-    counts = []
-    for _ in range(3):
-        operating.cluster.asked.clear()
-        result = await operating.round()
-        counts.append(sum(isinstance(action, CreatePod) for action in operating.cluster.asked))
-    assert counts == [MAX_CREATIONS, MAX_CREATIONS, 80 - 2 * MAX_CREATIONS]
-    await operating.settle()
-    assert operating.obj["status"]["ready"] == "40/40"
-    assert result.status.restarts == 0
-
-
-async def test_a_plan_that_leaves_pods_to_the_next_one_is_followed_by_it_at_once() -> None:
-    operating = Operating(replicas=MAX_CREATIONS + 1)
-    assert (await operating.round()).requeue_after == 0
-    assert (await operating.round()).requeue_after == 1
-
-
-async def test_a_round_stops_to_create_pods_after_a_few_were_refused() -> None:
-    operating = Operating(replicas=20)
-    operating.cluster.refuses = {CreatePod: ActionRefused("pods is forbidden: exceeded quota")}
-    result = await operating.round()
-    assert sum(isinstance(action, CreatePod) for action in operating.cluster.asked) == MAX_FAILED_CREATIONS
-    assert result.requeue_after == AFTER_TROUBLE
-
-
 async def test_where_nothing_can_be_made_any_more_all_pods_end_without_a_word_of_trouble() -> None:
     operating = Operating(replicas=2)
     await operating.settle()
@@ -323,7 +195,8 @@ async def test_a_newborn_resource_has_its_pods_and_their_secret_before_anything_
     operating = Operating(replicas=2)
     operating.cluster.blind = True
     await begin(operating.obj, operating.cluster)
-    assert set(operating.cluster.children) == {"Secret/chat-keys"}
+    services = {"Service/chat", "Service/chat-coordinator", "Service/chat-pods"}
+    assert set(operating.cluster.children) == {"Secret/chat-keys", *services}
     assert sorted(operating.cluster.pods) == ["chat-0-0-0", "chat-1-0-0"]
     operating.cluster.blind = False
     await operating.settle()

@@ -76,6 +76,9 @@ class KubernetesPort:
             secret = await self._api.get("Secret", namespace, names.keys_secret(name))
         # Items of a list have no kind.
         found = [*({**each, "kind": "Service"} for each in services), secret, policy, *routes]
+        # Services of other owners have other labels. Those of a resource whose Services exist are not read again.
+        absent = set(names.services(name)) - {each["metadata"]["name"] for each in services}
+        found += await asyncio.gather(*(self._api.get("Service", namespace, each) for each in sorted(absent)))
         named = {names.child_key(each): each for each in found if each is not None}
         children = {key: each for key, each in named.items() if self._owns(each)}
         if secret is not None and self._owns(secret):

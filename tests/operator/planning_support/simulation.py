@@ -10,6 +10,7 @@ from megatron_operator.leader_selection import current_leader
 from megatron_operator.lifecycle import SETTLED_STATE
 from megatron_operator.world import (
     Action,
+    ActionRefused,
     ApplyChild,
     CreatePod,
     CreateSecret,
@@ -59,8 +60,8 @@ class SimulatedCluster:
         self.now = 1_700_000_000.0
         self.pods: dict[str, ObservedPod] = {}
         self.children: dict[str, str] = {}
-        self.has_room = True
-        """Whether a node has room for a new pod."""
+        self.taken: set[str] = set()  # ``Kind/name`` of objects of other owners
+        self.has_room = True  # for a new pod, on some node
         self.still: dict[str, float] = {}
         """Pods whose processes stand still, and since when."""
         self._cut_off_since: float | None = None
@@ -88,11 +89,14 @@ class SimulatedCluster:
             pods=tuple(sorted(map(self._as_seen, self.pods.values()), key=lambda pod: pod.name)),
             engine=self._engine(),
             children=dict(self.children),
+            taken=frozenset(self.taken),
         )
 
     def carry_out(self, action: Action) -> None:
         """One action, idempotent."""
         match action:
+            case ApplyChild(manifest) if names.child_key(manifest) in self.taken:
+                raise ActionRefused(f"{names.child_key(manifest)} exists and has another owner")
             case ApplyChild(manifest):
                 self.children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
             case DeleteChild(kind, name):

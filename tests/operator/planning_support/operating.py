@@ -1,0 +1,75 @@
+"""Whole rounds over a simulated cluster that refuses what a test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planning_support.resources import resource_object
+from planning_support.simulation import SimulatedCluster
+
+from megatron_operator.events import Event
+from megatron_operator.reconcile import ReconcileResult, reconcile
+from megatron_operator.status import as_json
+from megatron_operator.world import Action, ApplyChild, World, WorldError
+
+
+class Flaky(SimulatedCluster):
+    """Refuses some kinds of actions, and does not let itself be looked at when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses: dict[type, WorldError] = {}
+        self.refuses_kinds: dict[str, WorldError] = {}
+        """The same for children of some kinds alone."""
+        self.blind = False
+        self.asked: list[Action] = []
+        """All actions, whether refused or not."""
+
+    async def observe(self, name: str, namespace: str) -> World:
+        if self.blind:
+            raise WorldError("the API server does not answer")
+        return await super().observe(name, namespace)
+
+    async def apply(self, name: str, namespace: str, action: Action) -> None:
+        self.asked.append(action)
+        if type(action) in self.refuses:
+            raise self.refuses[type(action)]
+        if isinstance(action, ApplyChild) and action.manifest["kind"] in self.refuses_kinds:
+            raise self.refuses_kinds[action.manifest["kind"]]
+        await super().apply(name, namespace, action)
+
+
+class Operating:
+    """Rounds over one resource, whose status is written as the adapters do it."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.cluster = Flaky()
+        self.obj = resource_object(**spec)
+        self.told: list[Event] = []
+        self.failures = 0
+        """Rounds that failed, without one between them that did not."""
+
+    async def round(self) -> ReconcileResult:
+        result = await reconcile(self.obj, self.cluster, failures=self.failures)
+        self.failures = self.failures + 1 if result.failed else 0
+        merged = {**self.obj.get("status", {}), **result.patch}
+        self.obj["status"] = {field: value for field, value in merged.items() if value is not None}
+        assert self.obj["status"] == as_json(result.status)
+        self.told += result.events
+        return result
+
+    async def settle(self) -> ReconcileResult:
+        for _ in range(8):
+            await self.round()
+            self.cluster.start_all()
+            self.cluster.advance_engine()
+        return await self.round()
+
+    def edit(self, **fields: Any) -> None:
+        self.obj["spec"] = {**self.obj["spec"], **fields}
+        self.obj["metadata"]["generation"] += 1
+
+    def reasons(self) -> list[str]:
+        """Of the events so far; they are forgotten."""
+        reasons, self.told = [event.reason for event in self.told], []
+        return reasons
