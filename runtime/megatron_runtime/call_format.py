@@ -1,4 +1,4 @@
-"""How a model writes calls of functions, for ``guides.calls_grammar``; costs nothing to import."""
+"""Format of function calls, for ``guides.calls_grammar``; without the import of llguidance."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes calls of functions: each one is a JSON object with a ``name``, and something around it."""
+    """Format of a model's function calls: each is a JSON object with a ``name``, between delimiters."""
 
     begin: str = ""
     """Before each call."""
     end: str = ""
     """After each call."""
     separator: str = ""
-    """Between two."""
+    """Between two calls."""
     opening: str = ""
-    """Before all of them."""
+    """Before the first call."""
     closing: str = ""
-    """After all of them."""
+    """After the last call."""
     arguments: str = "arguments"
-    """The key of the object with the arguments."""
+    """The key of the arguments in the JSON object."""
 
     @property
-    def mark(self) -> str:
-        """What tells calls from words; empty where nothing does."""
+    def marker(self) -> str:
+        """The text that distinguishes calls from content; empty if there is none."""
         return self.opening or self.begin

@@ -6,26 +6,26 @@ from functools import cache
 from pathlib import Path
 
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Matrices of bfloat16 are multiplied by instructions of their own. The kernel's names, on x86 and on Arm."""
+"""Instructions for bfloat16 matrix products, by the kernel's names on x86 and Arm."""
 TILES = frozenset({"amx_tile"})
-"""Matrices of narrow numbers are multiplied tile by tile (Intel's AMX)."""
+"""Matrix products by tiles (Intel AMX)."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 @cache
 def has_bfloat16() -> bool:
-    """Whether products of bfloat16 are faster than those of float32."""
+    """Whether bfloat16 matrix products are faster than float32."""
     return reports_any(BFLOAT16, _CPUINFO)
 
 
 @cache
 def has_tiles() -> bool:
-    """Whether products of bfloat16 or float16 may be made of tiles."""
+    """Whether bfloat16 or float16 matrix products may use tiles."""
     return reports_any(TILES, _CPUINFO)
 
 
 def reports_any(features: frozenset[str], cpuinfo: Path) -> bool:
-    """Whether a file in the format of /proc/cpuinfo names any of them; False where there is no such file."""
+    """Whether a file in the format of /proc/cpuinfo lists any of these features; False if the file can't be read."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,25 +1,25 @@
-"""Every error that the runtime raises or reports.
+"""All errors that the runtime raises or reports.
 
 MegatronInferenceError
 ├── ConfigurationError (ValueError)         an invalid setting; names the field
 ├── InvalidRequestError (ValueError)        a request that can't be served; names the field
 ├── CheckpointError                         a model folder or file that can't be read
 ├── EngineError                             the engine failed while it ran
-│   ├── EngineSuspendedError                a step of a suspended engine
-│   ├── InvalidLogitsError                  the model returned NaN
-│   ├── LostRankError                       ranks are lost or late; names them
-│   └── LockStepError                       ranks of a replica group are out of step
+│   ├── EngineSuspendedError                the engine's memory is released
+│   ├── InvalidLogitsError                  the model computed NaN
+│   ├── LostRankError                       ranks of the replica group are gone or late
+│   └── LockStepError                       ranks of the replica group have diverged
 ├── InvalidStateError (RuntimeError)        a lifecycle signal in the wrong state
-├── StaleEpochError                         an outdated decision about the leader
-├── TransitionTimeoutError (TimeoutError)   a lifecycle signal that was not carried out in time
-├── RequestTimeoutError (TimeoutError)      a request that was not finished by its deadline
-├── CoordinatorError                        the coordinator can't be reached, or has refused
-└── ContextOverflowError                    a request that exceeds the context
+├── StaleEpochError                         a leader decision older than the latest one
+├── TransitionTimeoutError (TimeoutError)   a lifecycle signal not acknowledged in time
+├── RequestTimeoutError (TimeoutError)      a request not completed by its deadline
+├── CoordinatorError                        the coordinator is unreachable or refused
+└── ContextOverflowError                    a request that does not fit into the context
     ├── RequestOverflowError                more requests than rows
-    ├── TokenOverflowError                  more tokens than one forward pass takes
-    ├── BlockOverflowError                  more KV blocks than the pool holds
-    ├── MaxSequenceLengthOverflowError      longer than the longest sequence; never transient
-    ├── ActiveRequestCountOverflowError     more active requests than the batch takes
+    ├── TokenOverflowError                  more tokens than one forward pass allows
+    ├── BlockOverflowError                  more KV blocks than the pool has
+    ├── MaxSequenceLengthOverflowError      longer than the maximum sequence; never transient
+    ├── ActiveRequestCountOverflowError     more active requests than the batch allows
     └── TensorStateDeallocatedError         the KV cache is released
 """
 
@@ -37,7 +37,7 @@ class ConfigurationError(MegatronInferenceError, ValueError):
     """A setting has an invalid value.
 
     Args:
-        message: Names the field, the value and a fix.
+        message: Names the field, the value and the remedy.
         field: Name of the setting, for callers that report errors per field.
     """
 
@@ -60,7 +60,7 @@ class InvalidRequestError(MegatronInferenceError, ValueError):
 
 
 class CheckpointError(MegatronInferenceError):
-    """A checkpoint can't be read; the message names the file, the actual and the expected content, and a fix."""
+    """A checkpoint can't be read; the message names the file, what was found, what was expected, and the remedy."""
 
 
 class EngineError(MegatronInferenceError):
@@ -68,19 +68,19 @@ class EngineError(MegatronInferenceError):
 
 
 class EngineSuspendedError(EngineError):
-    """The engine is suspended and can't run a step; resume it first."""
+    """The engine's memory is released; resume it before it computes."""
 
 
 class InvalidLogitsError(EngineError):
-    """The model returned NaN for this request, so that no token can be sampled."""
+    """The model computed NaN for this request, so no token can be sampled."""
 
 
 class LostRankError(EngineError):
-    """Ranks of a replica group or of the world are lost or late.
+    """Ranks of the replica group are gone, or did not answer or join in time.
 
     Args:
-        message: Names the operation, the time that it waited, and the missing ranks.
-        missing: The missing ranks, counted within the replica group, or within the world if that is incomplete; empty
+        message: Names the operation, the time waited, and the missing ranks.
+        missing: The missing ranks, numbered within the replica group, or within the world while it is incomplete; empty
             when all ranks answer and one is only late.
     """
 
@@ -90,16 +90,16 @@ class LostRankError(EngineError):
 
 
 class LockStepError(EngineError):
-    """Ranks of a replica group have computed different schedules."""
+    """The ranks of a replica group computed different schedules, which must be equal."""
 
 
 class InvalidStateError(MegatronInferenceError, RuntimeError):
-    """A lifecycle signal came in a state that doesn't allow it.
+    """A lifecycle signal is not allowed in the current state.
 
     Args:
         message: Names the signal, the state and the allowed signals.
         state: The current state.
-        allowed: The signals that this state allows.
+        allowed: The signals that are allowed in this state.
     """
 
     def __init__(self, message: str, *, state: str, allowed: Sequence[str] = ()) -> None:
@@ -109,38 +109,38 @@ class InvalidStateError(MegatronInferenceError, RuntimeError):
 
 
 class StaleEpochError(MegatronInferenceError):
-    """A decision about the leader is older than the newest known one.
+    """A leader decision is older than the latest one.
 
     Args:
         decision: The decision.
         epoch: Its number.
-        known: The number of the newest known decision.
+        known: Number of the latest known decision.
     """
 
     def __init__(self, decision: str, epoch: int, known: int) -> None:
-        super().__init__(f"{decision} of epoch {epoch}: this pod has a decision of epoch {known}")
+        super().__init__(f"{decision} of epoch {epoch} is out of date: the latest one is of epoch {known}")
         self.known = known
 
 
 class TransitionTimeoutError(MegatronInferenceError, TimeoutError):
-    """Not every engine carried out a lifecycle signal in time; the message names the missing ones."""
+    """A lifecycle signal was not acknowledged in time; the message names the missing engines."""
 
 
 class RequestTimeoutError(MegatronInferenceError, TimeoutError):
-    """A request was not finished by its deadline."""
+    """A request was not completed by its deadline."""
 
 
 class CoordinatorError(MegatronInferenceError):
-    """The coordinator can't be reached, or has refused a call."""
+    """The coordinator can't be reached, or refused a request."""
 
 
 class ContextOverflowError(MegatronInferenceError):
     """A request exceeds a limit of the context.
 
     Args:
-        request_id: Id of the request, if there is one.
-        message: Names the limit and the excess.
-        is_transient: True if the request may fit later.
+        request_id: Id of the request, if any.
+        message: Names what overflowed and by how much.
+        is_transient: Whether the request may fit later.
     """
 
     def __init__(self, request_id: int | None, message: str | None = None, *, is_transient: bool = True) -> None:
@@ -155,7 +155,7 @@ class RequestOverflowError(ContextOverflowError):
 
 
 class TokenOverflowError(ContextOverflowError):
-    """More tokens than the limit of a forward pass."""
+    """There are more tokens than one forward pass allows."""
 
 
 class BlockOverflowError(ContextOverflowError):
@@ -163,15 +163,15 @@ class BlockOverflowError(ContextOverflowError):
 
 
 class MaxSequenceLengthOverflowError(ContextOverflowError):
-    """A sequence is longer than the limit of the engine; this is never transient."""
+    """A sequence is longer than the engine's maximum; never transient."""
 
     def __init__(self, request_id: int | None, message: str | None = None, *, is_transient: bool = False) -> None:
-        del is_transient  # messages have the field, but this error is never transient
+        del is_transient  # part of the wire format, but always False for this error
         super().__init__(request_id, message, is_transient=False)
 
 
 class ActiveRequestCountOverflowError(ContextOverflowError):
-    """More active requests than the limit of the batch."""
+    """More requests are active than the batch allows."""
 
 
 class TensorStateDeallocatedError(ContextOverflowError):

@@ -1,7 +1,7 @@
-"""Grammars that an answer has to keep to, from what people would rather write than ``SamplingParams.grammar``.
+"""Builds values for ``SamplingParams.grammar`` from JSON schemas, regular expressions, choices and Lark grammars.
 
-They are llguidance's: it knows JSON schemas, regular expressions and Lark grammars, works out a step's mask in
-less than a millisecond without any table made beforehand, and its state follows from the tokens alone.
+The grammars are llguidance's. It computes a token mask in less than a millisecond without precompiled tables, and its
+state depends only on the tokens.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from megatron_runtime.call_format import CallFormat
 from megatron_runtime.errors import InvalidRequestError
 
 _NO_TOKENS: Mapping[str, int] = {}
-# Where white space is free, a small model may go on with nothing else.
+# With flexible white space a small model may generate white space without end.
 _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
-    """JSON of a schema, on one line; ``{}`` means any JSON.
+    """JSON that matches a schema, on one line; ``{}`` means any JSON.
 
     Raises:
-        InvalidRequestError: The schema is no JSON, or has what can't be kept to.
+        InvalidRequestError: The schema is not valid JSON, or has unsupported keywords.
     """
     try:
         content = json.loads(schema) if isinstance(schema, str) else schema
@@ -37,19 +37,20 @@ def json_schema_grammar(schema: Mapping[str, Any] | str) -> str:
 
 
 def regex_grammar(pattern: str) -> str:
-    """Text that a regular expression matches as a whole; InvalidRequestError for one that can't be kept to."""
+    """Text that fully matches a regular expression; InvalidRequestError for an unsupported one."""
     return _checked(LLMatcher.grammar_from_regex(pattern))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of these texts; InvalidRequestError when there is none."""
+    """One of these texts; InvalidRequestError if there are none or one is empty."""
     if not choices or not all(choices):
-        raise InvalidRequestError("give at least one text, and none that is empty", field="grammar")
+        raise InvalidRequestError("set at least one text, and no empty ones", field="grammar")
     return _checked("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
 def lark_grammar(grammar: str) -> str:
-    """Text of a grammar in Lark's notation with a rule ``start``; InvalidRequestError for a broken one."""
+    """Text that matches a grammar in Lark's notation with a rule ``start``; InvalidRequestError for an invalid
+    grammar."""
     return _checked(LLMatcher.grammar_from_lark(grammar))
 
 
@@ -58,20 +59,20 @@ def calls_grammar(
     functions: Mapping[str, Mapping[str, Any]],
     *,
     several: bool = True,
-    or_words: bool = False,
+    or_text: bool = False,
     tokens: Mapping[str, int] = _NO_TOKENS,
 ) -> str:
-    """Calls of functions, in a model's own form.
+    """Function calls in the model's format.
 
     Args:
-        form: How calls are written.
-        functions: The JSON schema of each one's arguments, by its name.
-        several: Whether there may be more than one call.
-        or_words: Whether there may be any words before the calls, or instead of them; the form needs a mark.
-        tokens: Marks that are tokens of their own, which no text stands for.
+        form: The format of the calls.
+        functions: JSON schema of the arguments, by function name.
+        several: Whether more than one call is allowed.
+        or_text: Whether text is allowed before or instead of the calls; requires a format with a marker.
+        tokens: Markers that are special tokens, which text can't match.
 
     Raises:
-        InvalidRequestError: A schema can't be kept to.
+        InvalidRequestError: A schema is not supported.
     """
     for name, schema in functions.items():
         _check_schema(name, schema)
@@ -80,18 +81,18 @@ def calls_grammar(
         head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{form.arguments}": '
         rules.append(f'f{index}: {_lark_text(head)} a{index} "}}"')
         rules.append(f"a{index}: %json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}")
-    one = f"call {_marked(form.end, tokens)}"
-    further = f"({_marked(form.separator + form.begin, tokens)} {one})*" if several else ""
-    rest = f"{one} {further} {_marked(form.closing, tokens)}"
-    if or_words:
-        rules += _words_before(form, rest, tokens)
+    one = f"call {_with_special_tokens(form.end, tokens)}"
+    further = f"({_with_special_tokens(form.separator + form.begin, tokens)} {one})*" if several else ""
+    rest = f"{one} {further} {_with_special_tokens(form.closing, tokens)}"
+    if or_text:
+        rules += _text_before(form, rest, tokens)
     else:
-        rules.append(f"start: {_marked(form.opening + form.begin, tokens)} {rest}")
+        rules.append(f"start: {_with_special_tokens(form.opening + form.begin, tokens)} {rest}")
     return lark_grammar("\n".join(rules))
 
 
 def either_grammar(*grammars: str) -> str:
-    """Text of any of these grammars."""
+    """Text that matches any of these grammars."""
     names = [f"g{index}" for index in range(len(grammars))]
     return _composed(f"start: {' | '.join(f'@{name}' for name in names)}", dict(zip(names, grammars, strict=True)))
 
@@ -99,26 +100,26 @@ def either_grammar(*grammars: str) -> str:
 def after_reasoning_grammar(
     grammar: str, *, begin: str, end: str, in_reasoning: bool, tokens: Mapping[str, int] = _NO_TOKENS
 ) -> str:
-    """Text of a grammar after free reasoning, up to the mark that ends it.
+    """Unconstrained reasoning up to its end marker, followed by text that matches a grammar.
 
-    ``in_reasoning`` says that there is reasoning, whose first mark may be missing; else there may be none.
+    With ``in_reasoning`` the answer begins with reasoning and its begin marker is optional; otherwise the reasoning is
+    optional.
     """
     start = "start: reasoning SPACE @answer" if in_reasoning else "start: (reasoning SPACE)? @answer"
     free = "(?s:.*)" if in_reasoning else f"\\s*{re.escape(begin)}(?s:.*)"
     if end in tokens:
-        reasoning = (
-            f"reasoning: ({_marked(begin, tokens)}){'?' * in_reasoning} FREE? {_marked(end, tokens)}\nFREE: /(?s:.*)/"
-        )
+        opening, closing = _with_special_tokens(begin, tokens), _with_special_tokens(end, tokens)
+        reasoning = f"reasoning: ({opening}){'?' * in_reasoning} FREE? {closing}\nFREE: /(?s:.*)/"
     else:
         reasoning = f"reasoning[lazy]: {_regex(free + re.escape(end))}"
     return _composed(f"{start}\nSPACE: /\\s{{0,4}}/\n{reasoning}", {"answer": grammar})
 
 
 def check_grammar(grammar: str) -> None:
-    """Raises InvalidRequestError with llguidance's words when it can't keep to a grammar."""
+    """Raises InvalidRequestError with llguidance's message for an unsupported grammar."""
     defect = LLMatcher.validate_grammar(grammar)
     if defect and not defect.startswith("WARNING"):
-        raise InvalidRequestError(f"the grammar can't be kept to: {defect}", field="grammar")
+        raise InvalidRequestError(f"the grammar is not supported: {defect}", field="grammar")
 
 
 def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
@@ -128,23 +129,23 @@ def _check_schema(name: str, schema: Mapping[str, Any]) -> None:
         raise InvalidRequestError(f"the parameters of {name!r}: {error}", field="grammar") from error
 
 
-def _words_before(form: CallFormat, rest: str, tokens: Mapping[str, int]) -> list[str]:
-    """Rules for words without the mark, or up to it and then calls."""
+def _text_before(form: CallFormat, rest: str, tokens: Mapping[str, int]) -> list[str]:
+    """Rules for text without the marker, or text up to the marker and then calls."""
     opening = form.opening + form.begin
-    mark = next((text for text in tokens if opening.startswith(text)), form.mark.rstrip())
-    after_mark = _marked(opening[len(mark) :], tokens)
-    if mark in tokens:
-        return [f"start: WORDS | WORDS? {_marked(mark, tokens)} {after_mark} {rest}", "WORDS: /(?s:.*)/"]
-    ends = re.escape(mark)
+    marker = next((text for text in tokens if opening.startswith(text)), form.marker.rstrip())
+    after_marker = _with_special_tokens(opening[len(marker) :], tokens)
+    if marker in tokens:
+        return [f"start: TEXT | TEXT? {_with_special_tokens(marker, tokens)} {after_marker} {rest}", "TEXT: /(?s:.*)/"]
+    ends = re.escape(marker)
     return [
-        f"start: WORDS | words_and_mark {after_mark} {rest}",
-        f"WORDS: /(?s:.*)/ & ~{_regex(f'(?s:.*{ends}.*)')}",
-        f"words_and_mark[lazy]: {_regex(f'(?s:.*){ends}')}",
+        f"start: TEXT | text_and_marker {after_marker} {rest}",
+        f"TEXT: /(?s:.*)/ & ~{_regex(f'(?s:.*{ends}.*)')}",
+        f"text_and_marker[lazy]: {_regex(f'(?s:.*){ends}')}",
     ]
 
 
-def _marked(text: str, tokens: Mapping[str, int]) -> str:
-    """A text in Lark's notation, with the marks in it that are tokens of their own."""
+def _with_special_tokens(text: str, tokens: Mapping[str, int]) -> str:
+    """A text in Lark's notation, with its special tokens as token ids."""
     if not tokens:
         return _lark_text(text)
     pieces = re.split(f"({'|'.join(map(re.escape, tokens))})", text)
@@ -152,7 +153,7 @@ def _marked(text: str, tokens: Mapping[str, int]) -> str:
 
 
 def _composed(start: str, grammars: Mapping[str, str]) -> str:
-    """A grammar in Lark's notation whose ``@name`` stand for others."""
+    """A grammar in Lark's notation whose ``@name`` refer to the others."""
     parts: list[dict[str, Any]] = [{"lark_grammar": start}]
     for name, grammar in grammars.items():
         parts += _parts(name, grammar)

@@ -1,4 +1,4 @@
-"""The message types between clients, the coordinator and the engines, and the states of engines."""
+"""Message types between clients, the coordinator and the engines, and the states of an engine."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from enum import IntEnum, StrEnum
 class Headers(IntEnum):
     """First element of every header frame; the tens group the numbers by purpose.
 
-    Messages with the same meaning as one of Megatron have its name and number.
+    Messages that Megatron has too have Megatron's names and numbers.
     """
 
     CONNECT = 0
-    """client -> coordinator: introduces a client. Always answered."""
+    """client -> coordinator: connect. Always acknowledged."""
     CONNECT_ACK = 1
-    """coordinator -> client: answers CONNECT, with the coordinator's epoch and block size."""
+    """coordinator -> client: connected, with the coordinator's epoch and its routing options."""
     REGISTER = 2
-    """engine -> coordinator: registers an engine with its requests. Always answered."""
+    """engine -> coordinator: register a replica group, with its attempt, its incarnation and the requests that it still
+    holds. Always acknowledged."""
     REGISTER_ACK = 3
-    """coordinator -> engine: the engine is registered."""
+    """coordinator -> engine: registered."""
     REGISTER_REFUSED = 4
-    """coordinator -> engine: the engine is refused, with the reason (a newer attempt of its replica group serves)."""
+    """coordinator -> engine: not registered, and the reason (a newer attempt of the replica group is registered)."""
     HEARTBEAT = 5
-    """engine or client -> coordinator: heartbeat; an engine adds its state and load."""
+    """engine or client -> coordinator: heartbeat; an engine adds its state and statistics."""
     BEAT = 6
-    """coordinator -> all peers: heartbeat, with the epoch. The coordinator detects a lost peer when sending fails."""
+    """coordinator -> all peers: heartbeat, with the epoch. A failed send shows that a peer is gone."""
     UNKNOWN_PEER = 7
-    """coordinator -> unknown peer: connect or register (again) first."""
+    """coordinator -> unknown peer: connect or register first."""
 
     SUBMIT_REQUEST = 20
     """client -> coordinator -> engine: new requests, a body frame each."""
@@ -35,11 +36,11 @@ class Headers(IntEnum):
     ENGINE_REPLY_PARTIAL = 22
     """engine -> coordinator -> client: new tokens of running requests, a body frame each."""
     ABORT_REQUEST = 23
-    """client -> coordinator -> engine: abort these requests."""
+    """client -> coordinator -> engine: cancel these requests."""
     REPLY_ACK = 27
-    """coordinator -> engine: drop these requests; their results arrived, or are not needed any more."""
+    """coordinator -> engine: drop these requests; their results have arrived, or their clients are gone."""
     REQUEST_FAILED = 28
-    """coordinator -> client: these requests failed, with the error."""
+    """coordinator -> client: these requests can't be served, and the reason."""
 
     PAUSE = 40
     UNPAUSE = 41
@@ -47,27 +48,27 @@ class Headers(IntEnum):
     RESUME = 43
     STOP = 45
     STATE = 48
-    """engine -> coordinator: the state of the engine."""
+    """engine -> coordinator: the engine has reached this state."""
     SIGNAL_REPLY = 49
-    """coordinator -> client: the outcome of a control signal."""
+    """coordinator -> client: the outcome of a lifecycle signal."""
     SERVICE_STATE = 50
-    """client -> coordinator: requests the state of the service, or subscribes; coordinator -> client: the state."""
+    """client -> coordinator: subscribe to the state of the service; coordinator -> client: that state."""
 
     UPDATE_WEIGHTS = 51
     """client -> coordinator -> engine: load the weights at this path in place."""
     WEIGHTS_UPDATED = 52
-    """engine -> coordinator: the engine has this version of the weights, or keeps its weights because of an error."""
+    """engine -> coordinator: this version of the weights is loaded, or the old ones are kept because of an error."""
 
     DISCONNECT = 60
-    """engine or client -> coordinator: disconnects, with the reason, and whether it is a failure."""
+    """engine or client -> coordinator: disconnect, with the reason and whether it is a failure."""
     SHUTDOWN = 61
-    """client -> coordinator: end the coordinator; engines go on."""
+    """client -> coordinator: stop the coordinator; the engines keep running."""
     DRAIN = 62
-    """engine -> coordinator: the engine drains; assign no new requests."""
+    """engine -> coordinator: route no new requests to this engine."""
 
 
 class EngineState(StrEnum):
-    """The state of an engine. Those of a transition end in -ING; RESUMED is an event before PAUSED."""
+    """State of an engine. States in -ING are transitional; RESUMED is passed on the way to PAUSED."""
 
     RUNNING = "RUNNING"
     PAUSING = "PAUSING"

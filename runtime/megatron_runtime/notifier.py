@@ -1,4 +1,4 @@
-"""Wakes all tasks that wait for a change."""
+"""Notifies tasks of changes, like a condition variable without a lock."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 
 
 class Notifier:
-    """Wakes the tasks that wait when it notifies; a task that waits later gets the next notification."""
+    """Wakes all waiting tasks with each notification; a task that waits later gets the next one."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
     def notify(self) -> None:
-        """Wake the waiting tasks."""
+        """Wakes all tasks that wait now."""
         self._next.set()
         self._next = asyncio.Event()
 
     async def wait(self) -> None:
-        """Return at the next `notify`. Check the condition before, without an await in between."""
+        """Returns at the next ``notify``. Check the condition before the call, without an await in between."""
         await self._next.wait()

@@ -1,9 +1,8 @@
-"""Traces by OpenTelemetry: a span for each HTTP request, and below it one for each request that an engine served.
+"""OpenTelemetry traces: a span for each HTTP request, with a child span for each request to an engine.
 
-The context of a trace is passed on whether or not spans are exported from here; W3C's ``traceparent`` and
-``tracestate``. Spans are exported when the standard variable of an OTLP endpoint is set, by the SDK with its own
-variables. Names of attributes are those of OpenTelemetry's conventions for HTTP and generative AI; the latencies have
-the names that vLLM gives them.
+The trace context (W3C ``traceparent`` and ``tracestate``) is propagated even if no spans are exported. Spans are
+exported if an OTLP endpoint is set by OpenTelemetry's standard variables. Attributes follow OpenTelemetry's conventions
+for HTTP and generative AI; latencies have vLLM's names.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 SERVICE_NAME = "megatron-inference"
-"""Unless ``OTEL_SERVICE_NAME`` says otherwise."""
+"""The default for ``OTEL_SERVICE_NAME``."""
 TRACE = "traceparent"
-"""W3C's header of a trace."""
+"""W3C's header of the trace context."""
 
 Carrier = dict[str, str]
-"""The context of a trace as it travels: W3C's headers by their names, or nothing."""
+"""A serialized trace context: W3C's headers by name, or empty."""
 
 _propagator = TraceContextTextMapPropagator()
 _tracer = trace.get_tracer("megatron_runtime")
@@ -36,10 +35,10 @@ _exports = False
 
 
 def start() -> None:
-    """Export this process's spans from now on, if the environment says where to.
+    """Starts to export the spans of this process if an OTLP endpoint is set.
 
     Raises:
-        ConfigurationError: It does, but what exports them is not installed.
+        ConfigurationError: An endpoint is set, but the exporter is not installed.
     """
     global _exports
     endpoint = next((name for name in ENDPOINT_VARIABLES if os.environ.get(name)), None)
@@ -63,7 +62,7 @@ def start() -> None:
 
 
 def carrier() -> Carrier:
-    """The context that this code runs in, for a request that leaves the process."""
+    """The current trace context, for a request to another process."""
     found: Carrier = {}
     if trace.get_current_span() is not trace.INVALID_SPAN:
         _propagator.inject(found)
@@ -72,9 +71,9 @@ def carrier() -> Carrier:
 
 @contextmanager
 def serving(method: str, path: str, headers: Mapping[str, str]) -> Iterator[trace.Span]:
-    """Run what serves an HTTP request, within the trace that its headers belong to.
+    """A context with the span of an HTTP request, in the trace of its headers.
 
-    Where nothing is exported, and there is no trace to pass on, it costs nothing.
+    There is no span, and no cost, if spans are not exported and the request has no trace context.
     """
     if not _exports and TRACE not in headers:
         yield trace.INVALID_SPAN
@@ -89,14 +88,14 @@ def serving(method: str, path: str, headers: Mapping[str, str]) -> Iterator[trac
 
 
 def note_answer(span: trace.Span, status: int) -> None:
-    """The HTTP status with which a request ended."""
+    """Records the HTTP status of a request."""
     span.set_attribute("http.response.status_code", status)
     if status >= 500:
         span.set_status(trace.StatusCode.ERROR)
 
 
 def note_served(parent: Carrier, request: DynamicInferenceRequest) -> None:
-    """Tell, as a span that is over, how an engine served a request; its events are those of the request."""
+    """Records how an engine served a request, as a finished span with the events of the request."""
     started = request.event_add_engine.timestamp if request.event_add_engine is not None else None
     if started is None or not _exports:
         return

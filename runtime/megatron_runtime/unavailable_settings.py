@@ -1,4 +1,4 @@
-"""Settings of Megatron's engine for what this one does otherwise or not at all."""
+"""Settings of Megatron's engine for features that this engine does not have."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_runtime.errors import ConfigurationError
 
 @dataclass(kw_only=True)
 class UnavailableSettings:
-    """Fields that code written for Megatron may pass on, as long as they ask for nothing.
+    """Fields that code written for Megatron may pass at their neutral values.
 
-    Each takes the values that say "not used" and refuses all others, so that none is silently without effect.
+    Each field accepts the values that mean "not used" and rejects all others, so that no setting is silently ignored.
 
     Raises:
-        ConfigurationError: A setting that asks for what there is not, naming field, value and what to do instead.
+        ConfigurationError: A setting requests a missing feature; names field, value and remedy.
     """
 
     num_cuda_graphs: int | None = None
@@ -44,12 +44,12 @@ class UnavailableSettings:
             value = getattr(self, name)
             if not any(value is each or value == each for each in allowed):
                 usual = " or ".join(repr(each) for each in allowed)
-                raise ConfigurationError(f"{name}={value!r}: {reason}; leave it out, or give {usual}", field=name)
+                raise ConfigurationError(f"{name}={value!r}: {reason}; leave it out, or set {usual}", field=name)
 
 
-_NO_GRAPHS = "there are no CUDA graphs, every pass runs eagerly"
-_NO_RECURRENT_LAYERS = "no model here has recurrent layers, whose states would need memory"
-_NO_CONSENSUS = "replicas run without lock step, so that they have nothing to agree on"
+_NO_GRAPHS = "CUDA graphs are not supported, every pass runs eagerly"
+_NO_RECURRENT_LAYERS = "models with recurrent layers are not supported"
+_NO_CONSENSUS = "data-parallel ranks run independently and need no consensus"
 _REFUSALS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "num_cuda_graphs": ((None, 0), _NO_GRAPHS),
     "cuda_graph_mixed_prefill_count": ((16,), _NO_GRAPHS),
@@ -62,14 +62,14 @@ _REFUSALS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prefix_caching_mamba_gb": ((None,), _NO_RECURRENT_LAYERS),
     "unified_memory_level": (
         (0,),
-        "the KV cache lies on the model's device alone; kv_cache_management_mode='offload' moves it while suspended",
+        "the KV cache is only on the model's device; kv_cache_management_mode='offload' moves it while suspended",
     ),
-    "pg_collection": ((None,), "the engine takes its ranks from torch.distributed"),
-    "image_preprocessing_config": ((None,), "models read text only"),
-    "use_flashinfer_fused_rope": ((False, None), "rotary embeddings are computed by the model itself"),
-    "num_speculative_tokens": ((0,), "models are loaded without heads that draft tokens"),
-    "async_sched_mode": (("legacy",), "a pass is scheduled once the one before it has ended"),
-    "request_metadata_types": ((None,), "the metadata of requests are those of get_metadata_types"),
+    "pg_collection": ((None,), "the engine gets its ranks from torch.distributed"),
+    "image_preprocessing_config": ((None,), "only text is supported"),
+    "use_flashinfer_fused_rope": ((False, None), "the model itself computes rotary embeddings"),
+    "num_speculative_tokens": ((0,), "speculative decoding is not supported"),
+    "async_sched_mode": (("legacy",), "a step is scheduled after the previous one has ended"),
+    "request_metadata_types": ((None,), "the metadata of a request has the types of get_metadata_types"),
     "use_synchronous_zmq_collectives": ((False,), _NO_CONSENSUS),
     "disable_ep_consensus": ((False,), _NO_CONSENSUS),
     "ep_consensus_interval": ((20,), _NO_CONSENSUS),

@@ -61,9 +61,9 @@ def test_the_serve_config_has_its_defaults() -> None:
 
 def test_the_serve_config_takes_one_parser_of_each_kind() -> None:
     assert ServeConfig(parsers=["qwen3", "hermes"]).http.parsers == ("qwen3", "hermes")
-    with pytest.raises(ConfigurationError, match="'gpt' is none; there are for tools hermes"):
+    with pytest.raises(ConfigurationError, match="'gpt' is unknown; use hermes, "):
         ServeConfig(parsers=["gpt"])
-    with pytest.raises(ConfigurationError, match="hermes and mistral are for the same"):
+    with pytest.raises(ConfigurationError, match="hermes and mistral have the same purpose"):
         ServeConfig(parsers=["hermes", "mistral"])
 
 

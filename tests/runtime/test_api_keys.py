@@ -58,7 +58,7 @@ def test_while_the_file_can_not_be_read_the_last_keys_stay_in_force_and_the_log_
         assert [lets_in(keys, key) for key in ("first", "second", "first")] == [True, False, True]
     (record,) = caplog.records
     assert f"{file}: can't be read" in record.getMessage()
-    assert "the keys read before stay in force" in record.getMessage()
+    assert "the keys that were read last stay valid" in record.getMessage()
     replace(file, b"second\n")
     assert [lets_in(keys, key) for key in ("first", "second")] == [False, True]
     file.unlink()

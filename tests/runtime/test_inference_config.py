@@ -92,7 +92,7 @@ def test_fewer_tokens_than_requests_are_refused() -> None:
 
 @pytest.mark.parametrize(("field", "value"), ASKED_FOR.items())
 def test_an_unsupported_setting_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^{field}=.*: .*; leave it out, or give ") as refusal:
+    with pytest.raises(ConfigurationError, match=rf"^{field}=.*: .*; leave it out, or set ") as refusal:
         InferenceConfig(**{field: value})
     assert refusal.value.field == field
 

@@ -48,7 +48,7 @@ def written(form: CallFormat, *calls: tuple[str, Any]) -> str:
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])
 def test_only_calls_of_the_functions_with_arguments_of_their_schemas_pass(tokenizer: Tokenizer, name: str) -> None:
-    form = TOOL_FORMATS[name].form
+    form = TOOL_FORMATS[name].call_format
     assert form is not None
     one, several = (guides.calls_grammar(form, FUNCTIONS, several=several) for several in (False, True))
     good = ("weather", {"city": "Köln"})
@@ -63,15 +63,15 @@ def test_only_calls_of_the_functions_with_arguments_of_their_schemas_pass(tokeni
 @pytest.mark.parametrize(
     ("form", "tokens"),
     [
-        (TOOL_FORMATS["hermes"].form, {}),
-        (TOOL_FORMATS["mistral"].form, {}),
+        (TOOL_FORMATS["hermes"].call_format, {}),
+        (TOOL_FORMATS["mistral"].call_format, {}),
         (CallFormat(begin=IMAGINED, end="|"), {IMAGINED: 1}),
         (CallFormat(opening=f"{IMAGINED}[", separator=", ", closing="]"), {IMAGINED: 1}),
     ],
 )
 def test_words_may_come_before_calls_or_alone(tokenizer: Tokenizer, form: CallFormat, tokens: dict[str, int]) -> None:
     assert tokens == tokenizer.special_tokens(tokens)
-    grammar = guides.calls_grammar(form, FUNCTIONS, or_words=True, tokens=tokens)
+    grammar = guides.calls_grammar(form, FUNCTIONS, or_text=True, tokens=tokens)
     calls = written(form, ("weather", {"city": "Paris"}))
     for text in ("No call.\nAt all", calls, f"I see.\n{calls}"):
         assert lets_through(tokenizer, grammar, text), text
@@ -94,7 +94,7 @@ def test_thoughts_are_free_and_what_follows_is_not(
 
 
 def test_parameters_that_can_not_be_kept_to_are_refused_with_their_function() -> None:
-    form = TOOL_FORMATS["hermes"].form
+    form = TOOL_FORMATS["hermes"].call_format
     assert form is not None
     with pytest.raises(InvalidRequestError, match=r"parameters of 'f'.*Invalid type"):
         guides.calls_grammar(form, {"f": {"type": "what"}})

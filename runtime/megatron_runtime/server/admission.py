@@ -1,4 +1,4 @@
-"""Decides whether a request may go to the engines now, must wait, or is turned away."""
+"""Admission control: a request goes to the engines now, waits for a replica group, or is rejected."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 30.0
 RETRY_SECONDS = 1.0
-FROZEN_STATES = (EngineState.PAUSED, EngineState.SUSPENDED)
+PAUSED_STATES = (EngineState.PAUSED, EngineState.SUSPENDED)
 REFUSING_STATES = (EngineState.STOPPING, EngineState.STOPPED)
 
 
-class Abandonable(Protocol):
+class InFlightRequest(Protocol):
     """A request in flight."""
 
     @property
     def size(self) -> int:
-        """How many answers it works on."""
+        """Number of answers that it generates."""
         ...
 
-    def abandon(self, error: ApiError) -> None:
-        """Ends it with an error now."""
+    def abort(self, error: ApiError) -> None:
+        """Ends it with this error now."""
         ...
 
 
 class AdmissionController:
-    """Follows the service's state and knows the requests in flight.
+    """Follows the state of the service and tracks the requests in flight.
 
-    Paused and suspended engines take requests: those wait in the engines' queues.
+    Requests are admitted while the engines are paused or suspended; they wait in the engines' queues.
     """
 
     def __init__(self, client: InferenceClient, *, replica_wait: float, retry_after: int, max_in_flight: int) -> None:
@@ -50,71 +50,72 @@ class AdmissionController:
         self._service: ServiceState | None = None
         self._changed = Notifier()
         self._watcher: asyncio.Task[None] | None = None
-        self._in_flight: set[Abandonable] = set()
+        self._in_flight: set[InFlightRequest] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
 
     def start(self) -> None:
-        """Begins to follow the service's state."""
+        """Starts to follow the state of the service."""
         self._watcher = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
-        """Ends what ``start`` began."""
+        """Stops following the state of the service."""
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request sent now would be taken."""
+        """Whether a request would be admitted now."""
         return not self._draining and self._has_replica() and not self._is_refusing()
 
     async def admit(self, answers: int) -> None:
-        """Returns once there is a replica for a request for so many answers.
+        """Returns once a replica group can serve a request with this number of answers.
 
         Raises:
-            ApiError: 503 when the request is turned away whatever it asks for, 429 while there are too many others.
+            ApiError: 503 when the service accepts no requests, 429 while too many answers are in flight.
         """
         self._refuse_if_closed()
         self._refuse_if_full(answers)
         if not self._has_replica():
             await self._wait_for_replica(answers)
 
-    def enter(self, request: Abandonable) -> None:
-        """Counts a request in."""
+    def enter(self, request: InFlightRequest) -> None:
+        """Adds a request to those in flight."""
         self._in_flight.add(request)
         self._working += request.size
         self._idle.clear()
 
-    def leave(self, request: Abandonable) -> None:
-        """Counts it out."""
+    def leave(self, request: InFlightRequest) -> None:
+        """Removes a request from those in flight."""
         self._in_flight.remove(request)
         self._working -= request.size
         if not self._in_flight:
             self._idle.set()
 
     async def drain(self, *, refuse: bool = True) -> None:
-        """Turns new requests away from now on, and returns when those in flight have ended.
+        """Rejects new requests from now on, and returns when those in flight have ended.
 
-        Without ``refuse`` those that are in flight to it are taken, for a server that takes no new connections.
-        A paused engine would answer nothing before it is too late: its requests end now, so that they can be retried.
+        With ``refuse=False`` new requests are still admitted, for a server that accepts no new connections but still
+        reads requests from open ones. Requests of a paused engine would outlast the drain, so they are aborted now and
+        the client can retry them elsewhere.
         """
         self._draining = refuse
         self._changed.notify()
-        frozen_watch = asyncio.create_task(self._abandon_when_frozen())
+        pause_watch = asyncio.create_task(self._abort_when_paused())
         await self._idle.wait()
-        frozen_watch.cancel()
+        pause_watch.cancel()
 
-    def abandon(self) -> None:
-        """Ends the requests in flight with an error, for a drain that takes too long."""
+    def abort(self) -> None:
+        """Aborts the requests in flight, for a drain that takes too long."""
         for request in self._in_flight:
-            request.abandon(self._shutting_down())
+            request.abort(self._shutting_down())
 
-    async def _abandon_when_frozen(self) -> None:
-        while not self._is_frozen():
+    async def _abort_when_paused(self) -> None:
+        while not self._is_paused():
             await self._changed.wait()
-        self.abandon()
+        self.abort()
 
     async def _wait_for_replica(self, answers: int) -> None:
         self._waiting += answers
@@ -124,7 +125,7 @@ class AdmissionController:
                     await self._changed.wait()
                     self._refuse_if_closed()
         except TimeoutError:
-            message = f"no replica of the model has registered within {self._replica_wait:.0f} seconds"
+            message = f"no replica group has registered within {self._replica_wait:.0f} seconds"
             raise unavailable(message, retry_after=self._retry_after, code="no_replica") from None
         finally:
             self._waiting -= answers
@@ -137,9 +138,9 @@ class AdmissionController:
 
     def _refuse_if_full(self, answers: int) -> None:
         others = self._waiting + self._working
-        # A request for more answers than that is taken while it is alone: it would never be otherwise.
+        # A request for more answers than the limit is admitted only when no other request is in flight.
         if others and others + answers > self._max_in_flight:
-            message = f"{others} answers are being worked on, and {self._max_in_flight} may be; try again later"
+            message = f"{others} answers are in flight, and at most {self._max_in_flight} may be; retry later"
             raise ApiError(429, message, kind="rate_limit_error", code="queue_full", retry_after=self._retry_after)
 
     def _shutting_down(self) -> ApiError:
@@ -151,8 +152,8 @@ class AdmissionController:
     def _is_refusing(self) -> bool:
         return self._service is not None and self._service.state in REFUSING_STATES
 
-    def _is_frozen(self) -> bool:
-        return self._service is not None and self._service.state in FROZEN_STATES
+    def _is_paused(self) -> bool:
+        return self._service is not None and self._service.state in PAUSED_STATES
 
     async def _watch(self) -> None:
         while True:

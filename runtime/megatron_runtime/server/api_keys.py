@@ -1,4 +1,4 @@
-"""The keys that requests must carry, read from a file with one key per line."""
+"""API keys for authentication, read from a file with one key per line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 class ApiKeys:
     """Follows its file: a key that is added or removed takes effect with the next request.
 
-    While the file is missing or can't be read the last keys stay in force: its users have done nothing wrong, and
-    nobody else is let in. To take all keys back, empty it.
+    While the file is missing or can't be read, the keys that were read last stay valid. Empty the file to revoke all
+    keys.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,24 +33,24 @@ class ApiKeys:
     def check(self, authorization: str | None, key: str | None = None) -> None:
         """Raises ApiError 401 unless ``authorization`` carries one of the keys, or ``key`` is one.
 
-        The latter is for those who come by way of a proxy that takes ``Authorization`` for itself, as an API server's
-        does.
+        ``key`` is the header ``X-Api-Key``, for clients behind a proxy that uses ``Authorization`` itself, such as the
+        proxy of the Kubernetes API server.
         """
         self._refresh()
         scheme, _, token = (authorization or "").partition(" ")
         given = [_digest(each.strip()) for each in (token if scheme.lower() == "bearer" else "", key or "")]
-        # All keys are compared, in constant time each, so that the time taken says nothing about any of them.
+        # All keys are compared, each in constant time, so that the duration reveals nothing about them.
         matches = sum(hmac.compare_digest(each, digest) for each in given for digest in self._digests)
         if not matches:
-            words = "no valid API key: send one as Authorization: Bearer <key>, or as X-Api-Key: <key>"
-            raise ApiError(401, words, code="invalid_api_key")
+            message = "no valid API key: send one as Authorization: Bearer <key>, or as X-Api-Key: <key>"
+            raise ApiError(401, message, code="invalid_api_key")
 
     def _refresh(self) -> None:
         try:
             self._read()
         except (OSError, UnicodeDecodeError) as error:
             if self._is_readable:
-                message = "MEGATRON_API_KEYS_FILE=%s: can't be read: %s; the keys read before stay in force"
+                message = "MEGATRON_API_KEYS_FILE=%s: can't be read: %s; the keys that were read last stay valid"
                 logger.warning(message, self._path, _reason(error))
             self._is_readable = False
         else:

@@ -13,18 +13,18 @@ from starlette.middleware.cors import CORSMiddleware
 
 from megatron_runtime.server.body_limit import BodyLimit
 from megatron_runtime.server.errors import install_error_handlers
+from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.openai.generation_routes import generation_routes
 from megatron_runtime.server.openai.model_routes import model_routes, token_routes
 from megatron_runtime.server.page_routes import add_page
-from megatron_runtime.server.parts import Frontend
 from megatron_runtime.server.request_log import REQUEST_ID, RequestLog, access_log
 from megatron_runtime.server.status_routes import status_routes
 
 VERSION = version("megatron-inference")
 
 
-def create_app(frontend: Frontend) -> FastAPI:
-    """The app; starts and ends the admission's watch with its lifespan. The client must be started by then."""
+def create_app(frontend: FrontendContext) -> FastAPI:
+    """The app; its lifespan starts and stops the admission controller. The client must be started before."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -36,9 +36,9 @@ def create_app(frontend: Frontend) -> FastAPI:
         title="Megatron inference",
         version=VERSION,
         lifespan=lifespan,
-        # Handed over one by one: what is included as a router is looked for in several steps with every request.
+        # Passed one by one: an included router adds steps to the route lookup of every request.
         routes=[route for router in _routers(frontend) for route in router.routes],
-        # The log's middleware makes the spans: it passes contexts on where none are exported, too, and skips probes.
+        # RequestLog creates the spans: it also propagates contexts when no spans are exported, and skips probes.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     install_error_handlers(app)
@@ -48,9 +48,9 @@ def create_app(frontend: Frontend) -> FastAPI:
     return app
 
 
-def _routers(frontend: Frontend) -> Iterator[APIRouter]:
+def _routers(frontend: FrontendContext) -> Iterator[APIRouter]:
     guarded = [Depends(frontend.check_key)]
-    # Megatron's own server answers without the prefix too.
+    # Megatron's own server has the paths without the prefix too.
     for shown in ({"prefix": "/v1"}, {"include_in_schema": False}):
         yield generation_routes(frontend, dependencies=guarded, **shown)
         yield model_routes(frontend, dependencies=guarded, **shown)
@@ -60,8 +60,8 @@ def _routers(frontend: Frontend) -> Iterator[APIRouter]:
     yield _probes(frontend, prefix="/v1", include_in_schema=False)
 
 
-def _add_middleware(app: FastAPI, frontend: Frontend) -> None:
-    """The last one added is the first to see a request."""
+def _add_middleware(app: FastAPI, frontend: FrontendContext) -> None:
+    """The middleware that is added last handles a request first."""
     http = frontend.options.http
     app.add_middleware(BodyLimit, options=http)
     if http.cors_origins:
@@ -75,7 +75,7 @@ def _add_middleware(app: FastAPI, frontend: Frontend) -> None:
     app.add_middleware(RequestLog, metrics=frontend.metrics, write=access_log(http.access_log))
 
 
-def _probes(frontend: Frontend, **common: Any) -> APIRouter:
+def _probes(frontend: FrontendContext, **common: Any) -> APIRouter:
     router = APIRouter(tags=["probes"], **common)
 
     @router.get("/health")

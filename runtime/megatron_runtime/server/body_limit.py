@@ -1,4 +1,4 @@
-"""ASGI middleware around all routes: bodies may neither be too large nor take too long."""
+"""ASGI middleware around all routes: limits the size of request bodies and the time to receive them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron_runtime.server.options import HttpOptions
 
 _CLOSE = {"Connection": "close"}
-"""What is left of such a body is not worth reading to find where the next request begins."""
+"""Close the connection instead of reading the rest of such a body to find the next request."""
 
 
 class BodyLimit:
-    """Refuses bodies that are too large with 413, whatever their header says, and those that don't come with 408."""
+    """Rejects a body that is too large with 413, independent of Content-Length, and one that takes too long with
+    408."""
 
     def __init__(self, app: ASGIApp, options: HttpOptions) -> None:
         self._app = app
         self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on, counting the bytes of its body."""
+        """Passes the request on and counts the bytes of its body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -38,8 +39,8 @@ class BodyLimit:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                # FastAPI passes only this kind of error on while it reads a body.
-                raise HTTPException(408, f"the body was not here within {seconds:g} seconds", _CLOSE) from None
+                # While FastAPI reads a body, it passes on only this type of exception.
+                raise HTTPException(408, f"the body was not received within {seconds:g} seconds", _CLOSE) from None
             received += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if received > limit:

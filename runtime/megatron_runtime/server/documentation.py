@@ -1,4 +1,4 @@
-"""What ``/openapi.json`` tells beside the bodies: an example of each request and answer, and the form of errors."""
+"""Content of ``/openapi.json`` beside the body schemas: examples of requests and answers, and the error schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 
 class ErrorDetails(BaseModel):
-    """Why a request was not answered. ``param`` is the field that is to blame."""
+    """Why a request failed. ``param`` is the field that caused the error."""
 
     message: str
     type: str
@@ -17,7 +17,7 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer other than 2xx."""
+    """The body of every response other than 2xx."""
 
     error: ErrorDetails
 
@@ -89,9 +89,9 @@ STATUS_ANSWER = {
     "state": "RUNNING",
     "requests_running": 3,
     "requests_waiting": 0,
-    "replicas": [
+    "replica_groups": [
         {
-            "group": 0,
+            "index": 0,
             "attempt": 0,
             "state": "RUNNING",
             "ready": True,
@@ -118,17 +118,17 @@ TOKENIZER_INFO_ANSWER = {
 
 
 def answers(example: dict[str, Any], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The ``responses`` of a route: an example of what it answers, and errors in one form."""
+    """The ``responses`` of a route: an example of its answer, and the error schema."""
     content: dict[str, Any] = {"application/json": {"example": example}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     return {
-        200: {"description": "The answer; with stream: true, events", "content": content},
-        "4XX": {"model": ErrorBody, "description": "The request can't be answered as it is"},
-        "5XX": {"model": ErrorBody, "description": "The same request may be answered later, after Retry-After seconds"},
+        200: {"description": "The answer; with stream: true, server-sent events", "content": content},
+        "4XX": {"model": ErrorBody, "description": "The request is invalid or was rejected; the error says why"},
+        "5XX": {"model": ErrorBody, "description": "The server can't answer now; retry after Retry-After seconds"},
     }
 
 
 def request_example(example: dict[str, Any]) -> dict[str, Any]:
-    """The ``openapi_extra`` of a route that takes such a body."""
+    """The ``openapi_extra`` of a route, with an example of its request body."""
     return {"requestBody": {"content": {"application/json": {"example": example}}}}

@@ -1,4 +1,4 @@
-"""Errors of the HTTP frontend, in the shape that OpenAI's clients read."""
+"""Errors of the HTTP frontend, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_timeout", 413:
 
 
 class ApiError(Exception):
-    """An answer other than 2xx. ``param`` names the field of the body that is to blame."""
+    """A response other than 2xx. ``param`` names the field of the body that caused it."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """The JSON body; also what a stream carries when the error comes after its first byte."""
+        """The JSON body; also the last event of a stream that fails after its first byte."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The complete answer."""
+        """The complete HTTP response."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -55,28 +55,27 @@ def unavailable(message: str, *, retry_after: int, code: str = "service_unavaila
 
 
 def too_late(message: str) -> ApiError:
-    """408: the answer was not there in time."""
+    """408: the request was not completed in time."""
     return ApiError(408, message, kind="timeout_error", code="deadline_exceeded")
 
 
 def unexpected() -> ApiError:
-    """500, for what should never happen."""
-    return ApiError(500, "the server failed on this request; its log says why", kind="server_error")
+    """500, for unexpected errors."""
+    return ApiError(500, "internal error; the log of the server has the cause", kind="server_error")
 
 
 def check_text(text: str, *, param: str) -> None:
-    """Raises ApiError 400 for half a surrogate pair, which JSON can write and no text can have."""
+    """Raises ApiError 400 for a lone surrogate, which JSON can express but UTF-8 can't."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = (
-            f"{param}: \\u{ord(text[error.start]):04x} at {error.start} is half of a surrogate pair, which is no text"
-        )
+        surrogate = f"\\u{ord(text[error.start]):04x}"
+        message = f"{param}: {surrogate} at {error.start} is a lone surrogate, which is not valid text; remove it"
         raise ApiError(400, message, param=param) from error
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes every refusal of ``app`` an OpenAI error body; 422 never leaves it."""
+    """Gives every error of ``app`` an OpenAI error body; validation errors are 400 instead of FastAPI's 422."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -94,10 +93,10 @@ async def _validation_error(_: Request, error: Exception) -> JSONResponse:
 
 
 async def _not_repeatable(_: Request, error: Exception) -> JSONResponse:
-    """Of what an answer repeats: that is the only part of a body which nothing has looked at before."""
+    """For fields that a response repeats without validating them before, such as ``metadata``."""
     if "surrogates" in str(error):
-        return ApiError(400, "the body has half of a surrogate pair, which is no text").response()
-    return ApiError(400, "the body is nested too deeply to be repeated in an answer").response()
+        return ApiError(400, "the body has a lone surrogate, which is not valid text; remove it").response()
+    return ApiError(400, "the body is nested too deeply to be repeated in a response; flatten it").response()
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -110,7 +109,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's errors, preferring the deepest: unions report one for every alternative."""
+    """The deepest of pydantic's errors: unions report one for every alternative."""
     nothing: Mapping[str, Any] = {"loc": (), "msg": "invalid body"}
     first: Mapping[str, Any] = max(errors, key=lambda error: len(_path(error["loc"])), default=nothing)
     if first.get("type") == "json_invalid":
@@ -128,7 +127,7 @@ def _from_validation(errors: Sequence[Any]) -> ApiError:
 
 
 def _leading_field(text: str) -> str | None:
-    """The field that an error about the whole body starts with."""
+    """The field name at the start of an error about the whole body."""
     word = text.split(" ", 1)[0]
     return word if "_" in word or word in ("logprobs", "tools") else None
 

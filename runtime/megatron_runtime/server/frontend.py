@@ -22,15 +22,15 @@ from megatron_runtime.processes.supervisor import error_report
 from megatron_runtime.server.admission import AdmissionController
 from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.app import create_app
+from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.http_server import HttpServer
 from megatron_runtime.server.options import FrontendOptions
-from megatron_runtime.server.parts import Frontend
 from megatron_runtime.wire.security import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
 GARBAGE_OBJECTS = 20_000
-"""The garbage collector looks for cycles once so many objects more are there; a request makes some hundreds."""
+"""Number of new objects that triggers a garbage collection; a request creates some hundreds."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ async def _serve(link: ParentLink) -> int:
     try:
         api_keys = ApiKeys(Path(options.api_keys_file)) if options.api_keys_file else None
     except ConfigurationError as error:
-        # The group could read them when it was made: they may come back, so another try is worth it.
+        # FrontendGroup has read the file before, so this error may be transient: the process is restarted.
         logger.error("%s", error)
         return EXIT_FAILURE
     client.start()
@@ -63,7 +63,7 @@ async def _serve(link: ParentLink) -> int:
         retry_after=options.retry_after,
         max_in_flight=options.http.max_in_flight,
     )
-    app = create_app(Frontend(options, client, tokenizer, admission, api_keys))
+    app = create_app(FrontendContext(options, client, tokenizer, admission, api_keys))
     server = HttpServer(app)
     drain = _Drain(server, admission, hands_over=options.hands_over)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, drain.advance)
@@ -71,8 +71,8 @@ async def _serve(link: ParentLink) -> int:
     beating = asyncio.create_task(link.keep_beating())
     try:
         await server.listening.wait()
-        # What is here now stays: the garbage collector need not look through the tokenizer again and again. Nor need it
-        # look after every other request: next to nothing of what requests leave behind is in cycles.
+        # Long-lived objects such as the tokenizer are excluded from garbage collection, and it runs rarely: requests
+        # leave almost no reference cycles behind.
         gc.freeze()
         gc.set_threshold(GARBAGE_OBJECTS)
         link.report(phase="Serving")
@@ -84,10 +84,10 @@ async def _serve(link: ParentLink) -> int:
 
 
 class _Drain:
-    """The first SIGTERM turns new requests away and lets those in flight end; the second ends those too.
+    """The first SIGTERM rejects new requests and lets those in flight finish; the second aborts those.
 
-    An endpoint that hands over closes its port and every connection whose answer is out: clients connect anew, and find
-    another one.
+    With ``hands_over`` the server closes its port, and each connection once its response is complete, instead of
+    rejecting requests: clients then reconnect to another endpoint.
     """
 
     def __init__(self, server: HttpServer, admission: AdmissionController, *, hands_over: bool) -> None:
@@ -97,11 +97,11 @@ class _Drain:
         self._task: asyncio.Task[None] | None = None
 
     def advance(self) -> None:
-        """Takes the next step towards the end."""
+        """Starts the drain, or aborts it when it is running."""
         if self._task is None:
             self._task = asyncio.create_task(self._drain())
         else:
-            self._admission.abandon()
+            self._admission.abort()
 
     async def _drain(self) -> None:
         if self._hands_over:

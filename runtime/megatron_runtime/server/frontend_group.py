@@ -1,4 +1,4 @@
-"""The frontend processes of one endpoint: they share a listening socket, and are started again when they die."""
+"""The frontend processes of one endpoint: they share a listening socket, and are restarted when they exit."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megatron_runtime.server.api_keys import ApiKeys
 from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.security import key_environment
 
-ABANDON_SECONDS = 3.0
-"""How long frontends have, at the end of a drain, to tell their clients that it is over."""
+ABORT_SECONDS = 3.0
+"""Time for frontends, at the end of a drain, to send errors for the requests that they abort."""
 
 
 class FrontendGroup:
-    """Its processes die with the thread whose event loop it runs on.
+    """Its processes are killed when the thread of its event loop ends.
 
     Args:
-        sock: A listening socket, made with ``http_server.bind``; it belongs to the group from now on.
-        key: The shared secret of the coordinator, if it has one.
-        hang_timeout: Seconds of silence after which a frontend counts as hung, and is replaced.
-        on_change: Called whenever a frontend came, went, or begins to listen.
+        sock: A listening socket from ``listening_socket.bind``; the group owns and closes it.
+        key: The coordinator's shared secret, if any.
+        hang_timeout: Seconds without a heartbeat after which a frontend is considered hung and is replaced.
+        on_change: Called when a frontend starts, exits or begins to listen.
 
     Raises:
         ConfigurationError: The file of API keys can't be read.
@@ -71,12 +71,12 @@ class FrontendGroup:
 
     @property
     def listening(self) -> int:
-        """How many frontends answer."""
+        """Number of frontends that listen."""
         return len(self._attached)
 
     @property
     def restarts(self) -> int:
-        """How often a frontend was started again."""
+        """Number of restarts of frontends."""
         return sum(supervisor.restarts for supervisor in self._supervisors)
 
     def start(self) -> None:
@@ -89,7 +89,7 @@ class FrontendGroup:
         """Returns when all frontends listen.
 
         Raises:
-            ConfigurationError: A frontend found that it can't work with its options.
+            ConfigurationError: The options of a frontend are invalid.
             CoordinatorError: They did not listen within ``timeout`` seconds.
         """
         try:
@@ -104,14 +104,14 @@ class FrontendGroup:
 
     @property
     def failure(self) -> ChildEnd | None:
-        """How a frontend ended that is not started again, since it can't work with its options."""
+        """The exit of a frontend that is not restarted because its options are invalid."""
         ends = (run.result() for run in self._runs if run.done() and not run.cancelled() and not run.exception())
         return next((end for end in ends if end.is_bad_input), None)
 
     async def drain(self, timeout: float) -> None:
-        """Lets the requests in flight end, at most ``timeout`` seconds; then ends for good.
+        """Waits up to ``timeout`` seconds for the requests in flight, then stops for good.
 
-        New ones are answered with 503, or, where other endpoints take them, find the port closed.
+        New requests get 503, or with ``hands_over`` a closed port, so that they go to another endpoint.
         """
         if self.options.hands_over:
             self._socket.close()
@@ -122,11 +122,11 @@ class FrontendGroup:
         if late:
             for supervisor in self._supervisors:
                 supervisor.send_signal(signal.SIGTERM)
-            await asyncio.wait(late, timeout=ABANDON_SECONDS)
+            await asyncio.wait(late, timeout=ABORT_SECONDS)
         await self.stop()
 
     async def stop(self) -> None:
-        """Ends the processes at once and closes the socket; a second call has no effect."""
+        """Kills the processes and closes the socket; a second call has no effect."""
         for run in self._runs:
             run.cancel()
         for run in self._runs:
@@ -153,7 +153,7 @@ class FrontendGroup:
             self._wake()
 
     def _note(self, index: int) -> None:
-        """A frontend came or went: either way it does not listen yet."""
+        """A frontend has started or exited; in both cases it does not listen."""
         self._attached.discard(index)
         self._wake()
 

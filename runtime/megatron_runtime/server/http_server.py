@@ -1,4 +1,4 @@
-"""Uvicorn on sockets that are bound beforehand, inside a loop that handles the signals itself."""
+"""Uvicorn on sockets that are already bound, without uvicorn's signal handlers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEEP_ALIVE_SECONDS = 75
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves SIGTERM and SIGINT to whoever runs it; end it by setting ``should_exit``."""
+    """Does not handle SIGTERM and SIGINT; set ``should_exit`` to stop it."""
 
     def __init__(self, app: FastAPI, *, graceful_seconds: int | None = None) -> None:
         super().__init__(
@@ -30,14 +30,14 @@ class HttpServer(uvicorn.Server):
             )
         )
         self.listening = asyncio.Event()
-        """Set once connections are taken."""
+        """Set once connections are accepted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Uvicorn's own, which is over once the server listens."""
+        """Returns once the server listens."""
         await super().startup(sockets)
         self.listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Takes none."""
+        """Captures no signals."""
         yield

@@ -1,4 +1,4 @@
-"""Answers as JSON."""
+"""JSON responses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pydantic_core
 from starlette.responses import JSONResponse
 
 to_json = partial(pydantic_core.to_json, inf_nan_mode="null")
-"""The bytes of a value; PydanticSerializationError if it has what no JSON can have, or is nested too deeply."""
+"""A value as JSON bytes; PydanticSerializationError if it can't be expressed in JSON or is nested too deeply."""
 
 
 class JsonResponse(JSONResponse):
-    """Starlette's, written in a tenth of the time."""
+    """Starlette's JSONResponse, serialized in a tenth of the time."""
 
     def render(self, content: Any) -> bytes:
         """The body."""

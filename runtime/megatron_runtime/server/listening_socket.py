@@ -1,4 +1,4 @@
-"""Sockets that are bound before anything is served on them."""
+"""Sockets that are bound before a server uses them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def bind(host: str, port: int | None, usual: int, *, flag: str, may_move: bool) 
     """A listening socket on ``host``.
 
     Args:
-        port: The wanted port, 0 for any free one; None for the usual one.
-        may_move: Whether a usual port that is taken is replaced by a free one.
+        port: The requested port; 0 for any free one, None for ``usual``.
+        may_move: Whether any free port is used when ``usual`` is in use.
 
     Raises:
-        ConfigurationError: Address or port can't be used; names ``flag``.
+        ConfigurationError: The address or port can't be used; the message names ``flag``.
     """
     wanted = usual if port is None else port
     try:

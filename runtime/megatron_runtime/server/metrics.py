@@ -1,4 +1,4 @@
-"""What a frontend counts. In a pod the values live in files that the launcher adds up; see ``launch/metrics.py``."""
+"""Metrics of a frontend. In a pod the values are in files that the launcher sums up; see ``launch/metrics.py``."""
 
 from __future__ import annotations
 
@@ -16,50 +16,55 @@ _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25,
 
 
 class FrontendMetrics:
-    """One set per app. Names are part of the contract with the operator and with dashboards."""
+    """One set per app. The names are part of the contract with the operator and with dashboards."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
-        self.requests = Counter("megatron_requests", "Answered requests", ["endpoint", "status"], registry=registry)
-        self.prompt_tokens = Counter("megatron_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.requests = Counter(
+            "megatron_requests", "HTTP requests by endpoint and status", ["endpoint", "status"], registry=registry
+        )
+        self.prompt_tokens = Counter("megatron_prompt_tokens", "Prompt tokens", registry=registry)
         self.cached_prompt_tokens = Counter(
-            "megatron_cached_prompt_tokens", "Tokens of prompts that the prefix cache had", registry=registry
+            "megatron_cached_prompt_tokens", "Prompt tokens found in the prefix cache", registry=registry
         )
         self.generation_tokens = Counter("megatron_generation_tokens", "Generated tokens", registry=registry)
         self.time_to_first_token = Histogram(
             "megatron_time_to_first_token_seconds",
-            "From request to first token; by the engine's clock where the answer is not streamed",
+            "Time from the request to the first token; measured by the engine if the answer is not streamed",
             buckets=_SECONDS,
             registry=registry,
         )
         self.time_per_output_token = Histogram(
             "megatron_time_per_output_token_seconds",
-            "Time after the first token, per token after the first",
+            "Mean time per output token after the first",
             buckets=_SECONDS_PER_TOKEN,
             registry=registry,
         )
         self.request_duration = Histogram(
-            "megatron_request_duration_seconds", "From request to last token", buckets=_SECONDS, registry=registry
+            "megatron_request_duration_seconds",
+            "Time from the request to the last token",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.queue_time = Histogram(
             "megatron_queue_time_seconds",
-            "From the arrival at an engine to the first step that computes for it",
+            "Time in the engine's queue, until the first step that computes for the request",
             buckets=_SECONDS,
             registry=registry,
         )
         self.request_prompt_tokens = Histogram(
-            "megatron_request_prompt_tokens", "Tokens of each prompt", buckets=_TOKENS, registry=registry
+            "megatron_request_prompt_tokens", "Prompt tokens per request", buckets=_TOKENS, registry=registry
         )
         self.request_generation_tokens = Histogram(
-            "megatron_request_generation_tokens", "Tokens of each answer", buckets=_TOKENS, registry=registry
+            "megatron_request_generation_tokens", "Generated tokens per answer", buckets=_TOKENS, registry=registry
         )
         self.finished = Counter(
-            "megatron_finished_answers", "Answers by how they ended in an engine", ["reason"], registry=registry
+            "megatron_finished_answers", "Finished answers by finish reason", ["reason"], registry=registry
         )
 
 
 class ChoiceTimer:
-    """Times one choice from its making to its end."""
+    """Measures one choice from its creation to its end."""
 
     def __init__(self, metrics: FrontendMetrics, prompt_tokens: int) -> None:
         self._metrics = metrics
@@ -70,13 +75,13 @@ class ChoiceTimer:
         metrics.prompt_tokens.inc(prompt_tokens)
 
     def first_token(self) -> None:
-        """To be called when a token has come; calls after the first have no effect."""
+        """Call it when a token arrives; calls after the first have no effect."""
         if self._first_token is None:
             self._first_token = time.perf_counter()
             self._metrics.time_to_first_token.observe(self._first_token - self._started)
 
     def count(self, request: DynamicInferenceRequest) -> None:
-        """To be called once with what the engine made of the request."""
+        """Call it once, with the engine's result."""
         metrics = self._metrics
         self._tokens = len(request.generated_tokens)
         metrics.generation_tokens.inc(self._tokens)
@@ -93,7 +98,7 @@ class ChoiceTimer:
                 metrics.time_per_output_token.observe((request.latency - request.ttft) / (self._tokens - 1))
 
     def stop(self) -> None:
-        """To be called once a request that was counted turns out to have an answer."""
+        """Call it after ``count`` when the result is not an error."""
         ended = time.perf_counter()
         self._metrics.request_duration.observe(ended - self._started)
         if self._first_token is not None and self._tokens > 1:
@@ -101,7 +106,7 @@ class ChoiceTimer:
 
 
 def _queue_seconds(request: DynamicInferenceRequest) -> float | None:
-    """By the engine's clock; None for a request that no step computed for."""
+    """Measured by the engine; None for a request that was never computed."""
     begins = (event.timestamp for event in request.events if event.type.name == "ADD_CONTEXT")
     begun = next(begins, None)
     added = None if request.event_add_engine is None else request.event_add_engine.timestamp

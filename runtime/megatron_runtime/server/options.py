@@ -1,4 +1,4 @@
-"""What a frontend process has to know."""
+"""Options of a frontend process."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ ACCESS_LOGS = ("off", "text", "json")
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """How HTTP requests are taken and answered, whatever they ask for. Times are seconds."""
+    """Limits and features of the HTTP server. Times are in seconds."""
 
     max_body_bytes: int = 16 * 2**20
-    """Larger bodies are refused with 413."""
+    """Larger bodies are rejected with 413."""
     body_timeout: float = 60.0
-    """A body that is not here by then is refused with 408."""
+    """A body that takes longer to arrive is rejected with 408."""
     max_in_flight: int = 2048
-    """Answers that one frontend process works on at a time; requests for more are refused with 429."""
+    """Maximum number of answers in flight per frontend process; further requests are rejected with 429."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may read answers in a browser; ``*`` means all."""
+    """Origins that CORS allows; ``*`` allows all."""
     access_log: str = "off"
-    """A line per request: ``off``, ``text`` or ``json``."""
+    """Format of the access log, one line per request: ``off``, ``text`` or ``json``."""
     parsers: tuple[str, ...] = ()
-    """What finds reasoning and calls of tools in the model's words: names of ``parsers.py``, one of each kind."""
+    """Parsers for reasoning and tool calls: names in ``parsers.py``, at most one of each kind."""
     page: bool = True
-    """Whether ``/`` is a page to chat with the model and to watch the service."""
+    """Whether to serve a web page at ``/``, to chat with the model and to monitor the service."""
 
     def check(self) -> None:
-        """Raises ConfigurationError naming the field, its value and what it may be."""
+        """Raises ConfigurationError that names the field, its value and the allowed values."""
         for name in ("max_body_bytes", "body_timeout", "max_in_flight"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be more than 0", field=name)
@@ -44,33 +44,33 @@ class HttpOptions:
         for origin in self.cors_origins:
             if origin != "*" and "://" not in origin:
                 raise ConfigurationError(
-                    f"cors_origins: {origin!r} is no origin; write it like https://example.com, or * for all",
+                    f"cors_origins: {origin!r} is not an origin; use the form https://example.com, or * for all",
                     field="cors_origins",
                 )
 
 
 @dataclass(frozen=True)
 class FrontendOptions:
-    """Everything but secrets; those travel in the environment. Times are seconds."""
+    """All options except secrets, which are in the environment. Times are in seconds."""
 
     coordinator_address: str
     tokenizer_path: str
-    """GGUF file or checkpoint folder that the tokenizer and the chat template are read from."""
+    """GGUF file or checkpoint folder with the tokenizer and the chat template."""
     served_name: str
     max_sequence_length: int
-    """Most tokens of a prompt and its answer together."""
+    """Maximum number of tokens of a prompt and its answer together."""
     replicas: int = 2
-    """Frontend processes."""
+    """Number of frontend processes."""
     request_timeout: float = 600.0
-    """A request that is not answered by then ends with an error."""
+    """A request that takes longer ends with an error."""
     replica_wait: float = 30.0
-    """How long a request waits while no replica is registered."""
+    """How long a request waits while no replica group is registered."""
     retry_after: int = 5
     api_keys_file: str | None = None
     metrics_folder: str | None = None
     hands_over: bool = False
-    """Whether other endpoints take the requests that this one gets no more: it then closes its port when it drains,
-    instead of answering that it shuts down."""
+    """Whether other endpoints can serve the requests when this one drains: it then closes its port instead of answering
+    with 503."""
     http: HttpOptions = field(default_factory=HttpOptions)
 
     def serialize(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class FrontendOptions:
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> FrontendOptions:
-        """The options that ``serialize`` was called on, also after a turn through JSON."""
+        """The inverse of ``serialize``; accepts data that went through JSON."""
         http = data["http"]
         lists = {name: tuple(http[name]) for name in ("cors_origins", "parsers")}
         return cls(**{**data, "http": HttpOptions(**{**http, **lists})})

@@ -1,7 +1,7 @@
-"""The page at ``/``, on which people chat with the model and see how the service stands.
+"""The web page at ``/``, to chat with the model and to monitor the service.
 
-Its files lie in ``page/`` as they are served. It uses the public API alone, and what it may load and run is fixed by
-its policy: its own files, nothing inline, and no text that becomes HTML.
+The files in ``page/`` are served as they are. The page uses only the public API. Its content security policy allows
+only its own files, no inline code, and no text that is interpreted as HTML.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""The last one lets browsers keep the files, and ask each time whether they are still the same."""
+"""``no-cache`` lets browsers keep the files but revalidate them with every request."""
 
 
 def add_page(app: FastAPI) -> None:
@@ -50,10 +50,10 @@ def add_page(app: FastAPI) -> None:
 
 
 class _PageFiles(StaticFiles):
-    """Files with the page's headers."""
+    """Static files with the page's headers."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        """Starlette's own, which knows when a browser has the file already."""
+        """Starlette's response, which is 304 for a file that is unchanged."""
         response = super().file_response(*args, **kwargs)
         response.headers.update(HEADERS)
         return response

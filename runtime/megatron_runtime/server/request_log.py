@@ -1,8 +1,7 @@
-"""ASGI middleware around everything else: a name for each request, a count of how it ended, and a line in the log.
+"""ASGI middleware around all other: request ids, request metrics and the access log.
 
-The name is the client's ``X-Request-Id``, or one of our own, and is in the answer either way. A trace context
-(``traceparent``, as W3C has it) is in the answer and in the log too, so that both can be found from the trace, and
-goes on to the engine.
+The request id is the client's ``X-Request-Id``, or a generated one; the response always has it. The response and the
+log also have the W3C trace context (``traceparent``), which is propagated to the engine.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from megatron_runtime.server.metrics import FrontendMetrics
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's code for the log and the metrics; nobody is left to read the answer."""
+"""Status for the log and the metrics when the client has closed the connection; the code is nginx's."""
 
 REQUEST_ID = "x-request-id"
-_REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
-_TRACE_FORM = re.compile(
+_REQUEST_ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
+_TRACE_PATTERN = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-[\x21-\x7e]*)?"
 )
 
@@ -48,11 +47,11 @@ COUNTED_PATHS = (
 )
 
 Entry = Mapping[str, Any]
-"""What is known of a request that has ended, None where there is nothing to tell."""
+"""Fields of the log entry of a finished request; None where a field does not apply."""
 
 
 class RequestLog:
-    """Names, counts and logs requests. ``write`` takes each one's entry when it has ended; None writes no log."""
+    """Identifies, counts and logs requests; ``write`` gets the entry of each finished one, None disables the log."""
 
     def __init__(self, app: ASGIApp, metrics: FrontendMetrics, write: Callable[[Entry], None] | None) -> None:
         self._app = app
@@ -60,75 +59,75 @@ class RequestLog:
         self._write = write
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on, and follows its answer."""
+        """Passes the request on and observes its response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        call = _RequestLine(scope)
+        line = _RequestLine(scope)
 
-        async def noted(message: Message) -> None:
-            call.note(message)
+        async def recorded(message: Message) -> None:
+            line.record(message)
             await send(message)
 
         try:
-            with call.span() as span:
-                await self._app(scope, receive, noted)
-                tracing.note_answer(span, call.status)
+            with line.span() as span:
+                await self._app(scope, receive, recorded)
+                tracing.note_answer(span, line.status)
         except Exception:
-            logger.exception("%s %s failed (request %s)", scope["method"], call.path, call.request_id)
-            if not call.has_begun:
-                await unexpected().response()(scope, receive, noted)
+            logger.exception("%s %s failed (request %s)", scope["method"], line.path, line.request_id)
+            if not line.has_begun:
+                await unexpected().response()(scope, receive, recorded)
         finally:
-            self._end(call)
+            self._end(line)
 
-    def _end(self, call: _RequestLine) -> None:
-        if call.counted_path is not None:
-            self._metrics.requests.labels(call.counted_path, str(call.status)).inc()
+    def _end(self, line: _RequestLine) -> None:
+        if line.counted_path is not None:
+            self._metrics.requests.labels(line.counted_path, str(line.status)).inc()
         if self._write is not None:
-            self._write(call.entry())
+            self._write(line.entry())
 
 
 class _RequestLine:
-    """One request and how far its answer is."""
+    """One request and the progress of its response."""
 
     def __init__(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
-        self.request_id = given if _REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
+        self.request_id = given if _REQUEST_ID_PATTERN.fullmatch(given) else secrets.token_hex(16)
         self._headers = headers
-        self._trace = _TRACE_FORM.fullmatch(headers.get(tracing.TRACE, ""))
+        self._trace = _TRACE_PATTERN.fullmatch(headers.get(tracing.TRACE, ""))
         self._scope = scope
         self.path = str(scope["path"])
         self._started = time.perf_counter()
         self._status: int | None = None
-        self._is_over = False
+        self._is_complete = False
 
     @property
     def counted_path(self) -> str | None:
-        """What it asks for, if that is worth counting and tracing."""
+        """The path, if it is one that is counted and traced; else None."""
         path = self.path if self.path in COUNTED_PATHS else f"/v1{self.path}"
         return path if path in COUNTED_PATHS else None
 
     def span(self) -> AbstractContextManager[Span]:
-        """Of the trace that the request belongs to, while it is served."""
+        """The span of this request; no span for paths that are not traced."""
         if self.counted_path is None:
             return nullcontext(INVALID_SPAN)
         return tracing.serving(self._scope["method"], self.counted_path, self._headers)
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has got a status."""
+        """Whether the status has been sent."""
         return self._status is not None
 
     @property
     def status(self) -> int:
-        """The answer's status; 499 if the client did not stay to its end, whatever it began with."""
-        if self._is_over and self._status is not None:
+        """The status of the response; 499 if the client closed the connection before its end."""
+        if self._is_complete and self._status is not None:
             return self._status
         return CLIENT_CLOSED_REQUEST
 
-    def note(self, message: Message) -> None:
-        """Take part of the answer, on its way to the client."""
+    def record(self, message: Message) -> None:
+        """Records a message of the response."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers = MutableHeaders(scope=message)
@@ -136,10 +135,10 @@ class _RequestLine:
             if self._trace is not None:
                 headers[tracing.TRACE] = self._trace[0]
         elif message["type"] == "http.response.body":
-            self._is_over = not message.get("more_body", False)
+            self._is_complete = not message.get("more_body", False)
 
     def entry(self) -> Entry:
-        """What the log should say."""
+        """The entry for the log."""
         client = self._scope.get("client")
         return {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -155,15 +154,15 @@ class _RequestLine:
 
 
 def access_log(form: str) -> Callable[[Entry], None] | None:
-    """What writes entries in one of ``options.ACCESS_LOGS``; None for ``off``."""
+    """A function that writes entries in one of the formats ``options.ACCESS_LOGS``; None for ``off``."""
     return {"off": None, "text": _write_text, "json": _write_json}[form]
 
 
 def _write_text(entry: Entry) -> None:
-    words = [f"{name}={value}" for name, value in entry.items() if name != "time" and value is not None]
-    logger.info("%s", " ".join(words))
+    fields = [f"{name}={value}" for name, value in entry.items() if name != "time" and value is not None]
+    logger.info("%s", " ".join(fields))
 
 
 def _write_json(entry: Entry) -> None:
-    # A line of its own, without the logger's words before it: the launcher passes such lines on as they are.
+    # Without the logger's prefix: the launcher passes such lines on unchanged.
     print(json.dumps({"log": "access", **entry}), flush=True)

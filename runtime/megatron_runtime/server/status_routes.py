@@ -1,4 +1,4 @@
-"""``GET /status``: how the service stands, for pages and people that watch it."""
+"""``GET /status``: the state of the service, for monitoring."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron_runtime.errors import MegatronInferenceError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.server import documentation
 from megatron_runtime.server.documentation import answers
-from megatron_runtime.server.parts import Frontend
+from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.wire.service_state import EngineView, ServiceState
 
 FRESH_SECONDS = 0.9
-"""How old an answer may get. Engines report once a second, and whoever watches asks about as often."""
+"""Maximum age of a cached state, in seconds. Engines report once a second, and monitors poll about as often."""
 ANSWER_SECONDS = 3.0
 
 
 class ServiceWatch:
-    """What the coordinator says of the service. It is asked at most once in ``FRESH_SECONDS``, whoever looks on."""
+    """The state of the service, cached: the coordinator is asked at most once in ``FRESH_SECONDS``."""
 
     def __init__(self, client: InferenceClient) -> None:
         self._client = client
@@ -30,7 +30,7 @@ class ServiceWatch:
         self._known: ServiceState | None = None
 
     async def latest(self) -> ServiceState | None:
-        """None while the coordinator does not answer."""
+        """The state; None while the coordinator does not answer."""
         async with self._asking:
             if time.monotonic() - self._asked >= FRESH_SECONDS:
                 try:
@@ -41,7 +41,7 @@ class ServiceWatch:
             return self._known
 
 
-def status_routes(frontend: Frontend, **common: Any) -> APIRouter:
+def status_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     """``/status``; ``common`` as for ``model_routes``."""
     router = APIRouter(tags=["model"], **common)
     watch = ServiceWatch(frontend.client)
@@ -58,15 +58,17 @@ def status_routes(frontend: Frontend, **common: Any) -> APIRouter:
             "state": service.state if service is not None and engines else None,
             "requests_running": sum(engine.running for engine in engines),
             "requests_waiting": sum(engine.waiting for engine in engines) + unassigned,
-            "replicas": [_replica(engine) for engine in sorted(engines, key=lambda engine: engine.replica_group)],
+            "replica_groups": [
+                _replica_group(engine) for engine in sorted(engines, key=lambda engine: engine.replica_group)
+            ],
         }
 
     return router
 
 
-def _replica(engine: EngineView) -> dict[str, Any]:
+def _replica_group(engine: EngineView) -> dict[str, Any]:
     return {
-        "group": engine.replica_group,
+        "index": engine.replica_group,
         "attempt": engine.attempt,
         "state": engine.state,
         "ready": engine.ready,

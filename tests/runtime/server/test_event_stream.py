@@ -21,7 +21,7 @@ class Texts:
     def opening(self) -> Iterable[dict[str, Any]]:
         return [{"type": "begin"}]
 
-    def take(self, delta: Delta) -> Iterable[dict[str, Any]]:
+    def delta(self, delta: Delta) -> Iterable[dict[str, Any]]:
         return [{"type": "text", "text": delta.text}] if delta.text else []
 
     def ending(self) -> Iterable[dict[str, Any]]:

@@ -75,7 +75,7 @@ def test_a_key_whose_request_runs_at_the_same_frontend_is_a_conflict(pod: Any) -
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, pod, "c")
         pod.wait_for(lambda state: state["requests"]["waiting"] == 1)
-        with pytest.raises(openai.ConflictError, match="is being answered already"):
+        with pytest.raises(openai.ConflictError, match="is already in progress"):
             ask(pod, "c", retries=0)
         pod.signal("unpause")
         assert answer.result(60) == ask(pod, "c")

@@ -229,7 +229,7 @@ json_values = st.recursive(
 )
 def test_every_call_in_a_models_form_is_found_with_its_arguments(calls: list[tuple[str, Any]], indent: Any) -> None:
     for form in (HERMES, LLAMA, MISTRAL):
-        written = form.form
+        written = form.call_format
         assert written is not None
         objects = [json.dumps({"name": n, written.arguments: a}, indent=indent) for n, a in calls]
         one_by_one = written.separator.join(f"{written.begin}{object}{written.end}" for object in objects)

@@ -195,10 +195,10 @@ def nested(depth: int) -> dict[str, Any]:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "names 'x'"),
         ({"tool_choice": "some"}, "tool_choice", "'required'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
-        ({"tools": [NOW, NOW]}, "tools", "two functions called 'now'"),
+        ({"tools": [NOW, NOW]}, "tools", "two functions named 'now'"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "'function'"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools.0.function.name", "at least 1"),
-        ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex", "asks for a call"),
+        ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex", "requires a call"),
         (
             {
                 "tool_choice": "required",

@@ -35,7 +35,7 @@ def status(pod: Any) -> dict[str, Any]:
 
 
 def test_the_status_follows_the_service(pod: Any) -> None:
-    pod.wait_for(lambda _: [replica["state"] for replica in status(pod)["replicas"]] == ["RUNNING"] * 2, seconds=10)
+    pod.wait_for(lambda _: [group["state"] for group in status(pod)["replica_groups"]] == ["RUNNING"] * 2, seconds=10)
     before = status(pod)
     assert (before["model"], before["state"], before["ready"]) == ("chat", "RUNNING", True)
     asked = {"prompt": "abc", "max_tokens": 16, "ignore_eos": True}
@@ -44,17 +44,17 @@ def test_the_status_follows_the_service(pod: Any) -> None:
         answers = [pool.submit(pod.post, "/v1/completions", asked) for _ in range(3)]
         pod.wait_for(lambda _: status(pod)["requests_waiting"] == 3, seconds=10)
         assert status(pod)["state"] == "PAUSED"
-        assert sorted(replica["requests_waiting"] for replica in status(pod)["replicas"]) == [1, 2]
+        assert sorted(group["requests_waiting"] for group in status(pod)["replica_groups"]) == [1, 2]
         pod.signal("unpause")
         assert [answer.result().status_code for answer in answers] == [200] * 3
 
     def generated(of: dict[str, Any]) -> int:
-        return sum(replica["generated_tokens"] for replica in of["replicas"])
+        return sum(group["generated_tokens"] for group in of["replica_groups"])
 
     pod.wait_for(lambda _: generated(status(pod)) == generated(before) + 48, seconds=10)
     after = status(pod)
     assert (after["state"], after["requests_running"], after["requests_waiting"]) == ("RUNNING", 0, 0)
-    assert all(0 <= replica["kv_usage"] <= 1 and replica["ready"] for replica in after["replicas"])
+    assert all(0 <= group["kv_usage"] <= 1 and group["ready"] for group in after["replica_groups"])
 
 
 def test_the_status_is_for_those_with_a_key_and_the_page_for_all(pod: Any) -> None:
@@ -68,7 +68,7 @@ def test_the_description_has_an_example_of_the_status(pod: Any) -> None:
     example = described["content"]["application/json"]["example"]
     found = status(pod)
     assert example.keys() == found.keys()
-    assert example["replicas"][0].keys() == found["replicas"][0].keys()
+    assert example["replica_groups"][0].keys() == found["replica_groups"][0].keys()
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/page.css", "/page/icon.svg"])

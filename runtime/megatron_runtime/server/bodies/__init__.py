@@ -1,1 +1,1 @@
-"""Request bodies: their fields, and what becomes of them."""
+"""Request bodies: validation and conversion."""

@@ -1,4 +1,4 @@
-"""What form a request wants its answer to have, as a grammar."""
+"""Structured outputs: from the fields of a request to a grammar."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _STRUCTURED = "structured_outputs"
 
 
 @dataclass(frozen=True)
-class AskedForm:
-    """A form that the words of an answer have to keep to."""
+class OutputConstraint:
+    """A grammar that the content of an answer must match."""
 
     param: str
-    """The field that asks for it."""
+    """The field that requests it."""
     grammar: str
-    is_format: bool
-    """Whether it is OpenAI's field, beside which there may be calls of tools."""
+    is_response_format: bool
+    """Whether it is OpenAI's ``response_format``, which permits tool calls instead of content."""
 
 
-def asked_form(body: GenerationBody) -> AskedForm | None:
-    """The form that the answer has to keep to; None for free text.
+def output_constraint(body: GenerationBody) -> OutputConstraint | None:
+    """The constraint on the answer; None for free text.
 
     Raises:
-        ApiError: 400 when it can't be kept to, or there are several.
+        ApiError: 400 when it is not supported, or there are several.
     """
     name, schema = body.format
     asked: dict[str, Any] = {
@@ -43,16 +43,16 @@ def asked_form(body: GenerationBody) -> AskedForm | None:
     if not wanted:
         return None
     if len(wanted) > 1:
-        raise ApiError(400, f"{wanted[1]}: not together with {wanted[0]}; leave one out", param=wanted[1])
+        raise ApiError(400, f"{wanted[1]}: can't be combined with {wanted[0]}; leave one out", param=wanted[1])
     param = wanted[0]
     try:
-        return AskedForm(param, _maker(param)(asked[param]), is_format=param == name)
+        return OutputConstraint(param, _maker(param)(asked[param]), is_response_format=param == name)
     except InvalidRequestError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from error
 
 
 def _maker(param: str) -> Callable[[Any], str]:
-    from megatron_runtime import guides  # not above: most services are never asked for any
+    from megatron_runtime import guides  # imported late: most services never need it
 
     makers: dict[str, Callable[[Any], str]] = {
         "regex": guides.regex_grammar,

@@ -1,7 +1,7 @@
-"""Bodies of the OpenAI endpoints as this server takes them.
+"""Request bodies of the OpenAI endpoints.
 
-Fields of OpenAI's API that the engine does not implement are listed too, so that a client that sends one learns that
-it would be without effect; only a neutral value passes. Fields that nobody knows are ignored, as OpenAI's API does.
+Fields of OpenAI's API that the engine does not implement are declared too and accept only a neutral value, so that they
+are rejected instead of silently without effect. Unknown fields are ignored, as in OpenAI's API.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 from megatron_runtime.server.bodies.tools import NamedTool, Tool, ToolCall, ToolChoice, ToolUse, tool_use
 
 MAX_CHOICES = 128
-"""Most choices (prompts x n) that one request may ask for."""
+"""Maximum number of choices (prompts x n) of one request."""
 
 
 class Only:
@@ -26,11 +26,11 @@ class Only:
         self._neutral = neutral
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The field's own validation, and then ours."""
+        """The schema of the field's type, followed by this check."""
         return no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """What may be sent, so that the description of the API says it too."""
+        """The allowed values, for ``/openapi.json``."""
         return {**handler(schema), "enum": list(self._neutral)}
 
     def _check(self, value: Any) -> Any:
@@ -44,21 +44,21 @@ TokenId = Annotated[int, Field(ge=0)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides its deltas."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: Annotated[bool, Only(False)] = False
 
 
 class JsonSchema(BaseModel):
-    """``json_schema`` of a ``response_format``; every schema is kept to strictly."""
+    """``json_schema`` of a ``response_format``; every schema is enforced strictly."""
 
     name: str = "answer"
     definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """What form the answer has."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -66,7 +66,7 @@ class ResponseFormat(BaseModel):
     @model_validator(mode="after")
     def _a_schema_for_its_type(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes together with type json_schema, and with no other")
+            raise ValueError("json_schema must be set for type json_schema, and for no other type")
         return self
 
     @property
@@ -127,7 +127,7 @@ class GenerationBody(BaseModel, ABC):
 
     multi_modal_data: Annotated[Any, Only(None, {})] = None
 
-    # Known to OpenAI's clients and without influence on the answer.
+    # Fields of OpenAI's clients that do not influence the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -138,7 +138,7 @@ class GenerationBody(BaseModel, ABC):
     @model_validator(mode="before")
     @classmethod
     def _null_means_absent(cls, body: Any) -> Any:
-        """OpenAI's clients may send null for a field that they leave at its default."""
+        """OpenAI's clients may send null for a field at its default."""
         return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @model_validator(mode="after")
@@ -149,13 +149,13 @@ class GenerationBody(BaseModel, ABC):
 
     @model_validator(mode="after")
     def _tools_go_together(self) -> GenerationBody:
-        _ = self.tool_use  # raises if they don't
+        _ = self.tool_use  # raises if they are inconsistent
         return self
 
     @property
     @abstractmethod
     def token_limit(self) -> int | None:
-        """Most tokens to generate; None means as many as fit."""
+        """Maximum number of tokens to generate; None means as many as fit."""
 
     @property
     def limit_param(self) -> str:
@@ -165,16 +165,16 @@ class GenerationBody(BaseModel, ABC):
     @property
     @abstractmethod
     def top_n_log_probs(self) -> int | None:
-        """How many likeliest tokens are wanted beside the log probability of each; None for no log probabilities."""
+        """Number of most likely tokens to report with each log probability; None for no log probabilities."""
 
     @property
     def format(self) -> tuple[str, dict[str, Any] | None]:
-        """The field that says what form the answer has, and the JSON schema of it, or None."""
+        """The name of the field with the format of the answer, and its JSON schema or None."""
         return "response_format", None if self.response_format is None else self.response_format.schema_to_keep
 
     @cached_property
     def tool_use(self) -> ToolUse:
-        """Which tools there are, and which may be called: none, where an endpoint has none."""
+        """The tools of the request and which may be called; no tools by default."""
         return ToolUse()
 
     @property
@@ -194,14 +194,14 @@ class GenerationBody(BaseModel, ABC):
 
 
 class ContentPart(BaseModel):
-    """One part of a message; text is the only kind that the served models read."""
+    """One part of a message; text is the only supported type."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(BaseModel):
-    """One message. Further fields are handed to the chat template as they are."""
+    """One message. Other fields are passed to the chat template unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -213,7 +213,7 @@ class ChatMessage(BaseModel):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether this is an answer that came back with the tokens that it was made of."""
+        """Whether this is an earlier answer with the token ids that it consists of."""
         return self.role == "assistant" and bool(self.prompt_token_ids) and bool(self.generation_token_ids)
 
     def for_template(self) -> dict[str, Any]:
@@ -225,7 +225,7 @@ class ChatMessage(BaseModel):
             message["content"] = "".join(part.text for part in self.content)
         message.setdefault("content", "")
         if self.role == "developer":
-            message["role"] = "system"  # OpenAI's newer name for it, which templates do not know
+            message["role"] = "system"  # OpenAI's newer name, unknown to chat templates
         return message
 
 
@@ -263,7 +263,7 @@ class ChatCompletionBody(GenerationBody):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens to generate; None means as many as fit."""
+        """Maximum number of tokens to generate; None means as many as fit."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     @property
@@ -320,7 +320,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts one by one. A flat list of numbers is one tokenized prompt."""
+        """The list of prompts. A flat list of numbers is one tokenized prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):

@@ -1,4 +1,4 @@
-"""The body of ``POST /v1/responses`` as this server takes it: text and calls in and out, nothing kept."""
+"""The body of ``POST /v1/responses``: text and tool calls, stateless."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron_runtime.server.bodies.tools import (
 
 
 class InputPart(BaseModel):
-    """One part of an item's content: the user's text, or that of an earlier answer."""
+    """One part of an item's content: text of the user or of an earlier answer."""
 
     type: Literal["input_text", "output_text"]
     text: str
 
 
 class InputItem(BaseModel):
-    """One message of the conversation so far; an item of an earlier answer's ``output`` is one too."""
+    """One message of the conversation, or a message item of an earlier answer's ``output``."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -39,7 +39,7 @@ class InputItem(BaseModel):
 
 
 class CallItem(CalledFunction):
-    """A call of an earlier answer."""
+    """A tool call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -50,7 +50,7 @@ class CallItem(CalledFunction):
 
 
 class ResultItem(BaseModel):
-    """What came out of a call."""
+    """The result of a tool call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -64,20 +64,20 @@ class ResultItem(BaseModel):
 
 
 class ReasoningPart(BaseModel):
-    """A piece of a model's reasoning."""
+    """A part of the model's reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class PastReasoning(BaseModel):
+class ReasoningInputItem(BaseModel):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
 
     def text(self) -> str:
-        """All of them."""
+        """The text of all parts."""
         return "".join(part.text for part in self.content or [])
 
 
@@ -96,30 +96,30 @@ AnyItem = Annotated[
     Annotated[InputItem, Tag("Message")]
     | Annotated[CallItem, Tag("Call")]
     | Annotated[ResultItem, Tag("Result")]
-    | Annotated[PastReasoning, Tag("Reasoning")],
+    | Annotated[ReasoningInputItem, Tag("Reasoning")],
     Discriminator(
         _kind_of_item,
         custom_error_type="item_type",
-        custom_error_message=f"an item has one of the types {', '.join(_ITEM_KINDS)}",
+        custom_error_message=f"the type of an item must be one of {', '.join(_ITEM_KINDS)}",
     ),
 ]
 
 
 class ResponseTool(FunctionDefinition):
-    """A tool: a function, whose fields are not one level deeper as in chats."""
+    """A function tool; its fields are at the top level, not in ``function`` as in chats."""
 
     type: Literal["function"]
 
 
 class NamedResponseTool(BaseModel):
-    """The one function that the model has to call."""
+    """The function that the model must call."""
 
     type: Literal["function"]
     name: str
 
 
 class TextFormat(BaseModel):
-    """What form the text of the answer has: that of a chat's ``response_format``, with the schema one level higher."""
+    """The format of the answer's text: a chat's ``response_format`` with the schema one level higher."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -130,19 +130,19 @@ class TextFormat(BaseModel):
     @model_validator(mode="after")
     def _a_schema_for_its_type(self) -> TextFormat:
         if (self.type == "json_schema") != (self.definition is not None):
-            raise ValueError("schema goes together with type json_schema, and with no other")
+            raise ValueError("schema must be set for type json_schema, and for no other type")
         return self
 
 
 class TextOptions(BaseModel):
-    """What the text of the answer looks like."""
+    """Options for the text of the answer."""
 
     format: TextFormat = Field(default_factory=lambda: TextFormat(type="text"))
     verbosity: Annotated[str | None, Only(None, "medium")] = None
 
 
 class ResponsesBody(GenerationBody):
-    """``POST /v1/responses``. Since nothing is kept, a conversation is sent whole each time, as ``input``."""
+    """``POST /v1/responses``. The API is stateless: ``input`` is the whole conversation."""
 
     prompt_param = "input"
 
@@ -202,7 +202,7 @@ class ResponsesBody(GenerationBody):
 
     @property
     def top_n_log_probs(self) -> int | None:
-        """``top_logprobs``, which ``include`` may also ask for without any."""
+        """``top_logprobs``; 0 if only ``include`` requests log probabilities."""
         return self.top_logprobs if self.top_logprobs or "message.output_text.logprobs" in self.include else None
 
 
@@ -210,22 +210,22 @@ def _content(content: str | list[InputPart]) -> str | list[ContentPart]:
     return content if isinstance(content, str) else [ContentPart(type="text", text=part.text) for part in content]
 
 
-def _conversation(items: Iterable[InputItem | CallItem | ResultItem | PastReasoning]) -> list[ChatMessage]:
-    """Messages, in which reasoning, words and calls that follow each other are one of the assistant's."""
+def _conversation(items: Iterable[InputItem | CallItem | ResultItem | ReasoningInputItem]) -> list[ChatMessage]:
+    """Chat messages; consecutive reasoning, text and call items become one message of the assistant."""
     messages: list[ChatMessage] = []
     turn: ChatMessage | None = None
     for item in items:
         match item:
             case InputItem(role="assistant"):
-                said = item.message()
+                message = item.message()
                 if turn is not None and turn.content is None and not turn.tool_calls:
-                    turn.content = said.content
+                    turn.content = message.content
                     continue
-                turn = said
-            case CallItem() | PastReasoning() if turn is not None:
+                turn = message
+            case CallItem() | ReasoningInputItem() if turn is not None:
                 _add_to(turn, item)
                 continue
-            case CallItem() | PastReasoning():
+            case CallItem() | ReasoningInputItem():
                 turn = ChatMessage(role="assistant")
                 _add_to(turn, item)
             case InputItem() | ResultItem():
@@ -236,7 +236,7 @@ def _conversation(items: Iterable[InputItem | CallItem | ResultItem | PastReason
     return messages
 
 
-def _add_to(turn: ChatMessage, item: CallItem | PastReasoning) -> None:
+def _add_to(turn: ChatMessage, item: CallItem | ReasoningInputItem) -> None:
     if isinstance(item, CallItem):
         turn.tool_calls = [*(turn.tool_calls or []), item.call()]
     else:

@@ -15,15 +15,15 @@ _SEEDS = 2**64
 def sampling_params(
     body: GenerationBody, *, sample: int, limit: int, vocab_size: int, grammar: str | None = None
 ) -> SamplingParams:
-    """The parameters of the ``sample``-th of ``n`` answers, which may have ``limit`` tokens and keeps to ``grammar``.
+    """The parameters of answer number ``sample`` of ``n``, with at most ``limit`` tokens that match ``grammar``.
 
-    With a seed each sample gets its own, so that they differ from each other and repeat with the request.
+    Each sample gets a different seed derived from the request's, so that samples differ but are reproducible.
 
     Raises:
-        ApiError: 400, naming the field that the engine would refuse.
+        ApiError: 400 that names the invalid field.
     """
     if body.min_tokens > limit:
-        message = f"min_tokens: {body.min_tokens} tokens are more than the {limit} that the answer may have"
+        message = f"min_tokens: {body.min_tokens} is more than the limit of {limit} tokens for this answer; reduce it"
         raise ApiError(400, message, param="min_tokens")
     top = body.top_n_log_probs
     try:
@@ -58,7 +58,7 @@ def sampling_params(
 
 
 def check_tokens(tokens: Iterable[int], vocab_size: int, *, param: str) -> None:
-    """Raises ApiError 400 naming the first token that the model does not have."""
+    """Raises ApiError 400 that names the first token outside the vocabulary."""
     for token in tokens:
         if token >= vocab_size:
             message = f"{param}: token {token} is outside the vocabulary of {vocab_size} tokens"
@@ -66,7 +66,7 @@ def check_tokens(tokens: Iterable[int], vocab_size: int, *, param: str) -> None:
 
 
 def token_limit(prompt_tokens: int, wanted: int | None, longest: int, *, param: str, prompt_param: str) -> int:
-    """How many tokens to generate; raises ApiError 400 when prompt and answer do not fit together."""
+    """The number of tokens to generate; raises ApiError 400 when prompt and answer exceed ``longest`` tokens."""
     left = longest - prompt_tokens
     if left < 1:
         message = (

@@ -1,4 +1,4 @@
-"""Tools in the bodies of requests: which there are, which may be called, and calls of earlier turns."""
+"""Tools in request bodies: definitions, tool choice, and calls of earlier turns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pydantic_core import PydanticSerializationError, to_json
 
 LONGEST_NAME = 128
 NO_PARAMETERS: dict[str, Any] = {"properties": {}}
-"""The schema of a function that takes none."""
+"""The schema of a function without parameters."""
 
 
 class FunctionDefinition(BaseModel):
-    """A function that the model may call. ``strict`` keeps to the parameters' schema also where no call is forced."""
+    """A function that the model may call. ``strict`` enforces the schema of the parameters even if no call is
+    required."""
 
     name: str = Field(min_length=1, max_length=LONGEST_NAME)
     description: str | None = None
@@ -26,7 +27,7 @@ class FunctionDefinition(BaseModel):
     @model_validator(mode="after")
     def _parameters_are_an_object(self) -> FunctionDefinition:
         if self.parameters is not None and self.parameters.get("type", "object") != "object":
-            raise ValueError("parameters must be the schema of an object: type is 'object', or left out")
+            raise ValueError("parameters must be the schema of an object: set type to 'object', or leave it out")
         try:
             to_json(self.parameters)
         except PydanticSerializationError as error:
@@ -39,7 +40,7 @@ class FunctionDefinition(BaseModel):
         return {"type": "object", **(self.parameters or NO_PARAMETERS)}
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates know it."""
+        """The tool in the format of chat templates."""
         described = {} if self.description is None else {"description": self.description}
         return {
             "type": "function",
@@ -61,7 +62,7 @@ class NamedFunction(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """The one tool that the model has to call."""
+    """The tool that the model must call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -80,7 +81,7 @@ class CalledFunction(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates know it: with the arguments as a mapping."""
+        """The call in the format of chat templates: with the arguments as a mapping."""
         return {"name": self.name, "arguments": _object(self.arguments)}
 
 
@@ -92,7 +93,7 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates know it."""
+        """The call in the format of chat templates."""
         name = {} if self.id is None else {"id": self.id}
         return {**name, "type": "function", "function": self.function.for_template()}
 
@@ -102,44 +103,44 @@ ToolChoice = Literal["none", "auto", "required"]
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says of tools."""
+    """The tools of a request and how they may be used."""
 
     functions: tuple[FunctionDefinition, ...] = ()
     choice: ToolChoice = "none"
     named: str | None = None
-    """The only function that may be called, and has to be."""
+    """The only function that may be called; it must be called."""
     is_parallel: bool = True
-    """Whether there may be several calls in one answer."""
+    """Whether one answer may have several calls."""
 
     @property
     def callable_functions(self) -> list[FunctionDefinition]:
-        """Those that this answer may call."""
+        """The functions that this answer may call."""
         if self.choice == "none":
             return []
         return [function for function in self.functions if self.named in (None, function.name)]
 
     def for_template(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is told of: none if it may call none."""
+        """The tools for the chat template; None if none may be called."""
         return [function.for_template() for function in self.functions] if self.choice != "none" else None
 
 
 def tool_use(
     functions: Sequence[FunctionDefinition], choice: ToolChoice | None, *, named: str | None, is_parallel: bool
 ) -> ToolUse:
-    """What the fields of a body say together.
+    """The combination of a body's fields about tools.
 
     Raises:
-        ValueError: They contradict each other; begins with the field's name.
+        ValueError: The fields are inconsistent; the message begins with the field's name.
     """
     names = [function.name for function in functions]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"tools has two functions called {twice!r}")
+        raise ValueError(f"tools has two functions named {twice!r}; rename one")
     wants_call = named is not None or choice == "required"
     if wants_call and not functions:
-        raise ValueError("tool_choice asks for a call, but there are no tools")
+        raise ValueError("tool_choice requires a call, but there are no tools")
     if named is not None and named not in names:
-        raise ValueError(f"tool_choice names {named!r}, which is none of the tools")
+        raise ValueError(f"tool_choice names {named!r}, which is not one of the tools")
     chosen: ToolChoice = "required" if wants_call else "none" if choice == "none" or not functions else "auto"
     return ToolUse(tuple(functions), chosen, named, is_parallel)
 

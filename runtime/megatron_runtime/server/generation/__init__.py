@@ -1,1 +1,1 @@
-"""From a validated request to its choices."""
+"""Generates the choices of a validated request."""

@@ -1,4 +1,4 @@
-"""One choice of an answer: what is to be generated, and the pieces in which it comes."""
+"""One choice of an answer: the task, and the deltas of its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_runtime.sampling_params import SamplingParams
 
 
 class TokenLogProb(NamedTuple):
-    """A generated token with its log probability, and those of the likeliest tokens in its place by their text."""
+    """A token with its log probability, and the most likely alternatives: text to log probability."""
 
     token: int
     log_prob: float
@@ -18,21 +18,21 @@ class TokenLogProb(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """New text of one choice. The last one of a choice has a finish reason and the numbers of tokens."""
+    """New text of one choice. The last delta of a choice has the finish reason and the token counts."""
 
     choice: int
     text: str
     log_probs: tuple[TokenLogProb, ...] = ()
     tokens: tuple[int, ...] = ()
-    """The tokens that this text came from, but never half of what begins a character."""
+    """The tokens of this text; tokens of an incomplete character come with the delta that completes it."""
     prompt_log_probs: tuple[TokenLogProb, ...] = ()
-    """Of the prompt's tokens from the second on, if they are asked for: with the first delta, be it the last one."""
+    """Of the prompt's tokens from the second on, if requested: in the first delta."""
     finish_reason: str | None = None
     generated_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, those that were not computed."""
+    """Prompt tokens found in the prefix cache."""
     weight_version: int = 0
-    """Of the weights with which a choice that has ended was made."""
+    """Version of the weights that generated the choice; set in its last delta."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +43,22 @@ class ChoiceTask:
     prompt: Sequence[int]
     params: SamplingParams
     uuid: bytes | None = None
-    """Its name towards the coordinator, if the client may send it again under the same one."""
+    """UUID of the request to the coordinator if the client sent an idempotency key; otherwise generated."""
     with_every_token: bool = False
-    """Log probabilities count the token that ended the answer too, so that there is one for each token."""
+    """Whether the end-of-sequence token has a log probability too, so that there is one for each token."""
     shown: frozenset[int] = frozenset()
-    """Special tokens that the text has nevertheless."""
+    """Special tokens to keep in the text."""
 
     @property
     def wants_scored_prompt(self) -> bool:
-        """Whether the prompt's tokens have log probabilities too."""
+        """Whether log probabilities of the prompt are requested."""
         return self.params.return_log_probs and not self.params.skip_prompt_log_probs
 
 
 def token_log_probs(
     tokens: Sequence[int], values: Iterable[float] | None, tops: Sequence[Mapping[str, float]] | None
 ) -> tuple[TokenLogProb, ...]:
-    """As many as there are values; those without likeliest tokens have none."""
+    """One per value in ``values``; without alternatives where ``tops`` is None."""
     numbers = [float(value) for value in (() if values is None else values)]
     if not numbers:
         return ()

@@ -1,4 +1,4 @@
-"""One choice as it is made: from a tokenized prompt to text, piece by piece or at once."""
+"""Runs one choice: from a tokenized prompt to text, streamed or complete."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 RETRY_AFTER_ABORT = 5
 
 Deliver = Callable[[Delta | Exception], None]
-"""Takes the deltas of a choice as they come, with ``params.streaming`` several of them, or the error that ends it."""
+"""Callback for each delta of a choice, several with ``params.streaming``, or for the error that ends it."""
 
 
 @dataclass(frozen=True)
 class ChoiceRunner:
-    """What all choices are made with."""
+    """The objects that all choices share."""
 
     client: InferenceClient
     tokenizer: Tokenizer
     metrics: FrontendMetrics
 
     def start(self, task: ChoiceTask, deliver: Deliver) -> ChoiceRun:
-        """Submits a choice. Errors as in InferenceClient.add_request."""
+        """Submits a choice. Raises the errors of InferenceClient.add_request."""
         run = ChoiceRun(self, task, deliver)
         run.start()
         return run
@@ -55,41 +55,41 @@ class ChoiceRun:
         self._future: RequestFuture | None = None
         self._sent_text = ""
         self._sent_tokens = 0
-        self._held: list[int] = []  # tokens that have made no text yet
+        self._held: list[int] = []  # tokens that have produced no text yet
         self._most_cached = len(task.prompt)
 
     def start(self) -> None:
-        """Submits the request, or the first of two."""
+        """Submits the request; a stream with log probabilities of the prompt takes two requests."""
         if self._task.params.streaming and self._task.wants_scored_prompt:
             self._score_prompt()
         else:
             self._submit(self._task.params, self._task.uuid, self._finish)
 
     def close(self) -> None:
-        """Aborts what is not done; nothing is delivered any more."""
+        """Aborts the request unless it has finished; nothing is delivered afterwards."""
         if self._future is not None:
             self._future.cancel()
 
     def _submit(
-        self, params: SamplingParams, name: bytes | None, take: Callable[[DynamicInferenceRequest], None]
+        self, params: SamplingParams, name: bytes | None, on_finished: Callable[[DynamicInferenceRequest], None]
     ) -> None:
         on_update = self._progress if params.streaming else None
         self._future = self._client.add_request(list(self._task.prompt), params, request_uuid=name, on_update=on_update)
-        self._future.add_done_callback(partial(self._done, take))
+        self._future.add_done_callback(partial(self._done, on_finished))
 
-    def _done(self, take: Callable[[DynamicInferenceRequest], None], future: RequestFuture) -> None:
+    def _done(self, on_finished: Callable[[DynamicInferenceRequest], None], future: RequestFuture) -> None:
         if future.cancelled():
             return
         try:
-            take(future.result()[-1])
+            on_finished(future.result()[-1])
         except Exception as error:
             self._deliver(error)
 
     def _score_prompt(self) -> None:
-        """Have the log probabilities of the prompt before a stream begins.
+        """Obtains the log probabilities of the prompt before the stream begins.
 
-        An engine tells those with the end of a request: they are had from one that only scores the prompt, and what
-        it computed is in the prefix cache for the other.
+        An engine reports them at the end of a request. So a first request only scores the prompt; the second finds the
+        prompt's blocks in the prefix cache.
         """
         only_scores = {"num_tokens_to_generate": 0, "min_tokens": 0, "grammar": None, "streaming": False}
         name = self._task.uuid and uuid.uuid5(uuid.UUID(bytes=self._task.uuid), "prompt").bytes
@@ -105,7 +105,7 @@ class ChoiceRun:
         if update.new_tokens:
             self._timer.first_token()
         if update.finished is not None:
-            return  # the future tells
+            return  # _finish handles it
         self._held += update.new_tokens
         text = self._detokenizer.push(update.new_tokens)
         self._sent_text += text
@@ -116,7 +116,7 @@ class ChoiceRun:
             self._deliver(Delta(self._task.index, text, log_probs, tuple(held)))
 
     def _finish(self, request: DynamicInferenceRequest) -> None:
-        """Deliver what is left once the engine's word on the whole answer is there."""
+        """Delivers the rest when the engine has finished the request."""
         self._timer.count(request)
         _raise_if_failed(request)
         tokens = request.generated_tokens
@@ -138,23 +138,23 @@ class ChoiceRun:
         self._deliver(last)
 
     def _text(self, request: DynamicInferenceRequest) -> str:
-        """The answer's text, with those special tokens that are shown."""
+        """The answer's text, including the special tokens to keep."""
         text = request.generated_text or ""
         tokens = request.generated_tokens
         if not self._task.shown.intersection(tokens):
             return text
-        told = tokens[: len(tokens) - 1] if self._ended_by_token(tokens) else tokens
+        visible = tokens[: len(tokens) - 1] if self._ended_by_token(tokens) else tokens
         detokenizer = self._tokenizer.incremental(shown=self._task.shown)
-        with_marks = detokenizer.push(told) + detokenizer.flush()
-        # The engine cut the text where a stop text begins, which may be within the tokens or beyond them.
-        excess = len(self._tokenizer.detokenize(told)) - len(text)
-        return with_marks[: len(with_marks) - excess] if excess >= 0 else with_marks + text[excess:]
+        with_special = detokenizer.push(visible) + detokenizer.flush()
+        # The engine cuts the text at a stop string, which may begin in the middle of a token.
+        excess = len(self._tokenizer.detokenize(visible)) - len(text)
+        return with_special[: len(with_special) - excess] if excess >= 0 else with_special + text[excess:]
 
     def _prompt_log_probs(self, request: DynamicInferenceRequest) -> tuple[TokenLogProb, ...]:
         return token_log_probs(self._task.prompt[1:], request.prompt_log_probs, request.prompt_top_n_logprobs)
 
     def _ended_by_token(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of the answer's tokens is the one that ended it."""
+        """Whether an end-of-sequence token ended the answer."""
         return bool(tokens) and tokens[-1] in self._tokenizer.eos_token_ids and not self._task.params.ignore_eos
 
 
@@ -165,7 +165,7 @@ def _changed(params: SamplingParams, **values: object) -> SamplingParams:
 
 
 def _raise_if_failed(request: DynamicInferenceRequest) -> None:
-    """Turns the engine's refusal or failure into an answer."""
+    """Raises the ApiError for a request that the engine rejected or failed."""
     if request.finish_reason == "abort":
         raise unavailable("the request was aborted", retry_after=RETRY_AFTER_ABORT, code="aborted")
     if not request.failed():
@@ -175,5 +175,5 @@ def _raise_if_failed(request: DynamicInferenceRequest) -> None:
             raise ApiError(400, str(error), param=error.field)
         case ContextOverflowError(is_transient=False):
             raise ApiError(400, str(error), code="context_length_exceeded")
-    message = f"the engine failed on this request: {error or 'it gave no reason'}"
+    message = f"the engine failed on this request: {error or 'unknown reason'}"
     raise ApiError(500, message, kind="server_error", code="engine_error")

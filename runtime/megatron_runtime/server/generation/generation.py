@@ -1,4 +1,4 @@
-"""All choices of one request at once, merged into one stream of deltas."""
+"""Runs all choices of one request concurrently and merges their deltas into one stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_runtime.server.generation.idempotency import already_running
 
 
 class Generation:
-    """Runs the choices of one request. Leaving it early aborts what still runs, so nothing is computed for nobody."""
+    """Runs the choices of one request. Closing it early aborts the choices that still run."""
 
     def __init__(
         self, runner: ChoiceRunner, tasks: Sequence[ChoiceTask], *, timeout: float, admission: AdmissionController
@@ -30,17 +30,17 @@ class Generation:
         self._timeout = timeout
         self._admission = admission
         self.size = len(tasks)
-        """How many answers it works on."""
+        """Number of answers that it generates."""
         self._runs: list[ChoiceRun] = []
         self._unfinished = len(tasks)
         self._arrived: list[Delta] = []
         self._error: Exception | None = None
-        self._news: asyncio.Future[None] | None = None  # cheaper than an Event, of which each token would make one
+        self._wakeup: asyncio.Future[None] | None = None  # cheaper than a new Event per token
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
-        """The deltas of all choices as they come, as many at a time as there are by then.
+        """The deltas of all choices as they arrive; each item has all that have arrived since the last one.
 
-        Close it to abort. Raises ApiError when a choice fails, or not all are done in time.
+        Close the generator to abort. Raises ApiError when a choice fails or the timeout expires.
         """
         self._admission.enter(self)
         limit = asyncio.get_running_loop().call_later(self._timeout, self._time_out)
@@ -57,8 +57,8 @@ class Generation:
             for run in self._runs:
                 run.close()
 
-    def abandon(self, error: Exception) -> None:
-        """Ends the request with an error now, unless all of the answer is there."""
+    def abort(self, error: Exception) -> None:
+        """Ends the request with this error unless all choices have finished."""
         if self._unfinished and self._error is None:
             self._error = error
             self._wake()
@@ -66,36 +66,36 @@ class Generation:
     def _start(self) -> None:
         try:
             for task in self._tasks:
-                self._runs.append(self._runner.start(task, self._take))
+                self._runs.append(self._runner.start(task, self._on_delta))
         except Exception as error:
-            self.abandon(as_api_error(error))
+            self.abort(as_api_error(error))
 
-    def _take(self, item: Delta | Exception) -> None:
+    def _on_delta(self, item: Delta | Exception) -> None:
         if isinstance(item, Exception):
-            self.abandon(as_api_error(item))
+            self.abort(as_api_error(item))
             return
         self._unfinished -= item.finish_reason is not None
         self._arrived.append(item)
         self._wake()
 
     async def _wait(self) -> None:
-        """Until there are deltas; raises what has come instead."""
+        """Waits for deltas; raises the error that arrives instead."""
         if self._error is None:
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
+            self._wakeup = asyncio.get_running_loop().create_future()
+            await self._wakeup
         if self._error is not None and not self._arrived:
             raise self._error
 
     def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
 
     def _time_out(self) -> None:
-        self.abandon(too_late(f"the request was not answered within {self._timeout:g} seconds"))
+        self.abort(too_late(f"the request was not completed within {self._timeout:g} seconds"))
 
 
 def as_api_error(error: Exception) -> Exception:
-    """The answer that an error of the runtime deserves; errors of other kinds as they are."""
+    """The ApiError for an error of the runtime; other errors unchanged."""
     match error:
         case InvalidRequestError(field="request_uuid"):
             return already_running()

@@ -1,8 +1,8 @@
 """Idempotent requests: the header ``Idempotency-Key`` identifies a request that a client may send again.
 
 When a frontend dies, its clients see a broken connection, and OpenAI's client sends the request again. With a key the
-retry is the same request: it joins the running request, or returns its result; if it has to run anew, it has the same
-seed, so that the answer is the same.
+retry is the same request: it joins the running request or returns its result. If it has to run again, it has the same
+seed and so the same answer.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ def idempotency_key(request: Request, body: GenerationBody) -> IdempotencyKey | 
     try:
         content = body.model_dump_json()
     except PydanticSerializationError as error:
-        raise ApiError(400, f"the body can't be told from others: {error}") from error
+        raise ApiError(
+            400, f"Idempotency-Key: the body can't be serialized to identify the request: {error}"
+        ) from error
     credentials = [request.headers.get(name) for name in ("authorization", "x-api-key")]
     parts = [header, credentials, request.url.path, content]
     return IdempotencyKey(hashlib.sha256(json.dumps(parts).encode()).hexdigest())
 
 
 def already_running() -> ApiError:
-    """409: this frontend answers the same request over another connection, which may be dead."""
-    message = "Idempotency-Key: the same request is being answered already; try again when it has ended"
+    """409: this frontend processes the same request on another connection, which may be broken."""
+    message = "Idempotency-Key: the same request is already in progress; retry when it has ended"
     return ApiError(409, message, kind="conflict_error", code="idempotency_conflict", retry_after=1)

@@ -1,4 +1,4 @@
-"""From the messages of a chat to the tokens that the model goes on from."""
+"""Renders the messages of a chat as prompt tokens."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, ChatMessage
 from megatron_runtime.server.bodies.sampling import check_tokens
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.messages.tool_prompt import with_tools_in_words
+from megatron_runtime.server.messages.tool_prompt import with_tools_as_text
 
-_OUR_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
+_RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
 
 
 def chat_prompt(body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of the conversation up to where the assistant's answer begins.
+    """The tokens of the conversation up to the beginning of the assistant's answer.
 
     Raises:
-        ApiError: 400 when the model's template does not take these messages, or a field is not what it should be.
+        ApiError: 400 when the chat template rejects these messages, or a field is invalid.
     """
     tools = body.tool_use.for_template()
     tokens = render(body.messages, tokenizer, body.chat_template_kwargs, param=body.prompt_param, tools=tools)
@@ -28,13 +28,14 @@ def chat_prompt(body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
     if last is None:
         return tokens
     known = _known_tokens(body.messages[last], tokenizer)
-    # Whatever the template makes of earlier turns, it closes as many of them as when the answer is the last message.
+    # The template may render earlier turns differently, but the number of end-of-turn tokens up to this answer is the
+    # same.
     closed = render(
         body.messages[: last + 1],
         tokenizer,
         body.chat_template_kwargs,
         param=body.prompt_param,
-        is_open=False,
+        add_generation_prompt=False,
         tools=tools,
     )
     rest = _after_ends(tokens, sum(token in tokenizer.eos_token_ids for token in closed), tokenizer)
@@ -47,31 +48,34 @@ def render(
     template_kwargs: dict[str, Any],
     *,
     param: str,
-    is_open: bool = True,
+    add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """What the model's template makes of messages, with the beginning of an answer if it is to be ``is_open``.
+    """The tokens of the messages in the model's chat template.
 
-    A template that takes no tools gets them in words.
+    ``add_generation_prompt`` appends the beginning of an answer. If the template does not support tools, they are
+    described in the system message.
     """
-    taken = [name for name in template_kwargs if name in _OUR_VARIABLES]
-    if taken:
-        message = f"chat_template_kwargs: {taken[0]} is what the server itself gives the template; leave it out"
+    reserved = [name for name in template_kwargs if name in _RESERVED_VARIABLES]
+    if reserved:
+        message = f"chat_template_kwargs: {reserved[0]} is reserved for the server; leave it out"
         raise ApiError(400, message, param="chat_template_kwargs")
-    told = [message.for_template() for message in messages]
+    rendered = [message.for_template() for message in messages]
     template = tokenizer.chat_template(has_tools=bool(tools))
     if template is not None and not template.takes_tools:
-        told, tools = with_tools_in_words(told, tools), None
+        rendered, tools = with_tools_as_text(rendered, tools), None
     try:
-        return tokenizer.apply_chat_template(told, tools=tools, add_generation_prompt=is_open, **template_kwargs)
+        return tokenizer.apply_chat_template(
+            rendered, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
     except Exception as error:
-        # The template is the checkpoint's own program; what it raises is its word on these messages.
+        # The template is code of the checkpoint and may raise any exception to reject messages.
         text = str(error).removeprefix("messages: the model's chat template refuses them: ")
         raise ApiError(400, f"{param}: the model's chat template refuses them: {text}", param=param) from error
 
 
 def _known_tokens(message: ChatMessage, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that an answer was, with its prompt, up to the token that ended it."""
+    """The prompt and the tokens of an earlier answer, up to the token that ended it."""
     prompt, made = message.prompt_token_ids or [], message.generation_token_ids or []
     check_tokens([*prompt, *made], tokenizer.vocab_size, param="messages")
     ends = [at for at, token in enumerate(made) if token in tokenizer.eos_token_ids]
@@ -79,6 +83,6 @@ def _known_tokens(message: ChatMessage, tokenizer: Tokenizer) -> list[int]:
 
 
 def _after_ends(tokens: list[int], count: int, tokenizer: Tokenizer) -> list[int] | None:
-    """What follows the ``count``-th token that ends a turn; None if there is no such token."""
+    """The tokens after the ``count``-th end-of-turn token; None if there are fewer."""
     ends = [at for at, token in enumerate(tokens) if token in tokenizer.eos_token_ids]
     return tokens[ends[count - 1] + 1 :] if 0 < count <= len(ends) else None

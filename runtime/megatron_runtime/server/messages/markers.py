@@ -1,4 +1,4 @@
-"""Marks in a text that comes in pieces."""
+"""Finds markers in streamed text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def split_at(text: str, markers: Sequence[str]) -> tuple[str, str | None, str]:
-    """Text before the first of these marks, the mark, and the rest.
+    """Text before the first of these markers, the marker, and the rest.
 
-    Without a mark it is None, and the rest is the longest end of the text that may yet become one.
+    If there is no marker, it is None and the rest is the longest suffix that may become a marker with more text.
     """
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if found:
@@ -19,7 +19,7 @@ def split_at(text: str, markers: Sequence[str]) -> tuple[str, str | None, str]:
 
 
 def begun_length(text: str, marker: str) -> int:
-    """How many of the text's last characters are the beginning of a mark that is not complete."""
+    """Length of the longest suffix of the text that is an incomplete marker."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:length]):
             return length

@@ -1,4 +1,4 @@
-"""One message of an answer, as its parts build it up."""
+"""Builds one message of an answer from its parts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megatron_runtime.server.messages.message_parts import CallArguments, CallSt
 
 @dataclass
 class Call:
-    """A call of a tool, with as much of its arguments as there is."""
+    """A tool call with the arguments received so far."""
 
     id: str
     name: str
     arguments: list[str] = field(default_factory=list)
 
     def body(self) -> dict[str, Any]:
-        """The call as OpenAI's API writes it."""
+        """The call in the format of OpenAI's API."""
         return _call_body(self.id, self.name, "".join(self.arguments))
 
 
 class MessageBuilder:
-    """Adds parts to a message, and says what is new in the words of a stream.
+    """Adds parts to a message, and returns the deltas for a stream.
 
     Args:
-        parsing: How the message is read.
-        shows_reasoning: Whether the message has its reasoning.
+        parsing: How the answer is parsed.
+        shows_reasoning: Whether the message includes reasoning.
     """
 
     def __init__(self, parsing: ResponseParsing, *, shows_reasoning: bool = True) -> None:
@@ -41,11 +41,11 @@ class MessageBuilder:
         """The calls so far."""
 
     def add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
-        """Take parts; what each of them adds, as the ``delta`` of a chunk."""
+        """Adds parts; returns the ``delta`` of a chunk for each."""
         return [delta for part in parts if (delta := self._add(part))]
 
-    def add_words(self, text: str) -> list[dict[str, Any]]:
-        """As ``add``, of words alone: most answers are nothing else."""
+    def add_text(self, text: str) -> list[dict[str, Any]]:
+        """Like ``add``, but for plain text, which is the most frequent case."""
         if not text:
             return []
         self._content.append(text)
@@ -66,7 +66,7 @@ class MessageBuilder:
         }
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """``tool_calls`` where the message stops with calls of its own choice; OpenAI's API says so too."""
+        """``tool_calls`` if the model chose to call tools; ``stop`` for a named function, as in OpenAI's API."""
         return "tool_calls" if reason == "stop" and self.calls and self._named is None else reason
 
     def _add(self, part: Part) -> dict[str, Any]:
@@ -93,5 +93,5 @@ def _call_body(name: str, function: str, arguments: str) -> dict[str, Any]:
 
 
 def _reasoning_field(text: str | None) -> dict[str, Any]:
-    """Under the name that DeepSeek gave the field, and under vLLM's newer one."""
+    """The field under DeepSeek's name and under vLLM's newer one."""
     return {"reasoning_content": text, "reasoning": text}

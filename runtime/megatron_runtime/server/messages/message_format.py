@@ -1,4 +1,4 @@
-"""How the served model writes its messages, and what one request makes of that."""
+"""The format of the model's messages, and how to parse the answers to one request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.model.tokenizer import Tokenizer
-from megatron_runtime.server.bodies.guided import AskedForm
+from megatron_runtime.server.bodies.guided import OutputConstraint
 from megatron_runtime.server.bodies.tools import ToolUse
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.messages import reasoning
@@ -18,40 +18,40 @@ from megatron_runtime.server.messages.tool_parsers.formats import HERMES, TOOL_F
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS, chosen_parser
 
 _TAIL = 64
-"""Tokens at a prompt's end in which it says that the model is to think, or not to."""
+"""Number of tokens at the end of a prompt that are checked for a reasoning marker."""
 
 
 @dataclass(frozen=True)
 class ResponseParsing:
-    """How the answers to one request are read; by default they are nothing but words."""
+    """How the answers to one request are parsed; by default they are plain text."""
 
     tools: ToolUse = field(default_factory=ToolUse)
     format: ToolFormat | None = None
-    """How calls are written, if there may be any."""
+    """Format of tool calls; None if none are possible."""
     starts_with_reasoning: bool | None = None
-    """Whether the answer begins with reasoning; None where reasoning is not told from words, or there is none."""
+    """Whether the answer begins with reasoning; None if there is no reasoning or it is not parsed."""
     has_parser: bool = False
-    """Whether messages have a field for reasoning."""
+    """Whether a reasoning parser is configured, so that messages have a field for reasoning."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Marks that are special tokens of the model."""
+    """Markers that are special tokens of the model, by text."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing to find in an answer but words."""
+        """Whether the answer is plain text, without tool calls and reasoning to parse."""
         return self.format is None and self.starts_with_reasoning is None
 
     def call_id(self) -> str:
-        """The id of a call that begins."""
+        """An id for a new call."""
         assert self.format is not None
         return self.format.call_id()
 
     @property
     def shown_tokens(self) -> frozenset[int]:
-        """Special tokens that belong into the text that is read."""
+        """Special tokens to keep in the text, for the parsers."""
         return frozenset(self.tokens.values())
 
     def new_reader(self) -> MessageReader:
-        """What reads one answer."""
+        """A parser for one answer."""
         return MessageReader(
             None if self.starts_with_reasoning is None else ReasoningReader(in_reasoning=self.starts_with_reasoning),
             None
@@ -62,21 +62,21 @@ class ResponseParsing:
             most_calls=None if self.tools.is_parallel else 1,
         )
 
-    def grammar(self, words: AskedForm | None) -> str | None:
-        """The grammar of the whole answer, whose words have a form or are free; None if anything goes.
+    def grammar(self, constraint: OutputConstraint | None) -> str | None:
+        """The grammar of the whole answer, with ``constraint`` on its content; None for unconstrained answers.
 
         Raises:
-            ApiError: 400 for parameters that can't be kept to, and for a form of words where there may be none.
+            ApiError: 400 for a schema that is not supported, and for a constraint on content if a call is required.
         """
-        if self.tools.choice == "required" and words is not None:
-            message = f"{words.param}: tool_choice asks for a call, which is no answer of that form; leave one out"
-            raise ApiError(400, message, param=words.param)
-        grammar = None if words is None else words.grammar
+        if self.tools.choice == "required" and constraint is not None:
+            message = f"{constraint.param}: tool_choice requires a call, which can't match this format; leave one out"
+            raise ApiError(400, message, param=constraint.param)
+        grammar = None if constraint is None else constraint.grammar
         if self.format is not None:
-            grammar = self._with_calls(self.format, words)
+            grammar = self._with_calls(self.format, constraint)
         if grammar is None or self.starts_with_reasoning is None:
             return grammar
-        from megatron_runtime import guides  # not above: most services are never asked for any
+        from megatron_runtime import guides  # imported late: most services never need it
 
         return guides.after_reasoning_grammar(
             grammar,
@@ -86,40 +86,40 @@ class ResponseParsing:
             tokens=self.tokens,
         )
 
-    def _with_calls(self, written: ToolFormat, words: AskedForm | None) -> str | None:
+    def _with_calls(self, tool_format: ToolFormat, constraint: OutputConstraint | None) -> str | None:
         from megatron_runtime import guides
 
         try:
             if self.tools.choice == "required":
-                return self._calls(written, or_words=False)
-            if words is not None:
-                may_call = words.is_format and written.form is not None
-                calls = [self._calls(written, or_words=False)] if may_call else []
-                return guides.either_grammar(words.grammar, *calls) if calls else words.grammar
+                return self._calls(tool_format, or_text=False)
+            if constraint is not None:
+                may_call = constraint.is_response_format and tool_format.call_format is not None
+                calls = [self._calls(tool_format, or_text=False)] if may_call else []
+                return guides.either_grammar(constraint.grammar, *calls) if calls else constraint.grammar
             is_strict = any(function.strict for function in self.tools.functions)
-            can_be = written.form is not None and bool(written.form.mark)
-            return self._calls(written, or_words=True) if is_strict and can_be else None
+            is_enforceable = tool_format.call_format is not None and bool(tool_format.call_format.marker)
+            return self._calls(tool_format, or_text=True) if is_strict and is_enforceable else None
         except InvalidRequestError as error:
             raise ApiError(400, f"tools: {error}", param="tools") from error
 
-    def _calls(self, written: ToolFormat, *, or_words: bool) -> str:
+    def _calls(self, tool_format: ToolFormat, *, or_text: bool) -> str:
         from megatron_runtime import guides
 
-        assert written.form is not None
+        assert tool_format.call_format is not None
         return guides.calls_grammar(
-            written.form,
+            tool_format.call_format,
             {
-                function.name: function.schema_of_parameters if function.strict or not or_words else {"type": "object"}
+                function.name: function.schema_of_parameters if function.strict or not or_text else {"type": "object"}
                 for function in self.tools.callable_functions
             },
             several=self.tools.is_parallel and self.tools.named is None,
-            or_words=or_words,
+            or_text=or_text,
             tokens=self.tokens,
         )
 
 
 class MessageFormat:
-    """What is known of the served model's messages, from its chat template and from the parsers that were chosen."""
+    """Format of the model's messages, from its chat template and the configured parsers."""
 
     def __init__(self, tokenizer: Tokenizer, parsers: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
@@ -127,22 +127,22 @@ class MessageFormat:
         self._reasoning_parser = chosen_parser(parsers, REASONING_PARSERS)
 
     def parsing(self, tools: ToolUse, prompt: Sequence[int]) -> ResponseParsing:
-        """How answers to a prompt are read.
+        """How the answers to a prompt are parsed.
 
         Raises:
-            ApiError: 400 when nobody knows how the model calls tools.
+            ApiError: 400 when the format of the model's tool calls is unknown.
         """
-        written = self._format(tools)
+        tool_format = self._format(tools)
         starts_with_reasoning = self._starts_with_reasoning(prompt)
-        marks = list(written.marks if written else ())
+        markers = list(tool_format.markers if tool_format else ())
         if starts_with_reasoning is not None:
-            marks += [reasoning.BEGIN, reasoning.END]
+            markers += [reasoning.BEGIN, reasoning.END]
         return ResponseParsing(
             tools=tools,
-            format=written,
+            format=tool_format,
             starts_with_reasoning=starts_with_reasoning,
             has_parser=self._reasoning_parser is not None,
-            tokens=self._tokenizer.special_tokens(marks),
+            tokens=self._tokenizer.special_tokens(markers),
         )
 
     def _format(self, tools: ToolUse) -> ToolFormat | None:
@@ -150,12 +150,12 @@ class MessageFormat:
             return None
         known = TOOL_FORMATS[self._tool_parser] if self._tool_parser else self._format_of_template
         if tools.choice == "required":
-            # Whatever the model was told of its calls, it is kept to a form that can be.
-            return known if known is not None and known.form is not None else HERMES
+            # A required call needs a format with a grammar, even if the chat template shows the model another one.
+            return known if known is not None and known.call_format is not None else HERMES
         if known is None:
             message = (
-                "tools: the model's chat template does not show how it calls them; start the server with one of "
-                f"--parsers {' | '.join(TOOL_PARSERS)}, or ask for a call with tool_choice"
+                "tools: the model's chat template has no known format of tool calls; start the server with one of "
+                f"--parsers {' | '.join(TOOL_PARSERS)}, or require a call with tool_choice"
             )
             raise ApiError(400, message, param="tools")
         return known
@@ -164,7 +164,7 @@ class MessageFormat:
     def _format_of_template(self) -> ToolFormat | None:
         template = self._tokenizer.chat_template(has_tools=True)
         if template is None or not template.takes_tools:
-            return HERMES  # in which the server itself tells it of tools
+            return HERMES  # the format of tool_prompt.py
         return format_of_template(template.source)
 
     def _starts_with_reasoning(self, prompt: Sequence[int]) -> bool | None:

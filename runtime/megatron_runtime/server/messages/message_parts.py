@@ -1,4 +1,4 @@
-"""What a message is made of, in the order in which the model says it: reasoning, words, and calls of tools."""
+"""The parts of a message, in the order of the model's output: reasoning, content, and tool calls."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Content:
-    """Words for the reader."""
+    """Text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Reasoning before the words."""
+    """Reasoning before the content."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallStart:
-    """A call of a tool begins."""
+    """The beginning of a tool call."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """JSON of the arguments, or more of it, of the call that began last."""
+    """JSON of the last call's arguments, or a piece of it."""
 
     text: str
 
@@ -40,22 +40,22 @@ Part = Content | Reasoning | CallStart | CallArguments
 
 
 class PartReader(Protocol):
-    """Finds the parts in a text that comes in pieces. However it is cut, the parts joined are the same."""
+    """Parses streamed text into parts. The joined parts do not depend on how the text is split."""
 
     def push(self, text: str) -> list[Part]:
-        """What is certain now, given more text."""
+        """Adds text; returns the parts that are certain now."""
         ...
 
     def finish(self) -> list[Part]:
-        """What is left when the text is over."""
+        """Ends the text; returns the remaining parts."""
         ...
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """The same parts with neighbours of one kind in one, and none that is empty."""
+    """The parts with neighbours of one kind merged, and without empty ones."""
     whole: list[Part] = []
-    told = (part for part in parts if isinstance(part, CallStart) or part.text)
-    for kind, neighbours in groupby(told, type):
+    shown = (part for part in parts if isinstance(part, CallStart) or part.text)
+    for kind, neighbours in groupby(shown, type):
         if kind is CallStart:
             whole += neighbours
         else:

@@ -1,4 +1,4 @@
-"""From the text of one answer to the parts of a message."""
+"""Parses the text of one answer into the parts of a message."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megatron_runtime.server.messages.message_parts import CallStart, Content, P
 
 
 class MessageReader:
-    """A ``PartReader`` out of two: reasoning comes first, and calls are looked for only after them.
+    """A ``PartReader`` that combines two: calls are parsed only after the reasoning.
 
-    White space next to calls is left out.
+    White space next to calls is dropped.
 
     Args:
-        reasoning: Finds reasoning; None where there is none.
-        calls: Finds calls of tools; None where there are none.
-        most_calls: Calls beyond these are left out; None for no limit.
+        reasoning: Parses reasoning; None if there is none.
+        calls: Parses tool calls; None if there are none.
+        most_calls: Maximum number of calls, further ones are dropped; None for no limit.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class MessageReader:
                 yield part
 
     def _trimmed(self, text: str) -> str:
-        """Text without the white space that may turn out to be next to a call."""
+        """The text without white space at its end, which is held back because a call may follow."""
         text = text.lstrip() if self._is_after_call else self._space + text
-        words = text.rstrip()
-        if words:
+        content = text.rstrip()
+        if content:
             self._is_after_call = False
-        self._space = text[len(words) :]
-        return words
+        self._space = text[len(content) :]
+        return content

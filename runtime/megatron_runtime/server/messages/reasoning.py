@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer: ``<think>...</think>``."""
+"""Parser for reasoning before the answer: ``<think>...</think>``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class _ReasoningState(Enum):
 
 
 class ReasoningReader:
-    """A ``PartReader``. White space around the reasoning, and before the answer after it, is left out.
+    """A ``PartReader``. White space around the reasoning is dropped.
 
     Args:
-        in_reasoning: The text begins with reasoning, whether its mark is there or not.
+        in_reasoning: The text begins with reasoning even if it has no marker.
     """
 
     def __init__(self, *, in_reasoning: bool) -> None:
@@ -68,9 +68,9 @@ class ReasoningReader:
     def _think(self) -> list[Part]:
         if not self._has_reasoning:
             self._held = self._held.lstrip()
-        reasoning, mark, rest = split_at(self._held, (END,))
+        reasoning, marker, rest = split_at(self._held, (END,))
         text = reasoning.rstrip()
-        if mark is None:
+        if marker is None:
             self._held = reasoning[len(text) :] + rest
         else:
             self._state, self._held = _ReasoningState.GAP, rest

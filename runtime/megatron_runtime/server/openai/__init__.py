@@ -1,1 +1,1 @@
-"""OpenAI's routes, and the answers that they give."""
+"""The routes of OpenAI's API and their responses."""

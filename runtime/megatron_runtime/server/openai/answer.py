@@ -1,4 +1,4 @@
-"""What all answers have in common: their head, their order, and their count of tokens."""
+"""Common parts of all answers: metadata, order of choices, and usage."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Answer:
 
     @property
     def choices(self) -> int:
-        """How many there will be."""
+        """Number of choices."""
         return len(self.prompts) * self.body.n
 
     def prompt_of(self, choice: int) -> list[int]:
-        """The prompt that a choice answers."""
+        """The prompt of a choice."""
         return list(self.prompts[choice // self.body.n])
 
     def whole(self, kind: str, deltas: Sequence[Delta], choice: Callable[[Delta], dict[str, Any]]) -> dict[str, Any]:
-        """The complete answer from the last delta of every choice; ``choice`` writes one as its endpoint does."""
+        """The complete answer from the last delta of every choice; ``choice`` formats one choice."""
         usage = UsageMeter(self)
         for delta in deltas:
             usage.add(delta)
@@ -51,7 +51,7 @@ class Answer:
         return {**self.head(kind), "choices": choices, "usage": usage.body(), **weights}
 
     def head(self, kind: str) -> dict[str, Any]:
-        """What it begins with, whole or chunk by chunk."""
+        """The metadata of the answer, in its body or in every chunk."""
         return {
             "id": f"{self.id_prefix}-{self.number}",
             "object": kind,
@@ -61,12 +61,12 @@ class Answer:
 
 
 def _fingerprint(weight_version: int) -> dict[str, Any]:
-    """Which weights made it, in OpenAI's field for what an answer may depend on beside the request."""
+    """The version of the weights, in OpenAI's field for the configuration of the backend."""
     return {"system_fingerprint": f"weights-{weight_version}"}
 
 
 class UsageMeter:
-    """Adds up the usage of an answer from its deltas."""
+    """Sums up the usage of an answer from its deltas."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -74,15 +74,15 @@ class UsageMeter:
         self._cached: dict[int, int] = {}
 
     def add(self, delta: Delta) -> None:
-        """Count a delta, of which each choice has one last."""
+        """Adds a delta."""
         self._generated += delta.generated_tokens
         if delta.finish_reason is not None:
-            # A prompt counts once, however many choices it has, and what one of them computed was not cached.
+            # A prompt is counted once for all its choices; tokens that any choice computed were not cached.
             prompt = delta.choice // self._answer.body.n
             self._cached[prompt] = min(self._cached.get(prompt, delta.cached_tokens), delta.cached_tokens)
 
     def body(self) -> dict[str, Any]:
-        """The usage of all deltas so far, as OpenAI's API writes it."""
+        """The usage of all deltas so far, in the format of OpenAI's API."""
         prompt = self._answer.prompt_tokens
         return {
             "prompt_tokens": prompt,
@@ -93,7 +93,7 @@ class UsageMeter:
 
 
 class AnswerChunks:
-    """The chunks of a stream: the openings, then the pieces of every delta, at last the usage if it is wanted."""
+    """The chunks of a stream: the openings, the pieces of every delta, and the usage if requested."""
 
     def __init__(
         self, answer: Answer, kind: str, pieces: Callable[[Delta], Iterable[Chunk]], openings: Iterable[Chunk]
@@ -105,19 +105,19 @@ class AnswerChunks:
         self._head = answer.head(kind) | ({"usage": None} if self._include_usage else {})
 
     def opening(self) -> Iterable[Chunk]:
-        """See ``Chunks``."""
+        """See ``ChunkWriter``."""
         return [{**self._head, "choices": [opening]} for opening in self._openings]
 
-    def take(self, delta: Delta) -> Iterable[Chunk]:
-        """See ``Chunks``."""
+    def delta(self, delta: Delta) -> Iterable[Chunk]:
+        """See ``ChunkWriter``."""
         self._usage.add(delta)
         weights = {} if delta.finish_reason is None else _fingerprint(delta.weight_version)
         return [{**self._head, "choices": [piece], **weights} for piece in self._pieces(delta)]
 
     def ending(self) -> Iterable[Chunk]:
-        """See ``Chunks``."""
+        """See ``ChunkWriter``."""
         return [{**self._head, "choices": [], "usage": self._usage.body()}] if self._include_usage else []
 
     def failure(self, error: ApiError) -> Iterable[Chunk]:
-        """See ``Chunks``."""
+        """See ``ChunkWriter``."""
         return [error.body()]

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: from messages to a prompt, and from deltas to the answer."""
+"""``POST /v1/chat/completions``: converts deltas to the answer, complete or streamed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenize
 
 
 def chat_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
-    """The chunks of a stream: the role of every choice, its parts, its finish reason, at last the usage."""
+    """The chunks of a stream: for each choice the role, the parts and the finish reason; then the usage."""
     ids = TokenIds(answer)
     no_tokens = ids.of_piece(Delta(0, ""))
     messages = [_Message(answer) for _ in range(answer.choices)]
@@ -61,19 +61,19 @@ def chat_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
 
 
 class _Message:
-    """The message of one choice, which its deltas build up."""
+    """The message of one choice, built from its deltas."""
 
     def __init__(self, answer: Answer) -> None:
         assert isinstance(answer.body, ChatCompletionBody)
         self._reader = None if answer.parsing.is_plain else answer.parsing.new_reader()
         self.builder = MessageBuilder(answer.parsing, shows_reasoning=answer.body.include_reasoning)
         self.nothing: dict[str, Any] = {"content": ""} if self._reader is None else {}
-        """The ``delta`` of a chunk that has no part of the message."""
+        """The ``delta`` of a chunk without content."""
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:
-        """Take a delta; the ``delta`` of each chunk that it makes."""
+        """Adds a delta; returns the ``delta`` of each chunk for it."""
         if self._reader is None:
-            return self.builder.add_words(delta.text)
+            return self.builder.add_text(delta.text)
         parts = self._reader.push(delta.text)
         if delta.finish_reason is not None:
             parts = joined([*parts, *self._reader.finish()])
@@ -81,14 +81,14 @@ class _Message:
 
 
 def chat_logprobs(entries: Sequence[TokenLogProb], tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Log probabilities in the form of the chat endpoint; None for none."""
+    """Log probabilities in the format of the chat endpoint; None if there are none."""
     if not entries:
         return None
     return {"content": [token_logprob(entry, tokenizer) for entry in entries], "refusal": None}
 
 
 def token_logprob(entry: TokenLogProb, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A token with its log probability, its bytes, and those that were likeliest in its place."""
+    """A token with its log probability, its bytes, and the most likely alternatives."""
     text = tokenizer.detokenize([entry.token], skip_special_tokens=False)
     return {
         **_token(text, entry.log_prob),

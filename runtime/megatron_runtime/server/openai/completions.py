@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: prompts as text or tokens, and the answers to them."""
+"""``POST /v1/completions``: prompts as text or tokens, and their answers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) ->
 
 
 def completion_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
-    """The chunks of a stream: the prompt if it is to be echoed, text as it comes, at last the usage."""
+    """The chunks of a stream: the prompt if ``echo`` is set, the text, then the usage."""
     logprobs = [Logprobs(tokenizer) for _ in range(answer.choices)]
     ids = TokenIds(answer)
 
@@ -74,7 +74,7 @@ def _has_scored_prompt(answer: Answer) -> bool:
 
 
 def _prompt_text(answer: Answer, choice: int, tokenizer: Tokenizer) -> str:
-    """The prompt as the client wrote it, or what its tokens stand for."""
+    """The prompt as the client sent it, or the text of its tokens."""
     assert isinstance(answer.body, CompletionBody)
     prompt = answer.body.prompts[choice // answer.body.n]
     return prompt if isinstance(prompt, str) else tokenizer.detokenize(prompt, skip_special_tokens=False)
@@ -90,7 +90,7 @@ def _choice(delta: Delta, logprobs: dict[str, Any] | None) -> dict[str, Any]:
 
 
 class Logprobs:
-    """Log probabilities in the form of the completions endpoint; remembers how much text came before."""
+    """Log probabilities in the format of the completions endpoint; tracks the text offset."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -102,7 +102,7 @@ class Logprobs:
         of_prompt: Sequence[TokenLogProb] = (),
         prompt: Sequence[int] = (),
     ) -> dict[str, Any] | None:
-        """The ``logprobs`` of one choice or chunk; those of an echoed prompt first, whose first token has none."""
+        """The ``logprobs`` of one choice or chunk, after those of an echoed prompt, whose first token has none."""
         if not entries and not of_prompt and not prompt:
             return None
         known: list[TokenLogProb | None] = [*([None] if prompt else []), *of_prompt, *entries]

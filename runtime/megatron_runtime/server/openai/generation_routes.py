@@ -1,4 +1,4 @@
-"""Routes that generate: chats, completions and responses."""
+"""Routes that generate text: chat completions, completions and responses."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_runtime.server.bodies.protocol import ChatCompletionBody, Completi
 from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
 from megatron_runtime.server.body_route import BodyRoute
 from megatron_runtime.server.documentation import answers, request_example
+from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.generation.choice import Delta
 from megatron_runtime.server.generation.generation import Generation
 from megatron_runtime.server.generation.idempotency import idempotency_key
@@ -26,28 +27,27 @@ from megatron_runtime.server.openai.answer import Answer
 from megatron_runtime.server.openai.chat import chat_chunks, chat_completion
 from megatron_runtime.server.openai.completions import completion, completion_chunks, completion_prompts
 from megatron_runtime.server.openai.responses import ResponseEvents, response
-from megatron_runtime.server.openai.streaming import Chunks, ClientLeft, EventStream, UntilClientLeaves
-from megatron_runtime.server.parts import Frontend
+from megatron_runtime.server.openai.streaming import ChunkWriter, ClientLeft, EventStream, UntilClientLeaves
 from megatron_runtime.server.request_log import CLIENT_CLOSED_REQUEST
 
 
 @dataclass(frozen=True)
-class _Style:
-    """How an endpoint writes its answers."""
+class _AnswerFormat:
+    """How an endpoint formats its answers."""
 
     id_prefix: str
     whole: Callable[[Answer, Sequence[Delta], Tokenizer], dict[str, Any]]
-    chunks: Callable[[Answer, Tokenizer], Chunks]
+    chunks: Callable[[Answer, Tokenizer], ChunkWriter]
     names_events: bool = False
 
 
-_CHAT = _Style("chatcmpl", chat_completion, chat_chunks)
-_COMPLETION = _Style("cmpl", completion, completion_chunks)
-_RESPONSE = _Style("resp", response, ResponseEvents, names_events=True)
+_CHAT = _AnswerFormat("chatcmpl", chat_completion, chat_chunks)
+_COMPLETION = _AnswerFormat("cmpl", completion, completion_chunks)
+_RESPONSE = _AnswerFormat("resp", response, ResponseEvents, names_events=True)
 
 
-def generation_routes(frontend: Frontend, **common: Any) -> APIRouter:
-    """The routes; ``common`` is what they have in common, as APIRouter takes it."""
+def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
+    """The routes; ``common`` are arguments for APIRouter."""
     router = APIRouter(tags=["generation"], route_class=BodyRoute, **common)
 
     @router.post(
@@ -91,11 +91,11 @@ def generation_routes(frontend: Frontend, **common: Any) -> APIRouter:
 
 
 async def _answer(
-    frontend: Frontend,
+    frontend: FrontendContext,
     body: GenerationBody,
     request: Request,
     prompts: list[list[int]],
-    style: _Style,
+    style: _AnswerFormat,
     parsing: ResponseParsing | None = None,
 ) -> Response:
     generation = frontend.generation(body, prompts, idempotency_key(request, body), parsing)

@@ -1,4 +1,4 @@
-"""Routes that tell about the served model and its tokens, and about what it can't do."""
+"""Routes about the served model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from megatron_runtime.server import documentation
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.openai.tokenization import (
     DetokenizeBody,
     TokenizeBody,
@@ -17,17 +18,16 @@ from megatron_runtime.server.openai.tokenization import (
     tokenize,
     tokenizer_info,
 )
-from megatron_runtime.server.parts import Frontend
 
 
 class EmbeddingsBody(BaseModel):
-    """``POST /v1/embeddings``, as far as it is read before it is refused."""
+    """``POST /v1/embeddings``, which is not supported."""
 
     model: str
 
 
-def model_routes(frontend: Frontend, **common: Any) -> APIRouter:
-    """The routes that OpenAI's API has; ``common`` is what they have in common, as APIRouter takes it."""
+def model_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
+    """The routes of OpenAI's API; ``common`` are arguments for APIRouter."""
     router = APIRouter(tags=["model"], **common)
 
     @router.get("/models", responses=answers(documentation.MODELS_ANSWER))
@@ -39,16 +39,16 @@ def model_routes(frontend: Frontend, **common: Any) -> APIRouter:
         frontend.check_model(name)
         return _model(frontend)
 
-    @router.post("/embeddings", responses=answers({}), summary="Refused: the served model has no embeddings")
+    @router.post("/embeddings", responses=answers({}), summary="Not supported: the served model has no embeddings")
     async def embeddings(body: EmbeddingsBody) -> None:
         frontend.check_model(body.model)
-        message = f"model: {body.model!r} generates text and has no embeddings; serve a model for embeddings elsewhere"
+        message = f"model: {body.model!r} generates text and has no embeddings; use a server with an embedding model"
         raise ApiError(400, message, param="model", code="unsupported_endpoint")
 
     return router
 
 
-def token_routes(frontend: Frontend, **common: Any) -> APIRouter:
+def token_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     """``/tokenize``, ``/detokenize`` and ``/tokenizer_info``; ``common`` as for ``model_routes``."""
     router = APIRouter(tags=["model"], **common)
 
@@ -79,7 +79,7 @@ def token_routes(frontend: Frontend, **common: Any) -> APIRouter:
     return router
 
 
-def _model(frontend: Frontend) -> dict[str, Any]:
+def _model(frontend: FrontendContext) -> dict[str, Any]:
     return {
         "id": frontend.options.served_name,
         "object": "model",

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: from deltas to a response, whole or as the events that build it up."""
+"""``POST /v1/responses``: converts deltas to a response, complete or as stream events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_runtime.server.openai.streaming import Chunk
 
 
 def response(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The complete response from the only delta of its only choice."""
+    """The complete response; ``deltas`` has exactly one."""
     builder = _Response(answer, tokenizer)
     (delta,) = deltas
     for _ in builder.add(delta):
@@ -33,29 +33,29 @@ def response(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> d
 
 
 class ResponseEvents:
-    """The events of a stream, numbered; the last one has the complete response, or says why there is none."""
+    """The numbered events of a stream; the last one has the complete response or the error."""
 
     def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
         self._response = _Response(answer, tokenizer)
         self._sent = 0
 
     def opening(self) -> Iterator[Chunk]:
-        """See ``Chunks``."""
+        """See ``ChunkWriter``."""
         yield self._event("created", response=self._response.body())
         yield self._event("in_progress", response=self._response.body())
 
-    def take(self, delta: Delta) -> Iterator[Chunk]:
-        """See ``Chunks``."""
+    def delta(self, delta: Delta) -> Iterator[Chunk]:
+        """See ``ChunkWriter``."""
         for kind, fields in self._response.add(delta):
             yield self._event(kind, **fields)
 
     def ending(self) -> Iterator[Chunk]:
-        """See ``Chunks``."""
+        """See ``ChunkWriter``."""
         body = self._response.body()
         yield self._event(body["status"], response=body)
 
     def failure(self, error: ApiError) -> Iterator[Chunk]:
-        """See ``Chunks``."""
+        """See ``ChunkWriter``."""
         yield self._event("failed", response=self._response.failed(error))
 
     def _event(self, kind: str, **fields: Any) -> Chunk:
@@ -64,7 +64,7 @@ class ResponseEvents:
 
 
 class _Response:
-    """A response that grows by deltas."""
+    """A response built from deltas."""
 
     def __init__(self, answer: Answer, tokenizer: Tokenizer) -> None:
         assert isinstance(answer.body, ResponsesBody)
@@ -73,12 +73,12 @@ class _Response:
         self._tokenizer = tokenizer
         self._reader = answer.parsing.new_reader()
         self._items: list[Item] = []
-        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text has not come yet
+        self._logprobs: list[dict[str, Any]] = []  # of tokens that have produced no text yet
         self._usage = UsageMeter(answer)
         self._finish_reason: str | None = None
 
     def add(self, delta: Delta) -> Iterator[Event]:
-        """Take the next delta; the events that follow from it."""
+        """Adds a delta; returns its events."""
         self._usage.add(delta)
         self._logprobs += [token_logprob(entry, self._tokenizer) for entry in delta.log_probs]
         parts = self._reader.push(delta.text)
@@ -120,9 +120,9 @@ class _Response:
         yield from item.opening()
 
     def body(self) -> dict[str, Any]:
-        """The whole response as far as it is."""
+        """The response so far."""
         request = self._request
-        is_over = self._finish_reason is not None
+        is_finished = self._finish_reason is not None
         return {
             "id": f"resp_{self._answer.number}",
             "object": "response",
@@ -135,7 +135,7 @@ class _Response:
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
             "model": request.model,
-            "output": self._output() if is_over else [],
+            "output": self._output() if is_finished else [],
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
@@ -147,12 +147,12 @@ class _Response:
             "top_logprobs": request.top_logprobs,
             "top_p": request.top_p,
             "truncation": "disabled",
-            "usage": self._usage_body() if is_over else None,
+            "usage": self._usage_body() if is_finished else None,
             "user": request.user,
         }
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The response that there will not be."""
+        """The response after an error."""
         reason = {"code": error.code or "server_error", "message": error.message}
         return {**self.body(), "status": "failed", "error": reason}
 

@@ -1,4 +1,4 @@
-"""Server-sent events, and the end of work for clients that have left."""
+"""Server-sent events, and cancellation when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from megatron_runtime.server.json_response import to_json
 logger = logging.getLogger(__name__)
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Proxies must pass each event on at once."""
+"""Disable buffering in proxies."""
 
 Chunk = Mapping[str, Any]
 
 
-class Chunks(Protocol):
-    """Writes the chunks of one stream."""
+class ChunkWriter(Protocol):
+    """Formats the chunks of one stream."""
 
     def opening(self) -> Iterable[Chunk]:
-        """Those before the first delta."""
+        """Chunks before the first delta."""
         ...
 
-    def take(self, delta: Delta) -> Iterable[Chunk]:
-        """Those that a delta makes."""
+    def delta(self, delta: Delta) -> Iterable[Chunk]:
+        """Chunks for a delta."""
         ...
 
     def ending(self) -> Iterable[Chunk]:
-        """Those after the last delta."""
+        """Chunks after the last delta."""
         ...
 
     def failure(self, error: ApiError) -> Iterable[Chunk]:
-        """The end of a stream that can't go on."""
+        """Chunks after an error."""
         ...
 
 
 class EventStream(StreamingResponse):
     """``text/event-stream`` of JSON chunks that ends with ``[DONE]``, or with an error in OpenAI's shape.
 
-    Deltas that have come together leave together. With ``names_events`` each chunk is an event named by its ``type``,
-    and the last one says itself that it is over. When the client leaves, ``deltas`` is closed at once.
+    Deltas that arrive together are sent together. With ``names_events`` each chunk is an event named by its ``type``,
+    and there is no ``[DONE]``. ``deltas`` is closed as soon as the client disconnects.
     """
 
     def __init__(
-        self, deltas: AsyncGenerator[list[Delta], None], chunks: Chunks, *, names_events: bool = False
+        self, deltas: AsyncGenerator[list[Delta], None], chunks: ChunkWriter, *, names_events: bool = False
     ) -> None:
         self._write = _named_event if names_events else _event
         self._end = b"" if names_events else b"data: [DONE]\n\n"
@@ -69,13 +69,15 @@ class EventStream(StreamingResponse):
         finally:
             await self._pieces.aclose()
 
-    async def _events(self, deltas: AsyncGenerator[list[Delta], None], chunks: Chunks) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, deltas: AsyncGenerator[list[Delta], None], chunks: ChunkWriter
+    ) -> AsyncGenerator[bytes, None]:
         async with aclosing(deltas):
             try:
                 if opening := self._written(chunks.opening()):
                     yield opening
                 async for arrived in deltas:
-                    if events := b"".join([self._written(chunks.take(delta)) for delta in arrived]):
+                    if events := b"".join([self._written(chunks.delta(delta)) for delta in arrived]):
                         yield events
                 yield self._written(chunks.ending()) + self._end
             except ApiError as error:
@@ -97,13 +99,13 @@ def _named_event(chunk: Chunk) -> bytes:
 
 
 class ClientLeft(Exception):
-    """The client closed its connection before the answer was there."""
+    """The client closed its connection before the answer was complete."""
 
 
 class UntilClientLeaves:
-    """A context whose work is cancelled when the client leaves; then it raises ClientLeft.
+    """A context that cancels its body when the client disconnects, and then raises ClientLeft.
 
-    The request's body must have been read.
+    The request's body must have been read before.
     """
 
     def __init__(self, receive: Receive) -> None:

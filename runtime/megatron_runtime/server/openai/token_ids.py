@@ -1,4 +1,4 @@
-"""Token ids in answers, for those who go on with exactly the tokens that were generated."""
+"""Token ids in answers, for clients that continue with exactly the generated tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_runtime.server.openai.answer import Answer
 
 
 class TokenIds:
-    """The fields that a request asked for: vLLM's with ``return_token_ids``, Megatron's with ``return_tokenized_data``.
+    """The requested fields: vLLM's with ``return_token_ids``, Megatron's with ``return_tokenized_data``.
 
-    One per answer: it remembers what a stream has brought so far.
+    One instance per answer: it accumulates the tokens of a stream.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -25,11 +25,11 @@ class TokenIds:
         return {"prompt_token_ids": self._answer.prompt_of(choice)} if body.return_token_ids else {}
 
     def of_piece(self, delta: Delta) -> dict[str, Any]:
-        """``token_ids``: what is new in a delta."""
+        """``token_ids``: the new tokens of a delta."""
         return {"token_ids": list(delta.tokens)} if self._answer.body.return_token_ids else {}
 
     def of_whole(self, delta: Delta) -> dict[str, Any]:
-        """Everything of a choice, once its last delta has come. To be called with each delta."""
+        """All tokens of a choice, returned for its last delta. Call it with every delta."""
         if not self._answer.body.return_tokenized_data:
             return {}
         made = self._made.setdefault(delta.choice, [])

@@ -1,4 +1,4 @@
-"""``POST /tokenize``, ``/detokenize``, ``GET /tokenizer_info``: what the served model makes of text, and back."""
+"""``POST /tokenize``, ``POST /detokenize`` and ``GET /tokenizer_info``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_runtime.server.messages.conversation import render
 
 
 class TokenizeBody(BaseModel):
-    """``POST /tokenize``: a prompt as for completions, or messages as for a chat."""
+    """``POST /tokenize``: a prompt as in completions, or messages as in a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -29,7 +29,7 @@ class TokenizeBody(BaseModel):
     @model_validator(mode="after")
     def _one_of_prompt_and_messages(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("set either prompt or messages")
         return self
 
 
@@ -41,7 +41,7 @@ class DetokenizeBody(BaseModel):
 
 
 def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
-    """The tokens, their count, and the most that a prompt and its answer may have."""
+    """The tokens, their count, and the maximum length of a prompt and its answer."""
     if body.messages is None:
         check_text(body.prompt or "", param="prompt")
         tokens = tokenizer.tokenize(body.prompt or "", add_special_tokens=body.add_special_tokens)
@@ -51,7 +51,7 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str
             tokenizer,
             body.chat_template_kwargs,
             param="messages",
-            is_open=body.add_generation_prompt,
+            add_generation_prompt=body.add_generation_prompt,
             tools=[tool.function.for_template() for tool in body.tools] or None,
         )
     texts = None
@@ -66,13 +66,13 @@ def tokenize(body: TokenizeBody, tokenizer: Tokenizer, longest: int) -> dict[str
 
 
 def detokenize(body: DetokenizeBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The text, special tokens included."""
+    """The text, including special tokens."""
     check_tokens(body.tokens, tokenizer.vocab_size, param="tokens")
     return {"prompt": tokenizer.detokenize(body.tokens, skip_special_tokens=False)}
 
 
 def tokenizer_info(tokenizer: Tokenizer, longest: int) -> dict[str, Any]:
-    """What a client needs that makes prompts itself: the chat template, and the special tokens by their names."""
+    """Information for clients that build prompts themselves: the chat template and the special tokens by name."""
     template = tokenizer.chat_template(has_tools=False)
     return {
         "eos_token": tokenizer.detokenize([tokenizer.eod], skip_special_tokens=False),

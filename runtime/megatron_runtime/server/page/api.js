@@ -1,13 +1,13 @@
-// The server's API as the page uses it: the state of the service, and answers as they come.
+// Client of the server's API: the state of the service, and streamed answers.
 
 import { events } from "./events.js";
-import { kept } from "./kept.js";
+import { storage } from "./storage.js";
 
 const STATUS_MS = 10_000;
-const BROKEN = "The connection broke before the answer was complete.";
+const CONNECTION_LOST = "The connection was lost before the answer was complete.";
 
-/** An answer other than 2xx, or none. `status` is 0 when the server was not reached. */
-export class Problem extends Error {
+/** A response other than 2xx, or a failed connection, whose `status` is 0. */
+export class ServerError extends Error {
   constructor(status, message, retryAfter = null) {
     super(message);
     this.status = status;
@@ -20,74 +20,74 @@ export async function readStatus(signal = AbortSignal.timeout(STATUS_MS)) {
   return response.json();
 }
 
-/** Yields `{text, thought, tokens, usage, ending}` for each piece of an answer; what a piece has nothing of is null. */
+/** Yields `{text, reasoning, tokens, usage, finishReason}` for each chunk of an answer; null for what a chunk lacks. */
 export async function* streamAnswer(body, signal) {
-  const asked = { ...body, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
+  const request = { ...body, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
   const response = await send("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(asked),
+    body: JSON.stringify(request),
     signal,
   });
   const chunks = events(response.body);
   try {
     for (;;) {
-      const { value, done } = await chunks.next().catch(broken);
-      if (done) throw new Problem(0, BROKEN);
+      const { value, done } = await chunks.next().catch(connectionLost);
+      if (done) throw new ServerError(0, CONNECTION_LOST);
       if (value === "[DONE]") return;
       const chunk = JSON.parse(value);
-      if (chunk.error) throw new Problem(500, chunk.error.message);
-      yield piece(chunk);
+      if (chunk.error) throw new ServerError(500, chunk.error.message);
+      yield parse(chunk);
     }
   } finally {
     chunks.return();
   }
 }
 
-function broken(error) {
-  throw error.name === "AbortError" ? error : new Problem(0, BROKEN);
+function connectionLost(error) {
+  throw error.name === "AbortError" ? error : new ServerError(0, CONNECTION_LOST);
 }
 
-function piece(chunk) {
+function parse(chunk) {
   const choice = chunk.choices[0];
   return {
     text: choice?.delta.content ?? null,
-    thought: choice?.delta.reasoning_content ?? null,
+    reasoning: choice?.delta.reasoning_content ?? null,
     tokens: choice?.token_ids?.length ?? 0,
     usage: chunk.usage ?? null,
-    ending: choice?.finish_reason ?? null,
+    finishReason: choice?.finish_reason ?? null,
   };
 }
 
 async function send(path, options) {
-  const key = kept.key;
+  const key = storage.key;
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   let response;
   try {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem(0, "The server can't be reached.");
+    throw new ServerError(0, "The server can't be reached.");
   }
-  if (!response.ok) throw await refusal(response);
+  if (!response.ok) throw await errorOf(response);
   return response;
 }
 
-async function refusal(response) {
+async function errorOf(response) {
   const seconds = Number(response.headers.get("Retry-After")) || null;
-  let said = null;
+  let message = null;
   try {
-    said = (await response.json()).error.message;
+    message = (await response.json()).error.message;
   } catch {
-    // Something between here and the server answered; its words are for other eyes.
+    // A proxy answered instead of the server; its body is not shown.
   }
-  return new Problem(response.status, inWords(response.status, said, seconds), seconds);
+  return new ServerError(response.status, describe(response.status, message, seconds), seconds);
 }
 
-function inWords(status, said, seconds) {
+function describe(status, message, seconds) {
   const later = seconds ? ` Try again in ${seconds} s.` : " Try again later.";
-  if (status === 401) return kept.key ? "The server does not take this API key." : "This server asks for an API key.";
-  if (status === 429) return `The server is busy: ${said ?? "too many requests"}.${later}`;
-  if (status === 503) return `The server can't answer now: ${said ?? "unavailable"}.${later}`;
-  return said ?? `The server answered with status ${status}.`;
+  if (status === 401) return storage.key ? "The server rejected this API key." : "This server requires an API key.";
+  if (status === 429) return `The server is busy: ${message ?? "too many requests"}.${later}`;
+  if (status === 503) return `The server can't answer now: ${message ?? "unavailable"}.${later}`;
+  return message ?? `The server responded with status ${status}.`;
 }

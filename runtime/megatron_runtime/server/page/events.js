@@ -1,4 +1,4 @@
-// Server-sent events out of a stream of bytes, however these are cut.
+// Parses server-sent events from a stream of bytes.
 
 /** Yields the data of each event. */
 export async function* events(stream) {

@@ -1,9 +1,9 @@
-// Puts the parts of the page together, and looks at the service once a second while someone looks at the page.
+// Entry point: connects the parts of the page, and polls the status once a second while the page is visible.
 
 import { readStatus } from "./api.js";
 import { Chat } from "./chat.js";
 import { Panel } from "./panel.js";
-import { followSettings, KeyForm, suitModel } from "./settings.js";
+import { readSettings, KeyForm, limitTokens } from "./settings.js";
 
 const POLL_MS = 1000;
 const RETRY_MS = 3000;
@@ -12,49 +12,49 @@ const find = (id) => document.getElementById(id);
 const panel = new Panel();
 const keyForm = new KeyForm(() => {
   showPanel(false);
-  look();
+  poll();
 });
-const chat = new Chat(followSettings(), (problem) => {
-  if (problem.status === 401) askForKey(problem);
+const chat = new Chat(readSettings(), (error) => {
+  if (error.status === 401) askForKey(error);
 });
 let timer = null;
-let looking = Promise.resolve();
+let polling = Promise.resolve();
 
-/** Looks now, or right after the look that is under way, which may have begun with another key. */
-function look() {
+/** Polls now, or after the poll in flight, which may use another key. */
+function poll() {
   clearTimeout(timer);
-  if (document.visibilityState === "visible") looking = looking.then(lookNow);
+  if (document.visibilityState === "visible") polling = polling.then(pollNow);
 }
 
-async function lookNow() {
+async function pollNow() {
   clearTimeout(timer);
   let wait = POLL_MS;
   try {
     const status = await readStatus();
     panel.show(status);
-    chat.follow(status);
-    suitModel(status);
-  } catch (problem) {
-    wait = lose(problem);
+    chat.update(status);
+    limitTokens(status);
+  } catch (error) {
+    wait = disconnect(error);
   }
-  if (wait !== null) timer = setTimeout(look, wait);
+  if (wait !== null) timer = setTimeout(poll, wait);
 }
 
-/** Shows that the service can't be seen; returns how long to wait, or null to wait for a key. */
-function lose(problem) {
-  chat.follow(null);
-  if (problem.status === 401) {
-    panel.lose("LOCKED");
-    askForKey(problem);
+/** Shows that there is no status; returns the delay of the next poll, or null to wait for a key. */
+function disconnect(error) {
+  chat.update(null);
+  if (error.status === 401) {
+    panel.disconnect("LOCKED");
+    askForKey(error);
     return null;
   }
-  panel.lose("UNREACHABLE");
-  return problem.retryAfter ? problem.retryAfter * 1000 : RETRY_MS;
+  panel.disconnect("UNREACHABLE");
+  return error.retryAfter ? error.retryAfter * 1000 : RETRY_MS;
 }
 
-function askForKey(problem) {
+function askForKey(error) {
   showPanel(true);
-  keyForm.ask(problem.message);
+  keyForm.show(error.message);
 }
 
 function showPanel(shows) {
@@ -63,5 +63,5 @@ function showPanel(shows) {
 }
 
 find("show-panel").addEventListener("click", () => showPanel(!document.body.classList.contains("shows-panel")));
-document.addEventListener("visibilitychange", look);
-look();
+document.addEventListener("visibilitychange", poll);
+poll();

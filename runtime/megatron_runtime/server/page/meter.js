@@ -1,8 +1,8 @@
-// Tokens per second out of counters that are looked at now and then.
+// Tokens per second from sampled counters.
 
 const WINDOW_SECONDS = 5;
 
-/** The rate over the last seconds of one counter; a counter that falls has begun anew. */
+/** The rate of one counter over the last seconds; a counter that decreases has been reset. */
 class Meter {
   #samples = [];
 
@@ -20,17 +20,17 @@ class Meter {
   }
 }
 
-/** One meter a replica, so that those which come and go don't count as tokens. */
+/** One meter per attempt of a replica group, so that new and removed ones do not change the rate. */
 export class Meters {
   #meters = new Map();
 
-  /** Takes the replicas of a status; returns the rate of each by its name, and of all. */
-  add(seconds, replicas) {
+  /** Adds the replica groups of a status; returns the rate of each and their sum. */
+  add(seconds, groups) {
     const now = new Map();
-    for (const replica of replicas) {
-      const name = `${replica.group}.${replica.attempt}`;
+    for (const group of groups) {
+      const name = `${group.index}.${group.attempt}`;
       const meter = this.#meters.get(name) ?? new Meter();
-      meter.add(seconds, replica.generated_tokens);
+      meter.add(seconds, group.generated_tokens);
       now.set(name, meter);
     }
     this.#meters = now;

@@ -1,4 +1,4 @@
-// The service beside the chat: its state, its replicas, and how many tokens it makes.
+// The panel beside the chat: state of the service, replica groups, and tokens per second.
 
 import { Meters, shown } from "./meter.js";
 
@@ -10,39 +10,39 @@ export class Panel {
   #rates = [];
   #rows = new Map();
 
-  /** Shows a status as `GET /status` gives it. */
+  /** Shows a response of `GET /status`. */
   show(status) {
-    const rates = this.#meters.add(performance.now() / 1000, status.replicas);
+    const rates = this.#meters.add(performance.now() / 1000, status.replica_groups);
     find("model").textContent = status.model;
     document.title = `${status.model} – Megatron inference`;
-    state(status.state ?? "NO REPLICA");
+    state(status.state ?? "NO REPLICA GROUP");
     for (const node of document.querySelectorAll("[data-shows=rate]")) node.textContent = shown(rates.all);
     find("running").textContent = status.requests_running;
     find("waiting").textContent = status.requests_waiting;
-    find("no-replicas").hidden = status.replicas.length > 0;
-    this.#list(status.replicas, rates.each);
+    find("no-replica-groups").hidden = status.replica_groups.length > 0;
+    this.#list(status.replica_groups, rates.each);
     this.#draw(rates.all);
   }
 
-  /** The service can't be seen. */
-  lose(word) {
+  /** Shows a state without a status. */
+  disconnect(name) {
     this.#meters = new Meters();
-    state(word);
+    state(name);
     for (const node of document.querySelectorAll("[data-shows=rate]")) node.textContent = "–";
     for (const id of ["running", "waiting"]) find(id).textContent = "–";
     this.#list([], []);
-    find("no-replicas").hidden = true;
+    find("no-replica-groups").hidden = true;
   }
 
-  #list(replicas, rates) {
+  #list(groups, rates) {
     const rows = new Map();
-    replicas.forEach((replica, index) => {
-      const row = this.#rows.get(replica.group) ?? new Row(replica);
-      row.show(replica, rates[index]);
-      rows.set(replica.group, row);
+    groups.forEach((group, at) => {
+      const row = this.#rows.get(group.index) ?? new Row(group);
+      row.show(group, rates[at]);
+      rows.set(group.index, row);
     });
     const nodes = [...rows.values()].map((row) => row.node);
-    const list = find("replicas");
+    const list = find("replica-groups");
     if (nodes.length !== list.children.length || nodes.some((node, at) => node !== list.children[at])) {
       list.replaceChildren(...nodes);
     }
@@ -60,31 +60,31 @@ export class Panel {
 
 function state(name) {
   const node = find("state");
-  if (node.dataset.state === name) return; // or it would be read out every second
+  if (node.dataset.state === name) return; // otherwise screen readers announce it every second
   node.dataset.state = name;
   node.textContent = name.toLowerCase();
 }
 
-/** One replica in the list; it stays while the replica does, so that readers don't lose their place. */
+/** One replica group in the list. Its nodes are reused, so that screen readers keep their position. */
 class Row {
-  constructor(replica) {
+  constructor(group) {
     this.node = document.createElement("li");
     this.state = text("span", "state");
     this.requests = text("span", "left");
     this.rate = text("span", "right");
-    this.gauge = gauge(`KV cache of replica ${replica.group}`);
+    this.gauge = gauge(`KV cache of replica group ${group.index}`);
     this.usage = text("span", "right");
     const name = text("strong", "");
-    name.textContent = `Replica ${replica.group}`;
+    name.textContent = `Replica group ${group.index}`;
     this.node.append(name, this.state, this.requests, this.rate, this.gauge, this.usage);
   }
 
-  show(replica, rate) {
-    const usage = Math.round(replica.kv_usage * 100);
-    const state = replica.draining ? "DRAINING" : replica.state;
+  show(group, rate) {
+    const usage = Math.round(group.kv_usage * 100);
+    const state = group.draining ? "DRAINING" : group.state;
     this.state.dataset.state = state;
     this.state.textContent = state.toLowerCase();
-    this.requests.textContent = `${replica.requests_running} running, ${replica.requests_waiting} waiting`;
+    this.requests.textContent = `${group.requests_running} running, ${group.requests_waiting} waiting`;
     this.rate.textContent = `${shown(rate)} tokens/s`;
     this.gauge.setAttribute("aria-valuenow", usage);
     this.gauge.firstElementChild.style.width = `${usage}%`;

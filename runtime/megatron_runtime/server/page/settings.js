@@ -1,27 +1,27 @@
-// What the chat asks with, and the key that the server may want.
+// The parameters of requests, and the API key.
 
-import { kept } from "./kept.js";
+import { storage } from "./storage.js";
 
 const find = (id) => document.getElementById(id);
 
-const USUAL_TOKENS = 1024;
+const DEFAULT_TOKENS = 1024;
 
-/** Returns a function that gives the settings; a number that is left out is the placeholder's, or the server's own. */
-export function followSettings() {
-  const fields = ["system", "temperature", "most"].map((name) => find(name));
+/** Returns a function that reads the settings; an empty number is the placeholder, or else the server's default. */
+export function readSettings() {
+  const fields = ["system", "temperature", "max-tokens"].map((name) => find(name));
   for (const field of fields) {
-    field.value = kept.settings?.[field.name] ?? field.value;
+    field.value = storage.settings?.[field.name] ?? field.value;
     field.addEventListener("input", () => {
-      kept.settings = Object.fromEntries(fields.map((each) => [each.name, each.value]));
+      storage.settings = Object.fromEntries(fields.map((each) => [each.name, each.value]));
     });
   }
   find("settings").addEventListener("submit", (event) => event.preventDefault());
-  return () => ({ system: find("system").value.trim(), temperature: number("temperature"), most: number("most") });
+  return () => ({ system: find("system").value.trim(), temperature: number("temperature"), maxTokens: number("max-tokens") });
 }
 
-/** Bounds answers whose length nobody chose, so that a model that rambles does not work for minutes. */
-export function suitModel({ max_model_len }) {
-  find("most").placeholder = Math.min(USUAL_TOKENS, Math.floor(max_model_len / 2));
+/** Sets the default maximum length of answers, so that they do not take minutes. */
+export function limitTokens({ max_model_len }) {
+  find("max-tokens").placeholder = Math.min(DEFAULT_TOKENS, Math.floor(max_model_len / 2));
 }
 
 function number(id) {
@@ -29,34 +29,34 @@ function number(id) {
   return field.value === "" ? Number(field.placeholder) || undefined : field.valueAsNumber;
 }
 
-/** The form for the API key. `onKey()` is called when there is another one. */
+/** The form for the API key. `onKey()` is called when the key changes. */
 export class KeyForm {
   constructor(onKey) {
     find("key-form").addEventListener("submit", (event) => {
       event.preventDefault();
-      kept.key = find("key").value.trim() || null;
+      storage.key = find("key").value.trim() || null;
       find("key").value = "";
       find("key-form").hidden = true;
-      this.#show();
+      this.#render();
       onKey();
       find("question").focus();
     });
     find("forget-key").addEventListener("click", () => {
-      kept.key = null;
-      this.#show();
+      storage.key = null;
+      this.#render();
       onKey();
     });
-    this.#show();
+    this.#render();
   }
 
-  ask(why) {
-    find("key-why").textContent = why;
+  show(reason) {
+    find("key-reason").textContent = reason;
     if (!find("key-form").hidden) return;
     find("key-form").hidden = false;
     find("key").focus();
   }
 
-  #show() {
-    find("forget-key").hidden = !kept.key;
+  #render() {
+    find("forget-key").hidden = !storage.key;
   }
 }

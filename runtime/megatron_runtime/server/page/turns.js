@@ -1,16 +1,16 @@
-// The conversation as people see it: a turn is what one side said.
+// The messages of the conversation.
 
 import { shown } from "./meter.js";
-import { prose } from "./prose.js";
+import { markdown } from "./markdown.js";
 
 const SPEAKERS = { user: "You", assistant: "Model" };
 const NEAR_END = 80; // pixels
 
-/** One turn on the page. An answer has notes below, and thoughts of the model above its words. */
+/** One message on the page. An answer has a note below and the reasoning of the model above its text. */
 export class Turn {
-  #words;
+  #text;
   #note;
-  #thoughts = null;
+  #reasoning = null;
   #next = null;
 
   constructor({ role, content }) {
@@ -18,47 +18,47 @@ export class Turn {
     this.node.className = `turn ${role}`;
     const speaker = document.createElement("h2");
     speaker.textContent = SPEAKERS[role];
-    this.#words = document.createElement("div");
+    this.#text = document.createElement("div");
     this.#note = document.createElement("p");
     this.#note.className = "note";
     this.#note.hidden = true;
-    this.node.append(speaker, this.#words, this.#note);
-    this.#words.append(...prose(content));
+    this.node.append(speaker, this.#text, this.#note);
+    this.#text.append(...markdown(content));
   }
 
-  /** Draws a text that grows, at most once a frame. */
-  draw(text, thought) {
+  /** Draws a growing text, at most once per frame. */
+  draw(text, reasoning) {
     const waits = this.#next !== null;
-    this.#next = { text, thought };
+    this.#next = { text, reasoning };
     if (!waits) requestAnimationFrame(() => this.#drawNow());
   }
 
   #drawNow() {
-    const { text, thought } = this.#next;
+    const { text, reasoning } = this.#next;
     this.#next = null;
     const scroller = this.node.closest(".conversation");
     const follows = scroller && scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END;
-    if (thought) this.#showThought(thought);
-    this.#words.replaceChildren(...prose(text));
+    if (reasoning) this.#showReasoning(reasoning);
+    this.#text.replaceChildren(...markdown(text));
     if (follows) scroller.scrollTop = scroller.scrollHeight;
   }
 
-  #showThought(thought) {
-    if (!this.#thoughts) {
-      this.#thoughts = document.createElement("details");
+  #showReasoning(reasoning) {
+    if (!this.#reasoning) {
+      this.#reasoning = document.createElement("details");
       const summary = document.createElement("summary");
-      summary.textContent = "What the model thought";
-      const words = document.createElement("div");
-      this.#thoughts.append(summary, words);
-      this.#words.before(this.#thoughts);
+      summary.textContent = "Reasoning";
+      const text = document.createElement("div");
+      this.#reasoning.append(summary, text);
+      this.#text.before(this.#reasoning);
     }
-    this.#thoughts.lastElementChild.replaceChildren(...prose(thought));
+    this.#reasoning.lastElementChild.replaceChildren(...markdown(reasoning));
   }
 
-  /** A line below the words; null takes it away. */
-  note(text, isProblem = false) {
+  /** A line below the text; null removes it. */
+  note(text, isError = false) {
     this.#note.hidden = text === null;
-    this.#note.classList.toggle("problem", isProblem);
+    this.#note.classList.toggle("error", isError);
     if (this.#note.textContent !== text) this.#note.textContent = text ?? "";
   }
 

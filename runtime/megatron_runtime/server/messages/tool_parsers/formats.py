@@ -1,4 +1,4 @@
-"""How models write calls of tools, by the names that vLLM gives these ways."""
+"""Formats of tool calls, by the names of vLLM's tool parsers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ def _call_id() -> str:
 
 
 def _short_call_id() -> str:
-    """Nine letters and digits: Mistral's templates refuse others."""
+    """Nine letters and digits: Mistral's templates reject other ids."""
     return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way."""
+    """One format of tool calls."""
 
     name: str
     reader: Callable[[Schemas], PartReader]
-    """Makes what finds the calls in one answer, given the schema of each function's arguments."""
-    marks: tuple[str, ...]
-    """Texts that tell calls from words; they may be special tokens of the model."""
-    signs: tuple[tuple[str, ...], ...] = ()
-    """Texts in a chat template from which it follows, all of any of these."""
-    form: CallFormat | None = None
-    """How calls are enforced; None where that is not possible in the model's own way."""
+    """Creates a parser for one answer, given the schema of each function's arguments."""
+    markers: tuple[str, ...]
+    """Texts that delimit calls; they may be special tokens of the model."""
+    template_markers: tuple[tuple[str, ...], ...] = ()
+    """A chat template uses this format if it has all texts of any of these tuples."""
+    call_format: CallFormat | None = None
+    """Format for a grammar that enforces calls; None if that is not supported."""
     call_id: Callable[[], str] = _call_id
 
 
@@ -47,8 +47,8 @@ HERMES = ToolFormat(
     CallFormat(begin="<tool_call>\n", end="\n</tool_call>", separator="\n"),
 )
 TOOL_FORMATS = {
-    form.name: form
-    for form in (
+    tool_format.name: tool_format
+    for tool_format in (
         HERMES,
         ToolFormat(
             "llama3_json",
@@ -60,9 +60,9 @@ TOOL_FORMATS = {
         ToolFormat(
             "mistral",
             lambda _: mistral.MistralReader(),
-            (mistral.MARK, mistral.ARGUMENTS, mistral.CALL_ID),
-            ((mistral.MARK,),),
-            CallFormat(opening=f"{mistral.MARK}[", separator=", ", closing="]"),
+            (mistral.MARKER, mistral.ARGUMENTS, mistral.CALL_ID),
+            ((mistral.MARKER,),),
+            CallFormat(opening=f"{mistral.MARKER}[", separator=", ", closing="]"),
             _short_call_id,
         ),
         ToolFormat(
@@ -82,9 +82,9 @@ TOOL_FORMATS = {
 
 
 def format_of_template(source: str) -> ToolFormat | None:
-    """The way that a chat template itself shows; None if it shows none that is known."""
-    # Qwen3-Coder's calls are within the marks of Hermes.
-    for form in (*(form for form in TOOL_FORMATS.values() if form is not HERMES), HERMES):
-        if any(all(sign in source for sign in signs) for signs in form.signs):
-            return form
+    """The format that a chat template uses; None if it is unknown."""
+    # Last, because Qwen3-Coder uses the markers of Hermes too.
+    for tool_format in (*(each for each in TOOL_FORMATS.values() if each is not HERMES), HERMES):
+        if any(all(text in source for text in texts) for texts in tool_format.template_markers):
+            return tool_format
     return None

@@ -1,4 +1,4 @@
-"""Calls as Hermes writes them, and with it Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+"""Calls in the format of Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ END = "</tool_call>"
 
 
 class HermesReader:
-    """A ``PartReader``. What follows the first mark and is no call is told as it is."""
+    """A ``PartReader``. Text after a marker that is not a valid call becomes content."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -39,11 +39,11 @@ class HermesReader:
         if self._call is None:
             return [Content(self._held)]
         parts = self._call.finish()
-        return [Content(BEGIN + self._call.text)] if self._call.is_none else parts
+        return [Content(BEGIN + self._call.text)] if self._call.is_invalid else parts
 
     def _go_on(self, call: JsonCall) -> list[Part]:
         parts, self._held = call.push(self._held)
-        if call.is_over:
+        if call.is_finished:
             self._call = None
-            self._is_open = not call.is_none
-        return [Content(BEGIN + call.text)] if call.is_none else parts
+            self._is_open = not call.is_invalid
+        return [Content(BEGIN + call.text)] if call.is_invalid else parts

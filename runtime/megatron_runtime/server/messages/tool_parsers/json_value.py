@@ -1,4 +1,4 @@
-"""Follows one JSON value, character by character, to where it ends."""
+"""Finds the end of a JSON value, character by character."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _SCALAR = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVW
 
 
 class JsonValue:
-    """One value. It is no validator: it tells where a value ends, and is strict only where a value can't go on."""
+    """One value. It finds the end of the value but does not validate it."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -15,17 +15,18 @@ class JsonValue:
         self._in_string = False
         self._is_escaped = False
         self.is_closed = False
-        """Whether nothing but white space may follow."""
+        """Whether only white space may follow."""
 
     @property
     def text(self) -> str:
-        """The value so far, without white space around it."""
+        """The value so far, without surrounding white space."""
         return "".join(self._pieces)
 
-    def take(self, char: str) -> str | None:
-        """What a character adds to the value, which is nothing around it; None if it does not belong to it."""
+    def push(self, char: str) -> str | None:
+        """The text that a character adds to the value, empty for surrounding white space; None if the value has
+        ended."""
         if self._in_string:
-            self._take_in_string(char)
+            self._push_in_string(char)
         elif char in _SPACE:
             if self._depth == 0:
                 self.is_closed = self.is_closed or bool(self._pieces)
@@ -35,7 +36,7 @@ class JsonValue:
         self._pieces.append(char)
         return char
 
-    def _take_in_string(self, char: str) -> None:
+    def _push_in_string(self, char: str) -> None:
         if self._is_escaped:
             self._is_escaped = False
         elif char == "\\":

@@ -1,4 +1,5 @@
-"""Calls as Llama 3 writes them: an answer that is ``{"name": ..., "parameters": {...}}``, or several with ``;``."""
+"""Calls in the format of Llama 3: the answer is ``{"name": ..., "parameters": {...}}``, or several separated by
+``;``."""
 
 from __future__ import annotations
 
@@ -9,21 +10,21 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JsonReader:
-    """A ``PartReader``. Only a text that begins with a call has any; the tag before it may be there or not."""
+    """A ``PartReader``. Calls are parsed only at the beginning of the text; the tag before them is optional."""
 
     def __init__(self) -> None:
         self._held = ""
         self._opening = ""
         self._call: JsonCall | None = None
         self._has_called = False
-        self._has_words = False
+        self._is_text = False
 
     def push(self, text: str) -> list[Part]:
         """See ``PartReader``."""
         self._held += text
         parts: list[Part] = []
         while self._held:
-            if self._has_words:
+            if self._is_text:
                 parts.append(Content(self._held))
                 self._held = ""
             elif self._call is not None:
@@ -37,10 +38,10 @@ class Llama3JsonReader:
         if self._call is None:
             return [Content(self._held)]
         parts = self._call.finish()
-        return [Content(self._opening + self._call.text)] if self._call.is_none else parts
+        return [Content(self._opening + self._call.text)] if self._call.is_invalid else parts
 
     def _find_call(self) -> bool:
-        """Whether it is certain what comes: a call, or words."""
+        """Whether it is certain that a call or content follows."""
         rest = self._held.lstrip(" \t\r\n;,") if self._has_called else self._held.lstrip()
         if not self._has_called and rest.startswith(TAG):
             rest = rest[len(TAG) :].lstrip()
@@ -52,16 +53,16 @@ class Llama3JsonReader:
             self._opening = self._held[: len(self._held) - len(rest)]
             self._call, self._held = JsonCall(needs_arguments=True), rest
         else:
-            self._has_words = True
+            self._is_text = True
         return True
 
     def _go_on(self, call: JsonCall) -> list[Part]:
         parts, self._held = call.push(self._held)
-        if not call.is_over:
+        if not call.is_finished:
             return parts
         self._call = None
-        if call.is_none:
-            self._has_words = True
+        if call.is_invalid:
+            self._is_text = True
             return [Content(self._opening + call.text)]
         self._has_called = True
         return parts

@@ -1,4 +1,4 @@
-"""Calls as Mistral writes them: ``[TOOL_CALLS]`` and a list of objects, or by newer models a name and an object."""
+"""Calls in the format of Mistral: ``[TOOL_CALLS]`` and a list of objects; newer models: a name and an object."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_runtime.server.messages.tool_parsers.json_call import JsonCall
 from megatron_runtime.server.messages.tool_parsers.json_value import JsonValue
 from megatron_runtime.server.messages.tool_parsers.stepped_reader import SteppedReader
 
-MARK = "[TOOL_CALLS]"
+MARKER = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
 CALL_ID = "[CALL_ID]"
 
 
 class _MistralState(Enum):
-    WORDS = auto()
-    MARKED = auto()
+    CONTENT = auto()
+    AFTER_MARKER = auto()
     LIST = auto()
     OBJECT = auto()
     NAME = auto()
@@ -25,12 +25,12 @@ class _MistralState(Enum):
 
 
 class MistralReader(SteppedReader):
-    """A ``PartReader``. Each mark is followed by a list, or by one call; then there may be words again."""
+    """A ``PartReader``. A list or one call follows each marker; content may follow after it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._state = _MistralState.WORDS
-        self._opening = ""  # what was read since the mark, while there is no call
+        self._state = _MistralState.CONTENT
+        self._opening = ""  # the text since the marker, until a call begins
         self._is_in_list = False
         self._call = JsonCall()
         self._value = JsonValue()
@@ -38,25 +38,25 @@ class MistralReader(SteppedReader):
     def finish(self) -> list[Part]:
         """See ``PartReader``."""
         match self._state:
-            case _MistralState.WORDS:
+            case _MistralState.CONTENT:
                 return [Content(self._held)]
             case _MistralState.OBJECT:
                 parts = self._call.finish()
-                return [Content(self._opening + self._call.text)] if self._call.is_none else parts
+                return [Content(self._opening + self._call.text)] if self._call.is_invalid else parts
             case _MistralState.ARGUMENTS:
                 return []
         return [Content(self._opening + self._held)]
 
     def _step(self, parts: list[Part]) -> bool:
         match self._state:
-            case _MistralState.WORDS:
-                before, mark, self._held = split_at(self._held, (MARK,))
+            case _MistralState.CONTENT:
+                before, marker, self._held = split_at(self._held, (MARKER,))
                 parts.append(Content(before))
-                if mark is None:
+                if marker is None:
                     return False
-                self._state, self._opening, self._is_in_list = _MistralState.MARKED, MARK, False
-            case _MistralState.MARKED:
-                self._see_what_is_marked()
+                self._state, self._opening, self._is_in_list = _MistralState.AFTER_MARKER, MARKER, False
+            case _MistralState.AFTER_MARKER:
+                self._read_after_marker()
             case _MistralState.LIST:
                 self._go_on_in_list(parts)
             case _MistralState.OBJECT:
@@ -67,12 +67,12 @@ class MistralReader(SteppedReader):
                 self._go_on_in_arguments(parts)
         return True
 
-    def _see_what_is_marked(self) -> None:
+    def _read_after_marker(self) -> None:
         char = self._held[0]
         if char == "[" or char.isspace():
             self._drop(char)
             self._is_in_list = char == "["
-            self._state = _MistralState.LIST if self._is_in_list else _MistralState.MARKED
+            self._state = _MistralState.LIST if self._is_in_list else _MistralState.AFTER_MARKER
         elif char == "{":
             self._begin_object()
         else:
@@ -89,10 +89,10 @@ class MistralReader(SteppedReader):
         if rest[0] == "]":
             self._drop("]")
         parts.append(Content(self._opening))
-        self._state = _MistralState.WORDS
+        self._state = _MistralState.CONTENT
 
     def _drop(self, text: str) -> None:
-        """Text before or between calls, which counts only where there is none."""
+        """Drops text before or between calls; it is kept as content only if no call follows the marker."""
         if self._opening:
             self._opening += text
         self._held = self._held[len(text) :]
@@ -104,11 +104,11 @@ class MistralReader(SteppedReader):
     def _go_on_in_object(self, parts: list[Part]) -> None:
         new, self._held = self._call.push(self._held)
         parts += new
-        if not self._call.is_over:
+        if not self._call.is_finished:
             return
-        if self._call.is_none:
+        if self._call.is_invalid:
             parts.append(Content(self._opening + self._call.text))
-        self._state = _MistralState.LIST if self._is_in_list and not self._call.is_none else _MistralState.WORDS
+        self._state = _MistralState.LIST if self._is_in_list and not self._call.is_invalid else _MistralState.CONTENT
         self._opening = ""
 
     def _find_arguments(self, parts: list[Part]) -> bool:
@@ -120,7 +120,7 @@ class MistralReader(SteppedReader):
         self._held = rest
         if not name or any(char.isspace() for char in name):
             parts.append(Content(self._opening + header))
-            self._state = _MistralState.WORDS
+            self._state = _MistralState.CONTENT
         else:
             parts.append(CallStart(name))
             self._value, self._state = JsonValue(), _MistralState.ARGUMENTS
@@ -128,11 +128,11 @@ class MistralReader(SteppedReader):
 
     def _go_on_in_arguments(self, parts: list[Part]) -> None:
         for at, char in enumerate(self._held):
-            added = None if self._value.is_closed else self._value.take(char)
+            added = None if self._value.is_closed else self._value.push(char)
             if added is None:
                 self._held = self._held[at:]
-                self._state = _MistralState.WORDS
+                self._state = _MistralState.CONTENT
                 return
             parts.append(CallArguments(added))
         self._held = ""
-        self._state = _MistralState.WORDS if self._value.is_closed else self._state
+        self._state = _MistralState.CONTENT if self._value.is_closed else self._state

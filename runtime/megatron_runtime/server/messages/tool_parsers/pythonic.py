@@ -1,4 +1,4 @@
-"""Calls as Llama 3.2, Llama 4 and ToolACE write them: ``[f(a=1), g(b="x")]``, a list of Python's calls."""
+"""Calls in the format of Llama 3.2, Llama 4 and ToolACE: a list of Python calls, ``[f(a=1), g(b="x")]``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class _PythonicState(Enum):
     BEFORE = auto()
     LIST = auto()
     ENDING = auto()
-    WORDS = auto()
+    CONTENT = auto()
 
 
 class PythonicReader:
-    """A ``PartReader``. Only a text that begins with such a list has calls; each is told once it is whole."""
+    """A ``PartReader``. Calls are parsed only at the beginning of the text; each is emitted when it is complete."""
 
     def __init__(self) -> None:
         self._state = _PythonicState.BEFORE
@@ -41,7 +41,7 @@ class PythonicReader:
             parts += self._go_on()
         if self._state is _PythonicState.ENDING:
             self._find_end()
-        if self._state is _PythonicState.WORDS:
+        if self._state is _PythonicState.CONTENT:
             parts.append(Content(self._held))
             self._held = ""
         return parts
@@ -59,18 +59,18 @@ class PythonicReader:
             self._opening, self._held = self._held[: len(self._held) - len(rest) + 1], rest[1:]
             self._state = _PythonicState.LIST
         elif rest:
-            self._state = _PythonicState.WORDS
+            self._state = _PythonicState.CONTENT
 
     def _find_end(self) -> None:
         rest = self._held.lstrip()
         if not END.startswith(rest) or rest == END:
             self._held = rest.removeprefix(END)
-            self._state = _PythonicState.WORDS
+            self._state = _PythonicState.CONTENT
 
     def _go_on(self) -> list[Part]:
         parts: list[Part] = []
         for at, char in enumerate(self._held):
-            if not self._list.take(char):
+            if not self._list.push(char):
                 continue
             call = _call(self._list.element)
             is_end = char == "]"
@@ -78,7 +78,7 @@ class PythonicReader:
                 parts += call
                 self._opening = ""
             elif not (is_end and not self._opening and not self._list.element):
-                self._state, self._held = _PythonicState.WORDS, self._opening + self._list.text + self._held[at + 1 :]
+                self._state, self._held = _PythonicState.CONTENT, self._opening + self._list.text + self._held[at + 1 :]
                 self._opening = ""
                 self._list.clear()
                 return parts
@@ -91,7 +91,7 @@ class PythonicReader:
 
 
 class _Elements:
-    """Cuts the inside of a list into its elements."""
+    """Splits the content of a list into its elements."""
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
@@ -101,16 +101,16 @@ class _Elements:
 
     @property
     def text(self) -> str:
-        """The element that has begun, with what ended it."""
+        """The current element, with the character that ended it."""
         return "".join(self._pieces)
 
     @property
     def element(self) -> str:
-        """The element that has just ended."""
+        """The last complete element."""
         return self.text[:-1].strip()
 
-    def take(self, char: str) -> bool:
-        """Whether the character ends an element; it is a comma then, or the list's end."""
+    def push(self, char: str) -> bool:
+        """Adds a character; returns whether it ends an element (a comma or the end of the list)."""
         self._pieces.append(char)
         if self._is_escaped:
             self._is_escaped = False
@@ -128,15 +128,15 @@ class _Elements:
         return False
 
     def clear(self) -> None:
-        """Begin the next element."""
+        """Begins the next element."""
         self._pieces = []
 
 
 def _call(source: str) -> list[Part] | None:
-    """A call in Python's words; None for anything else."""
+    """The parts of a Python call expression; None for anything else."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd escapes in texts
+            warnings.simplefilter("ignore")  # invalid escapes in strings
             tree = ast.parse(source, mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args or any(word.arg is None for word in tree.keywords):
             return None

@@ -1,6 +1,6 @@
-"""Calls as Qwen3-Coder writes them: ``<function=f><parameter=a>1</parameter></function>`` within Hermes' marks.
+"""Calls in the format of Qwen3-Coder: ``<function=f><parameter=a>1</parameter></function>`` within Hermes' markers.
 
-Values are plain text there; what they are in JSON follows from the function's schema.
+Values are plain text; their JSON types come from the schema of the function.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 
 class _Qwen3CoderState(Enum):
-    WORDS = auto()
-    MARKED = auto()
+    CONTENT = auto()
+    AFTER_MARKER = auto()
     NAME = auto()
     PARAMETERS = auto()
     KEY = auto()
@@ -35,16 +35,16 @@ class _Qwen3CoderState(Enum):
 
 
 class Qwen3CoderReader(SteppedReader):
-    """A ``PartReader``. Texts among the values are told as they come, others once they are whole.
+    """A ``PartReader``. String values are streamed, other values are emitted when complete.
 
     Args:
-        schemas: Of the functions' arguments, by name.
+        schemas: Schemas of the functions' arguments, by function name.
     """
 
     def __init__(self, schemas: Schemas) -> None:
         super().__init__()
         self._schemas = schemas
-        self._state = _Qwen3CoderState.WORDS
+        self._state = _Qwen3CoderState.CONTENT
         self._opening = ""
         self._is_open = False
         self._properties: Mapping[str, Any] = {}
@@ -55,7 +55,7 @@ class Qwen3CoderReader(SteppedReader):
     def finish(self) -> list[Part]:
         """See ``PartReader``."""
         match self._state:
-            case _Qwen3CoderState.WORDS | _Qwen3CoderState.MARKED | _Qwen3CoderState.NAME:
+            case _Qwen3CoderState.CONTENT | _Qwen3CoderState.AFTER_MARKER | _Qwen3CoderState.NAME:
                 return [Content(self._opening + self._held)]
             case _Qwen3CoderState.TEXT:
                 return [CallArguments(_escaped(self._unstarted(self._held)))]
@@ -63,9 +63,9 @@ class Qwen3CoderReader(SteppedReader):
 
     def _step(self, parts: list[Part]) -> bool:
         match self._state:
-            case _Qwen3CoderState.WORDS:
-                return self._find_mark(parts)
-            case _Qwen3CoderState.MARKED:
+            case _Qwen3CoderState.CONTENT:
+                return self._find_marker(parts)
+            case _Qwen3CoderState.AFTER_MARKER:
                 return self._find_function(parts)
             case _Qwen3CoderState.NAME:
                 return self._find_name(parts)
@@ -77,16 +77,16 @@ class Qwen3CoderReader(SteppedReader):
                 return self._find_value(parts)
         return self._go_on_in_text(parts)
 
-    def _find_mark(self, parts: list[Part]) -> bool:
-        marks = (BEGIN, FUNCTION, END) if self._is_open else (BEGIN, FUNCTION)
-        before, mark, self._held = split_at(self._held, marks)
+    def _find_marker(self, parts: list[Part]) -> bool:
+        markers = (BEGIN, FUNCTION, END) if self._is_open else (BEGIN, FUNCTION)
+        before, marker, self._held = split_at(self._held, markers)
         parts.append(Content(before))
-        if mark is None:
+        if marker is None:
             return False
         self._is_open = False
-        if mark != END:
-            self._state = _Qwen3CoderState.MARKED if mark == BEGIN else _Qwen3CoderState.NAME
-            self._opening = mark
+        if marker != END:
+            self._state = _Qwen3CoderState.AFTER_MARKER if marker == BEGIN else _Qwen3CoderState.NAME
+            self._opening = marker
         return True
 
     def _find_function(self, parts: list[Part]) -> bool:
@@ -115,13 +115,13 @@ class Qwen3CoderReader(SteppedReader):
 
     def _find_parameter(self, parts: list[Part]) -> bool:
         rest = self._held.lstrip()
-        if any(mark.startswith(rest) and rest != mark for mark in (PARAMETER, FUNCTION_END)):
+        if any(marker.startswith(rest) and rest != marker for marker in (PARAMETER, FUNCTION_END)):
             return False
         if rest.startswith(PARAMETER):
             self._held, self._state = rest[len(PARAMETER) :], _Qwen3CoderState.KEY
             return True
         parts.append(CallArguments("}"))
-        self._held, self._state = rest.removeprefix(FUNCTION_END), _Qwen3CoderState.WORDS
+        self._held, self._state = rest.removeprefix(FUNCTION_END), _Qwen3CoderState.CONTENT
         self._is_open = True
         return True
 
@@ -148,16 +148,16 @@ class Qwen3CoderReader(SteppedReader):
         return True
 
     def _go_on_in_text(self, parts: list[Part]) -> bool:
-        before, mark, self._held = split_at(self._held, ("\n" + PARAMETER_END, PARAMETER_END))
+        before, marker, self._held = split_at(self._held, ("\n" + PARAMETER_END, PARAMETER_END))
         parts.append(CallArguments(_escaped(self._unstarted(before))))
-        if mark is None:
+        if marker is None:
             return False
         parts.append(CallArguments('"'))
         self._state = _Qwen3CoderState.PARAMETERS
         return True
 
     def _unstarted(self, text: str) -> str:
-        """Text without the line break that opens a value."""
+        """The text without the line break at the beginning of a value."""
         if not self._is_at_start or not text:
             return text
         self._is_at_start = False
@@ -165,11 +165,11 @@ class Qwen3CoderReader(SteppedReader):
 
     def _give_up(self, parts: list[Part]) -> None:
         parts.append(Content(self._opening))
-        self._opening, self._state = "", _Qwen3CoderState.WORDS
+        self._opening, self._state = "", _Qwen3CoderState.CONTENT
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """The types that a schema names; text where it says nothing of them."""
+    """The types in a schema; string by default."""
     if not isinstance(schema, dict):
         return frozenset({"string"})
     kinds = schema.get("type")

@@ -1,4 +1,4 @@
-"""A reader that goes through what it holds step by step."""
+"""Base class of parsers with a state machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_runtime.server.messages.message_parts import Part
 
 
 class SteppedReader(ABC):
-    """The ``push`` of a ``PartReader`` whose steps each look at the beginning of what is held."""
+    """A ``PartReader`` that buffers text; each step consumes the beginning of the buffer."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -23,4 +23,4 @@ class SteppedReader(ABC):
 
     @abstractmethod
     def _step(self, parts: list[Part]) -> bool:
-        """Reads on; whether there is more to do with what is held."""
+        """Consumes text from the buffer; returns whether another step is possible without more text."""

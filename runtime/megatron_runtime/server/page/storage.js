@@ -1,4 +1,4 @@
-// What outlives a reload of the tab, and ends with the tab.
+// Values in sessionStorage: they survive a reload of the tab but not its end.
 
 function read(name) {
   try {
@@ -13,14 +13,14 @@ function write(name, value) {
     if (value === null) sessionStorage.removeItem(name);
     else sessionStorage.setItem(name, JSON.stringify(value));
   } catch {
-    // Storage that is full or forbidden: the page works without it, until it is loaded again.
+    // Storage is full or disabled: the values last until the next reload.
   }
 }
 
 const values = Object.fromEntries(["key", "turns", "settings"].map((name) => [name, read(`megatron-${name}`)]));
 
-/** `kept.key`, `kept.turns`, `kept.settings`; null where there is none. */
-export const kept = new Proxy(values, {
+/** `storage.key`, `storage.turns`, `storage.settings`; null if unset. */
+export const storage = new Proxy(values, {
   set(target, name, value) {
     target[name] = value;
     write(`megatron-${name}`, value);

@@ -1,15 +1,15 @@
-// A model's words as nodes of the document: text, and code between fences or backticks. Never HTML.
+// Renders text as DOM nodes: paragraphs, and code between fences or backticks. Never HTML.
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)\s*$/;
 
-/** The nodes of a text that may still grow. */
-export function prose(text) {
+/** The nodes of a text, which may be incomplete. */
+export function markdown(text) {
   const nodes = [];
-  let words = [];
+  let lines = [];
   let code = null;
   const close = () => {
-    const joined = words.join("\n");
-    words = [];
+    const joined = lines.join("\n");
+    lines = [];
     if (code) nodes.push(block(joined, code.language));
     else if (joined.trim()) nodes.push(paragraph(joined.replace(/^\n+|\s+$/g, "")));
   };
@@ -17,12 +17,12 @@ export function prose(text) {
     const fence = FENCE.exec(line);
     if (!code && fence) {
       close();
-      code = { mark: fence[1], language: fence[2] };
-    } else if (code && fence && !fence[2] && fence[1].startsWith(code.mark)) {
+      code = { fence: fence[1], language: fence[2] };
+    } else if (code && fence && !fence[2] && fence[1].startsWith(code.fence)) {
       close();
       code = null;
     } else {
-      words.push(line);
+      lines.push(line);
     }
   }
   close();
@@ -31,8 +31,8 @@ export function prose(text) {
 
 function paragraph(text) {
   const node = document.createElement("p");
-  node.className = "words";
-  // Every second part stands between backticks.
+  node.className = "text";
+  // Every second part is between backticks.
   node.append(...text.split(/`([^`\n]+)`/).map((part, index) => (index % 2 ? inlineCode(part) : part)));
   return node;
 }

@@ -1,4 +1,4 @@
-"""What the routes of a frontend work with."""
+"""The objects that the routes of a frontend share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.admission import AdmissionController
 from megatron_runtime.server.api_keys import ApiKeys
-from megatron_runtime.server.bodies.guided import asked_form
+from megatron_runtime.server.bodies.guided import output_constraint
 from megatron_runtime.server.bodies.protocol import MAX_CHOICES, GenerationBody
 from megatron_runtime.server.bodies.sampling import sampling_params, token_limit
 from megatron_runtime.server.errors import ApiError
@@ -27,8 +27,8 @@ from megatron_runtime.server.options import FrontendOptions
 
 
 @dataclass(frozen=True)
-class Frontend:
-    """The parts of a frontend, and the checks that all its routes share."""
+class FrontendContext:
+    """The components of a frontend, and the checks that its routes share."""
 
     options: FrontendOptions
     client: InferenceClient
@@ -40,21 +40,21 @@ class Frontend:
 
     @cached_property
     def message_format(self) -> MessageFormat:
-        """How the model writes its messages."""
+        """The format of the model's messages."""
         return MessageFormat(self.tokenizer, self.options.http.parsers)
 
     async def check_key(self, request: Request) -> None:
-        """Raises ApiError 401 when keys are asked for and the request has none of them.
+        """Raises ApiError 401 when API keys are configured and the request has none of them.
 
-        It awaits nothing, and is a coroutine because FastAPI calls anything else in a thread, which costs more.
+        A coroutine although it awaits nothing: FastAPI calls plain functions in a thread, which is slower.
         """
         if self.api_keys is not None:
             self.api_keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError 404 for another model than the served one."""
+        """Raises ApiError 404 unless ``name`` is the served model."""
         if name != self.options.served_name:
-            message = f"model: {name!r} is not served here; the served one is {self.options.served_name!r}"
+            message = f"model: {name!r} is not served here; the served model is {self.options.served_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def generation(
@@ -64,12 +64,12 @@ class Frontend:
         key: IdempotencyKey | None = None,
         parsing: ResponseParsing | None = None,
     ) -> Generation:
-        """The choices that ``body`` asks for: ``n`` for every prompt, in the order of the prompts."""
+        """The choices that ``body`` requests: ``n`` per prompt, in the order of the prompts."""
         if len(prompts) * body.n > MAX_CHOICES:
-            message = f"n: {len(prompts)} prompts times {body.n} are more than {MAX_CHOICES} answers"
+            message = f"n: {len(prompts)} prompts times {body.n} exceed the limit of {MAX_CHOICES} answers; reduce n"
             raise ApiError(400, message, param="n")
         parsing = parsing or ResponseParsing()
-        grammar = parsing.grammar(asked_form(body))
+        grammar = parsing.grammar(output_constraint(body))
         shown = parsing.shown_tokens
         tasks = [
             self._task(
