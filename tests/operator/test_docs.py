@@ -25,7 +25,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 
 def reasons_told() -> set[str]:
     """The reasons in the first column of the table in operations.md."""
-    text = (DOCS / "operations.md").read_text().split("## By the condition's reason")[1].split("##")[0]
+    text = (DOCS / "operations.md").read_text().split("## Reasons of conditions")[1].split("##")[0]
     rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
     return {word for row in rows for word in re.findall(r"`([A-Z]\w+)`", row[1])}
 
