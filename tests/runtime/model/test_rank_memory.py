@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_runtime.launch.inspection import CheckpointFacts, _inspect
+from megatron_runtime.launch.inspection import CheckpointFacts, InspectionOptions, _inspect
 from megatron_runtime.launch.memory import AvailableMemory
 from megatron_runtime.launch.options import EngineOptions, LaunchOptions, ModelSource
 from megatron_runtime.launch.preflight import plan_engine
@@ -56,13 +56,12 @@ def held_bytes(config: Any, sizes: ParallelSizes, rank: int) -> int:
 )
 def test_a_rank_holds_what_the_preflight_expects(sizes: ParallelSizes, tmp_path: Path, save_model: Any) -> None:
     save_model(tmp_path, "Glm4Moe", **GLM_4_5)
-    parallel = {"tensor": sizes.tensor, "pipeline": sizes.pipeline, "expert": sizes.expert}
-    found = _inspect({"path": str(tmp_path), "hf_repo": None, "hf_revision": None, "parallel_sizes": parallel})
-    assert isinstance(found, CheckpointFacts)
     engine = EngineOptions(
         dtype="float32", tensor_parallel=sizes.tensor, expert_parallel=sizes.expert, kv_cache_bytes=2**30
     )
-    assert engine.ranks_per_group == sizes.ranks_per_replica
+    found = _inspect(InspectionOptions(str(tmp_path), None, None, engine))
+    assert isinstance(found, CheckpointFacts)
+    assert engine.ranks_per_replica_group == sizes.ranks_per_replica
     plan = plan_engine(LaunchOptions(model=ModelSource(path=tmp_path), engine=engine), found, PLENTY)
     config = inspect_checkpoint(tmp_path).config
     held = max(held_bytes(config, sizes, rank) for rank in range(sizes.ranks_per_replica))
