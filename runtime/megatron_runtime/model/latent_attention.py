@@ -18,13 +18,13 @@ from megatron_runtime.model.shard import Shard
 
 
 class MLASelfAttention(nn.Module):
-    """Queries meet the latents themselves: the matrices that make keys and values from them are absorbed.
+    """Attention to the latents themselves: queries absorb the projections from latents to keys.
 
-    ``q . (U k) = (U^T q) . k``, so each query is multiplied by its head's key matrix, and what it sees, a mean of
-    latents, by the head's value matrix. One order of computation serves prefill and decode, so that the result for a
-    token does not depend on the pass that computes it.
+    With ``k = U c`` for a latent c, ``q . k = (U^T q) . c``. So each query is multiplied by the key matrix of its head,
+    and the weighted mean of latents by the head's value matrix. Prefill and decode compute the same, so that the result
+    for a token does not depend on the pass that computes it.
 
-    Has the heads of ``shard``; the projections to the latents are on all tensor-parallel ranks. Weights are
+    Has the heads of ``shard``; all tensor-parallel ranks have the projections to the latents. Weights are
     uninitialized.
     """
 
@@ -51,7 +51,7 @@ class MLASelfAttention(nn.Module):
         self.kv_down = Linear(hidden, rank + rotated, bias=config.qkv_bias, dtype=dtype)
         self.kv_down_norm = RMSNorm(rank, latent.norm_eps, dtype)
         self.kv_up = empty_matrix(self.heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank, dtype)
-        """Of each head, the rows that make its key from a latent, then those that make its value."""
+        """Of each head, the rows that project a latent to its key, then those that project it to its value."""
         self.output = Linear(self.heads * latent.v_head_dim, hidden, bias=config.attention_output_bias, dtype=dtype)
 
     def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
@@ -59,7 +59,7 @@ class MLASelfAttention(nn.Module):
         queries, rotated = self._project_queries(hidden), self.latent.qk_rope_head_dim
         latents, rotated_keys = self.kv_down(hidden).split([self.latent.kv_lora_rank, rotated], dim=-1)
         up = self.kv_up.view(self.heads, -1, self.latent.kv_lora_rank)
-        # The queries of all heads, then the key that they share; of each, the channels to rotate come first.
+        # The queries of all heads, then the key that they share; in each row the channels to rotate come first.
         rows = hidden.new_empty(len(hidden), self.heads + 1, rotated + self.latent.kv_lora_rank)
         absorb(queries, up, rows)
         rows[:, :-1, :rotated] = self._halves(queries[..., -rotated:])

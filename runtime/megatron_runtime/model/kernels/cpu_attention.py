@@ -79,7 +79,7 @@ class CpuAttention:
 
 
 def prepare(layout: CacheLayout, dtype: torch.dtype) -> None:
-    """Compile the kernels of attention over a cache of ``layout`` now, lest the first request waits for them."""
+    """Compile the kernels for a cache of ``layout`` now, so that the first request does not wait for them."""
     if dtype in KINDS:
         attention_kernel(layout.key_width, layout.value_width, layout.values_in_keys, dtype is torch.bfloat16)
     if layout.values_in_keys:

@@ -1,7 +1,7 @@
-"""Products of each head's rows with the head's own matrix, as multi-head latent attention needs them.
+"""Products of the rows of each head with the matrix of that head, for multi-head latent attention.
 
-On a CPU they are compiled kernels, in which the order of a row's sums does not depend on the other rows: a batched
-product of the library would add differently for other numbers of rows.
+On a CPU they are compiled kernels, in which the order of a row's sums does not depend on the other rows. In a batched
+product of PyTorch it depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron_runtime.model.kernels.row_kernels import has_row_kernels
 from megatron_runtime.model.kernels.threads import kernel_threads
 
 TILE = 8
-"""Rows that meet a row of the matrix while it is near to the processor."""
+"""Rows that are multiplied by a row of the matrix while that is in the processor's nearest cache."""
 
 
 def absorb(queries: Tensor, up: Tensor, latents: Tensor) -> None:
-    """Multiply each head's queries by the matrix that makes its keys from latents.
+    """Multiply the queries of each head by the matrix that projects latents to its keys.
 
-    A product with a latent is then what the product with its key would have been.
+    The product of the result and a latent is the product of the query and the key of that latent.
 
     Args:
-        queries: [T, heads, at least N], contiguous; the first N channels count.
-        up: [heads, N + V, rank]: of each head the rows that make the keys, then those that make the values.
-        latents: [T, at least heads, at least rank], contiguous, of which the last ``rank`` channels of the first
-            ``heads`` rows of each token are written. N is the width of ``queries`` less the other channels of it.
+        queries: [T, heads, N + rotated], contiguous; only the first N channels are multiplied.
+        up: [heads, N + V, rank]: of each head the rows that project to a key, then those that project to a value.
+        latents: [T, heads or more, rotated + rank], contiguous; the last ``rank`` channels of the first ``heads`` rows
+            of each token are written.
     """
     heads, rank = up.shape[0], up.shape[2]
     rotated = latents.shape[2] - rank
@@ -44,7 +44,10 @@ def absorb(queries: Tensor, up: Tensor, latents: Tensor) -> None:
 
 
 def expand(seen: Tensor, up: Tensor, width: int) -> Tensor:
-    """The values, [T, heads, width], of latents [T, heads, rank] by the last ``width`` rows of ``up``, as in absorb."""
+    """Project latents [T, heads, rank] to values [T, heads, width] by the last ``width`` rows of each head in ``up``.
+
+    ``up`` is as in `absorb`.
+    """
     if not has_row_kernels(seen):
         return torch.einsum("thr,hvr->thv", seen, up[:, -width:])
     values = seen.new_empty(len(seen), up.shape[0], width)
@@ -54,7 +57,7 @@ def expand(seen: Tensor, up: Tensor, width: int) -> Tensor:
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compile the kernels for a type now, lest the first request waits for it."""
+    """Compile the kernels for a type now, so that the first request does not wait for them."""
     if dtype in KINDS:
         _absorb_kernel(dtype is torch.bfloat16)
         _expand_kernel(dtype is torch.bfloat16)
