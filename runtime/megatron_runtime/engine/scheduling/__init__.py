@@ -1,1 +1,1 @@
-"""Which sequences a pass computes, and where their keys and values lie. Pure: no tensor, no event loop."""
+"""Schedules sequences and allocates KV blocks. Pure: no tensor, no event loop."""

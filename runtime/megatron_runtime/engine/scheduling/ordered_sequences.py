@@ -1,4 +1,4 @@
-"""Sequences in the order in which they are served."""
+"""Sequences in the order of their service."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from operator import attrgetter
 
 from megatron_runtime.engine.scheduling.sequence import Sequence
 
-_TURN = attrgetter("turn")
+_ORDER = attrgetter("order")
 
 
 class OrderedSequences:
     """A set of sequences, the most urgent first: by priority, then by arrival.
 
-    Who arrives last is mostly the least urgent, and joins at the end at no cost.
+    A new sequence is mostly the least urgent one, and is appended at no cost.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class OrderedSequences:
         return self._ordered[-1]
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence where its turn is."""
+        """Insert a sequence in order."""
         self._by_id[sequence.request_id] = sequence
-        insort(self._ordered, sequence, key=_TURN)
+        insort(self._ordered, sequence, key=_ORDER)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out; it must be one of these."""
+        """Remove a sequence; it must be in the set."""
         del self._by_id[sequence.request_id]
-        del self._ordered[bisect_left(self._ordered, sequence.turn, key=_TURN)]
+        del self._ordered[bisect_left(self._ordered, sequence.order, key=_ORDER)]

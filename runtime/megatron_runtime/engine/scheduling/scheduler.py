@@ -1,4 +1,4 @@
-"""Which tokens of which requests the next forward pass computes."""
+"""Chooses the tokens that the next forward pass computes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """What one forward pass may hold."""
+    """Limits of one forward pass."""
 
     max_requests: int
     max_tokens: int
     block_size_tokens: int
     chunked_prefill: bool
     paused_blocks: int = 0
-    """Most blocks that sequences may own while they wait for further ones."""
+    """Most blocks of sequences that wait for further ones."""
     passes_in_flight: int = 1
-    """Most passes that are begun before the first of them is settled; each computes its share of the sequences."""
+    """Most passes in flight; each one computes its share of the sequences."""
 
     def __post_init__(self) -> None:
         assert self.max_tokens >= self.max_requests, "every running sequence needs at least one token per pass"
@@ -28,40 +28,38 @@ class SchedulerLimits:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One forward pass, and what changed for it to be possible."""
+    """One forward pass, and the changes that it needed."""
 
     slices: list[SequenceSlice]
-    """What to compute; the most urgent sequence first."""
+    """The slices to compute; the most urgent sequence first."""
     admitted: list[Sequence]
     """Sequences that left the queue."""
     evicted: list[Sequence]
-    """Sequences that gave their blocks back and went back to the queue; the least urgent first."""
+    """Sequences that lost their blocks and returned to the queue; the least urgent first."""
     paused: list[Sequence]
-    """Sequences that begin to wait for a block with what they own; the most urgent first."""
+    """Sequences that start to wait for a block and keep theirs; the most urgent first."""
 
 
 _Upcoming = dict[int, tuple[int, ...]]
-"""Hashes and tokens of the blocks that the prefix cache will know after a pass."""
+"""Hashes and tokens of the blocks that will be registered after a pass."""
 
 
 class Scheduler:
     """By priority, then first come, first served, over a fixed pool of blocks; pure bookkeeping.
 
-    Every running sequence gets at least one token in every pass, or, where several passes are in flight, in one of
-    them: each takes the most urgent sequences that are not waiting for their next token, so many that there are enough
-    for all passes. When the pool is exhausted, who needs a block pauses with those that it owns, as far as the limits
-    allow; otherwise the least urgent running sequence gives way. Either way the most urgent proceeds, and nobody new
-    is admitted meanwhile: as long as each sequence alone fits the pool (which the engine checks on submission), all of
-    them end, unless more urgent ones never cease to come. A sequence that runs is not put back for a more urgent one
-    that waits.
+    Every running sequence gets at least one token in every pass, or, with several passes in flight, in one of them:
+    each pass computes its share of the most urgent sequences that do not wait for their next token. When the pool is
+    exhausted, a sequence that needs a block pauses and keeps its blocks, as far as the limits allow; otherwise the
+    least urgent running sequence is evicted. In both cases the most urgent one proceeds, and no sequence is admitted
+    meanwhile. As long as each single sequence fits the pool (which the engine checks on submission), all of them end,
+    unless more urgent ones arrive forever. A running sequence is not evicted for a more urgent one in the queue.
 
-    Passes are computed in the order of their schedules, so that blocks which were given back meanwhile can be given
-    away at once: whoever has them next writes later. What a pass computes for a sequence that has lost its blocks
-    meanwhile does not count.
+    Passes are computed in the order of their schedules, so that freed blocks can be allocated again at once: the next
+    owner writes to them later. The results of a pass for a sequence that has lost its blocks meanwhile are dropped.
 
-    If the allocator has a prefix cache, a sequence begins after what is known of its tokens. Only whole blocks are
-    skipped, and never the last token, so nobody writes into a block that others own. A sequence whose next block is
-    being computed for another one waits for it.
+    With a prefix cache, a sequence begins after the known prefix of its tokens. Only whole blocks are skipped, and
+    never the last token, so that no sequence writes to a shared block. A sequence whose next block is being computed
+    for another one waits for it.
     """
 
     def __init__(self, limits: SchedulerLimits, allocator: BlockAllocator) -> None:
@@ -76,27 +74,27 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that own blocks."""
+        """Number of running sequences, which own blocks."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the queue."""
+        """Number of sequences in the queue."""
         return len(self._waiting)
 
     @property
     def num_paused(self) -> int:
-        """Running sequences that got no token in the last pass, for want of a block."""
+        """Number of running sequences that got no token in the last pass because they lack a block."""
         return len(self._paused)
 
     @property
     def has_idle(self) -> bool:
-        """True if another pass might compute something before those in flight are settled."""
+        """True if another pass could compute tokens before those in flight are settled."""
         return bool(self._waiting) or any(sequence.num_left for sequence in self._running)
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens of the last pass."""
+        """Number of tokens of the last pass."""
         return sum(part.length for part in self._slices)
 
     @property
@@ -109,29 +107,29 @@ class Scheduler:
         return sequence in self._running or sequence in self._waiting
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Number of blocks for this number of tokens."""
         return -(-num_tokens // self.limits.block_size_tokens)
 
     def can_ever_fit(self, sequence: Sequence) -> bool:
-        """True if the pool, otherwise empty, holds the sequence to its end; the last token is never computed."""
+        """True if the empty pool has room for the whole sequence; its last token is never computed."""
         longest = max(len(sequence.tokens), sequence.max_length - 1)
         return self.blocks_for(longest) <= self.allocator.num_blocks
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence into the queue, after all that are as urgent."""
+        """Add a new sequence to the queue, after those of the same priority."""
         assert self.can_ever_fit(sequence), f"request {sequence.request_id} never fits the pool"
         sequence.arrival = self._arrivals
         self._arrivals += 1
         self._waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that runs or waits, and free its blocks."""
+        """Remove a running or waiting sequence, and free its blocks."""
         self._paused.discard(sequence.request_id)
         (self._running if sequence in self._running else self._waiting).remove(sequence)
         self._release(sequence)
 
     def schedule(self) -> Schedule:
-        """Decide the next pass; allocates, pauses, evicts and admits as it says."""
+        """Schedule the next pass: allocates, pauses, evicts and admits."""
         slices: list[SequenceSlice] = []
         evicted: list[Sequence] = []
         paused: list[Sequence] = []
@@ -145,17 +143,17 @@ class Scheduler:
             if self._should_pause(sequence, paused):
                 paused.append(sequence)
             elif self._grow(sequence, evicted):
-                behind = len(running) - index - 1
-                slices.append(self._begin_slice(sequence, budget - behind))
+                num_behind = len(running) - index - 1
+                slices.append(self._begin_slice(sequence, budget - num_behind))
                 budget -= slices[-1].length
-        # What was evicted or paused just now would only push somebody out again.
+        # Sequences that were evicted or paused now would only evict others.
         admitted = [] if evicted or paused else self._admit(slices, budget)
         self._slices = slices
         known, self._paused = self._paused, {sequence.request_id for sequence in paused}
         return Schedule(slices, admitted, evicted, [each for each in paused if each.request_id not in known])
 
     def settle(self, slices: list[SequenceSlice]) -> None:
-        """Note that the oldest of the passes that are in flight was computed."""
+        """Record that the oldest pass in flight was computed."""
         for part in slices:
             if part.counts:
                 part.sequence.num_computed = part.end
@@ -163,27 +161,27 @@ class Scheduler:
                     self._prefixes.register(part.sequence)
 
     def withdraw(self, slices: list[SequenceSlice]) -> None:
-        """Note that the newest of the passes that are in flight will not be computed."""
+        """Record that the newest pass in flight will not be computed."""
         for part in slices:
             if part.counts:
                 part.sequence.num_begun = part.start
 
     def forget_prefixes(self) -> None:
-        """Let nobody use what was computed until now, except who uses it already."""
+        """Empty the prefix cache; running sequences keep their blocks."""
         self.allocator.forget_prefixes()
         for sequence in self._running:
-            # What they compute from now on rests on what is forgotten.
+            # Their later blocks depend on blocks that are not registered any more.
             sequence.num_registered = sequence.num_registrable = 0
 
     def evict_all(self) -> list[Sequence]:
-        """Put every running sequence back to the queue; the least urgent first in the result."""
+        """Return every running sequence to the queue; the result has the least urgent one first."""
         evicted: list[Sequence] = []
         while self._running:
             self._evict_last(evicted)
         return evicted
 
     def check_integrity(self) -> None:
-        """Assert that blocks and sequences agree."""
+        """Assert that blocks and sequences are consistent."""
         self.allocator.check_integrity(block for sequence in self._running for block in sequence.blocks)
         running = {sequence.request_id: sequence for sequence in self._running}
         assert running.keys().isdisjoint(self._waiting.ids), "a sequence both runs and waits"
@@ -193,7 +191,7 @@ class Scheduler:
         assert kept <= self.limits.paused_blocks, "paused sequences own more than they may"
         for sequence in self._running:
             room = len(sequence.blocks) * self.limits.block_size_tokens
-            assert sequence.num_computed <= sequence.num_begun, "tokens are computed that no pass began with"
+            assert sequence.num_computed <= sequence.num_begun, "tokens are computed that no pass has begun"
             assert sequence.num_begun <= min(room, len(sequence.tokens)), "computed tokens have no room"
             assert sequence.num_cached <= sequence.num_computed, "skipped tokens are not computed"
         for sequence in self._waiting:
@@ -202,7 +200,7 @@ class Scheduler:
         self._check_sharing()
 
     def _share(self, sequences: int) -> int:
-        """How many of the sequences one pass takes, so that there are some for each of those that may be in flight."""
+        """Number of sequences per pass, so that each pass in flight has some."""
         return -(-sequences // self.limits.passes_in_flight)
 
     def _begin_slice(self, sequence: Sequence, budget: int) -> SequenceSlice:
@@ -211,7 +209,7 @@ class Scheduler:
         return part
 
     def _should_pause(self, sequence: Sequence, paused: list[Sequence]) -> bool:
-        """True if a running sequence lacks blocks and may wait with what it owns; the most urgent never does."""
+        """True if a running sequence lacks blocks and may wait with its own; never for the most urgent one."""
         is_first = sequence is self._running.first
         if not self.limits.paused_blocks or is_first or self.allocator.can_allocate(self._missing(sequence)):
             return False
@@ -221,7 +219,7 @@ class Scheduler:
         return self.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
 
     def _grow(self, sequence: Sequence, evicted: list[Sequence]) -> bool:
-        """Give a running sequence the blocks that its known tokens need; False if it was evicted itself."""
+        """Allocate the blocks that the known tokens of a running sequence need; False if it was evicted itself."""
         missing = self._missing(sequence)
         while not self.allocator.can_allocate(missing):
             if self._evict_last(evicted) is sequence:
@@ -260,23 +258,23 @@ class Scheduler:
 
     def _can_admit(self, sequence: Sequence, budget: int, matched: list[int]) -> bool:
         uncomputed = len(sequence.tokens) - len(matched) * self.limits.block_size_tokens
-        # Only an evicted sequence can be longer than a whole pass without chunking: new ones are refused then.
+        # Without chunking only an evicted sequence can be longer than a pass: new ones are refused.
         may_split = self.limits.chunked_prefill or uncomputed > self.limits.max_tokens
         if uncomputed > budget and not may_split:
             return False
-        # One more block for each that runs, or the newcomer would soon be evicted again.
-        wanted = self.blocks_for(len(sequence.tokens)) - len(matched) + len(self._running)
-        return self.allocator.can_allocate(wanted, besides=matched)
+        # One more block for each running sequence, or the new one would soon be evicted.
+        needed = self.blocks_for(len(sequence.tokens)) - len(matched) + len(self._running)
+        return self.allocator.can_allocate(needed, besides=matched)
 
     def _should_wait(self, sequence: Sequence, matched: list[int], upcoming: _Upcoming) -> bool:
-        """True if this pass computes the next block that the sequence would have to compute itself."""
+        """True if a pass in flight or this one computes the next block of the sequence."""
         return self._prefixes is not None and self._prefixes.is_next(sequence, len(matched), upcoming)
 
     def _begin(self, sequence: Sequence, matched: list[int]) -> None:
         self._waiting.remove(sequence)
         self._running.add(sequence)
         if self._prefixes is not None:
-            # First of all, or a matched block could be evicted to make room for the others.
+            # First, or a matched block could be evicted by the allocation of the others.
             self.allocator.share(matched)
             self._prefixes.begin(sequence, len(matched))
         sequence.blocks = matched + self.allocator.allocate(self.blocks_for(len(sequence.tokens)) - len(matched))
@@ -286,19 +284,21 @@ class Scheduler:
         self.allocator.free(reversed(sequence.blocks))
         sequence.blocks = []
         sequence.num_computed = sequence.num_begun = sequence.num_cached = 0
-        sequence.life += 1
+        sequence.num_evictions += 1
         sequence.num_registered = sequence.num_registrable = 0
 
     def _check_sharing(self) -> None:
-        """Assert that who owns a block together agrees on all tokens up to its end, which are computed."""
+        """Assert that the owners of a shared block have equal, computed tokens up to its end."""
         size = self.limits.block_size_tokens
         users: dict[int, tuple[Sequence, int]] = {}
         for sequence in self._running:
             for index, block in enumerate(sequence.blocks):
-                other, place = users.setdefault(block, (sequence, index))
+                other, position = users.setdefault(block, (sequence, index))
                 if other is sequence:
                     continue
                 end = (index + 1) * size
-                assert place == index, f"block {block} stands at two places"
+                assert position == index, f"block {block} has two positions"
                 assert sequence.tokens[:end] == other.tokens[:end], f"block {block} is shared by different prompts"
-                assert min(sequence.num_computed, other.num_computed) >= end, f"block {block} is shared unfinished"
+                assert min(sequence.num_computed, other.num_computed) >= end, (
+                    f"block {block} is shared before it is computed"
+                )

@@ -1,4 +1,4 @@
-"""The tokens of one request and how far they are computed."""
+"""The tokens of one request, and the progress of their computation."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 @dataclass(eq=False)
 class Sequence:
-    """One request as the scheduler and the context see it.
+    """One request of the scheduler and the context.
 
-    The tokens known so far need keys and values; the last one's logits give the next token.
+    The known tokens need keys and values; the logits of the last one give the next token.
     """
 
     request_id: int
@@ -18,40 +18,40 @@ class Sequence:
     """Prompt, then generated tokens."""
     prompt_length: int
     max_length: int
-    """Tokens at which the sequence ends at the latest."""
+    """Maximum number of tokens."""
     priority: int = 0
-    """Lower ones come first."""
+    """Lower values are served first."""
     arrival: int = 0
-    """Counts the sequences that came to the scheduler before; decides among equal priorities."""
+    """Number of sequences that were added before; the order of equal priorities."""
     next_log_prob: int | None = None
-    """Index of the first token whose log probability is still wanted; None if none are wanted."""
+    """Index of the first token whose log probability is still to be reported; None if there is none."""
     block_hashes: list[int] = field(default_factory=list)
-    """One for each complete block of the tokens that may be found in the prefix cache; empty if none may."""
+    """One for each complete block of tokens that the prefix cache may have; empty without a prefix cache."""
     num_computed: int = 0
-    """Leading tokens whose keys and values are in the cache."""
+    """Number of leading tokens whose keys and values are computed."""
     num_begun: int = 0
-    """Leading tokens that are in the cache or being computed by passes in flight."""
+    """Number of leading tokens that are computed, or that passes in flight compute."""
     num_cached: int = 0
-    """Leading tokens that were computed already, by others or before an eviction, when it last began to run."""
+    """Number of leading tokens that the prefix cache had when it last started to run."""
     num_registered: int = 0
-    """Leading blocks that the prefix cache knows."""
+    """Number of leading blocks that are registered in the prefix cache."""
     num_registrable: int = 0
-    """Leading blocks that the prefix cache may know once they are computed."""
+    """Number of leading blocks that can be registered in the prefix cache."""
     blocks: list[int] = field(default_factory=list)
-    """The KV blocks it owns, alone or with others, in the order of its tokens."""
+    """Its KV blocks, shared or not, in the order of its tokens."""
     row: int | None = None
     """Its row in the context's tables while it runs."""
-    life: int = 0
-    """How often it lost its blocks."""
+    num_evictions: int = 0
+    """How often it lost its blocks; distinguishes its runs."""
 
     @property
-    def turn(self) -> tuple[int, int]:
-        """Lower ones are served first."""
+    def order(self) -> tuple[int, int]:
+        """Lower values are served first."""
         return self.priority, self.arrival
 
     @property
     def num_left(self) -> int:
-        """Tokens that no pass computes yet; none while the next one is awaited."""
+        """Number of known tokens that no pass computes yet."""
         return len(self.tokens) - self.num_begun
 
     @property
@@ -66,33 +66,33 @@ class SequenceSlice(NamedTuple):
     sequence: Sequence
     start: int
     end: int
-    """Tokens that are computed afterwards."""
+    """Number of computed tokens after the pass."""
     samples: bool
-    """True if the last token is the last known one, so that its logits give the next token."""
+    """True if its last token is the last known one, so that the logits give the next token."""
     num_log_probs: int
-    """Trailing tokens whose logits are wanted for log probabilities: of the tokens after each of them."""
-    life: int
+    """Number of last tokens whose logits are needed for the log probability of the next token."""
+    num_evictions: int
     """Of the sequence, when the pass was begun."""
 
     @classmethod
     def next_of(cls, sequence: Sequence, most: int) -> SequenceSlice:
-        """What a pass that takes up to so many tokens has to compute."""
-        start, known, wanted = sequence.num_begun, len(sequence.tokens), sequence.next_log_prob
+        """The slice for a pass with room for ``most`` tokens."""
+        start, known, scored = sequence.num_begun, len(sequence.tokens), sequence.next_log_prob
         end = min(known, start + most)
-        num_log_probs = 0 if wanted is None else max(0, end - max(start, wanted - 1))
-        return cls(sequence, start, end, end == known, num_log_probs, sequence.life)
+        num_log_probs = 0 if scored is None else max(0, end - max(start, scored - 1))
+        return cls(sequence, start, end, end == known, num_log_probs, sequence.num_evictions)
 
     @property
     def length(self) -> int:
-        """Tokens to compute."""
+        """Number of tokens to compute."""
         return self.end - self.start
 
     @property
     def counts(self) -> bool:
         """False once the sequence has lost the blocks that the pass writes to."""
-        return self.life == self.sequence.life
+        return self.num_evictions == self.sequence.num_evictions
 
     @property
     def num_logits(self) -> int:
-        """Trailing tokens whose logits are wanted for any reason."""
+        """Number of last tokens whose logits are needed."""
         return max(self.num_log_probs, int(self.samples))
