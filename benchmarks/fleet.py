@@ -2,7 +2,8 @@
 
 For each size, in a namespace of its own: so many resources are created at once, and their pods run as soon as they are
 made (nobody loads a model). Told are the times from creation to a resource's first pod and until all are ready, what
-the operator asked of the API server meanwhile, and then, while nothing changes, what it still asks and computes. Times
+the operator asked of the API server meanwhile, and then, while nothing changes, what it still asks and computes. The
+same is told of resources whose pods get no node, and how long another resource takes beside them. Times
 depend on the machine, which etcd, the API server and the players of the pods share; counts do not.
 
     python benchmarks/fleet.py
@@ -66,6 +67,17 @@ COLUMNS = [
     "CPU each, ms",
     "idle: calls/min",
     "idle: CPU, %",
+]
+
+
+WAITING_SIZES = (100, 500)
+WAITING_COLUMNS = [
+    "waiting for nodes",
+    "API calls each",
+    "idle: calls/min",
+    "idle: CPU, %",
+    "another one ready, s: alone",
+    "beside them",
 ]
 
 
@@ -157,6 +169,33 @@ async def measure(size: int, api: Api, pods: client.CoreV1Api, operator: Operato
     return Measured(to_first_pod, ready_seconds, starting, idle, idle_seconds, resident_bytes)
 
 
+async def measure_waiting(
+    size: int, api: Api, pods: client.CoreV1Api, operator: Operator, idle_seconds: float
+) -> list[str]:
+    """Creates so many resources whose pods get no node, looks on, and creates one more whose pod runs."""
+    alone = await measure(1, api, pods, operator, 0)
+    namespace = f"waiting-{size}-{secrets.token_hex(3)}"
+    await api.post("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    path = f"/apis/inference.megatron.dev/v1alpha1/namespaces/{namespace}/megatroninferences"
+    before = operator.spent()
+    await _create_all(api, path, [f"model-{number}" for number in range(size)])
+    await _until(lambda: _have_pods(api, path, size), LONGEST_WAIT)
+    rested = await _rested(operator)
+    await asyncio.sleep(idle_seconds)
+    idle = operator.spent().since(rested)
+    beside = await measure(1, api, pods, operator, 0)
+    await api.delete(f"/api/v1/namespaces/{namespace}")
+    await _until(lambda: _is_empty(api, path), LONGEST_WAIT)
+    return [
+        str(size),
+        f"{rested.since(before).calls / size:.1f}",
+        f"{idle.calls / idle_seconds * 60:.1f}",
+        f"{idle.seconds / idle_seconds * 100:.1f}",
+        f"{alone.ready_seconds:.2f}",
+        f"{beside.ready_seconds:.2f}",
+    ]
+
+
 async def _create_all(api: Api, path: str, names: list[str]) -> dict[str, float]:
     """When each was asked for."""
     created: dict[str, float] = {}
@@ -187,6 +226,11 @@ async def _are_ready(api: Api, path: str, size: int) -> bool:
     return sum(status.get("phase") == "Running" for status in statuses) == size
 
 
+async def _have_pods(api: Api, path: str, size: int) -> bool:
+    statuses = [each.get("status") or {} for each in await api.items(path)]
+    return sum(status.get("replicas") == 1 for status in statuses) == size
+
+
 async def _is_empty(api: Api, path: str) -> bool:
     return not await api.items(path)
 
@@ -209,6 +253,11 @@ async def run(plane: ControlPlane, operator: Operator, chosen: argparse.Namespac
         for size in chosen.resources or SIZES:
             print(f"{size} resources ...", file=sys.stderr, flush=True)
             rows.append((await measure(size, api, pods, operator, chosen.idle_seconds)).row())
+        print_table(rows)
+        rows = [WAITING_COLUMNS]
+        for size in chosen.waiting or WAITING_SIZES:
+            print(f"{size} resources without nodes ...", file=sys.stderr, flush=True)
+            rows.append(await measure_waiting(size, api, pods, operator, chosen.idle_seconds))
     print_table(rows)
 
 
@@ -216,6 +265,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--resources", type=positive, action="append", help="repeatable; default: 1 to 500")
+    parser.add_argument("--waiting", type=positive, action="append", help="resources without nodes; default: 100, 500")
     parser.add_argument("--idle-seconds", type=positive, default=60, help="how long nothing happens; default: 60")
     chosen = parser.parse_args()
     source = binaries.find(os.environ, say_at_once)

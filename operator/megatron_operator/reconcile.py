@@ -15,6 +15,7 @@ from megatron_operator.events import Event, events_between
 from megatron_operator.names import PodIdentity
 from megatron_operator.plan import Plan, plan
 from megatron_operator.render import render_pod
+from megatron_operator.replica_groups import pod_is_ready
 from megatron_operator.runtime_image import ImageState, runtime_image
 from megatron_operator.settings import Settings
 from megatron_operator.status import as_json, build_status, invalid_status, old_status
@@ -26,6 +27,7 @@ from megatron_operator.world import (
     CreateSecret,
     KindMissing,
     NamespaceTerminating,
+    PodPhase,
     SignalRefused,
     World,
     WorldError,
@@ -121,7 +123,7 @@ async def reconcile(
     status = build_status(resource, world, settings, outcome.problems)
     return replace(
         _result(obj, status),
-        requeue_after=_requeue_after(planned, outcome, status, failures),
+        requeue_after=_requeue_after(planned, outcome, status, world, failures),
         world=world,
         problems=outcome.problems,
         failed=outcome.failed,
@@ -196,7 +198,7 @@ def _is_needed_by_pods(action: Action) -> bool:
     return isinstance(action, CreateSecret)
 
 
-def _requeue_after(planned: Plan, outcome: _Outcome, status: Status, failures: int) -> float | None:
+def _requeue_after(planned: Plan, outcome: _Outcome, status: Status, world: World, failures: int) -> float | None:
     delays = [planned.requeue_after]
     progress = status.condition(ConditionType.PROGRESSING)
     if outcome.failed:
@@ -205,9 +207,15 @@ def _requeue_after(planned: Plan, outcome: _Outcome, status: Status, failures: i
         delays.append(min(LONGEST_AFTER_TROUBLE, AFTER_TROUBLE * 2.0 ** min(failures, 16)))
     elif outcome.done:
         delays.append(AFTER_ACTIONS)
-    elif progress is not None and progress.status != "False":
+    elif progress is not None and progress.status != "False" and not _waits_for_nodes(world):
         delays.append(WHILE_PROGRESSING)
     return min((delay for delay in delays if delay is not None), default=None)
+
+
+def _waits_for_nodes(world: World) -> bool:
+    """Whether all that is missing are pods that have not started. Their events trigger the next round."""
+    unready = [pod for pod in world.pods if not pod_is_ready(pod)]
+    return bool(unready) and all(pod.phase is PodPhase.PENDING and not pod.deleting for pod in unready)
 
 
 def _result(obj: Mapping[str, Any], status: Status) -> ReconcileResult:

@@ -6,8 +6,14 @@ import pytest
 from planning_support.operating import Operating
 
 from megatron_operator.plan import MAX_CREATIONS
-from megatron_operator.reconcile import AFTER_TROUBLE, LONGEST_AFTER_TROUBLE, MAX_FAILED_CREATIONS, begin
-from megatron_operator.world import ActionRefused, CreatePod, WorldError
+from megatron_operator.reconcile import (
+    AFTER_TROUBLE,
+    LONGEST_AFTER_TROUBLE,
+    MAX_FAILED_CREATIONS,
+    WHILE_PROGRESSING,
+    begin,
+)
+from megatron_operator.world import ActionRefused, CreatePod, PodPhase, WorldError
 
 
 async def test_a_resource_that_fails_repeatedly_waits_longer_each_time_until_a_round_succeeds() -> None:
@@ -91,3 +97,14 @@ async def test_pods_that_run_while_their_service_has_another_owner_are_not_ready
     ]
     assert status.url is None
     assert list(operating.cluster.pods) == ["chat-0-0-0"]
+
+
+async def test_a_resource_that_waits_for_a_node_is_left_to_the_events_of_its_pods() -> None:
+    operating = Operating(replicas=2)
+    operating.cluster.has_room = False
+    result = await operating.settle()
+    assert (result.requeue_after, result.is_settled) == (None, False)
+    operating.cluster.schedule("chat-0-0-0")
+    await operating.round()
+    operating.cluster.change("chat-0-0-0", phase=PodPhase.RUNNING, rank_phase="Loading")
+    assert (await operating.round()).requeue_after == WHILE_PROGRESSING

@@ -99,6 +99,11 @@ class KubernetesPort:
             zip(map(observed_pod, ours), answers, strict=True), hashes, taken=frozenset(named) - hashes.keys()
         )
 
+    async def has_keys(self, name: str, namespace: str) -> bool:
+        """Whether the Secret with the keys exists. Raises WorldError when the API server does not answer."""
+        secret = await self._api.get("Secret", namespace, names.keys_secret(name))
+        return secret is not None and self._owns(secret)
+
     async def close(self) -> None:
         """Cancel open polls."""
         await self._poller.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from dataclasses import dataclass
 
@@ -22,7 +23,9 @@ from megatron_operator.settings import Settings
 from megatron_operator.world import NamespaceTerminating, WorldError
 
 RESYNC = 600.0
-"""Seconds to the next round without an event, for what is not watched or was missed."""
+"""Seconds without an event after which the loop checks what is not watched: the Secret with the keys."""
+RESYNCS_PER_ROUND = 36
+"""Such checks before a round without an event, for an event that was missed."""
 COALESCE = 0.05
 """Seconds in which events are merged into one round."""
 FIRST_RETRY = 0.5
@@ -79,7 +82,7 @@ class ResourceLoop:
             delay = await self._round()
             if delay is None and not self._woken.is_set():
                 return
-            await self._rest(delay or 0.0)
+            await (self._rest_until_needed() if delay == math.inf else self._rest(delay or 0.0))
 
     async def close(self) -> None:
         """End the watches and polls."""
@@ -88,15 +91,29 @@ class ResourceLoop:
         if self._port is not None:
             await self._port.close()
 
-    async def _rest(self, delay: float) -> None:
-        """Wait for ``delay`` seconds or an event. After a failure, events wait for the back-off too."""
+    async def _rest(self, delay: float) -> bool:
+        """Wait for ``delay`` seconds or an event; returns whether there was one. After a failure, events wait for the
+        back-off too."""
         least = min(delay, FIRST_RETRY) if self._failures else COALESCE
         try:
             async with asyncio.timeout(delay):
                 await self._woken.wait()
         except TimeoutError:
-            return
+            return False
         await asyncio.sleep(least)
+        return True
+
+    async def _rest_until_needed(self) -> None:
+        """Wait for an event, or until the keys are gone. Many resources that wait for nodes thus cost little."""
+        for _ in range(RESYNCS_PER_ROUND):
+            if await self._rest(RESYNC * random.uniform(0.9, 1.1)) or not await self._has_keys():
+                return
+
+    async def _has_keys(self) -> bool:
+        try:
+            return self._port is not None and await self._port.has_keys(self.name, self.namespace)
+        except WorldError:
+            return False  # The round reports the error.
 
     async def _begin(self, new_resource: Json) -> None:
         """Create the first pods. This takes few requests, so it does not wait for a slot."""
@@ -106,7 +123,7 @@ class ResourceLoop:
             logger.exception("%s: the first pods could not be created", self)
 
     async def _round(self) -> float | None:
-        """Seconds to the next round at the latest; None when the resource is gone. Never raises."""
+        """Seconds to the next round, infinite until an event; None when the resource is gone. Never raises."""
         async with self._shared.slots:
             with self._shared.meters.round() as measured:
                 try:
@@ -124,7 +141,7 @@ class ResourceLoop:
         if result is None:
             return None
         self._failures = min(self._failures + 1, 16) if result.failed else 0
-        return RESYNC * random.uniform(0.9, 1.1) if result.requeue_after is None else result.requeue_after
+        return math.inf if result.requeue_after is None else result.requeue_after
 
     async def _reconcile(self) -> ReconcileResult | None:
         obj = await self._shared.api.get("MegatronInference", self.namespace, self.name)
