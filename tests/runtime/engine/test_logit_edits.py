@@ -1,4 +1,4 @@
-"""Penalties, biases and forbidden tokens against their definitions, and candidates against a full sort."""
+"""Penalties, biases and forbidden tokens equal their definitions, truncation equals a full sort."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.engine.sampling.likeliest import highest, likeliest
 from megatron_runtime.engine.sampling.logit_edits import RequestEdits, merged
 from megatron_runtime.engine.sampling.sampler import processed_log_probs
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
+from megatron_runtime.engine.sampling.top_k import row_max, top_k
 from megatron_runtime.sampling_params import SamplingParams
 
 VOCABULARY = 20
@@ -31,31 +31,31 @@ def edited(params: SamplingParams, tokens: list[int], *, stop_ids: tuple[int, ..
 
 
 def changes(params: SamplingParams, **more: Any) -> dict[int, float]:
-    """Which logits are now what, after prompt and answer."""
+    """The changed logits by token, after prompt and answer."""
     now = edited(params, PROMPT + ANSWER, **more)
     return {token: now[token].item() for token in range(VOCABULARY) if now[token] != token - 5}
 
 
-def test_repetition_penalty_weakens_tokens_of_prompt_and_answer_on_their_side_of_zero() -> None:
+def test_repetition_penalty_scales_logits_of_prompt_and_answer_by_their_sign() -> None:
     # Token 5 has a logit of 0, which no factor changes.
     assert changes(SamplingParams(repetition_penalty=2.0)) == {3: -4.0, 7: 1.0, 9: 2.0}
 
 
-def test_frequency_penalty_counts_the_answers_tokens_alone() -> None:
+def test_frequency_penalty_counts_tokens_of_the_answer_only() -> None:
     assert changes(SamplingParams(frequency_penalty=0.5)) == {5: -0.5, 7: 1.0, 9: 3.5}
 
 
-def test_presence_penalty_is_the_same_however_often_a_token_came() -> None:
+def test_presence_penalty_does_not_depend_on_the_count() -> None:
     assert changes(SamplingParams(presence_penalty=-1.5)) == {5: 1.5, 7: 3.5, 9: 5.5}
 
 
-def test_bias_comes_before_the_penalties() -> None:
+def test_logit_bias_precedes_the_penalties() -> None:
     assert changes(SamplingParams(logit_bias={7: 2.0, 0: -100.0})) == {0: -105.0, 7: 4.0}
     together = SamplingParams(logit_bias={7: 2.0}, repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=1)
     assert changes(together)[7] == (2 + 2) / 2 - 0.25 * 2 - 1
 
 
-def test_tokens_that_end_the_answer_are_forbidden_until_there_are_enough() -> None:
+def test_stop_tokens_are_forbidden_until_min_tokens() -> None:
     stops = (0, 7, 300, -1)
     forbidden = {0: -torch.inf, 7: -torch.inf}
     assert changes(SamplingParams(min_tokens=5), stop_ids=stops) == forbidden
@@ -76,7 +76,7 @@ def test_tokens_that_end_the_answer_are_forbidden_until_there_are_enough() -> No
     ),
     jumps=st.lists(st.integers(0, 200)),
 )
-def test_edits_that_grew_with_the_answer_are_those_made_at_once(
+def test_incremental_edits_equal_edits_computed_at_once(
     tokens: list[int], params: SamplingParams, jumps: list[int]
 ) -> None:
     grown = RequestEdits(params, len(PROMPT), (1, 2), VOCABULARY)
@@ -91,7 +91,7 @@ def test_edits_that_grew_with_the_answer_are_those_made_at_once(
         }
 
 
-def test_edits_of_thousands_of_tokens_are_all_there() -> None:
+def test_edits_of_thousands_of_tokens_are_complete() -> None:
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, logit_bias=dict.fromkeys(range(100), 1.0))
     tokens = [*range(3000), *range(3000, 4000)]
     found, values = RequestEdits(params, 3000, (), 5000).after(tokens, 4000)
@@ -114,22 +114,22 @@ def test_edits_stay_in_their_rows() -> None:
 
 @pytest.mark.parametrize("vocabulary", [1, 63, 64, 1000, 30_011])
 @pytest.mark.parametrize("count", [1, 2, 60])
-def test_the_likeliest_are_those_of_a_sort(vocabulary: int, count: int) -> None:
+def test_top_k_values_are_those_of_a_sort(vocabulary: int, count: int) -> None:
     logits = torch.randn(4, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).round(decimals=2)
-    values, columns = likeliest(logits, min(count, vocabulary))
+    values, columns = top_k(logits, min(count, vocabulary))
     assert torch.equal(values, logits.sort(dim=-1, descending=True).values[:, :count])
     assert torch.equal(logits.gather(1, columns), values)
     assert all(len(set(row)) == len(row) for row in columns.tolist())
-    top, first = highest(logits)
+    top, first = row_max(logits)
     assert torch.equal(top, logits.amax(-1))
     assert torch.equal(first, logits.argmax(-1))
 
 
-def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+def reference(logits: torch.Tensor, temperature: float, k: int, top_p: float, min_p: float) -> torch.Tensor:
     """[vocab], the log probabilities after the filters, by a sort of everything in double precision."""
     scaled = (logits.double() - logits.max()) / temperature
-    if top_k:
-        scaled[scaled < scaled.sort(descending=True).values[min(top_k, len(scaled)) - 1]] = -torch.inf
+    if k:
+        scaled[scaled < scaled.sort(descending=True).values[min(k, len(scaled)) - 1]] = -torch.inf
     if 0 < top_p < 1:
         order = scaled.sort(descending=True)
         before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
@@ -143,22 +143,20 @@ def reference(logits: torch.Tensor, temperature: float, top_k: int, top_p: float
     "filters",
     [(0, 0.0, 0.0), (5, 0.0, 0.0), (700, 0.0, 0.0), (0, 0.3, 0.0), (0, 0.99, 0.0), (0, 0.0, 0.2), (900, 0.9, 0.01)],
 )
-def test_processed_log_probs_are_those_of_what_the_filters_leave(
-    spread: float, filters: tuple[int, float, float]
-) -> None:
-    top_k, top_p, min_p = filters
+def test_processed_log_probs_are_those_of_the_kept_tokens(spread: float, filters: tuple[int, float, float]) -> None:
+    k, top_p, min_p = filters
     logits = torch.randn(5, 6000, generator=torch.Generator().manual_seed(4)) * spread
     full = np.full
     rules = SamplingRules(
         temperature=full(5, 0.8, np.float32),
-        top_k=full(5, top_k, np.int32),
+        top_k=full(5, k, np.int32),
         top_p=full(5, top_p, np.float32),
         min_p=full(5, min_p, np.float32),
         keys=np.zeros(5, np.uint64),
     )
     found = processed_log_probs(logits, rules)
     for row in range(5):
-        expected = reference(logits[row], float(np.float32(0.8)), top_k, top_p, min_p)
+        expected = reference(logits[row], float(np.float32(0.8)), k, top_p, min_p)
         # A sum that reaches top-p to the last digit may be rounded to either side: one token more or less.
         assert abs(int(found[row].isfinite().sum()) - int(expected.isfinite().sum())) <= 1
         both = found[row].isfinite() & expected.isfinite()

@@ -1,4 +1,4 @@
-"""Choosing tokens: filters against their definitions, frequencies against probabilities, rows against their batch."""
+"""Sampling: filters equal their definitions, frequencies match probabilities, rows are independent of their batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_runtime.engine.sampling.exponential_noise import BLOCK, block_minima, exponential_noise, noise_keys
 from megatron_runtime.engine.sampling.log_probs import log_probs
-from megatron_runtime.engine.sampling.noise import BLOCK, delays_of, first_delays, noise_keys
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN, processed_log_probs, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 
@@ -31,13 +31,13 @@ def rules_of(
 
 
 def draw_often(logits: Tensor, count: int = 100_000, **filters: Any) -> Tensor:
-    """How often each token comes, over as many seeds; a frequency strays by 0.002 in one of several hundred draws."""
+    """The frequency of each token over as many seeds; its standard deviation is at most 0.0016."""
     tokens = sample(logits.expand(count, -1), rules_of(np.arange(count), **filters))
     return torch.bincount(tokens, minlength=logits.shape[-1]) / count
 
 
-def delays(keys: Any, vocabulary: int) -> Tensor:
-    return delays_of(keys, torch.arange(vocabulary))
+def noise(keys: Any, vocabulary: int) -> Tensor:
+    return exponential_noise(keys, torch.arange(vocabulary))
 
 
 CPU = torch.device("cpu")
@@ -45,12 +45,12 @@ LOGITS = torch.tensor([1.0, 3.0, -2.0, 2.5, 0.0, 2.9, -30.0])
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
-def test_tokens_come_as_often_as_the_temperature_says(temperature: float) -> None:
+def test_frequencies_match_the_softmax_at_the_temperature(temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(-1)
     assert torch.allclose(draw_often(LOGITS, temperature=temperature), expected, atol=5e-3)
 
 
-def test_temperature_zero_and_top_k_one_take_the_likeliest_whatever_the_noise() -> None:
+def test_temperature_zero_and_top_k_one_are_greedy() -> None:
     seeds = [0, 1, 2]
     logits = torch.tensor([[0.0, 5.0, 5.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
     assert sample(logits, rules_of(seeds, temperature=0.0)).tolist() == [1, 0, 2]
@@ -58,7 +58,7 @@ def test_temperature_zero_and_top_k_one_take_the_likeliest_whatever_the_noise() 
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 7, 1000])
-def test_top_k_keeps_the_k_likeliest(top_k: int) -> None:
+def test_top_k_keeps_the_k_most_likely_tokens(top_k: int) -> None:
     kept = LOGITS.topk(min(top_k, 7)).indices
     expected = torch.zeros(7)
     expected[kept] = LOGITS[kept].softmax(-1)
@@ -66,28 +66,28 @@ def test_top_k_keeps_the_k_likeliest(top_k: int) -> None:
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.01, 1), (0.4, 2), (0.8, 3), (0.97, 4), (1.0, 7), (0.0, 7)])
-def test_top_p_keeps_the_fewest_likeliest_that_reach_it(top_p: float, kept: int) -> None:
+def test_top_p_keeps_the_fewest_most_likely_tokens_that_reach_it(top_p: float, kept: int) -> None:
     tokens = LOGITS.topk(kept).indices
     expected = torch.zeros(7)
     expected[tokens] = LOGITS[tokens].softmax(-1)
     assert torch.allclose(draw_often(LOGITS, top_p=top_p), expected, atol=5e-3)
 
 
-def test_top_k_and_top_p_work_together_the_second_on_what_the_first_leaves() -> None:
-    # Of the three likeliest, renormalized to about .38 .35 .27, two reach .7.
+def test_top_p_applies_to_the_tokens_that_top_k_keeps() -> None:
+    # Of the three most likely, renormalized to about .38 .35 .27, two reach .7.
     tokens = LOGITS.topk(2).indices
     expected = torch.zeros(7)
     expected[tokens] = LOGITS[tokens].softmax(-1)
     assert torch.allclose(draw_often(LOGITS, top_k=3, top_p=0.7), expected, atol=5e-3)
 
 
-def test_min_p_drops_what_is_too_unlikely_beside_the_likeliest() -> None:
+def test_min_p_excludes_tokens_below_a_fraction_of_the_highest_probability() -> None:
     kept = LOGITS.softmax(-1) >= 0.5 * LOGITS.softmax(-1).max()
     expected = torch.where(kept, LOGITS.exp(), 0.0)
     assert torch.allclose(draw_often(LOGITS, min_p=0.5), expected / expected.sum(), atol=5e-3)
 
 
-def test_a_flat_distribution_wider_than_the_first_guess_is_cut_right() -> None:
+def test_top_p_of_a_flat_distribution_exceeds_the_first_ranked_width() -> None:
     frequencies = draw_often(torch.zeros(1000) - torch.arange(1000) * 1e-4, count=40_000, top_p=0.5)
     assert 480 <= int((frequencies > 0).sum()) <= 500
     assert frequencies[600:].sum() == 0
@@ -108,7 +108,7 @@ def test_a_flat_distribution_wider_than_the_first_guess_is_cut_right() -> None:
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=100)
-def test_a_row_does_not_depend_on_its_neighbours(rows: list[tuple[float, int, float, float, int]], seed: int) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(rows: list[tuple[float, int, float, float, int]], seed: int) -> None:
     logits = torch.randn(len(rows), 300, generator=torch.Generator().manual_seed(seed)) * 3
     temperature, top_k, top_p, min_p, seeds = zip(*rows, strict=True)
     together = rules_of(seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -123,7 +123,7 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     assert token == 1 if temperature < 1 else 0 <= token < 7
 
 
-def test_rows_that_are_not_finite_give_no_token_and_leave_others_alone() -> None:
+def test_rows_that_are_not_finite_give_no_token_and_do_not_affect_other_rows() -> None:
     logits = torch.stack([LOGITS, LOGITS.clone().index_fill_(0, torch.tensor(3), torch.nan), LOGITS * torch.inf])
     for temperature in (0.0, 1.0):
         tokens = sample(logits, rules_of([5, 5, 5], temperature=temperature)).tolist()
@@ -131,20 +131,20 @@ def test_rows_that_are_not_finite_give_no_token_and_leave_others_alone() -> None
         assert tokens[1:] == [NO_TOKEN, NO_TOKEN]
 
 
-def test_tokens_that_are_ruled_out_never_come() -> None:
+def test_excluded_tokens_are_never_sampled() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0]])
     assert set(sample(logits.expand(5000, -1), rules_of(range(5000))).tolist()) == {1, 3}
 
 
-def test_rounding_elsewhere_does_not_move_a_token() -> None:
+def test_rounding_differences_do_not_change_a_token() -> None:
     logits = torch.randn(200, 50_000, generator=torch.Generator().manual_seed(1))
     elsewhere = logits + torch.randn(200, 50_000, generator=torch.Generator().manual_seed(2)) * 1e-6
     rules = rules_of(range(200))
     assert sample(logits, rules).tolist() == sample(elsewhere, rules).tolist()
 
 
-def test_delays_are_those_of_an_exponential_distribution() -> None:
-    drawn = delays(noise_keys(np.arange(50, dtype=np.uint64), np.arange(50, dtype=np.int64)), 20_000).double()
+def test_noise_has_an_exponential_distribution() -> None:
+    drawn = noise(noise_keys(np.arange(50, dtype=np.uint64), np.arange(50, dtype=np.int64)), 20_000).double()
     assert (drawn > 0).all()
     for limit in (1e-4, 0.01, 0.5, 1.0, 4.0):
         expected = 1 - np.exp(-limit)
@@ -152,32 +152,32 @@ def test_delays_are_those_of_an_exponential_distribution() -> None:
         assert found == pytest.approx(expected, abs=5 * np.sqrt(expected * (1 - expected) / drawn.numel()))
 
 
-def test_the_first_delay_of_a_block_is_what_its_tokens_say() -> None:
+def test_the_minimum_of_a_block_is_that_of_its_tokens() -> None:
     keys = noise_keys(np.arange(200, dtype=np.uint64), np.zeros(200, np.int64))
-    drawn = delays(keys, 40 * BLOCK).view(200, 40, BLOCK)
-    assert torch.equal(drawn.amin(dim=2), first_delays(keys, 40, CPU))
+    drawn = noise(keys, 40 * BLOCK).view(200, 40, BLOCK)
+    assert torch.equal(drawn.amin(dim=2), block_minima(keys, 40, CPU))
     places = torch.bincount(drawn.argmin(dim=2).flatten(), minlength=BLOCK) / 8000
     assert (places - 1 / BLOCK).abs().max() < 5 * np.sqrt(1 / BLOCK / 8000)
 
 
-def test_delays_of_tokens_do_not_depend_on_which_are_asked_for() -> None:
+def test_noise_of_a_token_does_not_depend_on_the_other_tokens() -> None:
     keys = noise_keys(np.arange(5, dtype=np.uint64), np.zeros(5, np.int64))
     some = torch.tensor([999, 3, 64, 63, 500]).expand(5, -1)
-    assert torch.equal(delays_of(keys, some), delays(keys, 1000).gather(1, some))
+    assert torch.equal(exponential_noise(keys, some), noise(keys, 1000).gather(1, some))
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 2000, 70_001])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
-def test_the_race_of_promising_blocks_has_the_winner_of_a_race_of_all(vocabulary: int, spread: float) -> None:
+def test_gumbel_max_by_blocks_equals_gumbel_max_over_the_vocabulary(vocabulary: int, spread: float) -> None:
     logits = torch.randn(20, vocabulary, generator=torch.Generator().manual_seed(7)) * spread
     rules = rules_of(range(20), temperature=1.3)
     scaled = (logits - logits.amax(-1, keepdim=True)) / np.float32(1.3)
-    winners = (scaled - delays(rules.keys, vocabulary).log()).argmax(-1)
-    assert torch.equal(sample(logits, rules), winners)
+    expected = (scaled - noise(rules.keys, vocabulary).log()).argmax(-1)
+    assert torch.equal(sample(logits, rules), expected)
 
 
 @pytest.mark.parametrize("spread", [0.02, 1.0, 6.0])
-def test_every_token_is_the_winner_of_a_race_of_all_with_the_probabilities_that_are_reported(spread: float) -> None:
+def test_every_token_is_the_gumbel_max_of_the_reported_log_probs(spread: float) -> None:
     logits = torch.randn(40, 9000, generator=torch.Generator().manual_seed(9)).round(decimals=2) * spread
     rules = rules_of(
         range(40),
@@ -185,27 +185,27 @@ def test_every_token_is_the_winner_of_a_race_of_all_with_the_probabilities_that_
         top_p=np.repeat([0.0, 0.2, 0.9, 0.999], 10),
         min_p=np.tile([0.0, 0.0, 0.001, 0.3], 10),
     )
-    scores = processed_log_probs(logits, rules).double() - delays(rules.keys, 9000).double().log()
+    scores = processed_log_probs(logits, rules).double() - noise(rules.keys, 9000).double().log()
     assert torch.equal(sample(logits, rules), scores.argmax(-1))
 
 
-def test_delays_of_neighbouring_seeds_positions_and_tokens_are_unrelated() -> None:
+def test_noise_of_adjacent_seeds_positions_and_tokens_is_uncorrelated() -> None:
     seeds = np.repeat(np.arange(30, dtype=np.uint64), 30)
     positions = np.tile(np.arange(30, dtype=np.int64), 30)
-    cube = delays(noise_keys(seeds, positions), 100).reshape(30, 30, 100).numpy()
+    cube = noise(noise_keys(seeds, positions), 100).reshape(30, 30, 100).numpy()
     for axis in range(3):
         first, second = np.delete(cube, -1, axis), np.delete(cube, 0, axis)
         assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.02
 
 
-def test_delays_depend_on_seed_and_position_alone_up_to_the_largest_seed() -> None:
+def test_noise_depends_on_seed_and_position_alone_up_to_the_largest_seed() -> None:
     seeds, positions = np.array([3, 2**64 - 1], np.uint64), np.array([2**40, 7], np.int64)
-    together = delays(noise_keys(seeds, positions), 10)
-    alone = delays(noise_keys(seeds[1:], positions[1:]), 10)
+    together = noise(noise_keys(seeds, positions), 10)
+    alone = noise(noise_keys(seeds[1:], positions[1:]), 10)
     assert torch.equal(together[1:], alone)
 
 
-def test_log_probs_are_those_of_the_plain_logits() -> None:
+def test_log_probs_are_the_log_softmax_of_the_logits() -> None:
     logits = torch.stack([LOGITS, LOGITS.flip(0)])
     found = log_probs(logits.log_softmax(-1), torch.tensor([3, 0]), top_n=2)
     expected = logits.log_softmax(-1)
@@ -215,12 +215,12 @@ def test_log_probs_are_those_of_the_plain_logits() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.001, 3.0, 200.0])
-def test_a_large_top_k_keeps_exactly_as_many_and_the_equals_of_the_last(spread: float) -> None:
+def test_a_large_top_k_keeps_k_tokens_and_those_equal_to_the_last(spread: float) -> None:
     wanted = np.array([511, 512, 513, 2000, 7999, 8000, 9000, 600], np.int32)
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(len(wanted), 8000, generator=generator) * spread
     logits[0, :100] = -torch.inf
-    # Of the last row, the 599th to the 604th likeliest are equals.
+    # Of the last row, the 599th to the 604th most likely tokens are equal.
     order = logits[-1].argsort(descending=True)
     logits[-1, order[598:604]] = logits[-1, order[598]].clone()
     found = processed_log_probs(logits, rules_of(np.arange(len(wanted)), top_k=wanted))

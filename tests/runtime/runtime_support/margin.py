@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from megatron_runtime.engine.sampling.noise import delays_of, noise_keys
+from megatron_runtime.engine.sampling.exponential_noise import exponential_noise, noise_keys
 from megatron_runtime.sampling_params import SamplingParams
 
 
@@ -26,7 +26,7 @@ def least_margin(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence
     if params.temperature:
         lengths = np.arange(len(prompt), len(prompt) + len(answer))
         keys = noise_keys(np.full(len(answer), params.seed, dtype=np.uint64), lengths)
-        logits = logits / params.temperature - delays_of(keys, torch.arange(logits.shape[1])).log()
+        logits = logits / params.temperature - exponential_noise(keys, torch.arange(logits.shape[1])).log()
     chosen = torch.tensor(answer)[:, None]
     others = logits.scatter(1, chosen, -torch.inf).amax(dim=1)
     return float((logits.gather(1, chosen)[:, 0] - others).min())

@@ -1,1 +1,1 @@
-"""From logits to tokens: edits, grammars, filters and the draw."""
+"""From logits to tokens: edits, grammars, filters and Gumbel-max sampling."""

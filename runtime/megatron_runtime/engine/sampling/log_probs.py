@@ -1,4 +1,4 @@
-"""Log probabilities of given tokens, and the likeliest ones beside them."""
+"""Log probabilities of given tokens, and of the most likely ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_runtime.engine.sampling.likeliest import likeliest
+from megatron_runtime.engine.sampling.top_k import top_k
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class LogProbs:
     """Of P positions."""
 
     chosen: list[float]
-    """[P], of the token that stands there."""
+    """[P], of the target."""
     top_ids: list[list[int]]
-    """[P][n], the likeliest tokens, likeliest first; fewer where fewer are possible at all."""
+    """[P][n], the most likely tokens in descending order; fewer where fewer are possible."""
     top_values: list[list[float]]
     """[P][n], their log probabilities."""
 
@@ -28,12 +28,12 @@ def log_probs(normalized: Tensor, targets: Tensor, top_n: int) -> LogProbs:
     Args:
         normalized: float32 [P, vocab], log probabilities of every token.
         targets: int64 [P].
-        top_n: How many of the likeliest tokens to list; at most the vocabulary.
+        top_n: How many of the most likely tokens to list; at most the vocabulary.
     """
     chosen = normalized.gather(1, targets[:, None]).squeeze(1).tolist()
     if top_n == 0:
         return LogProbs(chosen, [[] for _ in chosen], [[] for _ in chosen])
-    values, ids = likeliest(normalized, min(top_n, normalized.shape[1]))
+    values, ids = top_k(normalized, min(top_n, normalized.shape[1]))
     possible = (values > -torch.inf).sum(dim=1).tolist()
     return LogProbs(
         chosen,

@@ -1,4 +1,4 @@
-"""Penalties, biases and forbidden tokens: changes to single logits before anything is chosen."""
+"""Penalties, biases and forbidden tokens: changes of single logits before sampling."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class LogitEdits:
 
 
 class RequestEdits:
-    """What one request wants changed, kept up with its tokens at a cost that only new tokens cause.
+    """The changes of one request's logits, updated at a cost that depends on new tokens alone.
 
     Args:
         params: With ``edits_logits``.
         prompt_length: How many of the sequence's tokens are the prompt.
-        stop_ids: Tokens that would end the answer.
-        vocab_size: Stop tokens from here on can't come anyway.
+        stop_ids: Tokens that end the answer.
+        vocab_size: Stop tokens from here on are ignored.
     """
 
     def __init__(self, params: SamplingParams, prompt_length: int, stop_ids: Collection[int], vocab_size: int) -> None:
@@ -75,7 +75,7 @@ class RequestEdits:
             self._set(_LESS, token, np.inf)
 
     def after(self, tokens: Sequence[int], length: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """What to change before the token after the sequence's first so many is drawn.
+        """The changes for the token after the sequence's first ``length``.
 
         Returns:
             Tokens [n], and values [3, n] as in LogitEdits.
@@ -102,7 +102,7 @@ class RequestEdits:
                 self._lower(token)
 
     def _lower(self, token: int) -> None:
-        """Note what the token's logit loses by now."""
+        """Update what is subtracted from the token's logit."""
         count = self._counts.get(token, 0)
         less = self._presence * (count > 0) + self._frequency * count
         self._set(_LESS, token, np.inf if token in self._forbidden else less)
@@ -112,7 +112,7 @@ class RequestEdits:
         self._values[kind, slot] = value
 
     def _slot(self, token: int) -> int:
-        """Where the token's values are; a new place changes nothing yet."""
+        """The token's column of the values; a new one changes nothing yet."""
         known = self._slots.get(token)
         if known is not None:
             return known

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, for a whole batch at once."""
+"""Samples tokens from logits, a whole batch at once."""
 
 from __future__ import annotations
 
@@ -6,59 +6,64 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_runtime.engine.sampling.candidates import candidates
-from megatron_runtime.engine.sampling.likeliest import highest
-from megatron_runtime.engine.sampling.race import race, race_among
+from megatron_runtime.engine.sampling.gumbel_max import gumbel_max, gumbel_max_among
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
+from megatron_runtime.engine.sampling.top_k import row_max
+from megatron_runtime.engine.sampling.truncation import truncate
 
 NO_TOKEN = -1
-"""Stands for a token that can't be chosen, since the logits are not finite."""
+"""In place of a token where the logits are not finite."""
 
 
 def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
-    """Choose one token per row.
+    """Sample one token per row.
 
     Args:
-        logits: float32 [S, vocab], with the rules' edits done.
+        logits: float32 [S, vocab], after the rules' edits.
         rules: One rule per row.
 
     Returns:
         int64 [S]; NO_TOKEN where the row has a NaN or no finite maximum.
     """
-    top, tokens = highest(logits)
+    top, tokens = row_max(logits)
     finite = top.isfinite()
-    noisy = np.flatnonzero(rules.is_noisy & finite.cpu().numpy())
-    narrow = rules.needs_candidates[noisy]
-    free = noisy[~narrow]
+    stochastic = np.flatnonzero(rules.is_stochastic & finite.cpu().numpy())
+    ranked = rules.needs_ranking[stochastic]
+    free = stochastic[~ranked]
     if free.size:
         rows = torch.from_numpy(free).to(logits.device)
-        heat, least = (torch.from_numpy(values[free]).to(logits) for values in (rules.temperature, rules.min_p))
-        winners = race(logits, rules.keys[free], rows=rows, top=top[rows], temperature=heat, least=least.log())
-        tokens[rows] = winners
-    for found in candidates(logits, top, rules, noisy[narrow]):
-        keys = rules.keys[found.rows]
-        winners = race(found.scaled, keys) if found.columns is None else race_among(found.scaled, found.columns, keys)
-        tokens[torch.from_numpy(found.rows).to(logits.device)] = winners
+        temperature, least = (torch.from_numpy(values[free]).to(logits) for values in (rules.temperature, rules.min_p))
+        sampled = gumbel_max(
+            logits, rules.keys[free], rows=rows, top=top[rows], temperature=temperature, least=least.log()
+        )
+        tokens[rows] = sampled
+    for kept in truncate(logits, top, rules, stochastic[ranked]):
+        keys = rules.keys[kept.rows]
+        if kept.columns is None:
+            sampled = gumbel_max(kept.scaled, keys)
+        else:
+            sampled = gumbel_max_among(kept.scaled, kept.columns, keys)
+        tokens[torch.from_numpy(kept.rows).to(logits.device)] = sampled
     return tokens.masked_fill_(~finite, NO_TOKEN)
 
 
 def processed_log_probs(logits: Tensor, rules: SamplingRules) -> Tensor:
-    """The log probabilities that the tokens are drawn with: float32 [S, vocab], -inf for what is ruled out.
+    """The log probabilities with which tokens are sampled: float32 [S, vocab], -inf for excluded tokens.
 
-    Where the likeliest token is always taken, they are those of temperature 1 without filters: a distribution that is
-    a single token tells nothing.
+    For greedy rows they are those of temperature 1 without filters, since a distribution over one token carries no
+    information.
 
     Args:
-        logits: float32 [S, vocab], with the rules' edits done.
+        logits: float32 [S, vocab], after the rules' edits.
         rules: One rule per row.
     """
-    top, _ = highest(logits)
-    noisy = np.flatnonzero(rules.is_noisy & top.isfinite().cpu().numpy())
+    top, _ = row_max(logits)
+    stochastic = np.flatnonzero(rules.is_stochastic & top.isfinite().cpu().numpy())
     processed = logits.clone()
-    for found in candidates(logits, top, rules, noisy):
-        rows = torch.from_numpy(found.rows).to(logits.device)
-        left = found.scaled
-        if found.columns is not None:
-            left = torch.full_like(logits[rows], -torch.inf).scatter_(1, found.columns, left)
-        processed[rows] = left
+    for kept in truncate(logits, top, rules, stochastic):
+        rows = torch.from_numpy(kept.rows).to(logits.device)
+        scaled = kept.scaled
+        if kept.columns is not None:
+            scaled = torch.full_like(logits[rows], -torch.inf).scatter_(1, kept.columns, scaled)
+        processed[rows] = scaled
     return processed.log_softmax(dim=-1)

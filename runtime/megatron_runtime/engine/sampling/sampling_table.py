@@ -1,4 +1,4 @@
-"""How every running request samples, one row each, so that a batch's rules are one indexing away."""
+"""The sampling parameters of the running requests, one row each, from which a batch selects its rows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_runtime.engine.sampling.exponential_noise import noise_keys
 from megatron_runtime.engine.sampling.grammar import GuideMask, RequestGuide
 from megatron_runtime.engine.sampling.logit_edits import LogitEdits, RequestEdits, merged
-from megatron_runtime.engine.sampling.noise import noise_keys
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class SamplingRules:
-    """How each of S rows is sampled."""
+    """The sampling parameters of the S rows of a batch."""
 
     temperature: NDArray[np.float32]
-    """[S]; 0 takes the likeliest token."""
+    """[S]; 0 is greedy."""
     top_k: NDArray[np.int32]
     """[S]; 0 means all."""
     top_p: NDArray[np.float32]
@@ -32,9 +32,9 @@ class SamplingRules:
     keys: NDArray[np.uint64]
     """[S], as from noise_keys."""
     edits: LogitEdits | None = None
-    """What to change in the logits before anything else."""
+    """Changes of single logits, which come first."""
     mask: GuideMask | None = None
-    """What grammars rule out, whatever the edits say."""
+    """The tokens that grammars allow."""
 
     @property
     def changes_logits(self) -> bool:
@@ -49,31 +49,31 @@ class SamplingRules:
             self.mask.apply_(logits)
 
     @property
-    def is_noisy(self) -> NDArray[np.bool_]:
-        """[S], where it is not always the likeliest token that is taken."""
-        noisy: NDArray[np.bool_] = (self.temperature > 0) & (self.top_k != 1)
-        return noisy
+    def is_stochastic(self) -> NDArray[np.bool_]:
+        """[S], the rows that are not greedy."""
+        stochastic: NDArray[np.bool_] = (self.temperature > 0) & (self.top_k != 1)
+        return stochastic
 
     @property
     def has_nucleus(self) -> NDArray[np.bool_]:
-        """[S], where top-p rules something out."""
+        """[S], the rows that top-p truncates."""
         nucleus: NDArray[np.bool_] = (self.top_p > 0) & (self.top_p < 1)
         return nucleus
 
     @property
     def is_limited(self) -> NDArray[np.bool_]:
-        """[S], where any filter rules something out."""
+        """[S], the rows that any filter truncates."""
         limited: NDArray[np.bool_] = (self.top_k > 0) | self.has_nucleus | (self.min_p > 0)
         return limited
 
     @property
-    def needs_candidates(self) -> NDArray[np.bool_]:
-        """[S], where it takes several logits to say which of them are ruled out; min-p is known beforehand."""
+    def needs_ranking(self) -> NDArray[np.bool_]:
+        """[S], the rows whose filters depend on the order of the tokens; the threshold of min-p does not."""
         needed: NDArray[np.bool_] = (self.top_k > 0) | self.has_nucleus
         return needed
 
     def take(self, rows: NDArray[np.intp]) -> SamplingRules:
-        """The rules of some rows, without their edits."""
+        """The parameters of some rows, without their edits."""
         return SamplingRules(
             self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.keys[rows]
         )
@@ -105,7 +105,7 @@ class SamplingTable:
         stop_ids: Collection[int],
         guide: RequestGuide | None = None,
     ) -> None:
-        """Give a row to a request, in place of whoever had it."""
+        """Give a row to a request; what the row held before is dropped."""
         assert params.seed is not None, "the engine gives every request a seed"
         self._temperature[row] = params.temperature
         self._top_k[row] = min(params.top_k, np.iinfo(np.int32).max)
@@ -120,7 +120,7 @@ class SamplingTable:
             self._guides[row] = guide
 
     def rules(self, draws: Sequences[tuple[Sequence, int]]) -> SamplingRules:
-        """How tokens are drawn after the first so many tokens of running sequences."""
+        """The parameters of the next tokens after prefixes of running sequences, given by their lengths."""
         rows = np.array([sequence.row for sequence, _ in draws], np.intp)
         lengths = np.array([length for _, length in draws], np.int64)
         return SamplingRules(

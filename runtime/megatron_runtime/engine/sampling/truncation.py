@@ -1,8 +1,8 @@
-"""Which tokens top-k, top-p and min-p leave, found among as few of the likeliest as will do.
+"""Top-k, top-p and min-p, computed from as few of the most likely tokens as possible.
 
-All filters work on logits over temperature: top-k first, top-p on the probabilities of what it leaves, min-p beside
-the likeliest. Each is a threshold; equals of the last token that is kept are kept too, so that the outcome depends on
-the row's logits alone and not on the order in which equals are found.
+All filters work on logits over temperature: top-k first, then top-p on the probabilities of the tokens that top-k
+keeps, then min-p relative to the most likely token. Each filter is a threshold. Tokens that equal the last kept token
+are kept too, so the result depends on the row's logits alone and not on the order among equals.
 """
 
 from __future__ import annotations
@@ -16,68 +16,68 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_runtime.engine.sampling.likeliest import likeliest
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
+from megatron_runtime.engine.sampling.top_k import top_k
 
 _WIDTHS = (64, 512)
-"""Of the likeliest tokens that are looked at, before it is all of them."""
+"""How many of the most likely tokens the first attempts rank; the last attempt takes the whole vocabulary."""
 _NUMBERS_AT_ONCE = 1 << 20
-"""So that a part of the vocabulary's numbers stays within the processor's cache."""
+"""Logits that are processed together, so that they stay in the processor's cache."""
 _BUCKETS = 1024
 _BUCKETS_PER_NAT = 32
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """What is left of R rows."""
+class TruncatedRows:
+    """R rows after their filters."""
 
     rows: NDArray[np.intp]
     """[R], which rows of the logits these are."""
     columns: Tensor | None
     """int64 [R, W], the tokens; None if they are the whole vocabulary in order."""
     scaled: Tensor
-    """float32 [R, W or vocab], logits over temperature, 0 for the likeliest, -inf for what is ruled out."""
+    """float32 [R, W or vocab], logits over temperature less their maximum, -inf for excluded tokens."""
 
 
-def candidates(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[np.intp]) -> Iterator[Candidates]:
-    """What is left of some rows, in groups that fit the cache.
+def truncate(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[np.intp]) -> Iterator[TruncatedRows]:
+    """Apply the filters to some rows, in groups that fit the cache.
 
     Args:
         logits: float32 [S, vocab].
         top: [S], the maxima.
         rules: One per row of the logits.
-        rows: Those that are wanted, with finite maxima and temperatures above 0.
+        rows: Rows of the logits, with finite maxima and temperatures above 0.
     """
     limited = rules.is_limited[rows]
     for group in _groups(rows[~limited], logits.shape[1]):
-        yield Candidates(group, None, _scaled(logits, top, rules, group))
-    unsettled = rows[limited]
-    normalizer = _normalizers(logits, top, rules, unsettled)
+        yield TruncatedRows(group, None, _scaled(logits, top, rules, group))
+    pending = rows[limited]
+    normalizer = _normalizers(logits, top, rules, pending)
     for width in _WIDTHS:
-        # Where 64 tokens don't reach top-p, nobody knows how many do; top-k says how many it needs.
+        # Top-k says how many tokens it needs. How many top-p needs is unknown: one attempt with few, then all.
         worthwhile = (rules.top_k < width) & ((rules.top_k > 0) | (rules.has_nucleus & (width == _WIDTHS[0])))
-        group = unsettled[worthwhile[unsettled]]
+        group = pending[worthwhile[pending]]
         if group.size and width < logits.shape[1]:
-            found = _among_likeliest(logits, top, normalizer, rules, group, width)
+            found = _truncate_ranked(logits, top, normalizer, rules, group, width)
             yield found
-            unsettled = unsettled[~np.isin(unsettled, found.rows)]
-    for group in _groups(unsettled, logits.shape[1]):
-        yield Candidates(group, None, _filter(_scaled(logits, top, rules, group), rules.take(group)))
+            pending = pending[~np.isin(pending, found.rows)]
+    for group in _groups(pending, logits.shape[1]):
+        yield TruncatedRows(group, None, _filter(_scaled(logits, top, rules, group), rules.take(group)))
 
 
-def _among_likeliest(
+def _truncate_ranked(
     logits: Tensor, top: Tensor, normalizer: Tensor, rules: SamplingRules, rows: NDArray[np.intp], width: int
-) -> Candidates:
-    """Those of the rows of which so many tokens show what is left."""
+) -> TruncatedRows:
+    """Those of the rows for which so many of the most likely tokens determine the result."""
     index = torch.from_numpy(rows).to(logits.device)
     part = rules.take(rows)
-    values, columns = likeliest(logits[index], width)
+    values, columns = top_k(logits[index], width)
     scaled = (values - top[index, None]) / _column(part.temperature, logits)
     least = _threshold(scaled, normalizer[index, None], part)
-    # Whatever was not looked at is no likelier than the last of what was.
-    settled = (least > scaled[:, -1:]).squeeze(1)
+    # Tokens that were not ranked are at most as likely as the last one that was.
+    is_complete = (least > scaled[:, -1:]).squeeze(1)
     kept = torch.where(scaled < least, -torch.inf, scaled)
-    return Candidates(rows[settled.cpu().numpy()], columns[settled], kept[settled])
+    return TruncatedRows(rows[is_complete.cpu().numpy()], columns[is_complete], kept[is_complete])
 
 
 def _groups(rows: NDArray[np.intp], vocabulary: int) -> Iterator[NDArray[np.intp]]:
@@ -87,12 +87,12 @@ def _groups(rows: NDArray[np.intp], vocabulary: int) -> Iterator[NDArray[np.intp
 
 def _scaled(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[np.intp]) -> Tensor:
     index = torch.from_numpy(rows).to(logits.device)
-    # Shifted first, so that no temperature can make the highest overflow.
+    # Subtracted first, so that no temperature makes the maximum overflow.
     return (logits[index] - top[index, None]).div_(_column(rules.temperature[rows], logits))
 
 
 def _normalizers(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[np.intp]) -> Tensor:
-    """[S], the logarithm of the sum over the whole vocabulary, for those of the rows that need it."""
+    """[S], the logarithm of the sum of exponentials over the vocabulary, for those of the rows that need it."""
     normalizer = torch.zeros_like(top)
     for part in _groups(rows[(rules.has_nucleus & (rules.top_k == 0))[rows]], logits.shape[1]):
         normalizer[torch.from_numpy(part).to(top.device)] = _scaled(logits, top, rules, part).logsumexp(dim=-1)
@@ -100,7 +100,7 @@ def _normalizers(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArra
 
 
 def _threshold(scaled: Tensor, normalizer: Tensor, rules: SamplingRules) -> Tensor:
-    """[R, 1], the least that is kept, as far as the [R, W] likeliest tell; no row's top-k is W or more."""
+    """[R, 1], the lowest kept value, given the [R, W] most likely tokens; every top-k is below W."""
     least = torch.full_like(normalizer, -torch.inf)
     if (rules.top_k > 0).any():
         limited = _mask(rules.top_k > 0, scaled)
@@ -116,7 +116,7 @@ def _threshold(scaled: Tensor, normalizer: Tensor, rules: SamplingRules) -> Tens
 
 
 def _filter(scaled: Tensor, rules: SamplingRules) -> Tensor:
-    """Rule out tokens of the whole vocabulary: [R, vocab]."""
+    """Apply the filters to the whole vocabulary: [R, vocab]."""
     counted = np.flatnonzero(rules.top_k > 0)
     if counted.size:
         wanted = np.minimum(rules.top_k[counted], scaled.shape[1])
@@ -130,7 +130,7 @@ def _filter(scaled: Tensor, rules: SamplingRules) -> Tensor:
 def _keep_until(
     scaled: Tensor, rows: NDArray[np.intp], target: NDArray[Any], weigh: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """[R, vocab] with only the likeliest tokens of some rows whose weights together reach the rows' targets."""
+    """[R, vocab] with only the most likely tokens of some rows whose weights together reach the rows' targets."""
     index = torch.from_numpy(rows).to(scaled.device)
     flat = scaled[index]
     scaled[index] = torch.where(flat < _reached(flat, weigh(flat), _column(target, flat)), -torch.inf, flat)
@@ -138,10 +138,10 @@ def _keep_until(
 
 
 def _reached(scaled: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """[R, 1], the likelihood at which the weights of the likeliest reach the target, wherever in [R, vocab] that is.
+    """[R, 1], the value at which the weights of the most likely tokens of [R, vocab] reach the target.
 
-    The vocabulary is not sorted but spread over buckets of like logits; only the bucket in which the sum gets there is
-    looked at one by one.
+    The vocabulary is not sorted, but divided into buckets by value; only the bucket in which the sum reaches the target
+    is sorted.
     """
     bucket = scaled.mul(-_BUCKETS_PER_NAT).clamp_(max=_BUCKETS - 1).long()
     masses = scaled.new_zeros(len(scaled), _BUCKETS).scatter_add_(1, bucket, weights).cumsum(dim=-1)
@@ -149,7 +149,7 @@ def _reached(scaled: Tensor, weights: Tensor, target: Tensor) -> Tensor:
     before = torch.where(reached > 0, masses.gather(1, (reached - 1).clamp(min=0)), 0)
     inside = bucket == reached
     width = max(1, int(inside.sum(dim=-1).max()))
-    best, columns = likeliest(torch.where(inside, scaled, -torch.inf), width)
+    best, columns = top_k(torch.where(inside, scaled, -torch.inf), width)
     mass = weights.gather(1, columns).cumsum(dim=-1) + before
     found = inside.sum(dim=-1, keepdim=True)
     last = torch.minimum((mass < target).sum(dim=-1, keepdim=True), (found - 1).clamp(min=0))

@@ -1,8 +1,8 @@
-"""Noise that depends on seed, position and token alone, and on nothing that shares the batch or the machine.
+"""Exponential noise for Gumbel-max sampling, a function of seed, position and token alone.
 
-Each token of the vocabulary gets an exponentially distributed delay; the token with the smallest delay in proportion
-to its probability wins (the Gumbel-max trick as a race; Maddison, Tarlow and Minka 2014). Rounding that differs between
-two batches moves a winner only when two tokens finish in a tie, so that a request goes on elsewhere as it would here.
+Neither the batch nor the machine has an influence on it, so a request that continues on another engine, or after an
+eviction, samples the same tokens. Where two batches round logits differently, the sampled token differs only if two
+scores are equal up to that rounding.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 32
-"""Tokens whose smallest delay is known before their own."""
+"""Tokens per block; the smallest noise of a block is known without that of its tokens."""
 _LARGEST_BELOW_ONE = 1 - 2.0**-24
 _OTHER_STREAM = 0x5BD1E995
 
 
 def noise_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """What decides the noise of a row: one key for each pair of seed and position.
+    """One key of the noise for each pair of seed and position: uint64 [S].
 
     The finalizer of SplitMix64 (Steele, Lea and Flood 2014), first over the seed, then over the position as a
     counter, so that neighbouring seeds give unrelated streams.
@@ -27,42 +27,43 @@ def noise_keys(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArr
     return _mix64(_mix64(seeds) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
 
 
-def delays_of(keys: NDArray[np.uint64], tokens: Tensor) -> Tensor:
-    """Exponentially distributed with mean 1 for each key and token, independently: float32 [len(keys), n], above 0.
+def exponential_noise(keys: NDArray[np.uint64], tokens: Tensor) -> Tensor:
+    """Independent exponential variates of mean 1 for each key and token: float32 [len(keys), n], above 0.
 
-    Made block by block. The smallest of a block's delays is exponential with a mean of 1 over their number, any of the
-    tokens has it, and the others are later by exponential delays of their own, since exponential delays have no memory.
+    They are made block by block: the minimum of B of them is exponential with mean 1 / B, each token of the block is
+    equally likely to have it, and the others exceed it by independent exponential variates of mean 1, since the
+    exponential distribution has no memory.
 
     Args:
         keys: As from noise_keys.
-        tokens: Integers [n], or [len(keys), n] of each key's own.
+        tokens: Integers [n], or [len(keys), n] with tokens of each key.
     """
-    first, place = _firsts(keys, tokens // BLOCK)
-    later = _exponential(_hash(keys, tokens))
-    return first.add_(later.masked_fill_(tokens % BLOCK == place, 0))
+    minimum, place = _block_minima(keys, tokens // BLOCK)
+    excess = _exponential(_hash(keys, tokens))
+    return minimum.add_(excess.masked_fill_(tokens % BLOCK == place, 0))
 
 
-def first_delays(keys: NDArray[np.uint64], num_blocks: int, device: torch.device) -> Tensor:
-    """The smallest delay of each of the first blocks: float32 [len(keys), num_blocks]."""
-    return _firsts(keys, torch.arange(num_blocks, device=device))[0]
+def block_minima(keys: NDArray[np.uint64], num_blocks: int, device: torch.device) -> Tensor:
+    """The smallest noise of each of the first blocks: float32 [len(keys), num_blocks]."""
+    return _block_minima(keys, torch.arange(num_blocks, device=device))[0]
 
 
-def _firsts(keys: NDArray[np.uint64], blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest delay of some blocks, and the place in the block that has it."""
-    mixed = _hash(keys, blocks.bitwise_not())  # below 0, where no token is
+def _block_minima(keys: NDArray[np.uint64], blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The smallest noise of some blocks, and the place in the block that has it."""
+    mixed = _hash(keys, blocks.bitwise_not())  # negative, as no token is
     place = _mix32(mixed ^ _OTHER_STREAM).bitwise_and_(BLOCK - 1)
     return _exponential(mixed).div_(BLOCK), place
 
 
 def _hash(keys: NDArray[np.uint64], values: Tensor) -> Tensor:
-    """int32 [len(keys), n], all bits as good as random."""
+    """Uniform pseudorandom bits: int32 [len(keys), n]."""
     low, high = (half.to(values.device)[:, None] for half in _halves(keys))
     return _mix32(_mix32(values.to(torch.int32) ^ low).bitwise_xor_(high))
 
 
 def _exponential(mixed: Tensor) -> Tensor:
     uniform = mixed.bitwise_and(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_BELOW_ONE)
-    # The winners' delays are small: log1p of a small number keeps all of its digits.
+    # Sampled tokens have small noise: log1p of a small number keeps all of its digits.
     return uniform.neg_().log1p_().neg_()
 
 

@@ -1,4 +1,4 @@
-"""The largest numbers of long rows, without sorting the rows."""
+"""The largest values of long rows, found by blocks instead of by a sort."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 _BLOCK = 64
 _WORTHWHILE = 4
-"""How many times fewer numbers the chosen blocks have to hold than the row."""
+"""Blocks are used where the chosen ones hold at most this fraction of the row: one in so many."""
 
 
-def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
+def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest value of each row, and the first column that has it; NaN is larger than anything.
 
-    Maxima alone are found several times faster than maxima with their places.
+    ``amax`` is several times faster than ``max`` with indices, so only one block's indices are computed.
 
     Args:
         logits: [S, vocab].
@@ -33,11 +33,11 @@ def highest(logits: Tensor) -> tuple[Tensor, Tensor]:
     return values, columns.gather(1, places[:, None]).squeeze(1)
 
 
-def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest values of each row and where they are, largest first; exact but for the choice among equals.
+def top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest values of each row with their columns, largest first; exact but for the choice among equals.
 
-    The ``count`` blocks with the largest maxima hold them all: each of these maxima is at least as large as anything
-    in another block.
+    The ``count`` blocks with the largest maxima contain all of them: each of these maxima is at least as large as any
+    value of another block.
 
     Args:
         logits: [S, vocab].
