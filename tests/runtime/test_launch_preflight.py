@@ -209,11 +209,11 @@ def test_the_rendezvous_of_a_replica_group_is_in_its_first_pod(options: LaunchOp
 def test_a_missing_rendezvous_address_is_named(
     options: LaunchOptions, index: int, identity: dict[str, Any], words: str
 ) -> None:
-    said = refusal(pod_of_three_ranks(options, index, **identity))
-    assert said is not None
-    assert said.startswith("--ranks-per-pod 2: the 3 ranks of a replica group are in several pods, ")
-    assert words in said
-    assert said.endswith("or use --ranks-per-pod 3")
+    message = refusal(pod_of_three_ranks(options, index, **identity))
+    assert message is not None
+    assert message.startswith("--ranks-per-pod 2: the 3 ranks of a replica group are in several pods, ")
+    assert words in message
+    assert message.endswith("or use --ranks-per-pod 3")
 
 
 def test_a_launcher_of_several_replica_groups_does_not_split_them_over_pods(options: LaunchOptions) -> None:

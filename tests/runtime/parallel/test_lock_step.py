@@ -81,36 +81,36 @@ def test_ranks_that_cache_latents_answer_as_one_does(latent: Path, sizes: Parall
 
 
 def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
-    said = run_ranks(lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica, sizes, free_port(), path, mode)
-    assert said[0]["answers"] == alone(path)
-    assert [answer.reason for answer in said[0]["answers"][-2:]] == ["stop", "error"]
-    assert said[0]["evictions"] > 0
-    assert said[0]["stats"].prefix_hits_total > 0
-    assert (said[0]["too long"], said[0]["aborted"]) == ("FAILED", "abort")
-    assert all(rank["stats"] == said[0]["stats"] for rank in said)
+    results = run_ranks(lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica, sizes, free_port(), path, mode)
+    assert results[0]["answers"] == alone(path)
+    assert [answer.reason for answer in results[0]["answers"][-2:]] == ["stop", "error"]
+    assert results[0]["evictions"] > 0
+    assert results[0]["stats"].prefix_hits_total > 0
+    assert (results[0]["too long"], results[0]["aborted"]) == ("FAILED", "abort")
+    assert all(rank["stats"] == results[0]["stats"] for rank in results)
     # Each stage has a pass: the first step begins one with the first request, the next step one with the other.
-    assert said[0]["tokens of a step"] == (0 if sizes.pipeline > 1 else 2)
-    assert said[0]["tokens before a pause"] == (1 if sizes.pipeline > 1 else 2)
+    assert results[0]["tokens of a step"] == (0 if sizes.pipeline > 1 else 2)
+    assert results[0]["tokens before a pause"] == (1 if sizes.pipeline > 1 else 2)
 
 
 def test_weights_are_loaded_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -> None:
     other = write_tiny_checkpoint(tmp_path / "other", seed=4)
-    said = run_ranks(lock_step_scenarios.renew, 2, TENSOR, free_port(), tiny, other)
-    assert "nowhere" in said[0]["complaints"][0]
-    assert "loads weights from files; give their path" in said[0]["complaints"][1]
-    assert said[0]["answers"] == alone(other) != alone(tiny)
-    assert (said[0]["version"], said[1]["own version"]) == (1, 1)
+    results = run_ranks(lock_step_scenarios.renew, 2, TENSOR, free_port(), tiny, other)
+    assert "nowhere" in results[0]["errors"][0]
+    assert "loads weights from files; give their path" in results[0]["errors"][1]
+    assert results[0]["answers"] == alone(other) != alone(tiny)
+    assert (results[0]["version"], results[1]["own version"]) == (1, 1)
 
 
 def test_a_rank_out_of_step_is_detected(tiny: Path) -> None:
-    said = run_ranks(lock_step_scenarios.stray, 2, PIPELINE, free_port(), tiny)
-    assert any("LockStepError" in words or "LostRankError" in words for words in said)
-    assert "nothing" not in said
+    results = run_ranks(lock_step_scenarios.stray, 2, PIPELINE, free_port(), tiny)
+    assert any("LockStepError" in words or "LostRankError" in words for words in results)
+    assert "nothing" not in results
 
 
 def test_a_rank_that_does_not_suspend_in_time_is_named(tiny: Path) -> None:
-    said = run_ranks(lock_step_scenarios.miss_suspension, 2, TENSOR, free_port(), tiny)
-    assert "barrier suspend, for up to 1.5 s: rank 1 (tensor 1, stage 0) is missing" in said[0]
+    results = run_ranks(lock_step_scenarios.miss_suspension, 2, TENSOR, free_port(), tiny)
+    assert "barrier suspend, for up to 1.5 s: rank 1 (tensor 1, stage 0) is missing" in results[0]
 
 
 def test_ranks_without_requests_use_no_processor(tiny: Path) -> None:

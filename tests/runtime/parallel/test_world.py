@@ -37,25 +37,25 @@ def alone(path: Path) -> dict[str, Any]:
     """The answers of one rank."""
     torch.set_num_threads(1)
     llm = world_scenarios.build(path)
-    said = {
+    results = {
         name: world_scenarios.tokens(llm, getattr(world_scenarios, name)) for name in ("GREEDY", "DRAWN", "ENDLESS")
     }
-    return said | {"parameters": sum(parameter.numel() for parameter in llm.controller.model.parameters())}
+    return results | {"parameters": sum(parameter.numel() for parameter in llm.controller.model.parameters())}
 
 
 @pytest.mark.parametrize(("world_size", "sizes"), [(2, TENSOR), (4, BOTH)], ids=str)
 def test_in_direct_mode_all_ranks_generate_the_same(
     world_size: int, sizes: ParallelSizes, checkpoints: tuple[Path, Path]
 ) -> None:
-    said = run_ranks(world_scenarios.generate_directly, world_size, world_size, free_port(), sizes, *checkpoints)
+    results = run_ranks(world_scenarios.generate_directly, world_size, world_size, free_port(), sizes, *checkpoints)
     old, new = (alone(path) for path in checkpoints)
-    for rank, heard in enumerate(said):
-        assert heard["primary"]
-        assert (heard["greedy"], heard["drawn"]) == (old["GREEDY"], old["DRAWN"])
-        assert heard["without seed"] == said[0]["without seed"]
-        assert "rank 1 (tensor 1, stage 0) of replica 0 has other arguments than rank 0" in heard["complaint"]
-        assert (heard["version"], heard["renewed"]) == (1, new["GREEDY"]), rank
-        assert heard["parameters"] < 0.6 * old["parameters"]
+    for rank, result in enumerate(results):
+        assert result["primary"]
+        assert (result["greedy"], result["drawn"]) == (old["GREEDY"], old["DRAWN"])
+        assert result["without seed"] == results[0]["without seed"]
+        assert "rank 1 (tensor 1, stage 0) of replica 0 has other arguments than rank 0" in result["error"]
+        assert (result["version"], result["renewed"]) == (1, new["GREEDY"]), rank
+        assert result["parameters"] < 0.6 * old["parameters"]
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,19 @@ def test_in_direct_mode_all_ranks_generate_the_same(
 def test_all_replica_groups_answer_through_the_coordinator_as_one_rank_does(
     world_size: int, sizes: ParallelSizes, checkpoints: tuple[Path, Path]
 ) -> None:
-    said = run_ranks(world_scenarios.generate_together, world_size, world_size, free_port(), sizes, *checkpoints)
+    results = run_ranks(world_scenarios.generate_together, world_size, world_size, free_port(), sizes, *checkpoints)
     old, new = (alone(path) for path in checkpoints)
-    first = said[0]
+    first = results[0]
     assert (first["greedy"], first["drawn"]) == (old["GREEDY"], old["DRAWN"])
-    assert first["through it all"] == old["ENDLESS"]
+    assert first["in flight"] == old["ENDLESS"]
     assert (first["renewed by files"], first["versions by files"]) == (new["GREEDY"], {1})
     assert (first["renewed by tensors"], first["versions by tensors"]) == (old["GREEDY"], {2})
-    for rank, heard in enumerate(said):
-        assert (heard["version by files"], heard["version by tensors"], heard["state"]) == (1, 2, "STOPPED")
-        assert "nowhere" in heard["complaints"][0]
-        assert "named tensors: 2 layers expected" in heard["complaints"][1]
-        assert rank == 0 or "the primary rank (global rank 0), and this is rank" in heard["refused"]
-        assert heard["steps"] > 0, f"rank {rank} had nothing to do"
+    for rank, result in enumerate(results):
+        assert (result["version by files"], result["version by tensors"], result["state"]) == (1, 2, "STOPPED")
+        assert "nowhere" in result["errors"][0]
+        assert "named tensors: 2 layers expected" in result["errors"][1]
+        assert rank == 0 or "the primary rank (global rank 0), and this is rank" in result["refused"]
+        assert result["steps"] > 0, f"rank {rank} had nothing to do"
 
 
 @pytest.mark.parametrize(
@@ -100,23 +100,29 @@ def test_replica_groups_give_equal_answers_through_eviction_pause_and_suspension
     world_size: int, sizes: ParallelSizes, experts: int, mode: str, tmp_path: Path
 ) -> None:
     path = write_tiny_checkpoint(tmp_path / "tiny", experts=experts)
-    said = run_ranks(world_scenarios.serve_through_it_all, world_size, world_size, free_port(), sizes, path, mode)
+    results = run_ranks(
+        world_scenarios.serve_with_interruptions, world_size, world_size, free_port(), sizes, path, mode
+    )
     expected = lock_step_scenarios.serve(lock_step_scenarios.build(path))
     copies = world_size // sizes.ranks_per_replica
-    assert said[0]["still at it"]
-    assert said[0]["answers"] == [expected] * copies
+    assert results[0]["is streaming"]
+    assert results[0]["answers"] == [expected] * copies
     for first in range(0, world_size, sizes.ranks_per_replica):
-        stats = said[first]["stats"]
-        assert all(heard["stats"] == stats for heard in said[first : first + sizes.ranks_per_replica])
-    assert sum(heard["stats"].evictions_total for heard in said) > 0
-    assert sum(heard["stats"].prefix_hits_total for heard in said) > 0
+        stats = results[first]["stats"]
+        assert all(result["stats"] == stats for result in results[first : first + sizes.ranks_per_replica])
+    assert sum(result["stats"].evictions_total for result in results) > 0
+    assert sum(result["stats"].prefix_hits_total for result in results) > 0
 
 
 def test_torchrun_starts_the_example(checkpoints: tuple[Path, Path]) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    wish = [str(EXAMPLE), str(checkpoints[0]), "--dtype", "float32", "--tensor-parallel", "2", "--prompt", "Water"]
+    arguments = [str(EXAMPLE), str(checkpoints[0]), "--dtype", "float32", "--tensor-parallel", "2", "--prompt", "Water"]
     ended = subprocess.run(
-        [*torchrun, *wish], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, timeout=100, check=False
+        [*torchrun, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=100,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr.decode()
     greedy = SamplingParams(temperature=0, num_tokens_to_generate=30)
@@ -125,19 +131,19 @@ def test_torchrun_starts_the_example(checkpoints: tuple[Path, Path]) -> None:
 
 
 def test_an_answer_of_a_replica_group_can_be_streamed(checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.stream, 2, 2, free_port(), ParallelSizes(pipeline=2), checkpoints[0])
-    assert said == [alone(checkpoints[0])["ENDLESS"][0], None]
+    results = run_ranks(world_scenarios.stream, 2, 2, free_port(), ParallelSizes(pipeline=2), checkpoints[0])
+    assert results == [alone(checkpoints[0])["ENDLESS"][0], None]
 
 
 def test_a_coordinator_that_can_not_start_raises_on_all_ranks(checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.miss_coordinator, 3, 3, free_port(), ParallelSizes(), checkpoints[0])
-    assert "192.0.2.1" in said[0]
-    assert all(heard == f"rank 0 of the world could not start the coordinator: {said[0]}" for heard in said[1:])
+    results = run_ranks(world_scenarios.miss_coordinator, 3, 3, free_port(), ParallelSizes(), checkpoints[0])
+    assert "192.0.2.1" in results[0]
+    assert all(result == f"rank 0 of the world could not start the coordinator: {results[0]}" for result in results[1:])
 
 
 def test_a_running_engine_refuses_a_weight_update_on_every_rank(checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.update_while_running, 2, 2, free_port(), TENSOR, checkpoints[0])
-    assert all("while the engine is RUNNING; pause it first" in heard for heard in said)
+    results = run_ranks(world_scenarios.update_while_running, 2, 2, free_port(), TENSOR, checkpoints[0])
+    assert all("while the engine is RUNNING; pause it first" in result for result in results)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -145,9 +151,9 @@ def test_a_running_engine_refuses_a_weight_update_on_every_rank(checkpoints: tup
 def test_a_killed_rank_ends_the_others_of_its_replica_group_and_is_named(
     mode: str, victim: int, checkpoints: tuple[Path, Path]
 ) -> None:
-    said = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, True)
-    assert said[victim] is None
-    other = said[1 - victim]
+    results = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, True)
+    assert results[victim] is None
+    other = results[1 - victim]
     assert f"rank {victim} (tensor {victim}, stage 0) is missing" in other["error"]
     assert other["seconds"] < 11.0
 
@@ -156,45 +162,45 @@ def test_a_killed_rank_ends_the_others_of_its_replica_group_and_is_named(
 def test_a_failed_rank_ends_the_others_of_its_replica_group_at_once(
     mode: str, victim: int, checkpoints: tuple[Path, Path]
 ) -> None:
-    said = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, False)
-    assert "the device is on fire" in said[victim]["error"]
-    other = said[1 - victim]
+    results = run_ranks(world_scenarios.lose, 2, 2, free_port(), TENSOR, checkpoints[0], mode, victim, False)
+    assert "the device is on fire" in results[victim]["error"]
+    other = results[1 - victim]
     assert f"rank {victim} (tensor {victim}, stage 0) is missing" in other["error"]
     assert other["seconds"] < 11.0
 
 
 @pytest.mark.parametrize("victim", [1, 3])
 def test_other_replica_groups_serve_when_one_loses_a_rank(victim: int, checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", victim, True)
-    assert said[victim] is None
-    assert said[0]["answers"] == alone(checkpoints[0])["GREEDY"]
-    assert victim == 1 or "rank 1 (tensor 1, stage 0) is missing" in said[2]["error"]
-    assert all("error" not in said[rank] for rank in range(4) if rank // 2 != victim // 2)
+    results = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", victim, True)
+    assert results[victim] is None
+    assert results[0]["answers"] == alone(checkpoints[0])["GREEDY"]
+    assert victim == 1 or "rank 1 (tensor 1, stage 0) is missing" in results[2]["error"]
+    assert all("error" not in results[rank] for rank in range(4) if rank // 2 != victim // 2)
 
 
 def test_all_ranks_end_without_the_primary_rank(checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0, True)
-    assert said[0] is None
-    assert "rank 0 (tensor 0, stage 0) is missing" in said[1]["error"]
-    assert "rank 0 of the world, which has the coordinator, is gone" in said[2]["error"]
-    assert "rank 0 (tensor 0, stage 0) is missing" in said[3]["error"]
+    results = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0, True)
+    assert results[0] is None
+    assert "rank 0 (tensor 0, stage 0) is missing" in results[1]["error"]
+    assert "rank 0 of the world, which has the coordinator, is gone" in results[2]["error"]
+    assert "rank 0 (tensor 0, stage 0) is missing" in results[3]["error"]
 
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_a_rank_that_does_not_join_the_world_is_named_by_the_others(absent: int) -> None:
     port = free_port()
-    said = run_ranks(world_scenarios.miss, 3, absent, 3, port)
+    results = run_ranks(world_scenarios.miss, 3, absent, 3, port)
     for rank in {0, 1, 2} - {absent}:
-        assert f"rank {rank} of the world: rendezvous at 127.0.0.1:{port}: rank {absent} did not" in said[rank]
-        assert said[rank].endswith(f"; ({absent},)")
+        assert f"rank {rank} of the world: rendezvous at 127.0.0.1:{port}: rank {absent} did not" in results[rank]
+        assert results[rank].endswith(f"; ({absent},)")
 
 
 @pytest.mark.parametrize(("occasion", "slow"), [("join_world", 1), ("the start", 0), ("the start", 2)])
 def test_a_late_rank_is_named_by_the_others(occasion: str, slow: int, checkpoints: tuple[Path, Path]) -> None:
-    said = run_ranks(world_scenarios.stay_behind, 3, slow, free_port(), occasion, checkpoints[0])
+    results = run_ranks(world_scenarios.join_late, 3, slow, free_port(), occasion, checkpoints[0])
     for rank in {0, 1, 2} - {slow}:
         words = f"rank {rank} of the world, at {occasion}: rank {slow} did not come within 4 s"
-        assert said[rank] == f"{words}; ({slow},)"
+        assert results[rank] == f"{words}; ({slow},)"
 
 
 def test_a_rank_killed_before_the_start_is_detected_at_once_by_its_replica_group(
@@ -208,9 +214,9 @@ def test_a_rank_killed_before_the_start_is_detected_at_once_by_its_replica_group
 
 
 def test_a_world_that_does_not_fit_the_sizes_is_refused_by_each_rank_before_the_rendezvous() -> None:
-    (said,) = run_ranks(world_scenarios.refuse, 1, 3, free_port(), TENSOR)
+    (results,) = run_ranks(world_scenarios.refuse, 1, 3, free_port(), TENSOR)
     words = "the world has 3 ranks, but tensor 2 x pipeline 1 take 2 for each copy of the model; start a multiple"
-    assert words in said
+    assert words in results
     with pytest.raises(ConfigurationError, match="the world has 4 ranks, but tensor 2 x pipeline 1 x data 3 need 6"):
         ParallelSizes(tensor=2, data=3).filling(4)
     assert ParallelSizes(tensor=2, expert=2).filling(6) == ParallelSizes(tensor=2, expert=2, data=3)

@@ -64,8 +64,8 @@ class Answer:
     def __eq__(self, other: object) -> bool:
         """Compare with tolerance: sums over several ranks differ from those of one in the last digits."""
         assert isinstance(other, Answer)
-        said = (self.tokens, self.text, self.reason) == (other.tokens, other.text, other.reason)
-        return said and self.log_probs == pytest.approx(other.log_probs, abs=1e-4)
+        results = (self.tokens, self.text, self.reason) == (other.tokens, other.text, other.reason)
+        return results and self.log_probs == pytest.approx(other.log_probs, abs=1e-4)
 
 
 def build(path: Path, ranks: Ranks | None = None, blocks: int = 24, **settings: Any) -> DynamicInferenceEngine:
@@ -103,7 +103,7 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
     """The same on several ranks, with a pause and a suspension in between."""
     ranks = join(sizes, rank, port)
     engine = build(path, ranks, kv_cache_management_mode=mode, offload_weights=True)
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if rank:
         run_follower(engine, ranks)
     else:
@@ -116,33 +116,33 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
                 first.suspend()
                 first.resume()
 
-        said["answers"] = serve(first, interrupt=interrupt)
-        said["evictions"] = first.stats().evictions_total
+        results["answers"] = serve(first, interrupt=interrupt)
+        results["evictions"] = first.stats().evictions_total
         future = first.add_request(9, [1], SamplingParams(num_tokens_to_generate=1000))
-        said["too long"] = future.result(timeout=0).merge().status.name
+        results["too long"] = future.result(timeout=0).merge().status.name
         aborted = first.add_request(10, [1, 2], SamplingParams(num_tokens_to_generate=9, ignore_eos=True))
         first.step_modern()
         first.abort_request(10)
-        said["aborted"] = aborted.result(timeout=0).merge().finish_reason
+        results["aborted"] = aborted.result(timeout=0).merge().finish_reason
         known = first.stats().generated_tokens_total
         for request_id in (11, 12):
             first.add_request(request_id, [request_id], SamplingParams(num_tokens_to_generate=2, ignore_eos=True))
         first.step_modern()
-        said["tokens of a step"] = first.stats().generated_tokens_total - known
+        results["tokens of a step"] = first.stats().generated_tokens_total - known
         first.barrier("pause")
-        said["tokens before a pause"] = first.stats().generated_tokens_total - known
+        results["tokens before a pause"] = first.stats().generated_tokens_total - known
         first.release_followers()
     engine.check_integrity()
-    said["stats"] = engine.stats()
+    results["stats"] = engine.stats()
     ranks.close()
-    return said
+    return results
 
 
 def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> dict[str, Any]:
     """Update the weights between requests, after attempts with missing weights."""
     ranks = join(sizes, rank, port)
     engine = build(old, ranks)
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if rank:
         run_follower(engine, ranks)
     else:
@@ -151,13 +151,13 @@ def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> d
             try:
                 first.update_weights(weights)  # type: ignore[arg-type]
             except CheckpointError as error:
-                said.setdefault("complaints", []).append(str(error))
-        said["version"] = first.update_weights(new)
-        said["answers"] = serve(first)
+                results.setdefault("errors", []).append(str(error))
+        results["version"] = first.update_weights(new)
+        results["answers"] = serve(first)
         first.release_followers()
-    said["own version"] = engine.weight_version
+    results["own version"] = engine.weight_version
     ranks.close()
-    return said
+    return results
 
 
 def stray(rank: int, sizes: ParallelSizes, port: int, path: Path) -> str:

@@ -75,65 +75,65 @@ def generate_directly(rank: int, world_size: int, port: int, sizes: ParallelSize
     """Every rank generates, before and after a weight update, and once with different arguments."""
     ranks = enter(rank, world_size, port, sizes)
     llm = build(old, ranks)
-    said = {"primary": llm.is_primary_rank, "greedy": tokens(llm), "drawn": tokens(llm, DRAWN)}
+    results = {"primary": llm.is_primary_rank, "greedy": tokens(llm), "drawn": tokens(llm, DRAWN)}
     without_seed = llm.generate(PROMPTS, SamplingParams(num_tokens_to_generate=4))
-    said["without seed"] = [(request.generated_tokens, request.sampling_params.seed) for request in without_seed]
+    results["without seed"] = [(request.generated_tokens, request.sampling_params.seed) for request in without_seed]
     try:
         llm.generate([[1, 2, rank]], GREEDY)
     except InvalidRequestError as error:
-        said["complaint"] = str(error)
-    said["version"] = llm.update_weights(new)
-    said["renewed"] = tokens(llm)
+        results["error"] = str(error)
+    results["version"] = llm.update_weights(new)
+    results["renewed"] = tokens(llm)
     llm.shutdown()
-    said["parameters"] = sum(parameter.numel() for parameter in llm.controller.model.parameters())
+    results["parameters"] = sum(parameter.numel() for parameter in llm.controller.model.parameters())
     ranks.close()
-    return said
+    return results
 
 
 def generate_together(rank: int, world_size: int, port: int, sizes: ParallelSizes, old: Path, new: Path) -> Any:
     """Through the coordinator, with pause, suspension and weight update between answers."""
     ranks = enter(rank, world_size, port, sizes)
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with build(old, ranks, use_coordinator=True) as llm:
         if llm.is_primary_rank:
-            said["greedy"], said["drawn"] = tokens(llm), tokens(llm, DRAWN)
+            results["greedy"], results["drawn"] = tokens(llm), tokens(llm, DRAWN)
         else:
             try:
                 tokens(llm)
             except RuntimeError as error:
-                said["refused"] = str(error)
+                results["refused"] = str(error)
         with ThreadPoolExecutor() as pool:
             in_flight = pool.submit(tokens, llm, ENDLESS) if llm.is_primary_rank else None
             for step in (llm.pause, llm.suspend, llm.resume, llm.unpause, llm.pause, llm.unpause):
                 step()
-            said["through it all"] = None if in_flight is None else in_flight.result()
+            results["in flight"] = None if in_flight is None else in_flight.result()
         llm.pause()
         for weights in (old / "nowhere", {"strange": torch.zeros(1)}):
             try:
                 llm.update_weights(weights)
             except CheckpointError as error:
-                said.setdefault("complaints", []).append(str(error))
+                results.setdefault("errors", []).append(str(error))
         for form, weights in (("files", new), ("tensors", load_file(old / "model.safetensors"))):
             if form == "tensors":
                 llm.pause()
-            said[f"version by {form}"] = llm.update_weights(weights)
+            results[f"version by {form}"] = llm.update_weights(weights)
             llm.unpause()
             if llm.is_primary_rank:
                 renewed = llm.generate(PROMPTS, GREEDY)
-                said[f"renewed by {form}"] = [request.generated_tokens for request in renewed]
-                said[f"versions by {form}"] = {request.weight_version for request in renewed}
-        said["steps"] = llm.engine.stats().generated_tokens_total
-    said["state"] = llm.engine.state.name
+                results[f"renewed by {form}"] = [request.generated_tokens for request in renewed]
+                results[f"versions by {form}"] = {request.weight_version for request in renewed}
+        results["steps"] = llm.engine.stats().generated_tokens_total
+    results["state"] = llm.engine.state.name
     ranks.close()
-    return said
+    return results
 
 
-def serve_through_it_all(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str) -> Any:
+def serve_with_interruptions(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path, mode: str) -> Any:
     """All features in which ranks could differ, per replica group, with small passes, few blocks and a suspension."""
     ranks = enter(rank, world_size, port, sizes)
     model = load_model(path, dtype="float32", ranks=ranks)
     config = lock_step_scenarios.tight(model, kv_cache_management_mode=mode, offload_weights=True)
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     llm = MegatronLLM(model=model, tokenizer=load_tokenizer(path), inference_config=config, use_coordinator=True)
     with llm, ThreadPoolExecutor() as pool:
         copies = world_size // sizes.ranks_per_replica
@@ -142,12 +142,12 @@ def serve_through_it_all(rank: int, world_size: int, port: int, sizes: ParallelS
             time.sleep(0.01)
         for step in (llm.pause, llm.suspend, llm.resume, llm.unpause):
             step()
-        said["still at it"] = not all(future.done() for future in answers)
-        said["answers"] = [future.result() for future in answers]
+        results["is streaming"] = not all(future.done() for future in answers)
+        results["answers"] = [future.result() for future in answers]
     llm.engine.check_integrity()
-    said["stats"] = llm.engine.stats()
+    results["stats"] = llm.engine.stats()
     ranks.close()
-    return said
+    return results
 
 
 def _answer_all(llm: MegatronLLM) -> list[lock_step_scenarios.Answer]:
@@ -161,7 +161,7 @@ def stream(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Pa
     """A streamed answer on the primary rank, with a pause and a suspension on all ranks."""
     ranks = enter(rank, world_size, port, sizes)
 
-    async def follow_answer() -> list[int] | None:
+    async def stream_answer() -> list[int] | None:
         async with MegatronAsyncLLM(**parts(path, ranks), use_coordinator=True) as llm:
             answer = llm.generate_stream(PROMPTS[0], STREAMED) if llm.is_primary_rank else None
             tokens = (await anext(answer)).new_tokens if answer is not None else []
@@ -171,9 +171,9 @@ def stream(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Pa
                 return None
             return [*tokens, *[token async for update in answer for token in update.new_tokens]]
 
-    heard = asyncio.run(follow_answer())
+    result = asyncio.run(stream_answer())
     ranks.close()
-    return heard
+    return result
 
 
 def update_while_running(rank: int, world_size: int, port: int, sizes: ParallelSizes, path: Path) -> str:
@@ -206,17 +206,17 @@ def lose(
     start = time.monotonic()
     if rank == victim:
         threading.Timer(1.0, _die if dies else partial(setattr, llm.engine, "step_modern", _fail)).start()
-    said: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
         if llm.is_primary_rank:
             while _copies(llm) == world_size // sizes.ranks_per_replica:
                 tokens(llm, ENDLESS)
-            said["answers"] = tokens(llm, GREEDY)
+            results["answers"] = tokens(llm, GREEDY)
         llm.shutdown()
     except (EngineError, ArithmeticError) as error:
-        said["error"] = str(error)
-    said["seconds"] = time.monotonic() - start
-    return said
+        results["error"] = str(error)
+    results["seconds"] = time.monotonic() - start
+    return results
 
 
 def _die() -> None:
@@ -247,7 +247,7 @@ def miss(rank: int, absent: int, world_size: int, port: int) -> str | None:
     return "nothing"
 
 
-def stay_behind(rank: int, slow: int, port: int, occasion: str, path: Path) -> str | None:
+def join_late(rank: int, slow: int, port: int, occasion: str, path: Path) -> str | None:
     """One of three ranks misses the next collective call within the timeout of the others."""
     world_group.LOAD_TIMEOUT = 4.0
     if occasion == "join_world":

@@ -41,10 +41,10 @@ class Pair:
     coordinator: MovingAddress
     answer: str
 
-    def give_lead(self, pod: Any, epoch: int, **wish: str) -> None:
+    def move_lead(self, pod: Any, epoch: int, **body: str) -> None:
         """Moves the address and then the role, as an operator does."""
         self.coordinator.target = (pod.host, 5557)
-        assert pod.control.post("/v1/lead", json={"epoch": epoch, **wish}).status_code == 200
+        assert pod.control.post("/v1/lead", json={"epoch": epoch, **body}).status_code == 200
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
         pair.first.wait_for(lambda state: state["requests"]["waiting"] == 4)
         pair.first.signal("unpause")
         pair.first.wait_for(lambda state: state["requests"]["running"] == 4)
-        pair.give_lead(pair.second, 2)
+        pair.move_lead(pair.second, 2)
         assert pair.first.control.post("/v1/step-down", json={"epoch": 2}).status_code == 200
         pair.second.wait_for(leads(2))
         assert len({answer.result(60) for answer in answers}) == 1
@@ -112,7 +112,7 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
     assert pair.first.control.post("/v1/pause").json()["error"]["code"] == "NotLeader"
     assert not any("coordinator_process" in command for command in pair.first.children().values())
     # Back at the first pod: its ranks were not restarted.
-    pair.give_lead(pair.first, 3)
+    pair.move_lead(pair.first, 3)
     assert pair.second.control.post("/v1/step-down", json={"epoch": 3}).status_code == 200
     pair.first.wait_for(leads(2))
     assert {ask(pod) for pod in pods} == {pair.answer}
@@ -125,14 +125,14 @@ def test_requests_of_the_other_pod_continue_when_the_leader_is_lost(pair: Pair) 
         answers = [pool.submit(ask, pair.second, LONG) for _ in range(4)]
         os.killpg(pair.first.process.pid, signal.SIGKILL)
         pair.first.process.wait(10)
-        pair.give_lead(pair.second, 2)
+        pair.move_lead(pair.second, 2)
         assert {answer.result(60) for answer in answers} == {whole}
     pair.second.wait_for(leads(1))
 
 
 def test_a_paused_service_stays_paused_when_another_pod_leads(pair: Pair) -> None:
     pair.first.signal("pause")
-    pair.give_lead(pair.second, 2, lifecycle="Paused")
+    pair.move_lead(pair.second, 2, lifecycle="Paused")
     pair.first.control.post("/v1/step-down", json={"epoch": 2})
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, pair.first)
@@ -145,7 +145,7 @@ def test_a_leader_that_hung_steps_down_and_refuses_older_decisions(pair: Pair) -
     stopped = [pair.first.process.pid, *pair.first.children()]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    pair.give_lead(pair.second, 2)
+    pair.move_lead(pair.second, 2)
     pair.second.wait_for(leads(1))
     assert ask(pair.second) == pair.answer
     for pid in stopped:
@@ -167,7 +167,7 @@ def test_engines_leave_a_leader_whose_launcher_hangs(pair: Pair) -> None:
         assert ask(pair.second) == pair.answer
         pair.second.wait_for(lambda state: not any(rank["registered"] for rank in state["ranks"]))
         waiting = pool.submit(ask, pair.second)
-        pair.give_lead(pair.second, 2)
+        pair.move_lead(pair.second, 2)
         pair.second.wait_for(leads(2))
         assert waiting.result(60) == pair.answer
     pair.first.process.send_signal(signal.SIGCONT)

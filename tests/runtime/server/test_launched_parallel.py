@@ -119,17 +119,17 @@ def test_the_last_output_of_a_killed_rank_is_in_the_message_and_a_stop_ends_all(
     start_pod: Callable[..., Any], checkpoint: Path
 ) -> None:
     flags = ("--model", str(checkpoint), *FLAGS, "--pipeline-parallel", "2", "--max-restarts", "0")
-    dies, stops = start_pod(*flags), start_pod(*flags)
-    dies.wait_ready()
-    os.kill(ranks_of(dies)[1], signal.SIGKILL)
-    assert dies.process.wait(10) == 1
-    reason = json.loads(dies.termination_log.read_text())
+    killed, stopped = start_pod(*flags), start_pod(*flags)
+    killed.wait_ready()
+    os.kill(ranks_of(killed)[1], signal.SIGKILL)
+    assert killed.process.wait(10) == 1
+    reason = json.loads(killed.termination_log.read_text())
     assert (reason["reason"], reason["rank"], reason["exitCode"]) == ("RankFailed", 1, -signal.SIGKILL)
     assert reason["message"].startswith("rank 1 was ended by SIGKILL; its last words:\n")
     assert "Loaded" in reason["message"]
-    stops.wait_ready()
-    stops.process.send_signal(signal.SIGTERM)
-    assert stops.process.wait(30) == 0
+    stopped.wait_ready()
+    stopped.process.send_signal(signal.SIGTERM)
+    assert stopped.process.wait(30) == 0
 
 
 @pytest.mark.parametrize("tensor", ["2", "1"])
