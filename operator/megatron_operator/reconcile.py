@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_operator import names
-from megatron_operator.api.parse import InvalidResource, parse_resource
+from megatron_operator.api.parse import FieldError, InvalidResource, parse_resource
 from megatron_operator.api.v1alpha1 import ConditionType, MegatronInference, Status
 from megatron_operator.events import Event, events_between
 from megatron_operator.names import PodIdentity
 from megatron_operator.plan import Plan, plan
-from megatron_operator.render import render_pod
+from megatron_operator.render import check_removals, image_of, render_pod
 from megatron_operator.replica_groups import pod_is_ready
 from megatron_operator.runtime_image import ImageState, runtime_image
 from megatron_operator.settings import Settings
@@ -22,6 +22,7 @@ from megatron_operator.status import as_json, build_status, invalid_status, old_
 from megatron_operator.timestamps import timestamp
 from megatron_operator.world import (
     Action,
+    ActionRefused,
     ApplyChild,
     CreatePod,
     CreateSecret,
@@ -40,6 +41,7 @@ AFTER_TROUBLE = 3.0
 """Seconds to the next round after a failed action; doubles with each further round that fails."""
 LONGEST_AFTER_TROUBLE = 60.0
 WHILE_PROGRESSING = 5.0
+UNUSED_ATTEMPT = 999_999
 MAX_FAILED_CREATIONS = 3
 """Pods that a round tries in vain to create before it leaves the other pods to the next round."""
 
@@ -83,7 +85,27 @@ def validated(obj: Mapping[str, Any], settings: Settings) -> MegatronInference:
     fix."""
     resource = parse_resource(obj)
     render_pod(resource, PodIdentity(0, 0, 0, True, "", 0), settings)
+    check_removals(resource, settings)
     return resource
+
+
+async def _check_template(resource: MegatronInference, port: WorldPort, settings: Settings) -> None:
+    """Raises InvalidResource when the cluster knows no field of ``spec.podTemplate.spec`` by that name, before any pod
+    is replaced."""
+    override = resource.spec.pod_template.spec
+    if not override or resource.deleting:
+        return
+    template_hash = names.template_hash(resource, image_of(resource, settings))
+    # No attempt has this name, so the dry run meets no existing pod.
+    identity = PodIdentity(resource.spec.replicas, UNUSED_ATTEMPT, 0, False, template_hash, 0)
+    try:
+        dropped = await port.dropped_fields(render_pod(resource, identity, settings), override)
+    except ActionRefused as refused:
+        fix = f"the API server refuses the pod; correct it: {refused}"
+        raise InvalidResource.of("spec.podTemplate.spec", override, fix) from refused
+    if dropped:
+        fix = "the API server knows no such field of a pod; correct it, or remove it"
+        raise InvalidResource([FieldError(path, value, fix) for path, value in dropped.items()])
 
 
 async def reconcile(
@@ -104,8 +126,11 @@ async def reconcile(
     settings = settings or Settings()
     try:
         resource = validated(obj, settings)
+        await _check_template(resource, port, settings)
     except InvalidResource as invalid:
         return _result(obj, invalid_status(obj, invalid.errors, time.time()))
+    except WorldError as error:
+        return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
     try:
         world = await port.observe(resource.name, resource.namespace)
     except WorldError as error:
@@ -140,9 +165,12 @@ async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings |
     """
     settings = settings or Settings()
     try:
-        actions = plan(validated(obj, settings), World(time.time()), settings).actions
+        resource = validated(obj, settings)
+        actions = plan(resource, World(time.time()), settings).actions
     except InvalidResource:
         return
+    if resource.spec.pod_template.spec:
+        return  # The first round checks it by a dry run.
     name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
     needed = [action for action in actions if _is_needed_by_pods(action)]
     answers = await asyncio.gather(*(port.apply(name, namespace, each) for each in needed), return_exceptions=True)

@@ -294,7 +294,14 @@ class SignalRefused(WorldError):
 
 
 class WorldPort(Protocol):
-    """The interface of an adapter. Both methods may raise ``WorldError``."""
+    """The interface of an adapter. All methods may raise ``WorldError``."""
+
+    async def dropped_fields(self, pod: Manifest, override: Manifest) -> Mapping[str, Any]:
+        """Paths and values of fields in ``override``, a part of the pod's spec, that the cluster would not store.
+
+        Raises ActionRefused when it would refuse the pod as invalid.
+        """
+        ...
 
     async def observe(self, name: str, namespace: str) -> World:
         """The current children of the resource and the state of its engine."""

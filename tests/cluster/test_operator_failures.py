@@ -220,3 +220,19 @@ async def test_a_resource_with_the_name_of_a_service_of_another_one_is_not_ready
     assert "url" not in status
     assert await other.pods() == {}
     assert (await chat.status())["phase"] == "Running"
+
+
+@pytest.mark.usefixtures("node")
+async def test_a_pod_template_is_checked_before_a_pod_is_replaced_and_what_it_removes_stays_removed(
+    chat: Resource,
+) -> None:
+    await chat.create()
+    await chat.until_phase("Running")
+    await chat.patch({"podTemplate": {"spec": {"nodeSelektor": {"gpu": "a"}}}})
+    status = await chat.until(lambda status: reason(status, "Failed") == "InvalidSpec", "the refusal")
+    assert "spec.podTemplate.spec.nodeSelektor" in condition(status, "Failed")["message"]
+    assert list(await chat.pods()) == ["chat-0-0-0"]
+    await chat.patch({"podTemplate": {"spec": None, "remove": ["securityContext.runAsUser"]}})
+    pod = (await chat.until_pods("chat-0-1-0"))["chat-0-1-0"]
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert pod["spec"]["securityContext"].get("runAsUser") is None

@@ -16,6 +16,7 @@ from megatron_operator.api.v1alpha1 import API_VERSION, KIND, MegatronInference
 from megatron_operator.api.v1alpha1.base import (
     ABSOLUTE_PATH,
     DNS_NAME,
+    FIELD_PATH,
     HOST_NAME,
     IMAGE_REFERENCE,
     LABEL_KEY,
@@ -26,6 +27,7 @@ from megatron_operator.api.v1alpha1.resource import LONGEST_NAME
 PATTERNS_IN_WORDS = {
     ABSOLUTE_PATH: "must be an absolute path; start it with /",
     DNS_NAME: "must hold only a-z, 0-9, '-' and '.', and start and end with a letter or digit; correct it",
+    FIELD_PATH: "must be a path of fields, like securityContext.runAsUser; correct it",
     HOST_NAME: "must be a lower-case DNS name, like chat.example.com or *.example.com; correct it",
     IMAGE_REFERENCE: "must be an image reference, like registry.example.com/models/chat:1; correct it",
     LABEL_KEY: "must be a label key, like topology.kubernetes.io/zone; correct it",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import http
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Wake
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.observation import Answer, ControlApiPoller, observed_world
+from megatron_operator.render.merge import dropped_fields
 from megatron_operator.world import (
     Action,
     ActionRefused,
@@ -26,6 +28,7 @@ from megatron_operator.world import (
     DeleteChild,
     DeletePod,
     Manifest,
+    NamespaceTerminating,
     PodPhase,
     SendRole,
     SendSignal,
@@ -56,6 +59,8 @@ class KubernetesPort:
         """The fields of each child that the operator managed right after it applied them."""
         self._routes = set(names.ROUTE_KINDS)
         """Route kinds that may exist: after the first observation, only those that were found or created."""
+        self._checked: tuple[str, Mapping[str, Any]] | None = None
+        """The template hash of the last dry run, and the fields that it dropped."""
         self.revisions: Mapping[str, int] = {}
         """Revision of the last report of each observed pod, by the pod's uid."""
 
@@ -98,6 +103,22 @@ class KubernetesPort:
         return observed_world(
             zip(map(observed_pod, ours), answers, strict=True), hashes, taken=frozenset(named) - hashes.keys()
         )
+
+    async def dropped_fields(self, pod: Manifest, override: Manifest) -> Mapping[str, Any]:
+        """Found by a dry run, once for each template."""
+        template = pod["metadata"]["labels"][names.TEMPLATE_HASH_LABEL]
+        if self._checked is None or self._checked[0] != template:
+            try:
+                stored = await self._api.create(pod, dry_run=True)
+                dropped = dropped_fields(override, stored["spec"], "spec.podTemplate.spec")
+            except NamespaceTerminating:
+                return {}
+            except ServerRefusal as refusal:
+                if refusal.status in (http.HTTPStatus.BAD_REQUEST, http.HTTPStatus.UNPROCESSABLE_ENTITY):
+                    raise
+                return {}  # Quota or admission: the creation of the pod reports it.
+            self._checked = (template, dropped)
+        return self._checked[1]
 
     async def has_keys(self, name: str, namespace: str) -> bool:
         """Whether the Secret with the keys exists. Raises WorldError when the API server does not answer."""

@@ -9,6 +9,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_operator import names
 from megatron_operator.control_client import ControlClient
@@ -89,6 +90,10 @@ class LocalWorld:
     def add_secrets(self, secrets: Mapping[str, Mapping[str, str]]) -> None:
         """Set the Secrets that the user wrote, by name. Pods that start later use the new values."""
         self._secrets.update({name: dict(values) for name, values in secrets.items()})
+
+    async def dropped_fields(self, pod: Manifest, override: Manifest) -> Mapping[str, Any]:  # noqa: ARG002
+        """None: there is no API server."""
+        return {}
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:
         """Raises ActionRefused when a manifest cannot run here, WorldError when a retry may help."""

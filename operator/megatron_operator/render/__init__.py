@@ -12,11 +12,11 @@ from megatron_operator.render.ingress import ingress
 from megatron_operator.render.keys_secret import keys_secret
 from megatron_operator.render.metadata import with_applied_hash
 from megatron_operator.render.network_policy import network_policy
-from megatron_operator.render.pod import grace_seconds, image_of, render_pod
+from megatron_operator.render.pod import check_removals, grace_seconds, image_of, render_pod
 from megatron_operator.render.pods_service import pods_service
 from megatron_operator.settings import Settings
 
-__all__ = ["grace_seconds", "image_of", "keys_secret", "render_children", "render_pod"]
+__all__ = ["check_removals", "grace_seconds", "image_of", "keys_secret", "render_children", "render_pod"]
 
 
 def render_children(resource: MegatronInference, settings: Settings) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from megatron_operator import names
+from megatron_operator.api.parse import InvalidResource
 from megatron_operator.api.v1alpha1 import Device, MegatronInference
 from megatron_operator.names import PodIdentity
 from megatron_operator.render.command import (
@@ -17,7 +18,7 @@ from megatron_operator.render.command import (
     arguments,
     environment,
 )
-from megatron_operator.render.merge import merged
+from megatron_operator.render.merge import merged, without
 from megatron_operator.render.metadata import child_metadata
 from megatron_operator.render.placement import placement, queue_annotations, queue_labels
 from megatron_operator.settings import Settings
@@ -41,7 +42,10 @@ def grace_seconds(resource: MegatronInference) -> int:
 def render_pod(resource: MegatronInference, identity: PodIdentity, settings: Settings) -> dict[str, Any]:
     """The pod's manifest. Raises InvalidResource when ``spec.podTemplate`` is not a valid partial pod."""
     template = resource.spec.pod_template
-    spec = merged(_spec(resource, identity, settings), template.spec, "spec.podTemplate.spec")
+    base = _spec(resource, identity, settings)
+    for path in template.remove:
+        base = without(base, path) or base
+    spec = merged(base, template.spec, "spec.podTemplate.spec")
     metadata = child_metadata(resource, names.pod_name(resource.name, identity.group, identity.attempt, identity.index))
     queue = queue_labels(resource, identity)
     labels = {**template.metadata.labels, **metadata["labels"], **_identity_labels(identity), **queue}
@@ -56,6 +60,16 @@ def render_pod(resource: MegatronInference, identity: PodIdentity, settings: Set
         # The plan requires that the kubelet never restarts a pod and that the host name is the pod's.
         "spec": {**spec, **_fixed(resource, metadata["name"])},
     }
+
+
+def check_removals(resource: MegatronInference, settings: Settings) -> None:
+    """Raises InvalidResource when no pod has a field that ``spec.podTemplate.remove`` names."""
+    identities = [PodIdentity(0, 0, index, True, "", 0) for index in {0, resource.spec.pods_per_group - 1}]
+    specs = [_spec(resource, identity, settings) for identity in identities]
+    for position, path in enumerate(resource.spec.pod_template.remove):
+        if all(without(spec, path) is None for spec in specs):
+            fix = "the pods have no such field; correct the path, or leave it out"
+            raise InvalidResource.of(f"spec.podTemplate.remove[{position}]", path, fix)
 
 
 def _identity_labels(identity: PodIdentity) -> dict[str, str]:

@@ -61,6 +61,7 @@ class SimulatedCluster:
         self.pods: dict[str, ObservedPod] = {}
         self.children: dict[str, str] = {}
         self.taken: set[str] = set()  # ``Kind/name`` of objects of other owners
+        self.unknown_fields: dict[str, object] = {}
         self.has_room = True  # for a new pod, on some node
         self.still: dict[str, float] = {}
         """Pods whose processes stand still, and since when."""
@@ -72,7 +73,9 @@ class SimulatedCluster:
         self._wishes: dict[str, Lifecycle] = {}
         self._born_leaders: dict[str, int] = {}
 
-    # --- the port
+    async def dropped_fields(self, _pod: Manifest, _override: Manifest) -> dict[str, object]:
+        """Fields that it does not know."""
+        return self.unknown_fields
 
     async def observe(self, _name: str, _namespace: str) -> World:
         """As the adapters see it."""
@@ -125,8 +128,6 @@ class SimulatedCluster:
     def reachable(self, reachable: bool) -> None:
         if reachable != self.reachable:
             self._cut_off_since = None if reachable else self.now
-
-    # --- what kubelets, schedulers and people do
 
     def start(self, name: str) -> None:
         """The pod's next step: scheduled, loading, registering, serving and ready; one that is being deleted is gone.
@@ -243,8 +244,6 @@ class SimulatedCluster:
     def change(self, name: str, **changes: object) -> None:
         """Anything about a pod."""
         self.pods[name] = replace(self.pods[name], **changes)  # type: ignore[arg-type]
-
-    # ---
 
     def live(self, group: int | None = None) -> list[ObservedPod]:
         """Pods that would go on if nobody ended them."""

@@ -21,6 +21,8 @@ IMAGE_REFERENCE = r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$"
 ImageReference = Annotated[str, Field(max_length=1024, pattern=IMAGE_REFERENCE)]
 LABEL_KEY = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 LabelKey = Annotated[str, Field(max_length=317, pattern=LABEL_KEY)]
+FIELD_PATH = r"^[A-Za-z][A-Za-z0-9-]*(\.[A-Za-z][A-Za-z0-9-]*)*$"
+FieldPath = Annotated[str, Field(max_length=256, pattern=FIELD_PATH)]
 
 MISPLACED = "misplaced"
 """Error type of checks across fields."""

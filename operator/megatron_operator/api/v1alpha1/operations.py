@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from megatron_operator.api.quantity import Duration
-from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, LabelKey, Part, misplaced
+from megatron_operator.api.v1alpha1.base import Boolean, DnsName, FieldPath, Integer, LabelKey, Part, misplaced
 
 
 class Lifecycle(StrEnum):
@@ -131,6 +131,10 @@ class PodTemplate(Part):
 
     metadata: PodTemplateMetadata = PodTemplateMetadata()
     """Labels and annotations added to every pod."""
+    remove: list[FieldPath] = Field(default=[], max_length=32)
+    """Fields to remove from the rendered pod before spec is merged, like securityContext.runAsUser, affinity or
+    containers.megatron.resources.limits; items of lists are named by their name. Unlike a null in spec, which kubectl
+    apply and API servers drop, an entry stays."""
     spec: dict[str, Any] = Field(default={}, json_schema_extra={"x-kubernetes-preserve-unknown-fields": True})
     """A partial pod spec. Containers (the main one is named megatron), volumes and environment variables are merged by
-    name, volume mounts by mountPath; tolerations are appended; other lists are replaced; null removes a field."""
+    name, volume mounts by mountPath; tolerations are appended; other lists are replaced."""
