@@ -1,8 +1,8 @@
-# Everything is done by these few commands; `make` alone explains them.
+# `make` without arguments lists the commands.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-# The tests start hundreds of processes: each would compile all sources anew.
+# The tests start hundreds of processes, and each would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV  ?= .venv
@@ -17,30 +17,30 @@ LOCAL := $(BIN)/megatron-operator local --map-path /models=$(CACHE)/models
 
 .PHONY: help demo serve test announce test-quick test-long kernels check bench chaos venv dev model control-plane clients images e2e crd clean
 
-help: ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: venv model ## a resource becomes processes, answers, pauses, suspends, resumes, and leaves nothing behind
+demo: venv model ## serve a resource as processes: chat, pause, suspend, resume, shut down
 	@$(BIN)/python examples/demo.py $(SAMPLE) --map-path /models=$(CACHE)/models
 
-serve: venv model ## the same resource, until Ctrl-C; edit a copy with SAMPLE=my.yaml
+serve: venv model ## serve the sample until Ctrl-C, or another resource with SAMPLE=my.yaml
 	@$(LOCAL) -f $(SAMPLE)
 
-test: announce dev model control-plane clients kernels ## all tests; ARGS are pytest's, WORKERS is how many run side by side
+test: announce dev model control-plane clients kernels ## run all tests; ARGS: arguments for pytest, WORKERS: number of parallel workers
 	@$(PYTEST) $(ARGS)
 
 announce:
-	@echo "make: the first run also fetches and builds what the tests need, about 15 minutes on 2 cores; make test-quick needs none of that"
+	@echo "make: the first run also downloads and builds the prerequisites of the tests, about 15 minutes on 2 cores; make test-quick needs none of them"
 
 QUICK := tests/test_layout.py tests/operator tests/e2e/test_contract.py tests/runtime/engine $(wildcard tests/runtime/test_*.py)
 
-test-quick: dev kernels ## those that need neither root nor control plane nor weights, in 3 minutes: plans, rendering, engine
+test-quick: dev kernels ## run the tests that need neither root nor control plane nor weights, in 3 minutes
 	@$(PYTEST) -m 'not model' $(QUICK) $(ARGS)
 
-test-long: dev model control-plane clients kernels ## the tests that repeat something, with full counts and new seeds
+test-long: dev model control-plane clients kernels ## run the tests with the mark repetition, with full counts and new seeds
 	@MEGATRON_TEST_LONG=1 $(PYTEST) -m repetition $(ARGS)
 
-check: dev ## lint, format, types, layers, generated files
+check: dev ## check lint, format, types, layers and generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -50,47 +50,47 @@ check: dev ## lint, format, types, layers, generated files
 
 BENCHMARKS ?= $(filter-out benchmarks/reliability.py,$(wildcard benchmarks/*.py))
 
-bench: dev model ## the benchmarks, each against a named peer in the same run
+bench: dev model ## run the benchmarks, each beside a named peer
 	@set -e; for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(BIN)/python $$benchmark $(ARGS); done
 
-chaos: dev model control-plane ## what clients see while pods, ranks, node, operator and API server fail; takes root
+chaos: dev model control-plane ## measure what clients see while pods, ranks, node, operator and API server fail; needs root
 	@$(BIN)/python benchmarks/reliability.py $(ARGS)
 
-venv: $(VENV)/.for-demo ## the virtual environment with what a user needs
+venv: $(VENV)/.for-demo ## create the virtual environment for users
 	@:
 
-dev: $(VENV)/.for-tests ## the same with the tools of the tests
+dev: $(VENV)/.for-tests ## create the virtual environment for development and tests
 	@:
 
-model: $(VENV)/.made ## SmolLM2-135M-Instruct in the cache folder, checksum verified
+model: $(VENV)/.made ## download SmolLM2-135M-Instruct into the cache folder
 	@$(BIN)/python tools/fetch_model.py
 
-# With KUBERNETES=1.36 the tests run on that release, built from its Go modules.
+# KUBERNETES=1.36 runs the tests on that release, built from its Go modules.
 ifdef KUBERNETES
 export KUBEBUILDER_ASSETS := $(CACHE)/kubernetes-$(KUBERNETES)
 endif
 
-control-plane: dev model ## the Kubernetes, the node and the images of the cluster tests; KUBERNETES=1.36: that release
+control-plane: dev model ## build the control plane, node and images for the cluster tests; KUBERNETES=1.36: that release
 	@$(if $(KUBERNETES),tools/build_kubernetes.sh $(KUBERNETES) $(KUBEBUILDER_ASSETS))
 	@$(BIN)/python tests/cluster/prepare.py
 
-clients: dev ## what the tests with other people's clients run: a browser, packages of npm and PyPI
+clients: dev ## download a browser and clients from npm and PyPI for the tests
 	@$(BIN)/python tests/runtime/server/clients/prepare.py
 
-kernels: dev ## the kernels of a CPU, compiled before the tests need them: each process would compile them by itself
+kernels: dev ## compile the CPU kernels once, before the tests start many processes
 	@$(BIN)/python -m megatron_runtime.model.kernels.compile_kernels $(KERNELS)
 
-images: dev model ## the images of operator and runtime, built without a registry, and their sizes
+images: dev model ## build the images of operator and runtime without a registry, and print their sizes
 	@$(BIN)/python tests/cluster/prepare_images.py
 
-e2e: dev model control-plane ## built images, pods on a real node, Helm and kubectl; or on the cluster of KUBECONFIG
+e2e: dev model control-plane ## test the images with pods on a real node, or on the cluster of KUBECONFIG
 	@$(BIN)/python -m pytest tests/cluster/test_node.py tests/cluster/test_node_serving.py $(ARGS)
 
-crd: dev ## write the generated files anew
+crd: dev ## regenerate the CRD and the reference pages
 	@$(BIN)/python -m megatron_operator.api.crd
 	@$(BIN)/python tools/metrics_reference.py
 
-clean: ## the virtual environment, builds and tool caches; downloads in the cache folder stay
+clean: ## remove the virtual environment, builds and tool caches; the cache folder stays
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -104,6 +104,6 @@ $(VENV)/.for-demo: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.for-tests: $(VENV)/.made pyproject.toml constraints.txt
-	@echo "make: installing the pinned packages and the tools of the tests into $(VENV) (a few minutes, once)"
+	@echo "make: installing the pinned packages and the test tools into $(VENV) (a few minutes, once)"
 	@$(PIP) --editable '.[dev]'
 	@touch $(VENV)/.for-demo $@

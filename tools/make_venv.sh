@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes the virtual environment: make_venv.sh FOLDER. Python 3.11 or newer is needed, PYTHON names another than python3.
-# Debian keeps the part of Python that makes virtual environments in a package of its own; root gets it by itself.
+# Creates the virtual environment: make_venv.sh FOLDER. Requires Python 3.11 or newer; PYTHON overrides python3. On
+# Debian, venv is a separate package, which is installed automatically as root.
 set -eu
 
 folder=$1
@@ -16,11 +16,11 @@ command -v "$python" >/dev/null || {
 }
 if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        echo "make: installing python3-venv, which Debian keeps apart from Python"
+        echo "make: installing python3-venv, a separate package on Debian"
         apt-get update -qq
         DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends python3-venv >/dev/null
     else
-        echo "make: $python cannot make virtual environments; once: sudo apt-get install python3-venv" >&2
+        echo "make: $python cannot create virtual environments; run once: sudo apt-get install python3-venv" >&2
         exit 1
     fi
 fi

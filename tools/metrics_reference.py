@@ -1,7 +1,7 @@
-"""The reference of the metrics for people, ``docs/metrics.md``, from what operator and runtime really export.
+"""Generates the metrics reference ``docs/metrics.md`` from the metrics that the operator and the runtime export.
 
-``python tools/metrics_reference.py`` writes it, from the repository's root; ``--check`` only says whether it is up to
-date. Names, types, labels and meanings are the code's; the queries and vLLM's names are kept here.
+``python tools/metrics_reference.py`` writes it, from the repository's root; ``--check`` only checks that it is up to
+date. Names, types, labels and meanings come from the code; the queries and vLLM's names are defined here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_runtime.server.metrics import FrontendMetrics
 
 PAGE = Path("docs/metrics.md")
 ANY = "500"
-"""Stands for the value of a label that only requests give: a status, among others."""
+"""Placeholder for the values of labels that depend on requests, such as a status."""
 UNITS = {
     "seconds": "seconds",
     "tokens": "tokens",
@@ -33,30 +33,29 @@ UNITS = {
     "leading": "0 or 1",
     "state": "0 or 1",
 }
-"""By the last word of the name; all others count things."""
+"""Units by the last word of the name; the unit of all others is count."""
 BY_MODEL = "sum by (namespace, megatroninference)"
-"""What belongs to one resource, whose name the PodMonitor of the chart adds as the label ``megatroninference``."""
+"""Sum per resource; the chart's PodMonitor adds its name as the label ``megatroninference``."""
 
 HEADER = """<!-- Generated from the code and tools/metrics_reference.py by `make crd`. Do not edit. -->
 
 # Metrics
 
-The operator serves them at `/metrics` of port 8080, each pod of a model at `/metrics` of port 9000. With
-`metrics.serviceMonitor`, `metrics.podMonitor`, `metrics.prometheusRule` and `metrics.dashboard` the Helm chart brings
-monitors for both, alerts and a dashboard, see [install](install.md).
-The monitor of models adds the label `megatroninference`, the name of the resource; without it, the pod's label
-`inference.megatron.dev/name` says the same.
+The operator serves metrics at `/metrics` on port 8080, each pod of a model at `/metrics` on port 9000. The Helm chart
+has monitors for both, alerts and a dashboard (`metrics.serviceMonitor`, `metrics.podMonitor`, `metrics.prometheusRule`,
+`metrics.dashboard`), see [install](install.md). The monitor of models adds the label `megatroninference`, the name of
+the resource, which is also the pod's label `inference.megatron.dev/name`.
 
-The name is that of the series: a histogram has `_bucket`, `_sum` and `_count` of it. Counters begin anew with the
-process that counts; `rate` and `increase` know that. Beside each metric is a question that it is there to answer, and
-the PromQL that asks it. Where a metric of vLLM means the same, its name is there too, so that a dashboard or an
-autoscaler can be moved by changing names; labels besides `le` are each server's own.
+The names are those of the series; a histogram has the series `_bucket`, `_sum` and `_count`. Counters reset when their
+process restarts, which `rate` and `increase` account for. Each metric has a question that it answers, with the PromQL
+query. If vLLM has a metric with the same meaning, the last column has its name, to port dashboards and autoscalers;
+labels other than `le` differ.
 """
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a person asks with a metric, in PromQL; and the metric of vLLM's that means the same."""
+    """A question that a metric answers, with its PromQL query, and vLLM's metric with the same meaning."""
 
     words: str
     query: str
@@ -64,7 +63,7 @@ class Question:
 
 
 def _part_of(name: str, quantile: float = 0.95) -> str:
-    """Of a histogram, for each resource."""
+    """A quantile of a histogram, per resource."""
     return f"histogram_quantile({quantile}, sum by (namespace, megatroninference, le) (rate({name}_bucket[5m])))"
 
 
@@ -74,7 +73,7 @@ def _slow(words: str, name: str, vllm: str) -> Question:
 
 QUESTIONS = {
     "megatron_operator_reconciles_total": Question(
-        "Which part of the rounds fails?",
+        "What fraction of the rounds fails?",
         'sum(rate(megatron_operator_reconciles_total{outcome!="success"}[10m]))'
         " / sum(rate(megatron_operator_reconciles_total[10m]))",
     ),
@@ -90,7 +89,7 @@ QUESTIONS = {
         'sum(megatron_operator_fleet_rollout_resources{state="current"})'
         " / sum(megatron_operator_fleet_rollout_resources)",
     ),
-    "megatron_operator_leading": Question("Does any operator act?", "max(megatron_operator_leading) == 1"),
+    "megatron_operator_leading": Question("Is any operator active?", "max(megatron_operator_leading) == 1"),
     "megatron_engine_state": Question("Which models are suspended?", 'megatron_engine_state{state="SUSPENDED"} == 1'),
     "megatron_requests_running": Question(
         "How busy is it?", f"{BY_MODEL} (megatron_requests_running)", "vllm:num_requests_running"
@@ -129,22 +128,24 @@ QUESTIONS = {
     "megatron_ready": Question("Which pods are not ready?", "megatron_ready == 0"),
     "megatron_restarts_total": Question("Do processes fail repeatedly?", "increase(megatron_restarts_total[30m]) > 0"),
     "megatron_requests_total": Question(
-        "Which part of the requests fails?",
+        "What fraction of the requests fails?",
         f'{BY_MODEL} (rate(megatron_requests_total{{status=~"5.."}}[5m]))'
         f" / {BY_MODEL} (rate(megatron_requests_total[5m]))",
         "http_requests_total",
     ),
     "megatron_prompt_tokens_total": Question(
-        "How much is read?", f"{BY_MODEL} (rate(megatron_prompt_tokens_total[5m]))", "vllm:prompt_tokens_total"
+        "How many prompt tokens are processed per second?",
+        f"{BY_MODEL} (rate(megatron_prompt_tokens_total[5m]))",
+        "vllm:prompt_tokens_total",
     ),
     "megatron_cached_prompt_tokens_total": Question(
-        "Which part does the prefix cache spare?",
+        "What fraction of the prompt tokens does the prefix cache provide?",
         f"{BY_MODEL} (rate(megatron_cached_prompt_tokens_total[5m]))"
         f" / {BY_MODEL} (rate(megatron_prompt_tokens_total[5m]))",
         "vllm:prefix_cache_hits_total",
     ),
     "megatron_generation_tokens_total": Question(
-        "How much is written?",
+        "How many tokens are generated per second?",
         f"{BY_MODEL} (rate(megatron_generation_tokens_total[5m]))",
         "vllm:generation_tokens_total",
     ),
@@ -152,7 +153,7 @@ QUESTIONS = {
         "How long until an answer begins?", "megatron_time_to_first_token_seconds", "vllm:time_to_first_token_seconds"
     ),
     "megatron_time_per_output_token_seconds": _slow(
-        "How slowly do tokens come?",
+        "How long does each token take?",
         "megatron_time_per_output_token_seconds",
         "vllm:request_time_per_output_token_seconds",
     ),
@@ -169,28 +170,28 @@ QUESTIONS = {
         "How long are answers?", "megatron_request_generation_tokens", "vllm:request_generation_tokens"
     ),
     "megatron_finished_answers_total": Question(
-        "How do answers end?",
+        "Why do answers end?",
         "sum by (namespace, megatroninference, reason) (rate(megatron_finished_answers_total[5m]))",
         "vllm:request_success_total",
     ),
 }
-"""By the name of the series; a metric without one has no place in the reference, and the check says so."""
+"""By the name of the series; a metric without a question fails the check."""
 
 
 def of_the_operator() -> Iterable[Metric]:
-    """What the operator exports."""
+    """The metrics of the operator."""
     return Meters().registry.collect()
 
 
 def of_a_pod(*, is_leader: bool = True) -> Iterable[Metric]:
-    """What a launcher exports; that of a leader exports the engines' metrics too."""
+    """The metrics of a launcher; that of the leader pod also exports the engines' metrics."""
     groups = (ReplicaGroupState(index=0, state="RUNNING"),)
     facts = PodFacts(is_leader=is_leader, engine_state="RUNNING", replica_groups=groups, ranks={0: RankState(0)})
     return PodCollector(lambda: facts).collect()
 
 
 def of_a_frontend() -> Iterator[Metric]:
-    """What a frontend process counts; a leader's launcher adds those of all its frontends up."""
+    """The metrics of a frontend process; the launcher of a pod sums up those of its frontends."""
     for metric in vars(FrontendMetrics()).values():
         assert isinstance(metric, MetricWrapperBase)
         if metric._labelnames:
@@ -199,12 +200,12 @@ def of_a_frontend() -> Iterator[Metric]:
 
 
 def series_name(metric: Metric) -> str:
-    """As Prometheus has it."""
+    """The name of the metric's series in Prometheus."""
     return f"{metric.name}_total" if metric.type == "counter" else metric.name
 
 
 def reference_text() -> str:
-    """The page. Raises KeyError for a metric that nobody has a question for."""
+    """The text of the page. Raises KeyError for a metric without a question."""
     of_every_pod = {metric.name for metric in of_a_pod(is_leader=False)}
     pods = list(of_a_pod())
     parts = {
@@ -217,7 +218,7 @@ def reference_text() -> str:
 
 
 def _section(title: str, metrics: Iterable[Metric]) -> str:
-    head = "| name | type, unit | labels | meaning | ask with it | vLLM |\n|---|---|---|---|---|---|\n"
+    head = "| name | type, unit | labels | meaning | question and query | vLLM |\n|---|---|---|---|---|---|\n"
     rows = "".join(f"| {' | '.join(_cells(metric))} |\n" for metric in metrics)
     return f"\n## {title}\n\n{head}{rows}"
 
@@ -225,7 +226,7 @@ def _section(title: str, metrics: Iterable[Metric]) -> str:
 def _cells(metric: Metric) -> tuple[str, ...]:
     name = series_name(metric)
     question = QUESTIONS[name]
-    # What is in a cell must not end it; Markdown takes the bar back out, in code too.
+    # A bar would end the cell; Markdown removes the backslash, in code too.
     query = question.query.replace("|", "\\|")
     return (
         f"`{name}`",
@@ -238,7 +239,7 @@ def _cells(metric: Metric) -> tuple[str, ...]:
 
 
 def _labels(metric: Metric) -> Iterator[str]:
-    """Each label; with its values where the code gives them all."""
+    """Each label, with its values if the code defines them all."""
     seen: dict[str, list[str]] = {}
     for sample in metric.samples:
         for label, value in sample.labels.items():
@@ -252,13 +253,13 @@ def _labels(metric: Metric) -> Iterator[str]:
 
 
 def main() -> None:
-    """Writes the page, from the repository's root; ``--check`` only says whether it is up to date."""
+    """Writes the page, from the repository's root; ``--check`` only checks that it is up to date."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
     if not parser.parse_args().check:
         PAGE.write_text(reference_text())
     elif not PAGE.exists() or PAGE.read_text() != reference_text():
-        sys.exit(f"{PAGE}: not what the code exports; run: make crd")
+        sys.exit(f"{PAGE}: out of date; run: make crd")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Prints what pip has to install for some extras of this project, one requirement a line.
+"""Prints the requirements of some extras of this project for pip, one per line.
 
-`python tools/requirements.py EXTRA...`, such as `operator`. With it an image's libraries are a layer of their own,
-which stays while the code changes. Standard library only.
+`python tools/requirements.py EXTRA...`, such as `operator`. With it, the libraries are a separate layer of an image,
+which is reused when only the code changes. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """Those of the extras. Raises KeyError for an extra that is not there."""
+    """The requirements of the extras. Raises KeyError for an unknown extra."""
     project = tomllib.loads(PYPROJECT.read_text())
     optional = project["project"]["optional-dependencies"]
     return [requirement for extra in extras for requirement in optional[extra]]

@@ -1,9 +1,10 @@
-"""Has Megatron itself write the small ``torch_dist`` checkpoints in ``tests/runtime/data/megatron``, and their logits.
+"""Writes the small ``torch_dist`` checkpoints in ``tests/runtime/data/megatron`` and their logits, with Megatron
+itself.
 
-Wants Python 3.11 with ``torch==2.13.0`` for the CPU, ``megatron-core==0.16.1``, ``numpy``, ``einops``, ``psutil`` and
-``safetensors`` in an environment of its own: the project itself and its tests do without Megatron. Needs no
-accelerator; what Megatron asks of one is answered for the CPU. `python tools/write_megatron_checkpoints.py` writes all
-of them anew, in about two minutes.
+Requires Python 3.11 with ``torch==2.13.0`` for the CPU, ``megatron-core==0.16.1``, ``numpy``, ``einops``, ``psutil``
+and ``safetensors`` in a separate environment: the project and its tests do not need Megatron. Needs no accelerator;
+calls to one are redirected to the CPU. `python tools/write_megatron_checkpoints.py` writes all of them in about two
+minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-warnings.simplefilter("ignore")  # of what is not installed, at every import
+warnings.simplefilter("ignore")  # about missing packages, at every import
 torch.cuda.current_device = lambda: "cpu"
 torch.cuda.synchronize = lambda: None
 
@@ -43,9 +44,9 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa:
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig, multi_latent_attention  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
-moe_utils.te_general_gemm = None  # it is asked for, but defined with Transformer Engine alone
+moe_utils.te_general_gemm = None  # used, but only defined with Transformer Engine
 for of_transformer_engine in ("TELinear", "TEColumnParallelLinear"):
-    # Without Transformer Engine they are None, which isinstance doesn't take.
+    # Without Transformer Engine they are None, which isinstance() rejects.
     setattr(multi_latent_attention, of_transformer_engine, type(of_transformer_engine, (), {}))
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "runtime" / "data" / "megatron"
@@ -62,7 +63,7 @@ EXPERTS = {
     "moe_token_dispatcher_type": "allgather",
 }
 APART = {"singleton_local_shards": True}
-"""How newer versions ask for a tensor per layer, expert, and half of a gated matrix."""
+"""The option of newer versions for a tensor per layer, expert, and half of a gated matrix."""
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -204,16 +205,16 @@ PLAIN = {
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint: the same model in the words of both sides, and how it is saved."""
+    """A checkpoint: the same model in the configurations of Megatron and Hugging Face, and how it is saved."""
 
     hugging_face: dict[str, Any]
     transformer: dict[str, Any] = field(default_factory=dict)
-    """What differs from `transformer_config`'s own."""
+    """Differences from the defaults of `transformer_config`."""
     metadata: dict[str, Any] | None = None
     ranks: int = 1
-    """Tensor-parallel ones; expert-parallel ones of a mixture."""
+    """Tensor parallel ranks; expert parallel ranks of a mixture of experts."""
     training: bool = False
-    """Under its iteration in the folder of a training, with all that a training saves beside the model."""
+    """Whether it is saved like a training run: in the folder of its iteration, with the optimizer and other state."""
 
     @property
     def tensor_ranks(self) -> int:
@@ -244,7 +245,7 @@ CASES = {
 
 
 class OnTheCpu(TorchFunctionMode):
-    """Tensors that Megatron makes on an accelerator, whatever there is."""
+    """Creates on the CPU the tensors that Megatron creates on an accelerator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -297,7 +298,7 @@ def transformer_config(case: Case) -> TransformerConfig:
 
 
 def build(case: Case) -> GPTModel:
-    """The model with random weights, norms and biases included."""
+    """The model with random weights, including norms and biases."""
     torch.manual_seed(1)
     config = transformer_config(case)
     if isinstance(config.moe_layer_freq, list):
@@ -336,7 +337,7 @@ def build(case: Case) -> GPTModel:
 
 
 def logits(model: GPTModel) -> Tensor:
-    """Of `TOKENS`, [tokens, padded vocabulary]."""
+    """Logits of `TOKENS`, [tokens, padded vocabulary]."""
     count = len(TOKENS)
     mask = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
     found = model(torch.tensor([TOKENS]), torch.arange(count)[None], mask)
@@ -344,7 +345,7 @@ def logits(model: GPTModel) -> Tensor:
 
 
 def beside_the_model(model: GPTModel, state: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron's training saves beside ``state``, that of a model which has made one step."""
+    """The state that Megatron's training saves in addition to the model's ``state``, after one step."""
     config = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=0.0, log_num_zeros_in_grad=False)
     adam = torch.optim.AdamW(model.parameters(), lr=config.lr)
     with OnTheCpu():
@@ -368,7 +369,7 @@ def beside_the_model(model: GPTModel, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def write(case: Case, folder: Path) -> None:
-    """The checkpoint into ``folder``, and beside it Hugging Face's configuration and the logits."""
+    """Writes the checkpoint into ``folder``, with Hugging Face's configuration and the logits."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tensor_ranks, expert_model_parallel_size=case.expert_ranks
     )
@@ -392,7 +393,7 @@ def write(case: Case, folder: Path) -> None:
 
 
 def main() -> None:
-    """All checkpoints; with arguments, which it gives to the ranks that it starts, one rank's share of one."""
+    """Writes all checkpoints. It starts itself with arguments for each rank of a checkpoint."""
     if len(sys.argv) > 1:
         name, rank = sys.argv[1], int(sys.argv[2])
         rendezvous = f"file://{Path.cwd()}/rendezvous"
@@ -405,11 +406,11 @@ def main() -> None:
     for name, case in CASES.items():
         with TemporaryDirectory() as scratch:
             command = [sys.executable, Path(__file__).resolve(), name]
-            # The folder's name, which Megatron keeps in what it writes, is a relative one.
+            # A relative path, because Megatron stores it in the checkpoint.
             ranks = [subprocess.Popen([*command, str(rank)], cwd=scratch) for rank in range(case.ranks)]
             ended = [rank.wait() for rank in ranks]
             if any(ended):
-                sys.exit(f"{name}: the ranks ended with {ended}")
+                sys.exit(f"{name}: the ranks exited with {ended}")
             shutil.make_archive(str(FOLDER / name), "zip", Path(scratch) / "checkpoint")
 
 

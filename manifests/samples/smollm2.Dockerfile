@@ -1,5 +1,5 @@
-# The runtime's image with SmolLM2-135M-Instruct in it, for the samples: a model this small may travel with the program.
-# FOLDER holds the .gguf file, which `make model` fetches into the cache folder:
+# The runtime's image with SmolLM2-135M-Instruct, for the samples. FOLDER has the .gguf file, which `make model` downloads
+# into the cache folder:
 #
 #   docker buildx build -f manifests/samples/smollm2.Dockerfile -t megatron-inference/runtime-smollm2:0.1.0 FOLDER
 #   helm upgrade --install megatron charts/megatron-inference --set runtime.image=megatron-inference/runtime-smollm2:0.1.0

@@ -98,7 +98,7 @@ def test_a_server_of_custom_resources_beside_the_core_is_used_and_named(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("release", "words"), [("1.36", "no Kubernetes 1.36 here: Go is not on PATH"), ("v1", "write it like 1.36")]
+    ("release", "words"), [("1.36", "no Kubernetes 1.36 here: Go is not on PATH"), ("v1", "use the form 1.36")]
 )
 def test_a_release_that_cannot_be_built_here_is_an_error_of_one_line(tmp_path: Path, release: str, words: str) -> None:
     command = ["/bin/sh", str(BUILD), release, str(tmp_path / "made")]

@@ -137,12 +137,12 @@ def test_every_family_that_is_exported_is_on_the_dashboard_or_left_out_on_purpos
     families = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in SERIES}
     told = {re.sub(r"_(total|bucket|sum|count)$", "", str(name)) for name in shown}
     assert families - told == {
-        "megatron_operator_leading",  # an alert tells when none does
-        "megatron_ready",  # the pod's own readiness, which Kubernetes shows
+        "megatron_operator_leading",  # covered by an alert
+        "megatron_ready",  # Kubernetes shows the readiness of pods
         "megatron_kv_blocks",  # the same as megatron_kv_usage, in blocks
         "megatron_weight_version",
-        "megatron_generation_tokens",  # the replicas' counters say it by group
-        "megatron_replica_prompt_tokens",
+        "megatron_generation_tokens",  # counted per replica group
+        "megatron_replica_group_prompt_tokens",
     }
 
 

@@ -50,7 +50,7 @@ capabilities:
 - apiGroups: [inference.megatron.dev]
   resources: [megatroninferences/status]
   verbs: [patch]
-- apiGroups: [inference.megatron.dev]    # ownerReferences that block deletion need it where admission checks them
+- apiGroups: [inference.megatron.dev]    # required by admission for ownerReferences that block deletion
   resources: [megatroninferences/finalizers]
   verbs: [update]
 - apiGroups: [""]
@@ -59,7 +59,7 @@ capabilities:
 - apiGroups: [""]
   resources: [services]
   verbs: [get, list, watch, create, patch]
-- apiGroups: [""]                        # the keys of each resource, by name: never list or watch
+- apiGroups: [""]                        # the keys of each resource, by name; no list or watch
   resources: [secrets]
   verbs: [get, create]
 - apiGroups: [networking.k8s.io]
