@@ -35,7 +35,7 @@ class Engine:
         self._streams: list[tuple[LoopRequest, int]] = []
         self._link = CoordinatorConnection(
             address,
-            group=group,
+            replica_group=group,
             attempt=0,
             key=None,
             describe=lambda: (EngineState.RUNNING, False, [], EngineLoad(), ""),

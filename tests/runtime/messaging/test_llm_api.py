@@ -109,7 +109,7 @@ def test_coroutines_of_the_caller_run_on_the_background_loop(llm: MegatronLLM) -
     assert llm.run_sync(where()) == llm.submit(where()).result(10) == "megatron-runtime"
     with pytest.raises(ArithmeticError, match="on purpose"):
         llm.run_sync(where(fails=True))
-    with pytest.raises(RuntimeError, match="background loop"):
+    with pytest.raises(RuntimeError, match="background event loop"):
         llm.submit(wait_for_itself()).result(10)
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_runtime.apis import MegatronLLM
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.data_parallel_inference_coordinator.core import CoordinatorSettings
+from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.notifier import Notifier
@@ -47,7 +47,7 @@ VICTIMS = {
 }
 """How often each kind of process gets a signal, by a word of its command line."""
 DISTURBANCES = sum(VICTIMS.values())
-STALL_SECONDS = CoordinatorSettings.engine_timeout + 2
+STALL_SECONDS = CoordinatorOptions.engine_timeout + 2
 """How long a process stays stopped: its requests are moved, and the launcher does not take it for hung yet."""
 DEADLINE = 240.0
 SETTLING = 15.0
