@@ -77,7 +77,7 @@ class EngineLink:
         self._state.update(engine_state=None, replica_groups=())
 
     async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:
-        """As ``control_api.SignalSender`` says."""
+        """See ``control_api.SignalSender``."""
         was_suspended = self._auto_suspend is not None and self._auto_suspend.override()
         self._state.update(auto_suspended=False)
         if was_suspended and signal is Headers.SUSPEND and self.target is CoordinatorState.SUSPENDED:
@@ -85,7 +85,7 @@ class EngineLink:
         await self._send_signal(signal, timeout=timeout, wait=wait)
 
     async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:
-        """As ``control_api.SignalSender`` says."""
+        """See ``control_api.SignalSender``."""
         await self._send("update_weights", partial(self._client.update_weights, path), timeout=timeout, wait=wait)
 
     async def _send_for_auto_suspend(self, signal: Headers) -> None:

@@ -190,8 +190,8 @@ def test_nothing_is_logged_by_default(make_engine: MakeEngine, caplog: pytest.Lo
     [
         ({"logging_step_interval": -1}, "logging_step_interval=-1 must be"),
         ({"logging_step_interval": True}, "logging_step_interval=True must be"),
-        ({"logging_step_interval": 1, "metrics_writer": "wandb"}, "metrics_writer='wandb' has no log"),
-        ({"metrics_writer": Written()}, "never written to with logging_step_interval=0"),
+        ({"logging_step_interval": 1, "metrics_writer": "wandb"}, "metrics_writer='wandb' has no method log"),
+        ({"metrics_writer": Written()}, "metrics_writer has no effect with logging_step_interval=0"),
     ],
 )
 def test_an_unusable_writer_is_refused(make_engine: MakeEngine, fields: dict[str, Any], words: str) -> None:
