@@ -72,7 +72,7 @@ class Admission:
         if params.return_log_probs and not params.skip_prompt_log_probs and not self._scores_prompts:
             raise InvalidRequestError(
                 "skip_prompt_log_probs=False: the engine was configured with materialize_only_last_token_logits, and "
-                "has no logits of prompts; ask for skip_prompt_log_probs",
+                "has no logits of prompts; set skip_prompt_log_probs",
                 field="skip_prompt_log_probs",
             )
         self._require_known(params.logit_bias or ())
@@ -110,7 +110,7 @@ class Admission:
         for token in biased:
             if token >= self._vocab_size:
                 raise InvalidRequestError(
-                    f"logit_bias: {token} is no token id; the model knows 0 to {self._vocab_size - 1}",
+                    f"logit_bias: {token} is no token id; the model has 0 to {self._vocab_size - 1}",
                     field="logit_bias",
                 )
 
@@ -180,7 +180,7 @@ class Admission:
             raise BlockOverflowError(
                 request_id,
                 f"the prompt's {prompt_length} tokens and {limit} to generate exceed the KV cache's "
-                f"{self._pool_tokens} tokens; ask for fewer tokens or serve with more kv_cache_memory_bytes",
+                f"{self._pool_tokens} tokens; request fewer tokens or serve with more kv_cache_memory_bytes",
                 is_transient=False,
             )
 

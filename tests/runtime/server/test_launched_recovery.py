@@ -147,7 +147,7 @@ def test_too_little_memory_is_refused(start_pod: StartPod, smollm2_path: Path) -
     pod = start_pod("--model", str(smollm2_path), "--dtype", "float32", "--kv-cache-memory", "900Gi")
     message = refused(pod, "InvalidSpec")
     assert message.startswith("--kv-cache-memory 900Gi: with 621.1Mi of weights")  # the tied head is stored twice
-    assert "ask for a smaller cache" in message
+    assert "use a smaller cache" in message
 
 
 @pytest.mark.parametrize(
