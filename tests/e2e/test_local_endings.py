@@ -114,5 +114,5 @@ def test_too_little_memory_is_refused_with_the_field_the_value_and_the_mend(star
     command = start_local(replicas=1, engine={"kvCacheMemory": "900Ti"})
     assert command.exit_code() == 2
     assert "spec.engine.kvCacheMemory 900Ti" in command.text
-    assert "ask for a smaller cache" in command.text
+    assert "use a smaller cache" in command.text
     assert command.left_over() == set()
