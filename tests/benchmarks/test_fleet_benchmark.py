@@ -13,7 +13,18 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "fleet.py"
 
 @pytest.mark.cluster
 def test_a_run_measures_the_way_to_pods_and_the_rest_afterwards() -> None:
-    command = [sys.executable, BENCHMARK, "--resources", "1", "--resources", "3", "--idle-seconds", "6"]
+    command = [
+        sys.executable,
+        BENCHMARK,
+        "--resources",
+        "1",
+        "--resources",
+        "3",
+        "--waiting",
+        "2",
+        "--idle-seconds",
+        "6",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-2000:]
     header, _, *rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in done.stdout.splitlines()]

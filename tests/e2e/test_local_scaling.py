@@ -89,7 +89,7 @@ def running_by_group(command: Any) -> dict[str, int]:
 def test_copies_that_come_get_requests_and_those_that_go_lose_none(
     start_local: Callable[..., Any], wait_until: Callable[..., Any], pods: int
 ) -> None:
-    command = start_local(replicas=1, parallelism={"pipeline": pods})
+    command = start_local(replicas=1, parallelism={"pipeline": pods}, routing={"policy": "LoadBalanced"})
     command.wait_for("ready replicas: 1/1")
     with load_on(command.url) as load:
         wait_until(lambda: len(load.answers) >= CLIENTS, "answers of one copy")
