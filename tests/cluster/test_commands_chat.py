@@ -105,7 +105,7 @@ async def test_an_endpoint_that_nobody_serves_is_told_in_words(
     await chat.create()
     # Of a Service whose pods have addresses from the start, the cluster would not even make the empty list.
     await chat.until_found("endpoints", "chat", lambda found: not found.get("subsets"))
-    for pod in (await chat.pods()).values():
+    for pod in (await chat.until_pods("chat-0-0-0")).values():
         await stage.run(pod)
         await stage.make_ready(pod)
     await chat.until_phase("Running")
