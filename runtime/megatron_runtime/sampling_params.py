@@ -97,17 +97,6 @@ class SamplingParams:
         self._validate()
 
     @property
-    def edits_logits(self) -> bool:
-        """True if single tokens are made likelier or less likely before anything else."""
-        return (
-            self.repetition_penalty != 1
-            or self.frequency_penalty != 0
-            or self.presence_penalty != 0
-            or bool(self.logit_bias)
-            or self.min_tokens > 0
-        )
-
-    @property
     def is_greedy(self) -> bool:
         """True if no noise is involved: the likeliest token is always taken."""
         return self.temperature == 0 or self.top_k == 1

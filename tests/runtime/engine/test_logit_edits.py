@@ -10,10 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.engine.sampling.logit_edits import RequestEdits, merged
+from megatron_runtime.engine.sampling.filters import EDITS, TRUNCATIONS
+from megatron_runtime.engine.sampling.filters.protocol import FilterRequest
+from megatron_runtime.engine.sampling.filters.token_filter import TokenFilter
+from megatron_runtime.engine.sampling.filters.truncations import TopK
 from megatron_runtime.engine.sampling.sampler import processed_log_probs
-from megatron_runtime.engine.sampling.sampling_table import SamplingRules
+from megatron_runtime.engine.sampling.sampling_table import SamplingRules, SamplingTable
 from megatron_runtime.engine.sampling.top_k import row_max, top_k
+from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.sampling_params import SamplingParams
 
 VOCABULARY = 20
@@ -21,13 +25,31 @@ PROMPT = [3, 3, 5]
 ANSWER = [7, 5, 7, 9]
 
 
+def running(row: int, tokens: list[int], prompt_length: int) -> Sequence:
+    return Sequence(row, tokens, prompt_length, max_length=10**6, row=row)
+
+
 def edited(params: SamplingParams, tokens: list[int], *, stop_ids: tuple[int, ...] = ()) -> torch.Tensor:
     """One row of logits -5, -4, ... after the edits for the next token."""
-    edits = merged([(0, *RequestEdits(params, len(PROMPT), stop_ids, VOCABULARY).after(tokens, len(tokens)))])
+    params.seed = 0
+    table = SamplingTable(1, VOCABULARY)
+    table.write(0, params, len(PROMPT), stop_ids)
     logits = torch.arange(VOCABULARY, dtype=torch.float32)[None] - 5
-    if edits is not None:
-        edits.apply_(logits)
+    table.rules([(running(0, tokens, len(PROMPT)), len(tokens))]).edit_(logits)
     return logits[0]
+
+
+def token_edits(params: SamplingParams, prompt_length: int, stop_ids: tuple[int, ...], vocabulary: int) -> Any:
+    """``after(tokens, length)``: the values of a request's edits by token, for each filter."""
+    request = FilterRequest(params, prompt_length, stop_ids)
+    kinds = [kind(1, vocabulary) for kind in EDITS if issubclass(kind, TokenFilter)]
+    edits = {kind.parameters[0]: kind.start(request) for kind in kinds}
+
+    def after(tokens: list[int], length: int) -> dict[str, dict[int, float]]:
+        found = {name: edit.after(tokens, length) for name, edit in edits.items() if edit is not None}
+        return {name: dict(zip(*map(list, values), strict=True)) for name, values in found.items()}
+
+    return after
 
 
 def changes(params: SamplingParams, **more: Any) -> dict[int, float]:
@@ -79,37 +101,44 @@ def test_stop_tokens_are_forbidden_until_min_tokens() -> None:
 def test_incremental_edits_equal_edits_computed_at_once(
     tokens: list[int], params: SamplingParams, jumps: list[int]
 ) -> None:
-    grown = RequestEdits(params, len(PROMPT), (1, 2), VOCABULARY)
+    grown = token_edits(params, len(PROMPT), (1, 2), VOCABULARY)
     for length in [
         *range(len(PROMPT), len(tokens) + 1),
         *(jump for jump in jumps if len(PROMPT) <= jump <= len(tokens)),
     ]:
-        fresh = RequestEdits(params, len(PROMPT), (1, 2), VOCABULARY).after(tokens, length)
-        here = grown.after(tokens, length)
-        assert {token: tuple(here[1][:, i]) for i, token in enumerate(here[0])} == {
-            token: tuple(fresh[1][:, i]) for i, token in enumerate(fresh[0])
-        }
+        fresh = token_edits(params, len(PROMPT), (1, 2), VOCABULARY)
+        assert grown(tokens, length) == fresh(tokens, length)
 
 
 def test_edits_of_thousands_of_tokens_are_complete() -> None:
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=1.0, logit_bias=dict.fromkeys(range(100), 1.0))
     tokens = [*range(3000), *range(3000, 4000)]
-    found, values = RequestEdits(params, 3000, (), 5000).after(tokens, 4000)
-    assert sorted(found) == tokens
-    assert (values[1] == 2).all()
-    assert sorted(found[values[0] == 1]) == list(range(100))
-    assert sorted(found[values[2] == 1]) == list(range(3000, 4000))
+    found = token_edits(params, 3000, (), 5000)(tokens, 4000)
+    assert found["repetition_penalty"] == dict.fromkeys(tokens, 2.0)
+    assert found["logit_bias"] == dict.fromkeys(range(100), 1.0)
+    assert found["frequency_penalty"] == dict.fromkeys(range(3000, 4000), 1.0)
 
 
 def test_edits_stay_in_their_rows() -> None:
-    first = RequestEdits(SamplingParams(logit_bias={1: 1.0, 2: 2.0}), 1, (), VOCABULARY).after([0], 1)
-    last = RequestEdits(SamplingParams(logit_bias={2: 3.0}), 1, (), VOCABULARY).after([0], 1)
+    table = SamplingTable(3, VOCABULARY)
+    for row, bias in enumerate([{1: 1.0, 2: 2.0}, {}, {2: 3.0}]):
+        table.write(row, SamplingParams(logit_bias=bias, seed=0), 1)
     logits = torch.zeros(3, VOCABULARY)
-    edits = merged([(0, *first), (2, *last)])
-    assert edits is not None
-    edits.apply_(logits)
+    table.rules([(running(row, [0], 1), 1) for row in range(3)]).edit_(logits)
     assert logits.nonzero().tolist() == [[0, 1], [0, 2], [2, 2]]
-    assert merged([]) is None
+    assert not table.rules([(running(1, [0], 1), 1)]).changes_logits
+    assert not table.rules([]).changes_logits
+
+
+def test_a_row_drops_the_filters_of_its_last_request() -> None:
+    table = SamplingTable(1, VOCABULARY)
+    everything = SamplingParams(
+        repetition_penalty=2, presence_penalty=1, logit_bias={1: 1}, min_tokens=9, top_k=3, top_p=0.5, min_p=0.1, seed=0
+    )
+    for params in (everything, SamplingParams(seed=0)):
+        table.write(0, params, 1, (2,))
+        rules = table.rules([(running(0, [0, 3], 1), 2)])
+        assert (bool(rules.edits), bool(rules.truncations)) == ((params is everything),) * 2
 
 
 @pytest.mark.parametrize("vocabulary", [1, 63, 64, 1000, 30_011])
@@ -146,13 +175,11 @@ def reference(logits: torch.Tensor, temperature: float, k: int, top_p: float, mi
 def test_processed_log_probs_are_those_of_the_kept_tokens(spread: float, filters: tuple[int, float, float]) -> None:
     k, top_p, min_p = filters
     logits = torch.randn(5, 6000, generator=torch.Generator().manual_seed(4)) * spread
-    full = np.full
+    numbers = {"top_k": k, "top_p": top_p, "min_p": min_p}
     rules = SamplingRules(
-        temperature=full(5, 0.8, np.float32),
-        top_k=full(5, k, np.int32),
-        top_p=full(5, top_p, np.float32),
-        min_p=full(5, min_p, np.float32),
+        temperature=np.full(5, 0.8, np.float32),
         keys=np.zeros(5, np.uint64),
+        truncations=tuple(kind.of(np.full(5, numbers[kind.parameters[0]], kind.dtype)) for kind in TRUNCATIONS),
     )
     found = processed_log_probs(logits, rules)
     for row in range(5):
@@ -165,6 +192,5 @@ def test_processed_log_probs_are_those_of_the_kept_tokens(spread: float, filters
 
 def test_processed_log_probs_of_a_greedy_row_keep_the_whole_distribution() -> None:
     logits = torch.randn(2, 50)
-    zero = np.zeros(2, np.float32)
-    rules = SamplingRules(np.float32([0, 3]), np.int32([5, 1]), zero, zero, np.zeros(2, np.uint64))
+    rules = SamplingRules(np.float32([0, 3]), np.zeros(2, np.uint64), (TopK.of(np.int32([5, 1])),))
     assert torch.allclose(processed_log_probs(logits, rules), logits.log_softmax(-1))

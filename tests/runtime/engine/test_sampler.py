@@ -12,22 +12,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_runtime.engine.sampling.exponential_noise import BLOCK, block_minima, exponential_noise, noise_keys
+from megatron_runtime.engine.sampling.filters import TRUNCATIONS
 from megatron_runtime.engine.sampling.log_probs import log_probs
 from megatron_runtime.engine.sampling.sampler import NO_TOKEN, processed_log_probs, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 
 
-def rules_of(
-    seeds: Any, *, temperature: Any = 1.0, top_k: Any = 0, top_p: Any = 0.0, min_p: Any = 0.0
-) -> SamplingRules:
+def rules_of(seeds: Any, *, temperature: Any = 1.0, **numbers: Any) -> SamplingRules:
+    """One row for each seed, with the truncations' numbers by their parameters."""
     keys = noise_keys(np.asarray(seeds, np.uint64), np.zeros(len(seeds), np.int64))
-    return SamplingRules(
-        temperature=np.broadcast_to(np.float32(temperature), keys.shape).copy(),
-        top_k=np.broadcast_to(np.int32(top_k), keys.shape).copy(),
-        top_p=np.broadcast_to(np.float32(top_p), keys.shape).copy(),
-        min_p=np.broadcast_to(np.float32(min_p), keys.shape).copy(),
-        keys=keys,
-    )
+    unused = np.zeros(keys.shape)
+    filters = [kind.of((unused + numbers.pop(kind.parameters[0], 0)).astype(kind.dtype)) for kind in TRUNCATIONS]
+    assert not numbers
+    return SamplingRules((unused + temperature).astype(np.float32), keys, tuple(filters))
 
 
 def draw_often(logits: Tensor, count: int = 100_000, **filters: Any) -> Tensor:

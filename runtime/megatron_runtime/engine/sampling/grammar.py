@@ -1,15 +1,12 @@
-"""The tokens that the grammars of requests allow next, and that over a batch's logits."""
+"""The tokens that the grammar of a request allows next."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megatron_runtime.model.tokenizer import Tokenizer
 
@@ -70,19 +67,3 @@ def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     from llguidance import LLTokenizer
 
     return LLTokenizer(tokenizer.definition, eos_token=sorted(tokenizer.eos_token_ids))
-
-
-@dataclass(frozen=True)
-class GuideMask:
-    """What the guided rows of a batch may choose from."""
-
-    rows: NDArray[np.int64]
-    """[G], rows of the logits."""
-    allowed: NDArray[np.bool_]
-    """[G, vocab]."""
-
-    def apply_(self, logits: Tensor) -> None:
-        """Rule out everything else in the logits, [S, vocab], in place."""
-        rows = torch.from_numpy(self.rows).to(logits.device)
-        forbidden = torch.from_numpy(~self.allowed).to(logits.device)
-        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)

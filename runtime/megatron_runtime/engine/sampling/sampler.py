@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_runtime.engine.sampling.gumbel_max import gumbel_max, gumbel_max_among
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 from megatron_runtime.engine.sampling.top_k import row_max
-from megatron_runtime.engine.sampling.truncation import truncate
+from megatron_runtime.engine.sampling.truncation import least_kept, truncate
 
 NO_TOKEN = -1
 """In place of a token where the logits are not finite."""
@@ -28,15 +29,29 @@ def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
     top, tokens = row_max(logits)
     finite = top.isfinite()
     stochastic = np.flatnonzero(rules.is_stochastic & finite.cpu().numpy())
-    ranked = rules.needs_ranking[stochastic]
-    free = stochastic[~ranked]
-    if free.size:
-        rows = torch.from_numpy(free).to(logits.device)
-        temperature, least = (torch.from_numpy(values[free]).to(logits) for values in (rules.temperature, rules.min_p))
-        sampled = gumbel_max(
-            logits, rules.keys[free], rows=rows, top=top[rows], temperature=temperature, least=least.log()
+    if stochastic.size:
+        _sample_stochastic(logits, top, rules, stochastic, tokens)
+    return tokens.masked_fill_(~finite, NO_TOKEN)
+
+
+def _sample_stochastic(
+    logits: Tensor, top: Tensor, rules: SamplingRules, stochastic: NDArray[np.intp], tokens: Tensor
+) -> None:
+    """Sample tokens [S] of some rows, in place."""
+    ranked = rules.ranks[stochastic]
+    unranked = stochastic[~ranked]
+    if unranked.size:
+        rows = torch.from_numpy(unranked).to(logits.device)
+        tokens[rows] = gumbel_max(
+            logits,
+            rules.keys[unranked],
+            rows=rows,
+            top=top[rows],
+            temperature=torch.from_numpy(rules.temperature[unranked]).to(logits),
+            least=least_kept(logits, top, rules, unranked),
         )
-        tokens[rows] = sampled
+    if unranked.size == stochastic.size:
+        return
     for kept in truncate(logits, top, rules, stochastic[ranked]):
         keys = rules.keys[kept.rows]
         if kept.columns is None:
@@ -44,7 +59,6 @@ def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
         else:
             sampled = gumbel_max_among(kept.scaled, kept.columns, keys)
         tokens[torch.from_numpy(kept.rows).to(logits.device)] = sampled
-    return tokens.masked_fill_(~finite, NO_TOKEN)
 
 
 def processed_log_probs(logits: Tensor, rules: SamplingRules) -> Tensor:

@@ -1,0 +1,24 @@
+"""The filters of the sampler, in the order in which they apply. A filter belongs to one or more sampling parameters."""
+
+from __future__ import annotations
+
+from megatron_runtime.engine.sampling.filters.grammar import GrammarFilter
+from megatron_runtime.engine.sampling.filters.protocol import LogitsEdit, LogitsFilter
+from megatron_runtime.engine.sampling.filters.token_edits import (
+    FrequencyAndPresencePenalty,
+    LogitBias,
+    MinTokens,
+    RepetitionPenalty,
+)
+from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopP, Truncation
+
+EDITS: tuple[type[LogitsFilter[LogitsEdit]], ...] = (
+    LogitBias,
+    RepetitionPenalty,
+    FrequencyAndPresencePenalty,
+    MinTokens,
+    GrammarFilter,
+)
+"""Filters that change logits, before the temperature."""
+TRUNCATIONS: tuple[type[Truncation], ...] = (TopK, TopP, MinP)
+"""Filters that keep the most likely tokens."""

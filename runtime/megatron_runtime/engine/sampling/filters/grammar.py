@@ -1,0 +1,57 @@
+"""Grammars as a filter: tokens that a request's grammar does not allow are excluded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsFilter
+from megatron_runtime.engine.sampling.grammar import RequestGuide
+
+
+@dataclass(frozen=True)
+class GrammarMask:
+    """The tokens that G rows of a batch allow."""
+
+    rows: NDArray[np.int64]
+    """[G], rows of the logits."""
+    allowed: NDArray[np.bool_]
+    """[G, vocab]."""
+
+    def apply_(self, logits: Tensor) -> None:
+        """Exclude all other tokens of these rows, [S, vocab], in place."""
+        rows = torch.from_numpy(self.rows).to(logits.device)
+        forbidden = torch.from_numpy(~self.allowed).to(logits.device)
+        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+
+
+class GrammarFilter(LogitsFilter[GrammarMask]):
+    """Keeps the tokens with which the answer stays within its grammar."""
+
+    parameters = ("grammar",)
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        del num_rows
+        self._vocab_size = vocab_size
+        self._guides: dict[int, RequestGuide] = {}
+
+    def set_row(self, row: int, request: FilterRequest) -> None:
+        """Follow the request's guide, if it has one."""
+        self._guides.pop(row, None)
+        if request.guide is not None:
+            self._guides[row] = request.guide
+
+    def for_batch(self, draws: Draws) -> GrammarMask | None:
+        """The masks of the rows with a grammar."""
+        if not self._guides:
+            return None
+        found: dict[int, NDArray[np.bool_]] = {}
+        for index, (sequence, length) in enumerate(draws.prefixes):
+            guide = self._guides.get(sequence.row) if sequence.row is not None else None
+            if guide is not None:
+                found[index] = guide.after(sequence.tokens, length, self._vocab_size)
+        return GrammarMask(np.array([*found], np.int64), np.stack([*found.values()])) if found else None

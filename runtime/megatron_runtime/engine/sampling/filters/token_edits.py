@@ -1,0 +1,116 @@
+"""Filters that change the logits of single tokens: bias, penalties and forbidden stop tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_runtime.engine.sampling.filters.protocol import FilterRequest
+from megatron_runtime.engine.sampling.filters.token_filter import FixedEdit, GrowingEdit, RequestEdit, TokenFilter
+
+
+class LogitBias(TokenFilter):
+    """Adds a bias to the logits of given tokens."""
+
+    parameters = ("logit_bias",)
+
+    def start(self, request: FilterRequest) -> RequestEdit | None:
+        """The request's biases."""
+        biases = request.params.logit_bias
+        return FixedEdit(biases) if biases else None
+
+    @staticmethod
+    def changed(logits: Tensor, values: Tensor) -> Tensor:
+        """Values are biases."""
+        return logits + values
+
+
+class RepetitionPenalty(TokenFilter):
+    """Lowers the logits of tokens that prompt or answer contain.
+
+    Positive logits are divided by the penalty, others multiplied with it (Keskar et al. 2019).
+    """
+
+    parameters = ("repetition_penalty",)
+
+    def start(self, request: FilterRequest) -> RequestEdit | None:
+        """The request's penalty."""
+        penalty = request.params.repetition_penalty
+        return _RepetitionEdit(penalty) if penalty != 1 else None
+
+    @staticmethod
+    def changed(logits: Tensor, values: Tensor) -> Tensor:
+        """Values are penalties."""
+        return torch.where(logits > 0, logits / values, logits * values)
+
+
+class FrequencyAndPresencePenalty(TokenFilter):
+    """Lowers the logits of tokens that the answer contains, by their count and by their presence.
+
+    One filter for both, so that the two are added before they are rounded to float32.
+    """
+
+    parameters = ("frequency_penalty", "presence_penalty")
+
+    def start(self, request: FilterRequest) -> RequestEdit | None:
+        """The request's penalties."""
+        frequency, presence = request.params.frequency_penalty, request.params.presence_penalty
+        return _CountEdit(frequency, presence, request.prompt_length) if frequency or presence else None
+
+    @staticmethod
+    def changed(logits: Tensor, values: Tensor) -> Tensor:
+        """Values are what to subtract."""
+        return logits - values
+
+
+class MinTokens(TokenFilter):
+    """Excludes the tokens that end the answer until it has its least number of tokens."""
+
+    parameters = ("min_tokens",)
+
+    def start(self, request: FilterRequest) -> RequestEdit | None:
+        """The request's stop tokens and least number of tokens."""
+        least = request.params.min_tokens
+        forbidden = {token: np.inf for token in request.stop_ids if 0 <= token < self.vocab_size}
+        return FixedEdit(forbidden, until=request.prompt_length + least) if least and forbidden else None
+
+    @staticmethod
+    def changed(logits: Tensor, values: Tensor) -> Tensor:
+        """Values are infinite, and subtracted."""
+        return logits - values
+
+
+class _RepetitionEdit(GrowingEdit):
+    """The same penalty for every token of the sequence."""
+
+    def __init__(self, penalty: float) -> None:
+        super().__init__()
+        self._penalty = penalty
+
+    def read(self, tokens: Sequence[int], start: int, end: int) -> None:
+        """As in GrowingEdit."""
+        for token in set(tokens[start:end]):
+            self.put(token, self._penalty)
+
+
+class _CountEdit(GrowingEdit):
+    """A penalty that grows with a token's count in the answer."""
+
+    def __init__(self, frequency: float, presence: float, prompt_length: int) -> None:
+        self._frequency = frequency
+        self._presence = presence
+        self._prompt_length = prompt_length
+        super().__init__()
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._counts: dict[int, int] = {}
+
+    def read(self, tokens: Sequence[int], start: int, end: int) -> None:
+        """As in GrowingEdit."""
+        for token in tokens[max(start, self._prompt_length) : end]:
+            count = self._counts[token] = self._counts.get(token, 0) + 1
+            self.put(token, self._presence + self._frequency * count)

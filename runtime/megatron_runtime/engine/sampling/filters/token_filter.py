@@ -1,0 +1,145 @@
+"""What filters that change the logits of single tokens have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsFilter
+
+_FIRST_CAPACITY = 64
+TokenValues = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Different tokens [n], and a value [n] for each."""
+_NONE: TokenValues = np.empty(0, np.int64), np.empty(0, np.float32)
+
+
+class RequestEdit(Protocol):
+    """The tokens of one request whose logits a filter changes."""
+
+    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+        """Those for the token after the sequence's first ``length``. Later calls do not change the arrays."""
+
+
+class TokenFilter(LogitsFilter["TokenEdits"], ABC):
+    """A filter that changes logits token by token, each by a value of its own."""
+
+    parameters: ClassVar[tuple[str, ...]]
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        del num_rows
+        self.vocab_size = vocab_size
+        self._requests: dict[int, RequestEdit] = {}
+
+    @abstractmethod
+    def start(self, request: FilterRequest) -> RequestEdit | None:
+        """The edit of a request; None if it does not use the filter."""
+
+    @staticmethod
+    @abstractmethod
+    def changed(logits: Tensor, values: Tensor) -> Tensor:
+        """The logits of N tokens after the edit, given their values: [N]."""
+
+    def set_row(self, row: int, request: FilterRequest) -> None:
+        """Start the edit of a request, if it uses the filter."""
+        self._requests.pop(row, None)
+        edit = self.start(request)
+        if edit is not None:
+            self._requests[row] = edit
+
+    def for_batch(self, draws: Draws) -> TokenEdits | None:
+        """The edits of all rows together."""
+        if not self._requests:
+            return None
+        found: list[tuple[int, TokenValues]] = []
+        for index, (sequence, length) in enumerate(draws.prefixes):
+            edit = self._requests.get(sequence.row) if sequence.row is not None else None
+            if edit is not None:
+                found.append((index, edit.after(sequence.tokens, length)))
+        sizes = [len(tokens) for _, (tokens, _) in found]
+        if not any(sizes):
+            return None
+        starts = np.array([index * self.vocab_size for index, _ in found], np.int64)
+        return TokenEdits(
+            places=np.repeat(starts, sizes) + np.concatenate([tokens for _, (tokens, _) in found]),
+            values=np.concatenate([values for _, (_, values) in found]),
+            kind=type(self),
+        )
+
+
+@dataclass(frozen=True)
+class TokenEdits:
+    """The edits of one filter in a batch: N logits, each of them once."""
+
+    places: NDArray[np.int64]
+    """[N], where they are among the S * vocab logits: row * vocab + token."""
+    values: NDArray[np.float32]
+    """[N], for ``changed`` of the filter."""
+    kind: type[TokenFilter]
+
+    def apply_(self, logits: Tensor) -> None:
+        """Change the logits, [S, vocab] and contiguous, in place."""
+        flat, places = logits.view(-1), torch.from_numpy(self.places).to(logits.device)
+        changed = self.kind.changed(flat.index_select(0, places), torch.from_numpy(self.values).to(logits))
+        flat.index_copy_(0, places, changed)
+
+
+class FixedEdit:
+    """Values that do not depend on the sequence.
+
+    Args:
+        values: By token.
+        until: The sequence length from which on they no longer apply; None for never.
+    """
+
+    def __init__(self, values: Mapping[int, float], *, until: int | None = None) -> None:
+        self._until = until
+        self._values = np.array([*values], np.int64), np.array([*values.values()], np.float32)
+
+    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+        """As in RequestEdit."""
+        del tokens
+        return self._values if self._until is None or length < self._until else _NONE
+
+
+class GrowingEdit(ABC):
+    """Values that follow from the sequence's tokens, updated at a cost that depends on new tokens alone."""
+
+    def __init__(self) -> None:
+        self._restart()
+
+    def _restart(self) -> None:
+        self._length = 0
+        self._slots: dict[int, int] = {}
+        self._tokens = np.empty(_FIRST_CAPACITY, np.int64)
+        self._values = np.empty(_FIRST_CAPACITY, np.float32)
+
+    @abstractmethod
+    def read(self, tokens: Sequence[int], start: int, end: int) -> None:
+        """``put`` the values that follow from the sequence's tokens from start to end, after those before start."""
+
+    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+        """As in RequestEdit."""
+        if length < self._length:
+            self._restart()  # a pass failed and is repeated
+        self.read(tokens, self._length, length)
+        self._length = length
+        size = len(self._slots)
+        return self._tokens[:size], self._values[:size].copy()  # of the tokens, only the unused end changes
+
+    def put(self, token: int, value: float) -> None:
+        """Give a token its value."""
+        slot = self._slots.get(token)
+        if slot is None:
+            slot = self._slots[token] = len(self._slots)
+            if slot == len(self._tokens):
+                self._tokens = np.concatenate((self._tokens, np.empty_like(self._tokens)))
+                self._values = np.concatenate((self._values, np.empty_like(self._values)))
+            self._tokens[slot] = token
+        self._values[slot] = value

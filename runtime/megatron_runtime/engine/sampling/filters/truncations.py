@@ -1,0 +1,113 @@
+"""Filters that keep the most likely tokens: each is a threshold."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
+
+from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterRequest, LogitsFilter
+from megatron_runtime.engine.sampling.kept_tokens import KeptTokens
+
+
+class Truncation(LogitsFilter["Truncation"], ABC):
+    """A filter that excludes the tokens below a threshold, with a number for each row: 0 switches it off.
+
+    Tokens that equal the threshold are kept, so that the result does not depend on the order among equals. The most
+    likely token is always kept, so greedy rows need no truncation.
+    """
+
+    parameters: ClassVar[tuple[str, ...]]
+    dtype: ClassVar[DTypeLike] = np.float32
+    ranks: ClassVar[bool] = False
+    """Whether the threshold depends on the order of the tokens, as ``nth_largest`` and ``nucleus`` do."""
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        del vocab_size
+        self.values: NDArray[Any] = np.zeros(num_rows, self.dtype)
+
+    @abstractmethod
+    def threshold(self, kept: KeptTokens) -> Tensor:
+        """The lowest scaled logit that is kept: [R, 1]. All rows use the filter."""
+
+    @classmethod
+    def of(cls, values: NDArray[Any]) -> Self:
+        """The filter with a number for each row of a batch."""
+        made = cls.__new__(cls)
+        made.values = values
+        return made
+
+    @property
+    def active(self) -> NDArray[np.bool_]:
+        """[S], the rows that use the filter."""
+        active: NDArray[np.bool_] = self.values > 0
+        return active
+
+    @property
+    def most_kept(self) -> NDArray[Any] | None:
+        """[S], how many different logits are kept at most; 0 where the number alone does not say it. None: for all."""
+        return None
+
+    def set_row(self, row: int, request: FilterRequest) -> None:
+        """Read the request's number."""
+        self.values[row] = getattr(request.params, self.parameters[0])
+
+    def for_batch(self, draws: Draws) -> Truncation | None:
+        """The numbers of the batch's rows."""
+        batch = self.take(draws.rows)
+        return batch if batch.active.any() else None
+
+    def take(self, rows: NDArray[np.intp]) -> Self:
+        """The filter of some rows."""
+        return self.of(self.values[rows])
+
+
+class TopK(Truncation):
+    """Keeps the k most likely tokens."""
+
+    parameters = ("top_k",)
+    dtype = np.int32
+    ranks = True
+
+    def set_row(self, row: int, request: FilterRequest) -> None:
+        """Read k, which has no upper limit."""
+        self.values[row] = min(request.params.top_k, np.iinfo(np.int32).max)
+
+    @property
+    def most_kept(self) -> NDArray[Any]:
+        """[S], k."""
+        return self.values
+
+    def threshold(self, kept: KeptTokens) -> Tensor:
+        """The k-th largest."""
+        return kept.nth_largest(self.values)
+
+
+class TopP(Truncation):
+    """Keeps the fewest most likely tokens whose probabilities add up to p (Holtzman et al. 2020); 1 keeps all."""
+
+    parameters = ("top_p",)
+    ranks = True
+
+    @property
+    def active(self) -> NDArray[np.bool_]:
+        """[S], the rows with a p between 0 and 1."""
+        active: NDArray[np.bool_] = (self.values > 0) & (self.values < 1)
+        return active
+
+    def threshold(self, kept: KeptTokens) -> Tensor:
+        """The least likely token of the nucleus."""
+        return kept.nucleus(self.values)
+
+
+class MinP(Truncation):
+    """Keeps tokens whose probability is at least p times the highest (Nguyen et al. 2024)."""
+
+    parameters = ("min_p",)
+
+    def threshold(self, kept: KeptTokens) -> Tensor:
+        """The largest scaled logit is 0."""
+        return kept.column(self.values).log()
