@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
+from megatron_runtime.server.bodies.sampling_fields import SamplingFields, TokenId, parameter
 from megatron_runtime.server.bodies.tools import NamedTool, Tool, ToolCall, ToolChoice, ToolUse, tool_use
 
 MAX_CHOICES = 128
@@ -40,7 +41,6 @@ class Only:
 
 
 StopString = Annotated[str, Field(min_length=1)]
-TokenId = Annotated[int, Field(ge=0)]
 
 
 class StreamOptions(BaseModel):
@@ -90,32 +90,20 @@ class StructuredOutputs(BaseModel):
     structural_tag: Annotated[Any, Only(None)] = None
 
 
-class GenerationBody(BaseModel, ABC):
+class GenerationBody(SamplingFields, ABC):
     """Fields that chat and text completions share."""
 
     prompt_param: ClassVar[str]
     """The field that the prompt comes from."""
 
     model: str
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
-    min_p: float = Field(0.0, ge=0, le=1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    logit_bias: dict[str, float] = Field(default_factory=dict)
-    min_tokens: int = Field(0, ge=0)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: int = parameter("n", le=MAX_CHOICES)
     seed: int | None = None
     stop: StopString | list[StopString] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
-    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    streaming_interval: int = Field(1, ge=1)
+    streaming_interval: int = parameter("streaming_interval")
     timeout: float | None = Field(None, gt=0)
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
     return_token_ids: bool = False
     return_tokenized_data: bool = False
     response_format: ResponseFormat | None = None

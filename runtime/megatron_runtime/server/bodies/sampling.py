@@ -1,15 +1,13 @@
-"""From the fields of a request to the engine's sampling parameters."""
+"""From the fields of a request to the sampling parameters of its answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from megatron_runtime.errors import InvalidRequestError
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.sampling_params import SEEDS, SamplingParams
 from megatron_runtime.server.bodies.protocol import GenerationBody
 from megatron_runtime.server.errors import ApiError
-
-_SEEDS = 2**64
 
 
 def sampling_params(
@@ -28,27 +26,19 @@ def sampling_params(
     top = body.top_n_log_probs
     try:
         params = SamplingParams(
-            temperature=body.temperature,
-            top_k=min(max(body.top_k, 0), vocab_size),
-            top_p=body.top_p,
-            min_p=body.min_p,
-            repetition_penalty=body.repetition_penalty,
-            frequency_penalty=body.frequency_penalty,
-            presence_penalty=body.presence_penalty,
-            logit_bias=body.logit_bias,  # type: ignore[arg-type]
-            priority=body.priority,
-            grammar=grammar,
-            min_tokens=body.min_tokens,
-            seed=None if body.seed is None else (body.seed + sample) % _SEEDS,
-            num_tokens_to_generate=limit,
-            stop=body.stop_strings,
-            stop_token_ids=body.stop_token_ids,
-            ignore_eos=body.ignore_eos,
-            return_log_probs=top is not None,
-            skip_prompt_log_probs=not body.is_echoed,
-            top_n_logprobs=top or 0,
-            streaming=body.stream,
-            streaming_interval=min(body.streaming_interval, max(limit, 1)),
+            **body.passed_on()
+            | {
+                "top_k": min(max(body.top_k, 0), vocab_size),
+                "grammar": grammar,
+                "seed": None if body.seed is None else (body.seed + sample) % SEEDS,
+                "num_tokens_to_generate": limit,
+                "stop": body.stop_strings,
+                "return_log_probs": top is not None,
+                "skip_prompt_log_probs": not body.is_echoed,
+                "top_n_logprobs": top or 0,
+                "streaming": body.stream,
+                "streaming_interval": min(body.streaming_interval, max(limit, 1)),
+            }
         )
     except InvalidRequestError as error:
         raise ApiError(400, str(error), param=error.field) from error

@@ -1,18 +1,19 @@
-"""How one request wants its tokens chosen, and when it wants to stop."""
+"""The sampling parameters of a request, with the only statement of their types, defaults and ranges."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from megatron_runtime.errors import InvalidRequestError
+from megatron_runtime.sampling_params.ranges import Range, checks_of, is_integer, is_number, ranges_of
 
-_SEED_LIMIT = 2**64
+SEEDS = 2**64
+"""How many there are."""
 _PRIORITY_LIMIT = 2**31
-_LARGEST_BIAS = 100.0
+_BIASES = Range(-100.0, 100.0)
 _LONGEST_ID = 18
 """Digits of a token id; Python itself refuses to read some thousands of them."""
 _UNAVAILABLE = {
@@ -23,46 +24,48 @@ _UNAVAILABLE = {
 
 @dataclass
 class SamplingParams:
-    """How one request wants its tokens chosen, and when it wants to stop.
+    """How the tokens of one answer are sampled, when it ends and what is reported.
+
+    The fields of HTTP requests take their ranges from here.
 
     Raises:
         InvalidRequestError: A value out of its range, naming field, value and range.
     """
 
-    temperature: float = 1.0
-    """Divides the logits before sampling; 0 always takes the likeliest token."""
-    top_k: int = 0
-    """Sample among the k likeliest tokens; 0 means all, 1 always takes the likeliest."""
-    top_p: float = 0.0
-    """Sample among the fewest likeliest tokens that together have this probability; 0 and 1 mean all."""
-    min_p: float = 0.0
-    """Sample among tokens at least this times as likely as the likeliest; 0 means all."""
-    repetition_penalty: float = 1.0
-    """Divides a token's logit where it is positive, and multiplies it where not, if prompt or answer have the token."""
-    frequency_penalty: float = 0.0
-    """Lowers a token's logit by this for every time that the answer has the token."""
-    presence_penalty: float = 0.0
-    """Lowers a token's logit by this if the answer has the token."""
+    temperature: Annotated[float, Range(0.0)] = 1.0
+    """Divides the logits before sampling; 0 is greedy: it always takes the most likely token."""
+    top_k: Annotated[int, Range(0)] = 0
+    """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
+    top_p: Annotated[float, Range(0.0, 1.0)] = 0.0
+    """Keep the fewest most likely tokens that together have this probability; 0 and 1 keep all."""
+    min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
+    """Keep tokens whose probability is at least this fraction of the highest; 0 keeps all."""
+    repetition_penalty: Annotated[float, Range(0.01, 100.0)] = 1.0
+    """Divides positive logits, and multiplies others, of tokens that prompt or answer contain; 1 changes nothing."""
+    frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
+    """Subtracted from a token's logit for each time that the answer contains the token."""
+    presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
+    """Subtracted from a token's logit if the answer contains the token."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens, before any penalty; 100 all but forces a token, -100 all but forbids it."""
-    priority: int = 0
-    """Requests with a lower one are admitted first, and the last to give way when memory runs out."""
-    n: int = 1
-    """Answers per prompt that ``generate`` gives, one request each, as ``samples`` says."""
-    seed: int | None = None
-    """Fixes the noise; None lets the engine choose one when the request is submitted."""
-    num_tokens_to_generate: int | None = None
+    priority: Annotated[int, Range(-_PRIORITY_LIMIT, _PRIORITY_LIMIT - 1)] = 0
+    """Requests with a lower one are admitted first and evicted last."""
+    n: Annotated[int, Range(1)] = 1
+    """Answers per prompt of ``generate``, one request each, as ``samples`` says."""
+    seed: Annotated[int | None, Range(0, SEEDS - 1)] = None
+    """Determines the noise; with None the engine chooses a seed when the request is submitted."""
+    num_tokens_to_generate: Annotated[int | None, Range(0)] = None
     """Most tokens to generate; None means as many as the engine's sequence length leaves. 0 only scores the prompt."""
-    num_tokens_total: int | None = None
+    num_tokens_total: Annotated[int | None, Range(1)] = None
     """Most tokens of prompt and answer together; excludes ``num_tokens_to_generate``."""
-    min_tokens: int = 0
-    """Tokens that the answer has before anything but its length may end it; stop texts complete by then don't count."""
+    min_tokens: Annotated[int, Range(0)] = 0
+    """Least tokens of the answer; only its length limit may end it earlier. Stop texts before are ignored."""
     grammar: str | None = None
-    """Keeps the answer to a grammar; ``megatron_runtime.guides`` makes it of a JSON schema, regex, choices or Lark."""
-    termination_id: int | None = None
+    """The answer's grammar; ``megatron_runtime.guides`` makes one of a JSON schema, regex, choices or Lark."""
+    termination_id: Annotated[int | None, Range(-1)] = None
     """A token that ends the answer, instead of the tokenizer's own; -1 means none."""
     ignore_eos: bool = False
-    """Goes on after the token that would end the answer."""
+    """Continue after the tokenizer's end token."""
     stop_words: list[str] | None = None
     """Texts that end the answer wherever they appear in it."""
     stop: list[str] | None = None
@@ -75,8 +78,8 @@ class SamplingParams:
     """Reports the log probability of every token."""
     skip_prompt_log_probs: bool = False
     """Leaves the prompt's tokens out of the log probabilities."""
-    top_n_logprobs: int = 0
-    """With ``return_log_probs``, also reports this many likeliest tokens per position."""
+    top_n_logprobs: Annotated[int, Range(0)] = 0
+    """With ``return_log_probs``, also reports this many of the most likely tokens per position."""
     return_prompt_top_n_logprobs: bool | None = None
     """Whether these are reported for the prompt too. Leave it out: it follows from ``skip_prompt_log_probs``."""
     add_BOS: bool = False  # noqa: N815 - the name that Megatron's users know
@@ -84,11 +87,11 @@ class SamplingParams:
     return_prompt_tokens: bool = False
     """Sends the prompt's tokens back with the reply."""
     streaming: bool = False
-    """Reports tokens as they come."""
-    streaming_interval: int = 1
+    """Reports tokens as they are generated."""
+    streaming_interval: Annotated[int, Range(1)] = 1
     """With ``streaming``, reports at least this many tokens at a time."""
     return_segments: bool = False
-    """Only False: texts of single tokens are not reported; ``top_n_logprobs`` has those of the likeliest."""
+    """Only False: texts of single tokens are not reported; ``top_n_logprobs`` has those of the most likely."""
     do_kv_handoff: bool = False
     """Only False: prompts and answers are computed by the same engine, which has no keys and values to hand over."""
 
@@ -98,7 +101,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if no noise is involved: the likeliest token is always taken."""
+        """True if the most likely token is always taken, without noise."""
         return self.temperature == 0 or self.top_k == 1
 
     def samples(self) -> list[SamplingParams]:
@@ -108,7 +111,7 @@ class SamplingParams:
         alone = [copy.deepcopy(self) for _ in range(self.n)]
         for index, params in enumerate(alone):
             params.n = 1
-            params.seed = None if self.seed is None else (self.seed + index) % _SEED_LIMIT
+            params.seed = None if self.seed is None else (self.seed + index) % SEEDS
         return alone
 
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
@@ -161,8 +164,11 @@ class SamplingParams:
     def _validate(self) -> None:
         values = self.__dict__
         for name, check in _CHECKS.items():
-            if values[name] is not _DEFAULTS[name]:
+            if values[name] is not DEFAULTS[name]:
                 check(name, values[name])
+        for name, remedy in _UNAVAILABLE.items():
+            if values[name]:
+                raise InvalidRequestError(f"{name}=True: {remedy}", field=name)
         self._check_stops()
         self.logit_bias = _biases(self.logit_bias)
         self._check_combinations()
@@ -208,68 +214,17 @@ class SamplingParams:
         if any(not isinstance(text, str) or not text for text in self.stop_words or ()):
             raise InvalidRequestError(f"stop={self.stop!r} must be a list of non-empty texts", field="stop")
         ids = self.stop_token_ids
-        if ids is not None and not (isinstance(ids, (list, tuple)) and all(_is_integer(i) and i >= 0 for i in ids)):
+        if ids is not None and not (isinstance(ids, (list, tuple)) and all(is_integer(i) and i >= 0 for i in ids)):
             raise InvalidRequestError(f"stop_token_ids={ids!r} must be a list of token ids", field="stop_token_ids")
 
 
-_Check = Callable[[str, Any], None]
-"""Raises InvalidRequestError, given the name of a field and a value that is not its default."""
-
-
-def _number(minimum: float, maximum: float = math.inf) -> _Check:
-    def check(name: str, value: Any) -> None:
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and minimum <= value <= maximum
-        if not fits or math.isinf(value):
-            raise InvalidRequestError(f"{name}={value!r} must be a number {_range(minimum, maximum)}", field=name)
-
-    return check
-
-
-def _integer(minimum: int, maximum: float = math.inf) -> _Check:
-    def check(name: str, value: Any) -> None:
-        if not _is_integer(value) or not minimum <= value <= maximum:
-            raise InvalidRequestError(f"{name}={value!r} must be an integer {_range(minimum, maximum)}", field=name)
-
-    return check
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise InvalidRequestError(f"{name}={value!r} must be true or false", field=name)
-    if value and name in _UNAVAILABLE:
-        raise InvalidRequestError(f"{name}=True: {_UNAVAILABLE[name]}", field=name)
-
-
-_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
-_SERIALIZED = [name for name in _DEFAULTS if name != "stop"]
-_CHECKS: dict[str, _Check] = {
-    "temperature": _number(0.0),
-    "repetition_penalty": _number(0.01, 100.0),
-    "frequency_penalty": _number(-2.0, 2.0),
-    "presence_penalty": _number(-2.0, 2.0),
-    "top_p": _number(0.0, 1.0),
-    "min_p": _number(0.0, 1.0),
-    "top_k": _integer(0),
-    "top_n_logprobs": _integer(0),
-    "min_tokens": _integer(0),
-    "priority": _integer(-_PRIORITY_LIMIT, _PRIORITY_LIMIT - 1),
-    "n": _integer(1),
-    "streaming_interval": _integer(1),
-    "num_tokens_to_generate": _integer(0),
-    "num_tokens_total": _integer(1),
-    "termination_id": _integer(-1),
-    "seed": _integer(0, _SEED_LIMIT - 1),
-    "ignore_eos": _flag,
-    "detokenize_stop_sequence": _flag,
-    "return_log_probs": _flag,
-    "skip_prompt_log_probs": _flag,
-    "add_BOS": _flag,
-    "return_prompt_tokens": _flag,
-    "streaming": _flag,
-    "return_segments": _flag,
-    "do_kv_handoff": _flag,
-}
-"""What a value must be, field by field. Most requests leave most fields alone, and a default needs no check."""
+DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+"""The default of every parameter."""
+RANGES = ranges_of(SamplingParams)
+"""The range of every parameter that has one."""
+_SERIALIZED = [name for name in DEFAULTS if name != "stop"]
+_CHECKS = checks_of(SamplingParams)
+"""The check of each parameter by itself. Most requests have most parameters at their defaults, which need no check."""
 
 
 def _biases(value: Any) -> dict[int, float] | None:
@@ -280,29 +235,23 @@ def _biases(value: Any) -> dict[int, float] | None:
         raise InvalidRequestError(f"logit_bias={value!r} must map token ids to numbers", field="logit_bias")
     biases: dict[int, float] = {}
     for token, bias in value.items():
-        is_id = _is_integer(token) or (
+        is_id = is_integer(token) or (
             isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= _LONGEST_ID
         )
         if not is_id or int(token) < 0:
             raise InvalidRequestError(f"logit_bias: {token!r} is no token id", field="logit_bias")
-        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-        if not is_number or not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
+        if not is_number(bias) or bias not in _BIASES:
             raise InvalidRequestError(
-                f"logit_bias: {bias!r} for token {token} must be a number {_range(-_LARGEST_BIAS, _LARGEST_BIAS)}",
-                field="logit_bias",
+                f"logit_bias: {bias!r} for token {token} must be a number {_BIASES}", field="logit_bias"
             )
         biases[int(token)] = float(bias)
     return biases
 
 
 def _check_names(attributes: Mapping[str, Any]) -> None:
-    unknown = sorted(attributes.keys() - _DEFAULTS.keys())
+    unknown = sorted(attributes.keys() - DEFAULTS.keys())
     if unknown:
         raise InvalidRequestError(f"{unknown[0]} is not a sampling parameter", field=unknown[0])
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _as_list(value: Any) -> list[str] | None:
@@ -311,7 +260,3 @@ def _as_list(value: Any) -> list[str] | None:
     if value is not None and not isinstance(value, (list, tuple)):
         raise InvalidRequestError(f"stop={value!r} must be a text or a list of texts", field="stop")
     return list(value) if value else None
-
-
-def _range(minimum: float, maximum: float) -> str:
-    return f"of at least {minimum}" if math.isinf(maximum) else f"from {minimum} to {maximum}"

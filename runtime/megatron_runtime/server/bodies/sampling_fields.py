@@ -1,0 +1,48 @@
+"""Fields of requests that are sampling parameters. Their ranges and defaults are those of SamplingParams."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from megatron_runtime.sampling_params import DEFAULTS, RANGES
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+def parameter(name: str, default: Any = None, **limits: Any) -> Any:
+    """The field of a sampling parameter.
+
+    Args:
+        name: Of the parameter, which has a range.
+        default: In place of the parameter's.
+        limits: Of pydantic's ``Field``, in place of the range's.
+    """
+    allowed = RANGES[name]
+    taken = {"ge": allowed.minimum, "le": allowed.maximum if math.isfinite(allowed.maximum) else None}
+    if isinstance(DEFAULTS[name], float):
+        taken["allow_inf_nan"] = False
+    return Field(DEFAULTS[name] if default is None else default, **(taken | limits))
+
+
+class SamplingFields(BaseModel):
+    """Fields that are passed on to SamplingParams under their own names."""
+
+    temperature: float = parameter("temperature", le=2)
+    top_p: float = parameter("top_p", default=1.0, ge=None, gt=0)
+    top_k: int = parameter("top_k", ge=-1)
+    min_p: float = parameter("min_p")
+    presence_penalty: float = parameter("presence_penalty")
+    frequency_penalty: float = parameter("frequency_penalty")
+    repetition_penalty: float = parameter("repetition_penalty")
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    min_tokens: int = parameter("min_tokens")
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    ignore_eos: bool = False
+    priority: int = parameter("priority")
+
+    def passed_on(self) -> dict[str, Any]:
+        """These fields as arguments of SamplingParams."""
+        return {name: getattr(self, name) for name in SamplingFields.model_fields}
