@@ -40,6 +40,8 @@ class SamplingParams:
     """Keep the fewest most likely tokens that together have this probability; 0 and 1 keep all."""
     min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Keep tokens whose probability is at least this fraction of the highest; 0 keeps all."""
+    top_n_sigma: Annotated[float, Range(0.0)] = 0.0
+    """Keep tokens whose logit is at most this many standard deviations below the highest; 0 keeps all."""
     repetition_penalty: Annotated[float, Range(0.01, 100.0)] = 1.0
     """Divides positive logits, and multiplies others, of tokens that prompt or answer contain; 1 changes nothing."""
     frequency_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0

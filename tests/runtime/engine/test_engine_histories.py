@@ -193,7 +193,9 @@ def test_the_times_of_an_evicted_request_include_all_its_segments(make_engine: M
     assert merged.latency == pytest.approx(merged.ttft + 5 * merged.tpot[0], rel=0.05)
 
 
-@pytest.mark.parametrize("fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_n_sigma": 1e-6}, {"temperature": 1e-4}], ids=str
+)
 def test_every_filter_reaches_the_sampler(
     make_engine: MakeEngine, naive_greedy: NaiveGreedy, fields: dict[str, Any]
 ) -> None:

@@ -179,7 +179,7 @@ def test_processed_log_probs_are_those_of_the_kept_tokens(spread: float, filters
     rules = SamplingRules(
         temperature=np.full(5, 0.8, np.float32),
         keys=np.zeros(5, np.uint64),
-        truncations=tuple(kind.of(np.full(5, numbers[kind.parameters[0]], kind.dtype)) for kind in TRUNCATIONS),
+        truncations=tuple(kind.of(np.full(5, numbers.get(kind.parameters[0], 0), kind.dtype)) for kind in TRUNCATIONS),
     )
     found = processed_log_probs(logits, rules)
     for row in range(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -63,6 +64,9 @@ def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
         ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id"),
         ("completions", {"prompt": "a", "priority": 2**31}, "priority", "less than"),
         ("completions", {"prompt": "a", "timeout": 0}, "timeout", "greater than 0"),
+        ("completions", {"prompt": "a", "top_n_sigma": -1}, "top_n_sigma", "greater than or equal to 0"),
+        ("completions", {"prompt": "a", "top_n_sigma": "wide"}, "top_n_sigma", "valid number"),
+        ("chat/completions", {"messages": STORY, "top_n_sigma": math.inf}, "top_n_sigma", "finite number"),
         (
             "chat/completions",
             {"messages": STORY, "response_format": {"type": "json_schema"}},

@@ -109,6 +109,15 @@ def test_biases_penalties_and_a_minimum_length_change_the_answer(shared_pod: Any
     assert longer.choices[0].message.content.startswith(short.choices[0].message.content)
 
 
+def test_top_n_sigma_near_zero_is_greedy_at_any_temperature(shared_pod: Any) -> None:
+    def ask(temperature: float, **fields: Any) -> str:
+        asked = {"model": "chat", "prompt": "Once upon a time", "max_tokens": 20, "seed": 1}
+        answer = shared_pod.openai.completions.create(**asked, temperature=temperature, extra_body=fields)
+        return str(answer.choices[0].text)
+
+    assert ask(2, top_n_sigma=1e-6) == ask(0) != ask(2)
+
+
 def test_the_models_are_listed(shared_pod: Any) -> None:
     assert [model.id for model in shared_pod.openai.models.list()] == ["chat"]
     assert shared_pod.openai.models.retrieve("chat").id == "chat"

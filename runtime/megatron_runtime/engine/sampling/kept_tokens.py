@@ -15,6 +15,8 @@ from megatron_runtime.engine.sampling.top_k import top_k
 
 _LOGITS_AT_ONCE = 1 << 20
 """Logits that are processed together, so that they stay in the processor's cache."""
+_SUMMED_AT_ONCE = 512
+"""Logits of a row that are summed by themselves, so that the order of the sum does not depend on the other rows."""
 _BUCKETS = 1024
 _BUCKETS_PER_NAT = 32
 
@@ -67,6 +69,19 @@ class ScaledLogits:
             index = torch.from_numpy(group).to(least.device)
             sums[index] = exclude_below(self.take(index).all(), least[index]).logsumexp(dim=-1, keepdim=True)
         return sums
+
+    def standard_deviation(self) -> Tensor:
+        """That of all possible tokens, those with finite logits: [R, 1], the same bits whatever the other rows."""
+        squares = torch.empty_like(self.top)
+        for group in row_groups(np.arange(len(self)), self.vocabulary):
+            index = torch.from_numpy(group).to(squares.device)
+            part = self.take(index)
+            values = part.logits[part.rows].sub_(part.top)
+            possible = ~values.isneginf()
+            count = possible.sum(dim=-1, keepdim=True)
+            deviations = torch.where(possible, values - _row_sum(values.masked_fill_(~possible, 0)) / count, 0)
+            squares[index] = _row_sum(deviations.square_()) / count
+        return squares.sqrt_() / self.temperature
 
 
 class KeptTokens:
@@ -173,6 +188,13 @@ class AllTokens(KeptTokens):
     def take(self, rows: Tensor) -> AllTokens:
         """Some of the R rows, int64."""
         return AllTokens(self.logits.take(rows), self._scaled[rows], self.least[rows])
+
+
+def _row_sum(values: Tensor) -> Tensor:
+    """[R, vocab] to [R, 1]. A sum of all at once would be divided among threads according to the number of rows."""
+    whole = values.shape[1] // _SUMMED_AT_ONCE * _SUMMED_AT_ONCE
+    parts = values[:, :whole].reshape(len(values), -1, _SUMMED_AT_ONCE).sum(dim=2)
+    return parts.sum(dim=1, keepdim=True) + values[:, whole:].sum(dim=1, keepdim=True)
 
 
 def exclude_below(scaled: Tensor, least: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class SamplingTable:
     ) -> None:
         """Give a row to a request; what the row held before is dropped."""
         assert params.seed is not None, "the engine gives every request a seed"
-        self._temperature[row] = params.temperature
+        self._temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
         self._seed[row] = params.seed
         request = FilterRequest(params, prompt_length, stop_ids, guide)
         for part in (*self._edits, *self._truncations):

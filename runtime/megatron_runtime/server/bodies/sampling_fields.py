@@ -34,6 +34,7 @@ class SamplingFields(BaseModel):
     top_p: float = parameter("top_p", default=1.0, ge=None, gt=0)
     top_k: int = parameter("top_k", ge=-1)
     min_p: float = parameter("min_p")
+    top_n_sigma: float = parameter("top_n_sigma")
     presence_penalty: float = parameter("presence_penalty")
     frequency_penalty: float = parameter("frequency_penalty")
     repetition_penalty: float = parameter("repetition_penalty")

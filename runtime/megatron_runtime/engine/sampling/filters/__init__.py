@@ -10,7 +10,7 @@ from megatron_runtime.engine.sampling.filters.token_edits import (
     MinTokens,
     RepetitionPenalty,
 )
-from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopP, Truncation
+from megatron_runtime.engine.sampling.filters.truncations import MinP, TopK, TopNSigma, TopP, Truncation
 
 EDITS: tuple[type[LogitsFilter[LogitsEdit]], ...] = (
     LogitBias,
@@ -20,5 +20,5 @@ EDITS: tuple[type[LogitsFilter[LogitsEdit]], ...] = (
     GrammarFilter,
 )
 """Filters that change logits, before the temperature."""
-TRUNCATIONS: tuple[type[Truncation], ...] = (TopK, TopP, MinP)
+TRUNCATIONS: tuple[type[Truncation], ...] = (TopNSigma, TopK, TopP, MinP)
 """Filters that keep the most likely tokens."""

@@ -65,6 +65,23 @@ class Truncation(LogitsFilter["Truncation"], ABC):
         return self.of(self.values[rows])
 
 
+class TopNSigma(Truncation):
+    """Keeps tokens whose logit is at most n standard deviations of the logits below the highest (Tang et al. 2024).
+
+    Logits and their deviation are those before the temperature, so the temperature does not change which are kept.
+    """
+
+    parameters = ("top_n_sigma",)
+
+    def set_row(self, row: int, request: FilterRequest) -> None:
+        """Read n, which has no upper limit."""
+        self.values[row] = min(request.params.top_n_sigma, float(np.finfo(np.float32).max))
+
+    def threshold(self, kept: KeptTokens) -> Tensor:
+        """Relative to the highest, and over the temperature like the scaled logits."""
+        return kept.column(self.values).neg() * kept.logits.standard_deviation()
+
+
 class TopK(Truncation):
     """Keeps the k most likely tokens."""
 
