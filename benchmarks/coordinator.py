@@ -1,10 +1,9 @@
-"""What the coordinator costs: ours beside Megatron's, and beside a Python program that only passes messages on.
+"""CPU time and latency of the coordinator: ours, Megatron's, and a Python program that only forwards messages.
 
-Each contender has its coordinator in a process of its own, four engines without a model, and its own client. For each
-workload the contenders take turns; whoever has no turn is stopped. A turn keeps 64 requests outstanding, for the
-requests per second and the CPU of the coordinator's process, and then makes requests one after the other, for the round
-trip. What counts is the ratio of a pair; absolute figures hold for one machine only. README.md beside this file says
-how to get the peer.
+Each contender has its coordinator in a separate process, four engines without a model, and its own client. The
+contenders run in turn for each workload; those that wait are stopped. A turn keeps 64 requests outstanding, for the
+requests per second and the CPU time of the coordinator's process, and then sends requests one after the other, for the
+round trip. Compare the ratios; absolute numbers apply to one machine only. README.md describes how to install the peer.
 
     python benchmarks/coordinator.py                                   # ours beside the bare forwarder
     python benchmarks/coordinator.py --pairs 5 --peer megatron-core=/path/to/bin/python
@@ -22,10 +21,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from coordinators.protocol import Setup, Workload
+from coordinators.protocol import CoordinatorSetup, CoordinatorWorkload
 from peers.command_line import add_peer_option, listed, positive, print_table
 from peers.process import ContenderError, StoppedProcess
-from peers.turns import ratio_cells, take_turns
+from peers.turns import ratio_cells, run_in_turn
 
 PEERS = ("forwarder", "megatron-core")
 WORKLOADS: dict[str, dict[str, int]] = {
@@ -49,19 +48,19 @@ COLUMNS = [
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One turn of one contender."""
+class CoordinatorTurn:
+    """Results of one turn of a contender."""
 
     seconds: float
     cpu_seconds: float
     round_trips: list[float]
-    """Seconds, of requests that were alone."""
+    """Seconds per request, one request at a time."""
 
 
 class CoordinatorProcess(StoppedProcess):
-    """A contender with its coordinator, engines and client."""
+    """A contender: its coordinator, engines and client."""
 
-    def __init__(self, name: str, python: str, setup: Setup, folder: Path) -> None:
+    def __init__(self, name: str, python: str, setup: CoordinatorSetup, folder: Path) -> None:
         super().__init__(name, python, f"coordinators.{name.replace('-', '_')}", folder / f"{name}.log", {})
         self._setup = setup
         self.versions: dict[str, str] = {}
@@ -71,22 +70,24 @@ class CoordinatorProcess(StoppedProcess):
         answer = self._ask("load", **asdict(self._setup))
         self.versions, self.streams = answer["versions"], answer["streams"]
 
-    def run(self, workload: Workload) -> Turn:
-        """One turn.
+    def run(self, workload: CoordinatorWorkload) -> CoordinatorTurn:
+        """Runs one turn.
 
         Raises:
-            ContenderError: It ended; a wrong answer or none within two minutes are reasons.
+            ContenderError: It ended, for example after a wrong answer, or none within two minutes.
         """
-        return Turn(**self._ask("run", **asdict(workload)))
+        return CoordinatorTurn(**self._ask("run", **asdict(workload)))
 
 
-def rows(title: str, workload: Workload, turns: dict[str, list[Turn]]) -> list[list[str]]:
-    """A row of the table for each contender; the first is what the others are compared with."""
+def rows(title: str, workload: CoordinatorWorkload, turns: dict[str, list[CoordinatorTurn]]) -> list[list[str]]:
+    """A row per contender; the others are compared with the first."""
     ours = next(iter(turns.values()))
     return [_row(title, name, workload, ours, theirs) for name, theirs in turns.items()]
 
 
-def _row(title: str, name: str, workload: Workload, ours: list[Turn], theirs: list[Turn]) -> list[str]:
+def _row(
+    title: str, name: str, workload: CoordinatorWorkload, ours: list[CoordinatorTurn], theirs: list[CoordinatorTurn]
+) -> list[str]:
     ratios = [a.cpu_seconds / b.cpu_seconds for a, b in zip(ours, theirs, strict=True) if a is not b]
     cpu = statistics.median(turn.cpu_seconds for turn in theirs) / workload.requests * 1e6
     trips = sorted(trip * 1000 for turn in theirs for trip in turn.round_trips)
@@ -107,19 +108,19 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_peer_option(parser, PEERS)
     parser.add_argument("--pairs", type=positive, default=3)
-    parser.add_argument("--requests", type=positive, default=1000, help="of a turn")
-    parser.add_argument("--window", type=positive, default=64, help="requests that are outstanding at any time")
-    parser.add_argument("--round-trips", type=positive, default=200, help="of a turn")
+    parser.add_argument("--requests", type=positive, default=1000, help="requests per turn")
+    parser.add_argument("--window", type=positive, default=64, help="outstanding requests")
+    parser.add_argument("--round-trips", type=positive, default=200, help="requests per turn")
     parser.add_argument("--engines", type=positive, default=4)
-    parser.add_argument("--block-size", type=positive, default=16, help="tokens that are hashed together")
-    parser.add_argument("--answer-tokens", type=positive, default=16, help="where nothing is streamed")
+    parser.add_argument("--block-size", type=positive, default=16, help="tokens per hashed block")
+    parser.add_argument("--answer-tokens", type=positive, default=16, help="for workloads without streams")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure each workload and print the table; exit status 1 if a contender fails."""
+    """Measures each workload and prints the table; exit status 1 if a contender fails."""
     chosen = parse()
-    setup = Setup(chosen.engines, chosen.block_size)
+    setup = CoordinatorSetup(chosen.engines, chosen.block_size)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         names = {"ours": sys.executable, "forwarder": sys.executable, **dict(chosen.peer or [])}
         try:
@@ -140,17 +141,17 @@ def measure(contenders: list[CoordinatorProcess], chosen: argparse.Namespace) ->
     for title, fields in WORKLOADS.items():
         workload = workload_of(chosen, fields)
         able = [contender for contender in contenders if contender.streams or not workload.streaming]
-        turns = take_turns(able, chosen.pairs, partial(_run_afresh, workload))
+        turns = run_in_turn(able, chosen.pairs, partial(_run_afresh, workload))
         table += rows(title, workload, {contender.name: theirs for contender, theirs in turns.items()})
     return table
 
 
-def _run_afresh(workload: Workload, contender: CoordinatorProcess, pair: int) -> Turn:
+def _run_afresh(workload: CoordinatorWorkload, contender: CoordinatorProcess, pair: int) -> CoordinatorTurn:
     return contender.run(replace(workload, seed=pair))
 
 
-def workload_of(chosen: argparse.Namespace, fields: Mapping[str, int]) -> Workload:
-    """The command line's workload with what is special to one of them."""
+def workload_of(chosen: argparse.Namespace, fields: Mapping[str, int]) -> CoordinatorWorkload:
+    """The workload of the command line, with other values for some fields."""
     common = {
         "prefix_routing": False,
         "streaming": False,
@@ -160,7 +161,7 @@ def workload_of(chosen: argparse.Namespace, fields: Mapping[str, int]) -> Worklo
         "round_trips": chosen.round_trips,
         "seed": 0,
     }
-    return Workload(**{**common, **fields})  # type: ignore[arg-type]
+    return CoordinatorWorkload(**{**common, **fields})  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""What the operator costs with many resources, on a real etcd and API server.
+"""Costs of the operator with many resources, on a real etcd and API server.
 
-For each size, in a namespace of its own: so many resources are created at once, and their pods run as soon as they are
-made (nobody loads a model). Told are the times from creation to a resource's first pod and until all are ready, what
-the operator asked of the API server meanwhile, and then, while nothing changes, what it still asks and computes. The
-same is told of resources whose pods get no node, and how long another resource takes beside them. Times
-depend on the machine, which etcd, the API server and the players of the pods share; counts do not.
+For each size, in a separate namespace, the program creates this number of resources at once. Simulated pods run as soon
+as they are created, without a model. The results are the times until the first pod of a resource and until all
+resources are ready, the operator's requests to the API server meanwhile, and its requests and CPU time while nothing
+changes. A second table has the same for resources whose pods get no node, and the time of another resource beside them.
+Times depend on the machine, which etcd, the API server and the simulated pods share; counts do not.
 
     python benchmarks/fleet.py
     python benchmarks/fleet.py --resources 1 --resources 50 --idle-seconds 20
 
-(Called operator.py, it would hide a module of Python's own from everything in this folder.)
+(The name operator.py would shadow a module of the standard library for all programs in this folder.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from peers.command_line import positive, print_table
 
 ROOT = Path(__file__).parent.parent
 MANIFESTS = ROOT / "manifests"
-# The tests know how to have a control plane, and an operator on it.
+# The support modules of the tests provide a control plane and an operator.
 sys.path.append(str(ROOT / "tests" / "cluster"))
 
 from cluster_support import audit, binaries  # noqa: E402
@@ -44,27 +44,27 @@ from operator_support.api import Api  # noqa: E402
 from operator_support.operator_process import OperatorProcess  # noqa: E402
 from operator_support.resource import manifest  # noqa: E402
 
-from fleets.played_pods import PlayedPods  # noqa: E402
+from fleets.simulated_pods import SimulatedPods  # noqa: E402
 
 SYSTEM, ACCOUNT = "megatron-system", "megatron-operator"
 SIZES = (1, 50, 100, 250, 500)
 AT_A_TIME = 32
-"""Requests of the creator that are open at once."""
+"""Concurrent requests that create resources."""
 LONGEST_WAIT = 600.0
-"""Seconds within which all resources of one size have to be ready."""
+"""Maximum time until all resources of one size are ready, in seconds."""
 REST_SECONDS, LONGEST_REST = 3, 60
-"""Seconds without a request after which a change is over, and how long that is waited for."""
+"""Seconds without a request after which a change is complete, and the maximum time to wait for that."""
 TICKS = os.sysconf("SC_CLK_TCK")
 COLUMNS = [
     "resources",
     "to first pod, s: p50",
     "p99",
     "all ready, s",
-    "API calls each",
-    "rounds each",
-    "calls a round",
+    "API calls per resource",
+    "rounds per resource",
+    "calls per round",
     "operator, MiB",
-    "CPU each, ms",
+    "CPU per resource, ms",
     "idle: calls/min",
     "idle: CPU, %",
 ]
@@ -73,40 +73,40 @@ COLUMNS = [
 WAITING_SIZES = (100, 500)
 WAITING_COLUMNS = [
     "waiting for nodes",
-    "API calls each",
+    "API calls per resource",
     "idle: calls/min",
     "idle: CPU, %",
-    "another one ready, s: alone",
+    "another resource ready, s: alone",
     "beside them",
 ]
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What the operator has spent since it started. Seconds are of its processor time."""
+class Usage:
+    """Resource usage of the operator since its start; ``seconds`` is CPU time."""
 
     calls: int
     rounds: int
     seconds: float
 
-    def since(self, before: Spent) -> Spent:
+    def since(self, before: Usage) -> Usage:
         """The difference."""
-        return Spent(self.calls - before.calls, self.rounds - before.rounds, self.seconds - before.seconds)
+        return Usage(self.calls - before.calls, self.rounds - before.rounds, self.seconds - before.seconds)
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One size. ``to_first_pod`` are seconds, one for each resource."""
+class SizeResult:
+    """Results for one size. ``to_first_pod`` has the seconds for each resource."""
 
     to_first_pod: list[float]
     ready_seconds: float
-    starting: Spent
-    idle: Spent
+    starting: Usage
+    idle: Usage
     idle_seconds: float
     resident_bytes: int
 
     def row(self) -> list[str]:
-        """Its cells, as ``COLUMNS`` names them."""
+        """The cells of the row, for ``COLUMNS``."""
         size, calls, rounds = len(self.to_first_pod), self.starting.calls, self.starting.rounds
         return [
             str(size),
@@ -124,65 +124,65 @@ class Measured:
 
 
 class Operator:
-    """The operator's process, from outside."""
+    """The operator's process."""
 
     def __init__(self, process: OperatorProcess, logs: Path) -> None:
         self._process = process
         self._logs = logs
 
-    def spent(self) -> Spent:
-        """So far."""
+    def usage(self) -> Usage:
+        """The usage so far."""
         calls = sum(1 for _ in audit.requests_of(self._logs, ACCOUNT, SYSTEM))
         rounds = re.findall(r"^megatron_operator_reconciles_total\{.*\} ([0-9.e+]+)$", self._process.metrics(), re.M)
         fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return Spent(calls, int(sum(map(float, rounds))), (int(fields[11]) + int(fields[12])) / TICKS)
+        return Usage(calls, int(sum(map(float, rounds))), (int(fields[11]) + int(fields[12])) / TICKS)
 
     def resident_bytes(self) -> int:
-        """Its memory now."""
+        """Its current memory."""
         status = Path(f"/proc/{self._pid}/status").read_text()
         return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
     @property
     def _pid(self) -> int:
-        """Below the guard that ends it with this program."""
+        """The operator is a child of the guard process that ends it with this program."""
         guard = self._process.pid
         return int(Path(f"/proc/{guard}/task/{guard}/children").read_text().split()[0])
 
 
-async def measure(size: int, api: Api, pods: client.CoreV1Api, operator: Operator, idle_seconds: float) -> Measured:
-    """Creates so many resources, waits until all are ready, looks on while nothing happens, and removes them."""
+async def measure(size: int, api: Api, pods: client.CoreV1Api, operator: Operator, idle_seconds: float) -> SizeResult:
+    """Creates ``size`` resources, waits until all are ready, measures while nothing changes, and deletes them."""
     namespace = f"fleet-{size}-{secrets.token_hex(3)}"
     await api.post("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
     path = f"/apis/inference.megatron.dev/v1alpha1/namespaces/{namespace}/megatroninferences"
-    async with PlayedPods(api, pods, namespace) as played:
-        before, began = operator.spent(), time.perf_counter()
+    async with SimulatedPods(api, pods, namespace) as simulated:
+        before, began = operator.usage(), time.perf_counter()
         created = await _create_all(api, path, [f"model-{number}" for number in range(size)])
         await _until(lambda: _are_ready(api, path, size), LONGEST_WAIT)
         ready_seconds = time.perf_counter() - began
-        starting = operator.spent().since(before)
+        starting = operator.usage().since(before)
         before = await _rested(operator)
         await asyncio.sleep(idle_seconds)
-        idle, resident_bytes = operator.spent().since(before), operator.resident_bytes()
-        to_first_pod = [played.first_seen[name] - at for name, at in created.items()]
+        idle, resident_bytes = operator.usage().since(before), operator.resident_bytes()
+        to_first_pod = [simulated.first_seen[name] - at for name, at in created.items()]
         await api.delete(f"/api/v1/namespaces/{namespace}")
         await _until(lambda: _is_empty(api, path), LONGEST_WAIT)
-    return Measured(to_first_pod, ready_seconds, starting, idle, idle_seconds, resident_bytes)
+    return SizeResult(to_first_pod, ready_seconds, starting, idle, idle_seconds, resident_bytes)
 
 
 async def measure_waiting(
     size: int, api: Api, pods: client.CoreV1Api, operator: Operator, idle_seconds: float
 ) -> list[str]:
-    """Creates so many resources whose pods get no node, looks on, and creates one more whose pod runs."""
+    """Creates ``size`` resources whose pods get no node, measures, and creates one more whose pod runs."""
     alone = await measure(1, api, pods, operator, 0)
     namespace = f"waiting-{size}-{secrets.token_hex(3)}"
     await api.post("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
     path = f"/apis/inference.megatron.dev/v1alpha1/namespaces/{namespace}/megatroninferences"
-    before = operator.spent()
+    before = operator.usage()
     await _create_all(api, path, [f"model-{number}" for number in range(size)])
     await _until(lambda: _have_pods(api, path, size), LONGEST_WAIT)
     rested = await _rested(operator)
     await asyncio.sleep(idle_seconds)
-    idle = operator.spent().since(rested)
+    idle = operator.usage().since(rested)
     beside = await measure(1, api, pods, operator, 0)
     await api.delete(f"/api/v1/namespaces/{namespace}")
     await _until(lambda: _is_empty(api, path), LONGEST_WAIT)
@@ -197,7 +197,7 @@ async def measure_waiting(
 
 
 async def _create_all(api: Api, path: str, names: list[str]) -> dict[str, float]:
-    """When each was asked for."""
+    """The creation time of each."""
     created: dict[str, float] = {}
     slots = asyncio.Semaphore(AT_A_TIME)
 
@@ -210,15 +210,15 @@ async def _create_all(api: Api, path: str, names: list[str]) -> dict[str, float]
     return created
 
 
-async def _rested(operator: Operator) -> Spent:
-    """What it has spent once what followed from the last change is over."""
-    spent = operator.spent()
+async def _rested(operator: Operator) -> Usage:
+    """The usage when the operator has finished all work for the last change."""
+    usage = operator.usage()
     for _ in range(LONGEST_REST // REST_SECONDS):
         await asyncio.sleep(REST_SECONDS)
-        before, spent = spent, operator.spent()
-        if spent.calls == before.calls:
+        before, usage = usage, operator.usage()
+        if usage.calls == before.calls:
             break
-    return spent
+    return usage
 
 
 async def _are_ready(api: Api, path: str, size: int) -> bool:
@@ -237,7 +237,7 @@ async def _is_empty(api: Api, path: str) -> bool:
 
 async def _until(is_so: Callable[[], Awaitable[bool]], seconds: float) -> None:
     async with asyncio.timeout(seconds):
-        while not await is_so():  # noqa: ASYNC110 - nobody tells it
+        while not await is_so():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.5)
 
 
@@ -249,7 +249,7 @@ async def run(plane: ControlPlane, operator: Operator, chosen: argparse.Namespac
     rows = [COLUMNS]
     async with Api(plane.kubeconfig) as api, client.ApiClient(configuration) as connection:
         pods = client.CoreV1Api(connection)
-        await measure(1, api, pods, operator, 0)  # the operator has begun to watch
+        await measure(1, api, pods, operator, 0)  # ensures that the operator watches
         for size in chosen.resources or SIZES:
             print(f"{size} resources ...", file=sys.stderr, flush=True)
             rows.append((await measure(size, api, pods, operator, chosen.idle_seconds)).row())
@@ -266,11 +266,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--resources", type=positive, action="append", help="repeatable; default: 1 to 500")
     parser.add_argument("--waiting", type=positive, action="append", help="resources without nodes; default: 100, 500")
-    parser.add_argument("--idle-seconds", type=positive, default=60, help="how long nothing happens; default: 60")
+    parser.add_argument(
+        "--idle-seconds", type=positive, default=60, help="duration of the measurement without changes; default: 60"
+    )
     chosen = parser.parse_args()
     source = binaries.find(os.environ, say_at_once)
     if isinstance(source, binaries.ExternalCluster):
-        parser.error(f"makes a control plane of its own, whose audit log it reads; {source} was given: unset it")
+        parser.error(f"needs its own control plane, to read its audit log; {source} is set: unset it")
     kubectl = binaries.find_kubectl(os.environ)
     with tempfile.TemporaryDirectory() as folder, ControlPlane(source, kubectl, Path(folder)) as plane:
         plane.define(yaml.safe_load((MANIFESTS / "crd.yaml").read_text()))

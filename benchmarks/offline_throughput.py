@@ -1,9 +1,9 @@
-"""Output tokens per second of a whole offline job: ours beside its peers, in turn, in one run.
+"""Output tokens per second of an offline job: ours and its peers, in turn, in one run.
 
-A random Llama of 110 million parameters, in float32 unless asked otherwise; 32 prompts of 128 tokens, 128 greedy tokens
-each. Every contender is a process under the Python of its own environment with the model loaded, computes the whole job
-once to warm up, and then takes turns with ours; whoever has no turn is stopped. What counts is the ratio of a pair;
-absolute figures hold for one machine only. README.md beside this file says how to get the peers.
+A random Llama of 110 million parameters, by default in float32; 32 prompts of 128 tokens, 128 greedy tokens each. Every
+contender is a process with the Python of its own environment and with the model loaded. It computes the job once to
+warm up, and then runs in turn with ours; the one that waits is stopped. Compare the ratios of the pairs; absolute
+numbers apply to one machine only. README.md describes how to install the peers.
 
     python benchmarks/offline_throughput.py                      # ours beside transformers' generate
     python benchmarks/offline_throughput.py --pairs 5 --threads 2 --dtype bfloat16 --peer vllm=/path/to/bin/python
@@ -36,15 +36,15 @@ HEAD = 64
 
 @dataclass(frozen=True)
 class Pairs:
-    """What became of one peer beside ours."""
+    """Results of ours and one peer."""
 
     peer: str
     versions: dict[str, str]
     ours: list[float]
-    """Tokens per second, one a pair."""
+    """Tokens per second, per pair."""
     theirs: list[float]
     agreement: float
-    """Share of the tokens that come before a prompt's answers part."""
+    """Share of the tokens before the first difference of a prompt's answers."""
 
     def row(self) -> list[str]:
         ratios = [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
@@ -62,7 +62,7 @@ COLUMNS = ["peer", "ours, tokens/s", "peer, tokens/s", "ratio ours / peer", "of 
 
 
 def write_checkpoint(folder: Path, model: str) -> None:
-    """A random Llama, as transformers writes it, with a tokenizer that nobody asks for text."""
+    """Writes a random Llama with transformers, and a minimal tokenizer, which is required but not used."""
     import torch
     from tokenizers import Tokenizer, decoders, models
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -86,12 +86,12 @@ def write_checkpoint(folder: Path, model: str) -> None:
 
 
 def make_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
-    """The same token ids for every contender; none of the first three, which engines may take for special."""
+    """Token ids for all contenders, without the first three, which engines may treat as special."""
     return [[3 + (7919 * row + 104729 * column) % (vocabulary - 3) for column in range(length)] for row in range(count)]
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of the tokens that come before the first difference of their row."""
+    """Share of the tokens before the first difference in their row."""
     same = 0
     for one, other in zip(ours, theirs, strict=True):
         same += next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
@@ -99,7 +99,7 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 
 
 def compare(ours: ContenderProcess, theirs: ContenderProcess, pairs: int) -> Pairs:
-    """One run of theirs to warm up, then pairs."""
+    """Runs theirs once to warm up, then the pairs."""
     theirs.run()
     speeds: tuple[list[float], list[float]] = ([], [])
     shares = []
@@ -114,7 +114,7 @@ def compare(ours: ContenderProcess, theirs: ContenderProcess, pairs: int) -> Pai
 
 
 def compete(job: Job, peers: dict[str, str], pairs: int) -> tuple[list[Pairs], list[str]]:
-    """Our engine beside each peer in turn: what was measured, and why any peer was not."""
+    """Compares our engine with each peer; returns the results, and the reasons for peers without one."""
     measured, failures = [], []
     with ContenderProcess("ours", sys.executable, replace(job, work=job.work / "ours")) as ours:
         print(f"ours: {listed(ours.versions)}; {job.threads} threads, {job.dtype}", flush=True)
@@ -133,19 +133,19 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_peer_option(parser, PEERS)
     parser.add_argument("--pairs", type=positive, default=3)
-    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of every contender")
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of each contender")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="of every contender"
+        "--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="data type of every contender"
     )
-    parser.add_argument("--model", choices=MODELS, default="110m", help="tiny shows whether a peer works")
+    parser.add_argument("--model", choices=MODELS, default="110m", help="tiny is for testing a peer")
     parser.add_argument("--prompts", type=positive, default=32)
     parser.add_argument("--prompt-tokens", type=positive, default=128)
-    parser.add_argument("--new-tokens", type=positive, default=128, help="of each prompt")
+    parser.add_argument("--new-tokens", type=positive, default=128, help="per prompt")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure and print each pair, then the table; exit status 1 if a peer could not be measured."""
+    """Measures and prints each pair, then the table; exit status 1 if a peer could not be measured."""
     chosen = parse()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "checkpoint"

@@ -1,11 +1,10 @@
-"""What several ranks bring on this machine, what they spend on each other, and what scheduling costs.
+"""Speedup of several ranks on this machine, their communication time, and the cost of scheduling.
 
-First the scheduling alone: everything that the engine does for a step but the model and the sampling, with 1 to 1024
-requests in flight. Then a random Llama of 110 million parameters on 1, 2 and 4 ranks, which divide its layers (tensor)
-or share them out (pipeline): each copy is a group of processes that computes the whole job once to warm up, and then
-takes turns with the others; whoever has no turn is stopped. The ranks of a group share the cores: each has
-cores / ranks threads, at least one. What counts is the ratio to the one rank of the same round; absolute figures hold
-for one machine only.
+First the scheduling: everything that the engine does per step except the model and sampling, with 1 to 1024 requests in
+flight. Then a random Llama of 110 million parameters on 1, 2 and 4 ranks, with tensor or pipeline parallelism. Each
+replica group computes the job once to warm up, and then runs in turn with the others; those that wait are stopped. The
+ranks of a group share the cores: each has cores / ranks threads, at least one. Compare the ratios to the single rank of
+the same round; absolute numbers apply to one machine only.
 
     python benchmarks/scaling.py
     python benchmarks/scaling.py --rounds 5 --group tensor=2 --group tensor=2,pipeline=2
@@ -26,7 +25,7 @@ from pathlib import Path
 from offline_throughput import MODELS, make_prompts, write_checkpoint
 from peers.command_line import listed, positive, print_table
 from peers.process import ContenderError, StoppedProcess
-from peers.turns import ratio_cells, take_turns
+from peers.turns import ratio_cells, run_in_turn
 from ranks import scheduling
 
 IN_FLIGHT = (1, 4, 16, 64, 256, 1024)
@@ -45,13 +44,13 @@ RANKS = [
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One job of one group."""
+class GroupTurn:
+    """Results of one job of a group."""
 
     seconds: float
     tokens: list[list[int]]
     communication: list[dict[str, float]]
-    """Seconds of each rank by what it said to others or waited to hear."""
+    """Seconds per rank, by communication call."""
 
     @property
     def speed(self) -> float:
@@ -60,12 +59,12 @@ class Turn:
 
     @property
     def share(self) -> float:
-        """Part of the ranks' time that they spent on each other."""
+        """Share of the ranks' time spent in communication."""
         return statistics.mean(sum(rank.values()) for rank in self.communication) / self.seconds
 
 
 class RankGroup(StoppedProcess):
-    """One copy of the model on some ranks."""
+    """A replica group."""
 
     def __init__(self, sizes: dict[str, int], folder: Path, chosen: argparse.Namespace) -> None:
         self.sizes = {"tensor": 1, "pipeline": 1, **sizes}
@@ -92,21 +91,21 @@ class RankGroup(StoppedProcess):
         self.versions = self._ask("load", **self.sizes, **setup)["versions"]
         self.run()
 
-    def run(self) -> Turn:
-        """One turn.
+    def run(self) -> GroupTurn:
+        """Runs one turn.
 
         Raises:
             ContenderError: A rank ended.
         """
-        return Turn(**self._ask("run", **self._job))
+        return GroupTurn(**self._ask("run", **self._job))
 
 
-def rows(turns: dict[RankGroup, list[Turn]]) -> list[list[str]]:
-    """A row for each group; the first is the one rank that the others are compared with."""
+def rows(turns: dict[RankGroup, list[GroupTurn]]) -> list[list[str]]:
+    """A row per group; the others are compared with the first, which is a single rank."""
     return [_row(group, next(iter(turns.values())), theirs) for group, theirs in turns.items()]
 
 
-def _row(group: RankGroup, alone: list[Turn], turns: list[Turn]) -> list[str]:
+def _row(group: RankGroup, alone: list[GroupTurn], turns: list[GroupTurn]) -> list[str]:
     ratios = [turn.speed / one.speed for turn, one in zip(turns, alone, strict=True) if turn is not one]
     spent = sum((Counter(rank) for turn in turns for rank in turn.communication), Counter[str]())
     is_alone = turns is alone
@@ -126,7 +125,7 @@ def sizes_of(text: str) -> dict[str, int]:
     """``tensor=2,pipeline=2`` as a mapping."""
     pairs = [part.partition("=") for part in text.split(",")]
     if any(name not in ("tensor", "pipeline") for name, _, _ in pairs):
-        raise argparse.ArgumentTypeError(f"{text!r}: write tensor=N, pipeline=N, or both with a comma between")
+        raise argparse.ArgumentTypeError(f"{text!r}: use tensor=N, pipeline=N, or tensor=N,pipeline=N")
     return {name: positive(size) for name, _, size in pairs}
 
 
@@ -137,19 +136,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--group", type=sizes_of, action="append", metavar="SIZES", help="repeatable: tensor=N, pipeline=N, or both"
     )
-    parser.add_argument("--cores", type=positive, default=len(os.sched_getaffinity(0)), help="that a group may use")
+    parser.add_argument(
+        "--cores", type=positive, default=len(os.sched_getaffinity(0)), help="cores that a group may use"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--model", choices=MODELS, default="110m", help="tiny shows whether it works")
+    parser.add_argument("--model", choices=MODELS, default="110m", help="tiny is for testing")
     parser.add_argument("--requests", type=positive, default=16)
     parser.add_argument("--prompt-tokens", type=positive, default=64)
-    parser.add_argument("--new-tokens", type=positive, default=32, help="of each request")
-    parser.add_argument("--most-in-flight", type=positive, default=IN_FLIGHT[-1], help="where scheduling is measured")
-    parser.add_argument("--steps", type=positive, default=32, help="of a round, where scheduling is measured")
+    parser.add_argument("--new-tokens", type=positive, default=32, help="per request")
+    parser.add_argument(
+        "--most-in-flight", type=positive, default=IN_FLIGHT[-1], help="maximum for the measurement of scheduling"
+    )
+    parser.add_argument("--steps", type=positive, default=32, help="steps per round in the measurement of scheduling")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure and print both tables; exit status 1 if a rank fails."""
+    """Measures and prints both tables; exit status 1 if a rank fails."""
     chosen = parse()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -160,13 +163,13 @@ def main() -> None:
             for group in groups:
                 stack.enter_context(group)
             print(f"\n{listed(groups[0].versions)}; {chosen.cores} cores, {chosen.dtype}", flush=True)
-            print_table([RANKS, *rows(take_turns(groups, chosen.rounds, lambda group, _: group.run()))])
+            print_table([RANKS, *rows(run_in_turn(groups, chosen.rounds, lambda group, _: group.run()))])
         except (ContenderError, OSError) as error:
             sys.exit(str(error))
 
 
 def measure_scheduling(folder: Path, chosen: argparse.Namespace) -> None:
-    """Print what steps cost without a model, with and without the prefix cache."""
+    """Prints the cost of steps without a model, with and without the prefix cache."""
     write_checkpoint(folder, "tiny")
     counts = [count for count in IN_FLIGHT if count <= chosen.most_in_flight]
     for is_on in (False, True):

@@ -1,9 +1,9 @@
-"""How long a server takes from its exec to its first answer: ours with its stages, and beside peers.
+"""Time of a server from exec to its first answer: ours with its stages, and peers.
 
-SmolLM2-135M-Instruct from the cache folder (`make model`). Every contender is started, asked for one token, and ended,
-in turn. One start of each that is not counted comes first: it brings the files into the page cache, and our kernels
-into theirs. With --empty-kernel-cache ours starts without any kernels, as on a node where it never ran. README.md
-beside this file says how to get the peers and how to read the tables.
+The model is SmolLM2-135M-Instruct from the cache folder (`make model`). In turn, every contender starts, answers a
+request for one token, and ends. A first start of each is not measured: it loads the files into the page cache, and
+fills our kernel cache. With --empty-kernel-cache ours starts without compiled kernels, as on a new node. README.md
+describes how to install the peers and how to read the tables.
 
     python benchmarks/startup.py
     python benchmarks/startup.py --rounds 5 --peer llama-cpp=/path/to/bin/python --peer vllm=/path/to/bin/python
@@ -24,7 +24,7 @@ from pathlib import Path
 from offline_throughput import write_checkpoint
 from peers.command_line import add_peer_option, listed, positive, print_table
 from peers.process import ContenderError
-from peers.turns import ratio_cells, take_turns
+from peers.turns import ratio_cells, run_in_turn
 from servers.forms import write_folder
 from servers.server import Server, Start, llama_cpp, our_server, vllm
 from servers.stages import STAGES, watch_stages
@@ -35,13 +35,13 @@ COLUMNS = ["server", "checkpoint", "first answer, s", "least, s", "ratio ours / 
 
 
 def cache_folder() -> Path:
-    """Where `make model` puts the model."""
+    """The cache folder of `make model`."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-inference"
     return Path(os.environ.get("MEGATRON_CACHE_DIR") or usual)
 
 
 def first_answer(threads: int, folder: Path, server: Server, round_number: int) -> float:
-    """Seconds of one start.
+    """The seconds of one start.
 
     Raises:
         ContenderError: The server ended before it answered.
@@ -53,7 +53,7 @@ def first_answer(threads: int, folder: Path, server: Server, round_number: int) 
 
 
 def stages(threads: int, folder: Path, server: Server, rounds: int) -> list[list[str]]:
-    """A table of the stages of ours, apart from the turns: to watch them takes some of the time itself."""
+    """A table of our stages, from separate starts, because observing them takes some time itself."""
     found = []
     for _ in range(rounds + 1):
         with _environment(server, folder) as prepared, Start(prepared, threads, folder / "log") as start:
@@ -63,12 +63,12 @@ def stages(threads: int, folder: Path, server: Server, rounds: int) -> list[list
         for stage, meaning in STAGES.items()
         if (times := [each[stage] for each in found[1:]])
     ]
-    return [["stage of ours", "median, s", "least, s", "what it means"], *rows]
+    return [["stage of ours", "median, s", "least, s", "meaning"], *rows]
 
 
 @contextlib.contextmanager
 def _environment(server: Server, folder: Path) -> Iterator[Server]:
-    """The server as it is; with an empty folder for its kernels, where that was asked for."""
+    """The server, with an empty kernel cache if requested."""
     if "NUMBA_CACHE_DIR" not in server.environment:
         yield server
         return
@@ -78,7 +78,7 @@ def _environment(server: Server, folder: Path) -> Iterator[Server]:
 
 
 def compare(pairs: Sequence[tuple[Server, Server | None]], chosen: argparse.Namespace, folder: Path) -> list[list[str]]:
-    """Rows of the table: ours and, where there is one, the peer that reads the same checkpoint, in turn."""
+    """Rows of the table: ours and, if given, the peer with the same checkpoint, in turn."""
     rows = []
     for ours, peer in pairs:
         servers = [ours] if peer is None else [ours, peer]
@@ -86,7 +86,7 @@ def compare(pairs: Sequence[tuple[Server, Server | None]], chosen: argparse.Name
         run = partial(first_answer, chosen.threads, folder)
         for server in servers:
             run(server, -1)
-        turns = take_turns(servers, chosen.rounds, run)
+        turns = run_in_turn(servers, chosen.rounds, run)
         for server, times in turns.items():
             ratios = [a / b for a, b in zip(turns[ours], times, strict=True) if server is not ours]
             least, median = f"{min(times):.2f}", f"{statistics.median(times):.2f}"
@@ -96,7 +96,7 @@ def compare(pairs: Sequence[tuple[Server, Server | None]], chosen: argparse.Name
 
 
 def contenders(chosen: argparse.Namespace, folder: Path) -> list[tuple[Server, Server | None]]:
-    """Ours beside each peer: llama.cpp reads the GGUF file, vLLM and ours beside it the same weights as safetensors."""
+    """Ours with each peer: llama.cpp reads the GGUF file; vLLM, and ours beside it, the same weights as safetensors."""
     checkpoint = cache_folder() / "models" / FILE
     if chosen.model == "tiny":
         checkpoint = folder / "tiny"
@@ -122,15 +122,15 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=positive, default=5)
-    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of every contender")
-    parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2", help="tiny shows whether it works")
-    parser.add_argument("--empty-kernel-cache", action="store_true", help="ours compiles its kernels at every start")
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)), help="of each contender")
+    parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2", help="tiny is for testing")
+    parser.add_argument("--empty-kernel-cache", action="store_true", help="ours starts without compiled kernels")
     add_peer_option(parser, PEERS)
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure and print both tables; exit status 1 if a contender fails."""
+    """Measures and prints both tables; exit status 1 if a contender fails."""
     chosen = parse()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,4 +1,4 @@
-"""What is done to the cluster, and undone."""
+"""The faults: how each is injected and removed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ RANK = "megatron_runtime.rank"
 COORDINATOR_PORT = 5557
 CUT_SECONDS = 15.0
 LOST_SECONDS = 10.0
-"""For which the API server takes the node for lost."""
+"""Time for which the API server considers the node lost, in seconds."""
 SECONDS_AHEAD = 30.0
-"""Of the 40 s of silence after which the API server takes a node for lost."""
+"""Head start of the silence before the load; after 40 s the API server considers a node lost."""
 HOG = """
 import pathlib, time
 control, taken = pathlib.Path("/sys/fs/cgroup/memory/memory.oom_control"), []
@@ -34,7 +34,7 @@ while kills() == before:
     time.sleep(0.02)
 print(kills() - before)
 """
-"""Takes memory until the kernel has killed somebody in the container for it: the largest there, which is the rank."""
+"""Allocates memory until the kernel kills the largest process in the container, which is the rank."""
 
 
 def _nothing(_: Site) -> None:
@@ -43,14 +43,14 @@ def _nothing(_: Site) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """``strike`` returns when the fault is over.
+    """``inject`` returns when the fault is over.
 
-    ``prepare`` comes before the load, and ``await_it`` before the time counts, for what takes long to come about.
+    For slow faults, ``prepare`` runs before the load, and ``await_it`` before the measurement of time.
     """
 
     name: str
     words: str
-    strike: Callable[[Site], None]
+    inject: Callable[[Site], None]
     prepare: Callable[[Site], None] = _nothing
     await_it: Callable[[Site], None] = _nothing
 
@@ -69,7 +69,7 @@ def _delete_leader(site: Site) -> None:
 
 def _kill(processes: list[int]) -> None:
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):  # it ends with one that was killed before it
+        with contextlib.suppress(ProcessLookupError):  # it may have ended with a process that was killed before
             os.kill(process, signal.SIGKILL)
 
 
@@ -78,7 +78,7 @@ def _kill_rank(site: Site) -> None:
 
 
 def _kill_leaders_processes(site: Site) -> None:
-    """As a machine that loses its power does: nobody says goodbye, and connections are not closed in order."""
+    """As when a machine loses its power: processes send nothing, and connections are not closed properly."""
     _kill(site.processes(site.leader()))
 
 
@@ -87,7 +87,7 @@ def _run_out_of_memory(site: Site) -> None:
     before = site.processes(pod, RANK)
     killed = site.kubectl("exec", pod["metadata"]["name"], "-c", CONTAINER, "--", "python3", "-c", HOG)
     if Path(f"/proc/{before[0]}").exists():
-        raise NotReadyError(f"the kernel killed {killed.strip()}, and not the rank: choose another limit of memory")
+        raise NotReadyError(f"the kernel killed {killed.strip()} instead of the rank: change MEMORY_LIMIT")
 
 
 def _go_silent(site: Site) -> None:
@@ -96,7 +96,7 @@ def _go_silent(site: Site) -> None:
 
 
 def _until_lost(site: Site) -> None:
-    wait_until(lambda: not site.node.is_node_ready(), "the API server to take the node for lost", 90, every=0.3)
+    wait_until(lambda: not site.node.is_node_ready(), "the API server to consider the node lost", 90, every=0.3)
 
 
 def _stay_lost(site: Site) -> None:
@@ -130,13 +130,13 @@ def _cut_coordinator(site: Site) -> None:
 FAULTS = (
     Fault("worker", "`kubectl delete pod` of a worker", _delete_worker),
     Fault("leader", "`kubectl delete pod` of the leader", _delete_leader),
-    Fault("leader-lost", "SIGKILL of all processes of the leader's pod", _kill_leaders_processes),
+    Fault("leader-lost", "SIGKILL of all processes of the leader pod", _kill_leaders_processes),
     Fault("rank", "SIGKILL of a rank", _kill_rank),
     Fault("memory", "a rank killed by the kernel at the pod's memory limit", _run_out_of_memory),
     Fault("node", f"the node NotReady for {LOST_SECONDS:.0f} s (kubelet ended)", _stay_lost, _go_silent, _until_lost),
     Fault("operator", "SIGKILL of the operator", _kill_operator),
     Fault("api-server", "kube-apiserver restarted", _restart_api_server),
-    Fault("link", f"the coordinator cut off by iptables for {CUT_SECONDS:.0f} s", _cut_coordinator),
+    Fault("link", f"the coordinator disconnected by iptables for {CUT_SECONDS:.0f} s", _cut_coordinator),
 )
 NAMES = tuple(fault.name for fault in FAULTS)
 UNDISTURBED = Fault("none", "nothing", _nothing)

@@ -1,8 +1,8 @@
-"""A steady load on an endpoint, as programs make it that use the official client as it comes.
+"""A steady load on an endpoint from programs that use the official client with its default settings.
 
-Usage: `load.py URL OUT REQUESTS SECONDS`: so many requests, one begun every so many seconds, whatever became of those
-before; every second one streams. Each is a line of JSON in OUT once it has ended; `outcome.py` says what is in it. A
-program whose client gives up asks again a second later, for a minute. Imports nothing of this project.
+Usage: `load.py URL OUT REQUESTS SECONDS`: starts a request every SECONDS, independent of the earlier ones; every second
+one streams. Each finished request is a line of JSON in OUT, described in `outcome.py`. A program whose client gives up
+retries every second for a minute. Imports nothing of this project.
 """
 
 import asyncio
@@ -27,18 +27,18 @@ QUESTIONS = (
 )
 MOST_TOKENS = 24
 PROGRAMS = 4
-"""Each has a client of its own, with that client's own connections."""
+"""Number of programs, each with its own client and connections."""
 PAUSE, PATIENCE = 1.0, 60.0
-"""Seconds before a program asks again by itself, and for which it does."""
+"""Seconds before a program retries, and for which it retries."""
 RETRYABLE = (408, 409, 429)
 
 
 class TruncatedStreamError(Exception):
-    """A stream that ended in good order, and without its last part: nobody would have noticed."""
+    """A stream ended normally but without its last part, which clients would not notice."""
 
 
 async def ask(client: openai.AsyncOpenAI, question: str, streamed: bool, begun: list[str]) -> tuple[str, int]:
-    """The answer, and how often the client itself asked again; ``begun`` fills as soon as a stream has begun."""
+    """The answer, and the number of the client's own retries; ``begun`` is filled as soon as a stream has begun."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "max_tokens": MOST_TOKENS}
     create = client.chat.completions.with_raw_response.create
     response = await create(model="smollm2", temperature=0, stream=streamed, **asked)
@@ -57,19 +57,19 @@ async def ask(client: openai.AsyncOpenAI, question: str, streamed: bool, begun: 
     return "".join(begun), response.retries_taken
 
 
-def told(error: Exception, is_broken: bool) -> dict[str, Any]:
-    """What the program could know of an error."""
+def described(error: Exception, is_interrupted: bool) -> dict[str, Any]:
+    """The information about an error that a program has."""
     status = error.status_code if isinstance(error, openai.APIStatusError) else None
     by_kind = isinstance(error, openai.APIConnectionError | httpx.TransportError)
-    # An error within a stream has no status of its own: the connection had one, and that was 200.
-    by_status = is_broken if status is None else status in RETRYABLE or status >= 500
+    # An error within a stream has no status: that of the response was 200.
+    by_status = is_interrupted if status is None else status in RETRYABLE or status >= 500
     is_retryable = not isinstance(error, TruncatedStreamError) and (by_kind or by_status)
     words = {"kind": type(error).__name__, "status": status, "message": str(error)[:300]}
-    return {**words, "retryable": is_retryable, "broken": is_broken}
+    return {**words, "retryable": is_retryable, "interrupted": is_interrupted}
 
 
 async def run_one(client: openai.AsyncOpenAI, number: int, out: TextIO) -> None:
-    """One request of a program, until it is answered or given up."""
+    """Runs one request of a program until it is answered or given up."""
     streamed, question = number % 2 == 1, number // 2 % len(QUESTIONS)
     at, began = time.time(), time.monotonic()
     text, retries, errors = None, 0, []
@@ -78,7 +78,7 @@ async def run_one(client: openai.AsyncOpenAI, number: int, out: TextIO) -> None:
         try:
             text, retries = await ask(client, QUESTIONS[question], streamed, begun)
         except (openai.OpenAIError, httpx.HTTPError, TruncatedStreamError) as error:
-            errors.append(told(error, is_broken=bool(begun)))
+            errors.append(described(error, is_interrupted=bool(begun)))
             await asyncio.sleep(PAUSE)
     line = {"number": number, "streamed": streamed, "question": question, "at": at, "text": text, "errors": errors}
     print(json.dumps({**line, "seconds": time.monotonic() - began, "retries": retries}), file=out, flush=True)

@@ -1,4 +1,4 @@
-"""What became of one request of the load."""
+"""The outcome of one request of the load."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SeenError:
-    """An error that the program itself saw, after all that its client does about errors.
+    """An error that the program saw after the retries of its client.
 
-    ``status`` is that of HTTP, where the error had one; ``broken``: a stream had begun, so that the client did not ask
-    again by itself.
+    ``status`` is the HTTP status, if any; ``interrupted``: a stream had begun, so that the client did not retry.
     """
 
     kind: str
     status: int | None
     message: str
     retryable: bool
-    broken: bool
+    interrupted: bool
 
     def __str__(self) -> str:
         return self.kind if self.status is None else f"{self.kind} {self.status}"
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """``seconds`` are those to the whole answer, asking again included; ``at`` is when it began, as ``time.time``.
+class RequestOutcome:
+    """``seconds`` is the time to the complete answer, including retries; ``at`` is its start, as ``time.time``.
 
-    ``text`` is None where the program gave up; ``retries`` are those of the client itself, which nobody sees.
+    ``text`` is None if the program gave up; ``retries`` counts those of the client, which the program does not see.
     """
 
     number: int
@@ -43,15 +42,15 @@ class Outcome:
     errors: tuple[SeenError, ...]
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> Outcome:
-        """From a line of the load's file, parsed."""
+    def of(cls, line: Mapping[str, Any]) -> RequestOutcome:
+        """The outcome in a parsed line of the load's file."""
         return cls(**{**line, "errors": tuple(SeenError(**error) for error in line["errors"])})
 
-    def is_right(self, answers: Mapping[int, str]) -> bool:
-        """Whether the program has the answer that belongs to the question."""
+    def is_correct(self, answers: Mapping[int, str]) -> bool:
+        """Whether the program got the correct answer to its question."""
         return self.text is not None and self.text == answers[self.question]
 
 
-def read(lines: Iterable[str]) -> list[Outcome]:
-    """All of a load's file; a line that is being written is left out."""
-    return [Outcome.of(json.loads(line)) for line in lines if line.endswith("\n")]
+def read(lines: Iterable[str]) -> list[RequestOutcome]:
+    """All outcomes in a load's file, except for an incomplete line."""
+    return [RequestOutcome.of(json.loads(line)) for line in lines if line.endswith("\n")]

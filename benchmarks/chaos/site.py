@@ -1,4 +1,4 @@
-"""The cluster of one node, with the chart and the sample on it, and what can be seen and hurt there."""
+"""The cluster of one node with the chart and the sample, and access to its parts for the faults."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LOAD = Path(__file__).with_name("load.py")
 LABEL = "inference.megatron.dev"
 CONTAINER = "megatron"
 MEMORY_LIMIT = "2Gi"
-"""Of each pod: more than it takes, and little enough for another program in it to reach."""
+"""Memory limit of each pod: more than the pod needs, but low enough for a program to exceed it."""
 LONGEST_START = 300.0
 HTTP_PORT = 8000
 
 
 class Site:
-    """``namespace`` holds the resource and nothing else."""
+    """``namespace`` contains only the resource."""
 
     def __init__(self, node: Node, namespace: str, replicas: int) -> None:
         self.node = node
@@ -38,26 +38,26 @@ class Site:
         self.name = "smollm2"
 
     def serve(self) -> None:
-        """Applies the sample, with a limit of memory; returns when all replicas are ready."""
+        """Applies the sample with a memory limit; returns when all replica groups are ready."""
         resource = yaml.safe_load(SAMPLE.read_text())
         limited = {"name": CONTAINER, "resources": {"limits": {"memory": MEMORY_LIMIT}}}
         resource["spec"] |= {"replicas": self.replicas, "podTemplate": {"spec": {"containers": [limited]}}}
-        # What is broken on purpose, again and again, must not use up the attempts that the resource is allowed.
+        # The repeated faults must not exhaust the restart budget.
         resource["spec"]["failurePolicy"] = {"maxRestarts": 20}
         self.kubectl("apply", "--validate=false", "-f", "-", input=json.dumps(resource))
         wait_until(self._is_running, "the sample to run", LONGEST_START, every=0.5)
 
     def kubectl(self, *words: str, input: str | None = None) -> str:
-        """In the resource's namespace. Raises CommandFailedError."""
+        """Runs kubectl in the resource's namespace. Raises CommandFailedError."""
         return self.node.kubectl("-n", self.namespace, *words, input=input)
 
     def status(self) -> dict[str, Any]:
-        """Of the resource."""
+        """The status of the resource."""
         status: dict[str, Any] = self.node.get("mi", self.name, "-n", self.namespace).get("status") or {}
         return status
 
     def pods(self) -> list[dict[str, Any]]:
-        """Those that run and stay, the leader first."""
+        """The pods that run and are not being deleted, the leader first."""
         found = self.node.get("pods", "-n", self.namespace, "-l", f"{LABEL}/name={self.name}")["items"]
         stay = [pod for pod in found if pod["status"].get("phase") == "Running"]
         stay = [pod for pod in stay if "deletionTimestamp" not in pod["metadata"]]
@@ -68,13 +68,13 @@ class Site:
         return self.pods()[0]
 
     def worker(self) -> dict[str, Any]:
-        """A pod that does not lead."""
+        """A pod that is not the leader."""
         return self.pods()[-1]
 
     def processes(self, pod: dict[str, Any], words: str = "") -> list[int]:
-        """Ids, as seen from outside, of those in the pod whose command line contains the words.
+        """The process ids, on the machine, of the pod's processes whose command line contains the words.
 
-        Raises NotReadyError when there are none.
+        Raises NotReadyError if there are none.
         """
         uid = pod["metadata"]["uid"]
         found = [int(each.name) for each in Path("/proc").glob("[0-9]*") if _is_like(each, uid, words)]
@@ -89,7 +89,7 @@ class Site:
 
     @contextmanager
     def load(self, out: Path, requests: int, every: float) -> Iterator[GuardedProcess]:
-        """The load's process in the node's network; one that is over, or not, at the end of the context."""
+        """The load's process in the node's network; it is ended with the context if it still runs."""
         url = f"http://{self._service_address()}:{HTTP_PORT}/v1"
         words = [sys.executable, LOAD, url, out, str(requests), str(every)]
         process = self.node.start_program(words, out.with_suffix(".log"))
@@ -114,4 +114,4 @@ def _is_like(process: Path, uid: str, words: str) -> bool:
         command = (process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
         return words in command and uid in (process / "cgroup").read_text()
     except OSError:
-        return False  # it has ended
+        return False  # the process has ended

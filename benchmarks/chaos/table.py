@@ -11,50 +11,50 @@ from chaos.trial import Answers, Trial
 COLUMNS = [
     "what happens",
     "requests",
-    "right",
+    "correct",
     "retried by the client, unseen",
     "errors seen",
-    "streams broken off",
+    "streams interrupted",
     "longest, s",
-    "to undisturbed",
+    "ratio to no failure",
     "until all is Ready, s",
 ]
 
 
-def rows(trials: Sequence[Trial], undisturbed: Trial, answers: Answers) -> list[list[str]]:
-    """Header and cells; ``undisturbed`` is what each longest request is compared with, and has a row of its own."""
-    return [COLUMNS, *(_row(trial, undisturbed, answers) for trial in [undisturbed, *trials])]
+def rows(trials: Sequence[Trial], baseline: Trial, answers: Answers) -> list[list[str]]:
+    """Header and rows; ``baseline`` is the trial without a fault, which the others are compared with."""
+    return [COLUMNS, *(_row(trial, baseline, answers) for trial in [baseline, *trials])]
 
 
 def verdict(trials: Sequence[Trial], answers: Answers) -> list[str]:
-    """What must not be: a wrong answer, a request never answered, an error that says nothing about asking again."""
+    """Violations: wrong answers, requests without an answer, errors that do not permit a retry."""
     found = []
     for trial in trials:
-        final = [error for error in [*trial.errors, *trial.broken] if not error.retryable]
+        final = [error for error in [*trial.errors, *trial.interrupted] if not error.retryable]
         for count, what in (
             (trial.wrong(answers), "wrong answers"),
             (trial.unanswered, "requests without an answer"),
-            (len(final), f"errors that forbid asking again ({_told(final)})"),
+            (len(final), f"errors that do not permit a retry ({_described(final)})"),
         ):
             if count:
                 found.append(f"{trial.fault.words}: {count} {what}")
     return found
 
 
-def _row(trial: Trial, undisturbed: Trial, answers: Answers) -> list[str]:
+def _row(trial: Trial, baseline: Trial, answers: Answers) -> list[str]:
     return [
         trial.fault.words,
         str(len(trial.outcomes)),
-        str(trial.right(answers)),
+        str(trial.correct(answers)),
         str(trial.retried),
-        _told(trial.errors),
-        _told(trial.broken),
+        _described(trial.errors),
+        _described(trial.interrupted),
         f"{trial.longest:.1f}",
-        f"{trial.longest / undisturbed.longest:.1f}",
-        f"{trial.seconds_amiss:.1f}" if trial.lacking else "stayed",
+        f"{trial.longest / baseline.longest:.1f}",
+        f"{trial.seconds_unhealthy:.1f}" if trial.problems else "stayed",
     ]
 
 
-def _told(errors: Sequence[SeenError]) -> str:
+def _described(errors: Sequence[SeenError]) -> str:
     counted = Counter(f"{error}" if error.retryable else f"{error} (final)" for error in errors)
     return ", ".join(f"{count} {words}" for words, count in sorted(counted.items())) or "0"

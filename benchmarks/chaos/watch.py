@@ -1,4 +1,4 @@
-"""Looks all the time whether everything is as it should be: resource, operator, node, and the API server itself."""
+"""Watches the health of the resource, the operator, the node and the API server."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ LONGEST_CALL = 2.0
 
 
 @dataclass(frozen=True)
-class Look:
-    """``at`` is as ``time.time`` tells it; ``lacking`` says what was amiss, and is empty when nothing was."""
+class Health:
+    """The health at a time: ``at`` is as ``time.time``; ``problems`` is empty if everything is healthy."""
 
     at: float
-    lacking: str
+    problems: str
 
 
-class Watch:
-    """Used as a context manager. ``looks`` grows meanwhile."""
+class HealthWatch:
+    """A context manager that appends to ``history``."""
 
     def __init__(self, site: Site) -> None:
-        self.looks: list[Look] = []
+        self.history: list[Health] = []
         self._site = site
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -48,18 +48,18 @@ class Watch:
         self._thread.join()
 
     def has_rested(self, seconds: float) -> bool:
-        """Whether nothing was amiss for so long."""
+        """Whether everything has been healthy for this time."""
         since = time.time() - seconds
-        last = [look.lacking for look in self.looks if look.at > since]
+        last = [look.problems for look in self.history if look.at > since]
         return bool(last) and not any(last)
 
     def _run(self) -> None:
         while not self._ended.wait(EVERY):
             try:
-                lacking = self._lacking()
+                problems = self._lacking()
             except (client.ApiException, HTTPError):
-                lacking = "the API server does not answer"
-            self.looks.append(Look(time.time(), lacking))
+                problems = "the API server does not answer"
+            self.history.append(Health(time.time(), problems))
 
     def _lacking(self) -> str:
         site, limit = self._site, {"_request_timeout": LONGEST_CALL}
@@ -76,6 +76,6 @@ class Watch:
 
 
 def _is_ready(thing: client.V1Node | client.V1Pod) -> bool:
-    """A node or a pod that says so."""
+    """Whether a node or pod has the condition Ready."""
     conditions = thing.status.conditions or []
     return any(each.type == "Ready" and each.status == "True" for each in conditions)

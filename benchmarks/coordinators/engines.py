@@ -1,4 +1,4 @@
-"""Thin engines for coordinators that know nothing of ours: they answer at once what has come."""
+"""Minimal engines for other coordinators, which answer at once."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Protocol
 import zmq
 
 STEP_SECONDS = 0.01
-"""Between two tokens of a stream."""
+"""Seconds between two tokens of a stream."""
 
 Frames = list[bytes]
 
 
 class ThinEngine(Protocol):
     def step(self, messages: list[Frames]) -> list[Frames]:
-        """From the messages that are new to those that it sends; called at least every STEP_SECONDS."""
+        """Processes new messages and returns the replies; called at least every STEP_SECONDS."""
         ...
 
 
 def serve_engines(make_engine: Callable[[], ThinEngine], address: str, engines: int) -> None:
-    """Register with an empty frame, as Megatron's engines do, and work for ever."""
+    """Registers with an empty frame, as Megatron's engines do, and runs forever."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     poller = zmq.Poller()
     pool = {context.socket(zmq.DEALER): make_engine() for _ in range(engines)}

@@ -1,6 +1,6 @@
-"""The least that a coordinator in Python can do: a ROUTER that passes messages on and remembers nothing.
+"""The minimal coordinator in Python: a stateless ROUTER that forwards messages.
 
-A client sends ``[request id, kind, body]``; engines see and answer the same with the client's identity before it.
+A client sends ``[request id, kind, body]``; engines receive and send the same after the client's identity.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import zmq.asyncio
 
 from coordinators.engines import STEP_SECONDS, Frames, serve_engines
 from coordinators.processes import start_processes
-from coordinators.protocol import Setup, serve
+from coordinators.protocol import CoordinatorSetup, serve
 
 WHOLE, STREAM, PARTIAL, LAST = b"whole", b"stream", b"partial", b"last"
 
 
 def forward(pipe: Connection, ready: Event, engines: int) -> None:
-    """The coordinator: what comes from an engine names its client; what comes from a client goes to the next engine."""
+    """The coordinator: messages of engines have the client's identity; messages of clients go to the next engine."""
     router: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
     pipe.send(f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}")
     known = [router.recv_multipart()[0] for _ in range(engines)]
@@ -36,8 +36,8 @@ def forward(pipe: Connection, ready: Event, engines: int) -> None:
         router.send_multipart(frames if sender in known_set else [next(turns), sender, *frames])
 
 
-class Engine:
-    """Whole answers at once; streams token by token."""
+class ForwarderEngine:
+    """An engine that sends complete answers at once, and streams token by token."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[bytes, bytes], int] = {}
@@ -95,11 +95,11 @@ class Forwarder:
                 self._ends.pop(request_id).set_result(self._counts.pop(request_id))
 
 
-async def open_stand(setup: Setup, _prefix_routing: bool) -> Forwarder:
-    """The same with prefix routing, which it does not have."""
-    work = partial(serve_engines, Engine, engines=setup.engines)
+async def deploy(setup: CoordinatorSetup, _prefix_routing: bool) -> Forwarder:
+    """Ignores prefix routing, which the forwarder does not support."""
+    work = partial(serve_engines, ForwarderEngine, engines=setup.engines)
     return Forwarder(*await start_processes(forward, setup.engines, work=work))
 
 
 if __name__ == "__main__":
-    serve(open_stand, "pyzmq", "msgpack")
+    serve(deploy, "pyzmq", "msgpack")

@@ -1,4 +1,4 @@
-"""Megatron Core's coordinator and client, with engines that answer as its own would."""
+"""Megatron Core's coordinator and client, with simulated engines."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from coordinators.engines import Frames, serve_engines
 from coordinators.processes import start_processes
-from coordinators.protocol import Setup, serve
+from coordinators.protocol import CoordinatorSetup, serve
 
 MAX_REQUESTS = 256
 
 
-class Tokenizer:
-    """Costs nothing: Megatron's coordinator detokenizes, ours leaves that to the engines."""
+class NullTokenizer:
+    """Does nothing: Megatron's coordinator detokenizes, ours does not."""
 
     eod = 0
 
@@ -30,8 +30,8 @@ class Tokenizer:
         return "text"
 
 
-class Engine:
-    """One reply message for all requests that have come."""
+class MegatronEngine:
+    """An engine that sends one reply message for all new requests."""
 
     def __init__(self) -> None:
         self._reply = DynamicInferenceRequest(
@@ -50,8 +50,8 @@ class Engine:
         return self._reply | known | {"sampling_params": sampling_params}
 
 
-class MegatronStand:
-    """Its coordinator with engines and a client. Those that are released so far have no message for single tokens."""
+class MegatronDeployment:
+    """Megatron's coordinator with engines and a client. Its releases have no message for single tokens."""
 
     def __init__(self, coordinator: int, address: str) -> None:
         self.coordinator = coordinator
@@ -63,21 +63,21 @@ class MegatronStand:
         return len((await self._client.add_request(prompt, params))["generated_tokens"])
 
 
-async def open_stand(setup: Setup, prefix_routing: bool) -> MegatronStand:
-    """Its own entry point; it is ready once the engines have registered."""
+async def deploy(setup: CoordinatorSetup, prefix_routing: bool) -> MegatronDeployment:
+    """Starts the coordinator by its own entry point; returns once the engines have registered."""
     coordinator, address = await start_processes(
         DataParallelInferenceCoordinator.entrypoint,
         setup.engines,
-        Tokenizer(),
+        NullTokenizer(),
         MAX_REQUESTS,
-        work=partial(serve_engines, Engine, engines=setup.engines),
+        work=partial(serve_engines, MegatronEngine, engines=setup.engines),
         hostname="127.0.0.1",
         block_size_tokens=setup.block_size,
         enable_prefix_caching=prefix_routing,
         prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
     )
-    return MegatronStand(coordinator, address)
+    return MegatronDeployment(coordinator, address)
 
 
 if __name__ == "__main__":
-    serve(open_stand, "megatron-core", "torch", "pyzmq", "msgpack")
+    serve(deploy, "megatron-core", "torch", "pyzmq", "msgpack")

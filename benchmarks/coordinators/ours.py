@@ -1,4 +1,4 @@
-"""Our coordinator and client, with engines that answer as our engine loop would."""
+"""Our coordinator and client, with engines that send the messages of our engine loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 from coordinators.engines import STEP_SECONDS
 from coordinators.processes import start_processes
-from coordinators.protocol import Setup, serve
+from coordinators.protocol import CoordinatorSetup, serve
 from megatron_runtime.config import PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.engine.worker.coordinator_connection import CoordinatorConnection
@@ -20,12 +20,12 @@ from megatron_runtime.wire.bodies import TokenChunk
 from megatron_runtime.wire.codec import Message, pack_body, unpack_body
 from megatron_runtime.wire.items import Assignment, EngineLoad, items
 
-PATIENT = 3600.0
-"""Who has no turn is stopped; nobody must take that for its end."""
+TIMEOUT_SECONDS = 3600.0
+"""Timeout of heartbeats, in seconds: contenders that wait for their turn are stopped and must not time out."""
 
 
-class Engine:
-    """One reply message for all requests that came in one; streams token by token."""
+class SimulatedEngine:
+    """An engine that sends one reply message for all requests of a message, and streams token by token."""
 
     def __init__(self, address: str, group: int, text_of_token: str) -> None:
         self._text_of_token = text_of_token
@@ -39,7 +39,7 @@ class Engine:
             attempt=0,
             key=None,
             describe=lambda: (EngineState.RUNNING, False, [], EngineLoad(), ""),
-            on_message=self._take,
+            on_message=self._receive,
             on_refused=print,
         )
 
@@ -49,7 +49,7 @@ class Engine:
             await asyncio.sleep(STEP_SECONDS)
             self._step()
 
-    def _take(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         if message.header is not Headers.SUBMIT_REQUEST:
             return
         finished = []
@@ -78,15 +78,15 @@ class Engine:
 
 
 def serve_engines(address: str, engines: int, text_of_token: str = "text") -> None:
-    """All engines in this process; streams are of token 1."""
+    """Runs all engines in this process; streams repeat token 1."""
 
     async def work() -> None:
-        await asyncio.gather(*(Engine(address, group, text_of_token).work() for group in range(engines)))
+        await asyncio.gather(*(SimulatedEngine(address, group, text_of_token).work() for group in range(engines)))
 
     asyncio.run(work())
 
 
-class OurStand:
+class OurDeployment:
     """Our coordinator with engines and a client."""
 
     def __init__(self, coordinator: int, client: InferenceClient) -> None:
@@ -102,8 +102,8 @@ class OurStand:
         return sum([len(update.new_tokens) async for update in self._client.stream_request(prompt, params)])
 
 
-async def open_stand(setup: Setup, prefix_routing: bool) -> OurStand:
-    """Our own entry point, and all engines registered."""
+async def deploy(setup: CoordinatorSetup, prefix_routing: bool) -> OurDeployment:
+    """Starts the coordinator by our entry point; returns once all engines have registered."""
     coordinator, address = await start_processes(
         DataParallelInferenceCoordinator.entrypoint,
         setup.engines,
@@ -111,15 +111,15 @@ async def open_stand(setup: Setup, prefix_routing: bool) -> OurStand:
         block_size_tokens=setup.block_size,
         enable_prefix_caching=prefix_routing,
         prefix_caching_coordinator_policy=PrefixCachingCoordinatorPolicy.LONGEST_PREFIX,
-        engine_timeout=PATIENT,
+        engine_timeout=TIMEOUT_SECONDS,
     )
-    client = InferenceClient(address, deserialize=False, coordinator_timeout=PATIENT)
+    client = InferenceClient(address, deserialize=False, coordinator_timeout=TIMEOUT_SECONDS)
     await client.start()
     state = await client.service_state()
     while sum(engine.ready for engine in state.engines) < setup.engines:
-        state = await client.wait_for_state_change(state.revision, PATIENT)
-    return OurStand(coordinator, client)
+        state = await client.wait_for_state_change(state.revision, TIMEOUT_SECONDS)
+    return OurDeployment(coordinator, client)
 
 
 if __name__ == "__main__":
-    serve(open_stand, "megatron-inference", "pyzmq", "msgpack")
+    serve(deploy, "megatron-inference", "pyzmq", "msgpack")

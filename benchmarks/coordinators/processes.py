@@ -1,4 +1,4 @@
-"""A contender's two processes beside that of its client: its coordinator, and all its engines."""
+"""The processes of a contender besides its client's: its coordinator, and all its engines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 async def start_processes(
     entry: Callable[..., None], *arguments: Any, work: Callable[[str], None], **options: Any
 ) -> tuple[int, str]:
-    """The coordinator's process id and address, once it says that it is ready.
+    """Starts both; returns the coordinator's process id and address once it is ready.
 
     Args:
-        entry: The coordinator: it takes the end of a pipe that wants its address, an event to set, and what follows.
-        work: The engines, at that address.
+        entry: The coordinator; its arguments are a pipe for its address, an event to set, and further arguments.
+        work: The engines, which connect to that address.
     """
     spawn = multiprocessing.get_context("spawn")
     (here, there), ready = spawn.Pipe(), spawn.Event()

@@ -1,4 +1,4 @@
-"""FastAPI and uvicorn without anything of ours: the least that takes such bodies and answers with such bodies."""
+"""A minimal FastAPI and uvicorn application with the same request and response bodies."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
 from coordinators.engines import STEP_SECONDS
-from frontends.protocol import TOKEN_TEXT, Stand, serve
+from frontends.protocol import TOKEN_TEXT, FrontendDeployment, serve
 
 BACKLOG = 2048
 app = FastAPI()
 
 
-class Asked(BaseModel):
+class GenerationRequest(BaseModel):
     model: str
     max_tokens: int
     stream: bool = False
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     role: str
     content: str
 
 
-class Chat(Asked):
-    messages: list[Message]
+class ChatRequest(GenerationRequest):
+    messages: list[ChatMessage]
 
 
-class Completion(Asked):
+class CompletionRequest(GenerationRequest):
     prompt: str
 
 
 @app.post("/v1/chat/completions")
-async def chat(body: Chat) -> Response:
+async def chat(body: ChatRequest) -> Response:
     if body.stream:
         pieces = [{"delta": {"content": TOKEN_TEXT}}] * body.max_tokens
         ends = [{"delta": {"role": "assistant", "content": ""}}], [{"delta": {}, "finish_reason": "length"}]
@@ -53,21 +53,21 @@ async def chat(body: Chat) -> Response:
 
 
 @app.post("/v1/completions")
-async def complete(body: Completion) -> Response:
+async def complete(body: CompletionRequest) -> Response:
     if body.stream:
         return stream(body, "text_completion", [{"text": TOKEN_TEXT}] * body.max_tokens)
     return whole(body, "text_completion", {"text": TOKEN_TEXT * body.max_tokens})
 
 
-def whole(body: Asked, kind: str, content: dict[str, Any]) -> Response:
-    """All at once."""
+def whole(body: GenerationRequest, kind: str, content: dict[str, Any]) -> Response:
+    """A complete answer."""
     choice = {"index": 0, **content, "logprobs": None, "finish_reason": "length"}
     usage = {"prompt_tokens": 1, "completion_tokens": body.max_tokens, "total_tokens": body.max_tokens + 1}
     return JSONResponse({**head(body, kind), "choices": [choice], "usage": usage})
 
 
-def stream(body: Asked, kind: str, pieces: list[dict[str, Any]]) -> Response:
-    """Piece by piece, at the pace of the engines behind ours."""
+def stream(body: GenerationRequest, kind: str, pieces: list[dict[str, Any]]) -> Response:
+    """A streamed answer, at the rate of the simulated engines."""
 
     async def events() -> AsyncIterator[bytes]:
         common = head(body, kind)
@@ -81,26 +81,26 @@ def stream(body: Asked, kind: str, pieces: list[dict[str, Any]]) -> Response:
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
-def head(body: Asked, kind: str) -> dict[str, Any]:
-    """What an answer and all chunks of a stream begin with."""
+def head(body: GenerationRequest, kind: str) -> dict[str, Any]:
+    """The metadata of an answer and of all chunks of a stream."""
     return {"id": f"echo-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": body.model}
 
 
 def work(told: Connection) -> None:
-    """The frontend's process: says its port, and serves until it is killed."""
+    """The frontend's process: sends its port, and serves until it is killed."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
     told.send(listening.getsockname()[1])
     uvicorn.Server(uvicorn.Config(app, access_log=False, log_level="warning")).run(sockets=[listening])
 
 
-async def open_stand() -> Stand:
+async def deploy() -> FrontendDeployment:
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=work, args=(there,), daemon=True)
     process.start()
     assert process.pid
-    return Stand(process.pid, await asyncio.to_thread(here.recv))
+    return FrontendDeployment(process.pid, await asyncio.to_thread(here.recv))
 
 
 if __name__ == "__main__":
-    serve(open_stand, "fastapi", "starlette", "uvicorn", "uvloop", "httptools")
+    serve(deploy, "fastapi", "starlette", "uvicorn", "uvloop", "httptools")

@@ -1,4 +1,4 @@
-"""Our frontend as the launcher starts it, with our coordinator and an engine without a model behind it."""
+"""Our frontend, started like by the launcher, with our coordinator and an engine without a model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from coordinators.ours import PATIENT, serve_engines
+from coordinators.ours import TIMEOUT_SECONDS, serve_engines
 from coordinators.processes import start_processes
-from frontends.protocol import MODEL, TOKEN_TEXT, Stand, serve
+from frontends.protocol import MODEL, TOKEN_TEXT, FrontendDeployment, serve
 from frontends.tokenizer import write_tokenizer
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron_runtime.processes.child import Child, ChildTask
@@ -17,10 +17,10 @@ from megatron_runtime.server.listening_socket import bind
 from megatron_runtime.server.options import FrontendOptions
 
 KEPT: list[object] = []
-"""What must last as long as this process: a child's readers end with it, and its files with their folder."""
+"""Objects that must live as long as this process: the reader of a child, and temporary folders."""
 
 
-async def open_stand() -> Stand:
+async def deploy() -> FrontendDeployment:
     kept = tempfile.TemporaryDirectory()
     folder = Path(kept.name)
     write_tokenizer(folder)
@@ -30,7 +30,7 @@ async def open_stand() -> Stand:
         DataParallelInferenceCoordinator.entrypoint,
         1,
         work=partial(serve_engines, engines=1, text_of_token=TOKEN_TEXT),
-        engine_timeout=PATIENT,
+        engine_timeout=TIMEOUT_SECONDS,
     )
     listening = bind("127.0.0.1", 0, 0, flag="--port", may_move=False)
     options = FrontendOptions(address, str(folder), MODEL, max_sequence_length=4096)
@@ -49,8 +49,8 @@ async def open_stand() -> Stand:
     await frontend.start()
     await serving.wait()
     assert frontend.pid
-    return Stand(frontend.pid, listening.getsockname()[1])
+    return FrontendDeployment(frontend.pid, listening.getsockname()[1])
 
 
 if __name__ == "__main__":
-    serve(open_stand, "megatron-inference", "fastapi", "starlette", "uvicorn", "uvloop", "pyzmq")
+    serve(deploy, "megatron-inference", "fastapi", "starlette", "uvicorn", "uvloop", "pyzmq")

@@ -1,4 +1,4 @@
-"""The tokenizer that every frontend has which has any."""
+"""The tokenizer of all frontends that have one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> int:
-    """Byte-level pairs that know the words of a prompt, with a chat template; the number of tokens."""
+    """Writes a byte-level BPE with the words of the prompts, and a chat template; returns the size of the
+    vocabulary."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

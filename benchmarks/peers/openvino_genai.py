@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching; optimum-intel makes the intermediate representation."""
+"""OpenVINO GenAI's continuous batching; optimum-intel creates the intermediate representation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from optimum.intel import OVModelForCausalLM
 from peers.protocol import Job, choose, serve
 
 PRECISIONS = {"float32": ("f32", "FP32"), "bfloat16": ("bf16", "BF16"), "float16": ("f16", "FP16")}
-"""OpenVINO's hint, and the capability without which it would take the hint and compute in float32."""
+"""OpenVINO's hint, and the required capability, without which it would compute in float32."""
 
 
-class ContinuousBatch:
+class OpenVinoBatch:
     def __init__(self, job: Job) -> None:
         able = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         precision = choose(job.dtype, {name: hint for name, (hint, kind) in PRECISIONS.items() if kind in able})
@@ -41,4 +41,4 @@ class ContinuousBatch:
 
 
 if __name__ == "__main__":
-    serve(ContinuousBatch, "openvino-genai", "openvino", "optimum-intel", "transformers")
+    serve(OpenVinoBatch, "openvino-genai", "openvino", "optimum-intel", "transformers")

@@ -1,4 +1,4 @@
-"""Our engine in direct mode, its process started as the ranks are that the launcher starts."""
+"""Our engine in direct mode, in a process with the environment of the launcher's ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from megatron_runtime.launch.tasks import compute_environment
 
 if missing := compute_environment():
-    # The C library and OpenMP read theirs when a process begins.
+    # The C library and OpenMP read their variables when a process starts.
     os.execve(sys.executable, sys.orig_argv, os.environ | missing)
 
 import torch

@@ -1,4 +1,4 @@
-"""A contender as a process under a Python of its own: the other end of the protocols."""
+"""A contender as a process with its own Python: the client side of the protocols."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from peers.protocol import Job
 
 MODULES = Path(__file__).parent.parent
 LAST_LINES = 12
-PATIENCE_SECONDS = 20
+TIMEOUT_SECONDS = 20
 
 
 class ContenderError(Exception):
-    """A contender ended before it answered, or answered with something else than what was asked for."""
+    """A contender ended before it answered, or its answer is wrong."""
 
 
 class StoppedProcess:
-    """A process that answers one JSON object a line. While it is not asked, it is stopped, with all its children."""
+    """A process that answers one JSON object per line. Between requests it is stopped, with all its children."""
 
     def __init__(self, name: str, python: str, module: str, log: Path, environment: Mapping[str, str]) -> None:
-        """``python`` runs ``module`` of this folder's parent; stderr goes to ``log``."""
+        """``python`` runs ``module`` of this folder's parent; stderr is written to ``log``."""
         self.name, self.python = name, python
         self._module, self._log, self._environment = module, log, environment
 
@@ -57,7 +57,7 @@ class StoppedProcess:
         self._end()
 
     def _load(self) -> None:
-        """What is asked first of all."""
+        """Sends the first request."""
 
     def _ask(self, what: str, **values: object) -> dict[str, Any]:
         assert self._process.stdin
@@ -70,7 +70,7 @@ class StoppedProcess:
             line = ""
         if not line:
             words = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-            raise ContenderError("\n    ".join([f"{self.name} ended while asked to {what}; its last words:", *words]))
+            raise ContenderError("\n    ".join([f"{self.name} ended during {what!r}; the end of its log:", *words]))
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -85,10 +85,10 @@ class StoppedProcess:
         assert self._process.stdin
         assert self._process.stdout
         self._signal(signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):  # what it was asked for when it ended is still to be written
+        with contextlib.suppress(BrokenPipeError):  # the last request was not written completely
             self._process.stdin.close()
         try:
-            self._process.wait(PATIENCE_SECONDS)
+            self._process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
             self._process.wait()
@@ -96,10 +96,10 @@ class StoppedProcess:
 
 
 class ContenderProcess(StoppedProcess):
-    """Loads the job's model when entered and computes only while it is asked."""
+    """Loads the job's model when entered, and computes only during requests."""
 
     def __init__(self, name: str, python: str, job: Job) -> None:
-        """``name`` is that of a peer's file with hyphens for underscores; ``python`` runs it."""
+        """``name`` is the name of a peer's file with hyphens for underscores; ``python`` runs it."""
         environment = {"OMP_NUM_THREADS": str(job.threads), "HF_HUB_OFFLINE": "1"}
         super().__init__(name, python, f"peers.{name.replace('-', '_')}", job.work.with_suffix(".log"), environment)
         self.job = job
@@ -110,13 +110,15 @@ class ContenderProcess(StoppedProcess):
         self.versions = self._ask("load", **asdict(self.job))["versions"]
 
     def run(self) -> tuple[float, list[list[int]]]:
-        """Seconds of the whole job, and the new tokens of each prompt.
+        """The seconds of the job, and the new tokens of each prompt.
 
         Raises:
-            ContenderError: It ended, or a prompt got more or fewer new tokens than were asked for.
+            ContenderError: It ended, or a prompt has a wrong number of new tokens.
         """
         answer = self._ask("run", new_tokens=self.job.new_tokens)
         counts = [len(tokens) for tokens in answer["tokens"]]
         if counts != [self.job.new_tokens] * len(self.job.prompts):
-            raise ContenderError(f"{self.name} gave {counts} new tokens, not {self.job.new_tokens} for each prompt")
+            raise ContenderError(
+                f"{self.name} generated {counts} new tokens instead of {self.job.new_tokens} per prompt"
+            )
         return answer["seconds"], answer["tokens"]

@@ -1,12 +1,12 @@
-"""What every contender speaks: one JSON object a line, requests on stdin, answers on stdout, one answer each.
+"""The protocol of all contenders: one JSON object per line, requests on stdin, one answer each on stdout.
 
     {"do": "load", "folder": ..., "work": ..., "dtype": ..., "threads": ..., "prompts": [[...]], "new_tokens": ...}
         -> {"versions": {"package": "1.2.3"}}
     {"do": "run", "new_tokens": n}    n at most the job's
         -> {"seconds": 1.5, "tokens": [[...]]}    the new tokens of each prompt, in order, exactly n of them
 
-The end of stdin ends the process. A failure ends it too, with the traceback on stderr. This file and the peers beside
-it need Python 3.11 and what the peer itself brings; nothing of this project is in a peer's environment.
+The process ends at the end of stdin, or after a failure with the traceback on stderr. This file and the peers require
+only Python 3.11 and the peer itself; a peer's environment contains nothing of this project.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Job:
-    """What a contender is asked to do."""
+    """The job of a contender."""
 
     folder: Path
-    """Checkpoint in float32 as transformers writes it: config.json, model.safetensors."""
+    """Checkpoint in float32 in the format of transformers: config.json, model.safetensors."""
     work: Path
-    """Folder of the contender's own, empty at first, for the checkpoint in a format of its own."""
+    """Initially empty folder of the contender, for the checkpoint in its own format."""
     dtype: str
-    """"float32", "bfloat16" or "float16": of weights, arithmetic and KV cache."""
+    """"float32", "bfloat16" or "float16": for weights, arithmetic and KV cache."""
     threads: int
     prompts: list[list[int]]
-    """Token ids, all prompts of one length."""
+    """Token ids; all prompts have the same length."""
     new_tokens: int
-    """Most new tokens of a prompt in any run."""
+    """Maximum number of new tokens per prompt."""
 
     @property
     def length(self) -> int:
-        """Most tokens of a prompt and its answer together."""
+        """Maximum number of tokens of a prompt and its answer."""
         return len(self.prompts[0]) + self.new_tokens
 
 
@@ -48,32 +48,33 @@ class Contender(Protocol):
     """An engine with the model loaded."""
 
     def run(self, new_tokens: int) -> list[list[int]]:
-        """All prompts from their beginning, greedily, the end-of-text token ignored: the new tokens of each."""
+        """Computes all prompts from their beginning, greedily, ignoring the end-of-text token; returns the new tokens
+        of each."""
         ...
 
 
 class UnsupportedError(Exception):
-    """This contender can't do the job as asked."""
+    """This contender does not support the job."""
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Installed versions of these distributions."""
+    """The installed versions of these distributions."""
     return {package: importlib.metadata.version(package) for package in packages}
 
 
 def choose(dtype: str, known: dict[str, str]) -> str:
-    """The contender's own name of a dtype.
+    """The contender's name of a dtype.
 
     Raises:
         UnsupportedError: It has none.
     """
     if dtype not in known:
-        raise UnsupportedError(f"--dtype {dtype} is not to be had here; choose one of {', '.join(known)}")
+        raise UnsupportedError(f"--dtype {dtype} is not supported here; use one of {', '.join(known)}")
     return known[dtype]
 
 
 def serve(load: Callable[[Job], Contender], *packages: str) -> None:
-    """Answer requests until stdin ends; ``packages`` are the distributions whose versions a result depends on."""
+    """Answers requests until stdin ends; ``packages`` are the distributions whose versions affect the results."""
     loaded: list[Contender] = []
 
     def start(**request: Any) -> dict[str, object]:
@@ -90,7 +91,8 @@ def serve(load: Callable[[Job], Contender], *packages: str) -> None:
 
 
 def answer_requests(actions: Mapping[str, Callable[..., dict[str, object]]]) -> None:
-    """Answer each line of stdin by the action that its "do" names, until stdin ends; what others print is kept away."""
+    """Answers each line of stdin with the action named by its "do", until stdin ends; redirects other output to
+    stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""transformers' ``generate`` over one static batch."""
+"""transformers' ``generate`` with one static batch."""
 
 from __future__ import annotations
 

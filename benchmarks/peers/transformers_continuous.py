@@ -1,4 +1,4 @@
-"""transformers' continuous batching (``generate_batch``); the checkpoint's vocabulary has no end of text for it."""
+"""transformers' continuous batching (``generate_batch``), without an end-of-text token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peers.protocol import Job, serve
 PAGE = 32
 
 
-class ContinuousBatch:
+class TransformersContinuousBatch:
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.threads)
         self.prompts, self.new_tokens = job.prompts, job.new_tokens
@@ -37,4 +37,4 @@ class ContinuousBatch:
 
 
 if __name__ == "__main__":
-    serve(ContinuousBatch, "transformers", "torch")
+    serve(TransformersContinuousBatch, "transformers", "torch")

@@ -1,4 +1,4 @@
-"""Contenders that take turns, and the ratios of what they did."""
+"""Runs contenders in turn, and computes the ratios of their results."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Contender = TypeVar("Contender")
 Turn = TypeVar("Turn")
 
 
-def take_turns(
+def run_in_turn(
     contenders: Sequence[Contender], rounds: int, run: Callable[[Contender, int], Turn]
 ) -> dict[Contender, list[Turn]]:
-    """What each contender did in each round; in turn, so that what disturbs the machine disturbs all."""
+    """The results of each contender in each round. They run in turn, so that other load on the machine affects all."""
     turns: dict[Contender, list[Turn]] = {contender: [] for contender in contenders}
     for number in range(rounds):
         for contender in contenders:
@@ -22,7 +22,7 @@ def take_turns(
 
 
 def ratio_cells(ratios: Sequence[float]) -> list[str]:
-    """Their median, and the least to the greatest, as cells of a table; empty ones where there are no ratios."""
+    """Median and range as cells of a table; empty cells without ratios."""
     if not ratios:
         return ["", ""]
     return [f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]

@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs, its engine in this very process."""
+"""vLLM's build for CPUs, with its engine in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One copy of a model on some ranks: this process is the first of them, the others are its children."""
+"""A replica group: this process is its first rank, the others are its children."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from megatron_runtime.launch.tasks import compute_environment
 
 if missing := compute_environment():
-    # The C library and OpenMP read theirs when a process begins.
+    # The C library and OpenMP read their variables when a process starts.
     os.execve(sys.executable, sys.orig_argv, os.environ | missing)
 
 import time
@@ -33,12 +33,12 @@ from peers.protocol import answer_requests, versions
 from ranks.timed_ranks import BEGIN, END, TimedRanks
 
 PATIENCE = 7200.0
-"""Seconds that a rank may be late: the whole group is stopped while others have their turn."""
+"""Timeout of a rank in seconds: the group is stopped while other groups run."""
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What every rank of a group is given."""
+class RankSetup:
+    """Configuration of every rank of a group."""
 
     folder: str
     dtype: str
@@ -51,14 +51,14 @@ class Setup:
 
     @property
     def sizes(self) -> ParallelSizes:
-        """How the model is shared."""
+        """The parallel sizes."""
         return ParallelSizes(tensor=self.tensor, pipeline=self.pipeline)
 
 
 class Group:
-    """The first rank, and what it hears of the others' clocks."""
+    """The first rank, and the measurements of the others."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: RankSetup) -> None:
         self._setup = setup
         self._seconds: dict[str, float] = {}
         self._others = [_start(setup, rank) for rank in range(1, setup.sizes.ranks_per_replica)]
@@ -66,7 +66,8 @@ class Group:
         self._together = LockStepEngine(self._engine, self._ranks) if self._others else None
 
     def run(self, prompts: list[list[int]], new_tokens: int) -> dict[str, object]:
-        """The whole job: its seconds, the new tokens of each prompt, and each rank's seconds with others, by what."""
+        """Runs the job; returns its seconds, the new tokens of each prompt, and the communication time of each rank by
+        call."""
         engine = self._together or self._engine
         params = SamplingParams(temperature=0, num_tokens_to_generate=new_tokens, ignore_eos=True)
         self._meet(BEGIN)
@@ -93,18 +94,18 @@ class Group:
         self._seconds = seconds
 
 
-def _start(setup: Setup, rank: int) -> Connection:
+def _start(setup: RankSetup, rank: int) -> Connection:
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     spawn.Process(target=_run_follower, args=(setup, rank, there), daemon=True).start()
     return here
 
 
-def _run_follower(setup: Setup, rank: int, clock: Connection) -> None:
+def _run_follower(setup: RankSetup, rank: int, clock: Connection) -> None:
     run_follower(*_join(setup, rank, clock.send))
 
 
-def _join(setup: Setup, rank: int, on_end: Any) -> tuple[DynamicInferenceEngine, Any]:
+def _join(setup: RankSetup, rank: int, on_end: Any) -> tuple[DynamicInferenceEngine, Any]:
     torch.set_num_threads(setup.threads)
     position = setup.sizes.position_in_replica(rank)
     ranks = TimedRanks(join_replica(position, host="127.0.0.1", port=setup.port, timeout=PATIENCE), on_end)
@@ -116,11 +117,13 @@ def _join(setup: Setup, rank: int, on_end: Any) -> tuple[DynamicInferenceEngine,
 
 
 def main() -> None:
-    """Answers ``load``, which takes a Setup, and ``run``."""
+    """Answers ``load``, with the fields of RankSetup, and ``run``."""
     groups: list[Group] = []
 
     def load(**fields: Any) -> dict[str, object]:
-        groups.append(Group(Setup(**fields | {"folder": str(Path(fields["folder"])), "port": free_loopback_port()})))
+        groups.append(
+            Group(RankSetup(**fields | {"folder": str(Path(fields["folder"])), "port": free_loopback_port()}))
+        )
         return {"versions": versions("megatron-inference", "torch")}
 
     answer_requests({"load": load, "run": lambda **job: groups[0].run(**job)})

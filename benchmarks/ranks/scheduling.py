@@ -1,4 +1,4 @@
-"""What scheduling costs: all that the engine does for a step but the model and the sampling."""
+"""Cost of scheduling: everything that the engine does per step except the model and sampling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.sampling_params import SamplingParams
 from offline_throughput import make_prompts
-from peers.turns import ratio_cells, take_turns
+from peers.turns import ratio_cells, run_in_turn
 
 BLOCK = 16
 PROMPT_TOKENS = 33
@@ -30,7 +30,7 @@ TOKEN = 7
 
 
 class InstantController(TextGenerationController):
-    """Answers at once, always with the same token."""
+    """Returns at once, always with the same token."""
 
     def run(
         self,
@@ -45,18 +45,18 @@ class InstantController(TextGenerationController):
 
 
 class InFlight:
-    """So many requests that decode without end, as far as ``steps`` steps go."""
+    """Requests that decode for at least ``steps`` steps."""
 
     def __init__(self, folder: Path, requests: int, steps: int, *, prefix_caching: bool) -> None:
         model = load_model(folder, dtype="float32")
         length = PROMPT_TOKENS + WARM_UP_STEPS + steps + SPARE_STEPS
-        longest = length + 2 * BLOCK  # the room that the scheduler wants to be left when one more begins
+        longest = length + 2 * BLOCK  # the free blocks that the scheduler requires to admit another request
         blocks = requests * -(-longest // BLOCK)
         config = InferenceConfig(
             block_size_tokens=BLOCK,
             kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.config, BLOCK, model.dtype),
             max_requests=requests,
-            max_tokens=requests * PROMPT_TOKENS,  # all begin within a few steps, and go on together
+            max_tokens=requests * PROMPT_TOKENS,  # all begin within a few steps, and then decode together
             max_sequence_length=longest,
             enable_prefix_caching=prefix_caching,
         )
@@ -65,14 +65,15 @@ class InFlight:
         self._engine = DynamicInferenceEngine(InstantController(model, load_tokenizer(folder)), context)
         params = SamplingParams(temperature=0, ignore_eos=True, num_tokens_to_generate=length - PROMPT_TOKENS)
         for number, prompt in enumerate(make_prompts(requests, PROMPT_TOKENS - BLOCK, model.config.vocab_size)):
-            self._engine.add_request(number, [TOKEN] * BLOCK + prompt, params)  # the first block is common to all
+            self._engine.add_request(number, [TOKEN] * BLOCK + prompt, params)  # all have the first block in common
         while self._engine.stats().waiting:
             self._engine.step_modern()
         for _ in range(WARM_UP_STEPS):
             self._engine.step_modern()
 
     def seconds(self, steps: int) -> float:
-        """Of a step with a token for every request: the quickest, since whatever else uses the machine only adds."""
+        """Seconds of a step with a token for every request: the minimum, because other load on the machine only adds
+        time."""
         taken = []
         for _ in range(steps):
             started = time.perf_counter()
@@ -85,15 +86,16 @@ class InFlight:
 def measure(
     folder: Path, counts: Sequence[int], steps: int, rounds: int, *, prefix_caching: bool
 ) -> dict[int, list[float]]:
-    """Seconds of a step by requests in flight, in turn, so that what disturbs the machine disturbs all."""
+    """Seconds of a step by requests in flight. The counts run in turn, so that other load on the machine affects
+    all."""
     torch.set_num_threads(1)
     loads = [InFlight(folder, count, steps * rounds, prefix_caching=prefix_caching) for count in counts]
-    taken = take_turns(loads, rounds, lambda load, _: load.seconds(steps))
+    taken = run_in_turn(loads, rounds, lambda load, _: load.seconds(steps))
     return {load.requests: seconds for load, seconds in taken.items()}
 
 
 def rows(found: dict[int, list[float]]) -> list[list[str]]:
-    """Requests in flight, and the microseconds of a step and of a token, beside those of the row above."""
+    """Requests in flight, the microseconds of a step and of a token, and the ratio to the row above."""
     table: list[list[str]] = []
     before: list[float] | None = None
     for requests, seconds in found.items():

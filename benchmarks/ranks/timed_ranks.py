@@ -1,4 +1,4 @@
-"""The ranks of a replica, with a clock."""
+"""The ranks of a replica group, with measurements of their communication time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_runtime.parallel.layout import RankPosition
 from megatron_runtime.parallel.ranks import Ranks
 
 BEGIN, END = "begin of a turn", "end of a turn"
-"""Barriers between which the clock counts."""
+"""The barriers between which time is measured."""
 
 
 class TimedRanks:
-    """Counts the seconds in everything that a rank says to others or hears of them, waiting for them included.
+    """Measures the seconds of all communication calls of a rank, including waiting.
 
     Args:
         ranks: What is counted.

@@ -1,4 +1,4 @@
-"""A Llama in GGUF once more as the folder of a Hugging Face checkpoint, for servers that read no GGUF."""
+"""Converts a Llama in GGUF to a Hugging Face checkpoint folder, for servers without GGUF support."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_folder(gguf: Path, folder: Path) -> None:
-    """The same weights, rounded to bfloat16, and the same tokenizer, without a chat template."""
+    """Writes the same weights, rounded to bfloat16, and the same tokenizer, without a chat template."""
     import torch
     from safetensors.torch import save_file
 

@@ -20,11 +20,11 @@ HOST = "127.0.0.1"
 MODEL = "model"
 PROMPT = "The capital of France is"
 POLL_SECONDS = 0.01
-PATIENCE_SECONDS = 600.0
+TIMEOUT_SECONDS = 600.0
 GRACE_SECONDS = 30.0
 
 Command = Callable[[str, Path, int, int], list[str]]
-"""From a Python, a checkpoint, a port and a number of threads to what is executed."""
+"""Returns the command line for a Python, a checkpoint, a port and a number of threads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,11 +36,11 @@ class Server:
     command: Command
     checkpoint: Path
     packages: tuple[str, ...]
-    """Those whose versions a result depends on."""
+    """Distributions whose versions affect the results."""
     environment: dict[str, str] = field(default_factory=dict)
 
     def versions(self) -> dict[str, str]:
-        """Of the packages, as its own Python finds them.
+        """The versions of the packages in the server's environment.
 
         Raises:
             ContenderError: One is missing.
@@ -54,7 +54,7 @@ class Server:
 
 
 class Start:
-    """One start of a server. Entering it executes the program, leaving it ends the program."""
+    """One start of a server: a context that executes the program and ends it."""
 
     def __init__(self, server: Server, threads: int, log: Path) -> None:
         self.server, self.port = server, free_port()
@@ -81,27 +81,27 @@ class Start:
         return self._process.pid
 
     def seconds_until(self, has_happened: Callable[[], bool]) -> float:
-        """Seconds from the exec until something is so.
+        """Seconds from the exec until a condition holds.
 
         Raises:
-            ContenderError: The server ended, or took too long; with its last words.
+            ContenderError: The server ended or took too long; the message has the end of its log.
         """
         while not has_happened():
             seconds = time.monotonic() - self.began
-            if self._process.poll() is not None or seconds > PATIENCE_SECONDS:
+            if self._process.poll() is not None or seconds > TIMEOUT_SECONDS:
                 words = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-                raise ContenderError("\n    ".join([f"{self.server.name} gave no answer; its last words:", *words]))
+                raise ContenderError("\n    ".join([f"{self.server.name} did not answer; the end of its log:", *words]))
             time.sleep(POLL_SECONDS)
         return time.monotonic() - self.began
 
     def answers(self) -> bool:
-        """Whether a completion of one token is answered."""
+        """Whether the server answers a completion of one token."""
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
         return self.status("POST", "/v1/completions", json.dumps(body)) == 200
 
     def status(self, method: str, path: str, body: str | None = None) -> int | None:
-        """The status of the answer to a request; None while the server does not answer."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=PATIENCE_SECONDS)
+        """The status of the response; None while the server does not answer."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=TIMEOUT_SECONDS)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -113,7 +113,7 @@ class Start:
             connection.close()
 
     def log(self) -> str:
-        """What the server has written so far."""
+        """The log of the server so far."""
         return self._log.read_text(errors="replace")
 
 
@@ -137,7 +137,7 @@ def llama_cpp(python: str, checkpoint: Path, port: int, threads: int) -> list[st
 
 
 def vllm(python: str, checkpoint: Path, port: int, _: int) -> list[str]:
-    """vLLM's server, which compiles nothing at its start."""
+    """vLLM's server, without compilation at its start."""
     options = {"model": checkpoint, "served-model-name": MODEL, "host": HOST, "port": port}
     return [python, "-m", "vllm.entrypoints.openai.api_server", *_flags(options), "--enforce-eager"]
 

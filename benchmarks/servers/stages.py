@@ -1,4 +1,4 @@
-"""The stages of our own start, seen from outside: its log, its processes, its control API."""
+"""The stages of our start, observed through its log, its processes and its control API."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _CONTROL = re.compile(r"control API on http://[^:]+:(\d+)")
 _INSPECTED = re.compile(r"weights .*, up to \d+ tokens")
 
 STAGES = {
-    "ranks started": "the process of the first rank is there",
-    "checkpoint inspected": "the preflight has found that it can be served",
-    "load begins": "the rank has imported torch and has read the first piece of a tensor",
-    "weights read": "all tensors are dequantized and in their final type",
-    "engine built": "weights are packed, kernels and tokenizer are there",
+    "ranks started": "the process of the first rank runs",
+    "checkpoint inspected": "the preflight has accepted the checkpoint",
+    "load begins": "the rank has imported torch and read the first piece of a tensor",
+    "weights read": "all tensors are dequantized and have their final data type",
+    "engine built": "weights are packed, kernels and tokenizer are loaded",
     "frontend listens": "the first frontend answers GET /health",
     "ready": "GET /ready is 200",
     "first answer": "a completion of one token is answered",
 }
-"""In the order in which they are printed; the first five and the sixth go on side by side."""
+"""Stages in the order of the output; the first five run in parallel with the sixth."""
 
 
 def watch_stages(start: Start) -> dict[str, float]:
@@ -63,7 +63,7 @@ def _has_rank(pid: int) -> bool:
 
 
 def _follow_rank(start: Start, found: dict[str, float]) -> None:
-    """Long polls of the control API until the rank has loaded."""
+    """Polls the control API until the rank has loaded."""
     start.seconds_until(lambda: _CONTROL.search(start.log()) is not None)
     match = _CONTROL.search(start.log())
     assert match is not None

@@ -27,11 +27,11 @@ class Echo:
         return answer_tokens - (prompt[0] == 7919)
 
 
-async def open_stand(setup, prefix_routing):
+async def deploy(setup, prefix_routing):
     return Echo()
 
 
-serve(open_stand, "pytest")
+serve(deploy, "pytest")
 """
 
 
@@ -50,13 +50,15 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def workload(program: ModuleType, **changes: object) -> object:
     fields = {"prefix_routing": False, "streaming": False, "prompt_tokens": 16, "answer_tokens": 5}
-    return program.Workload(**{**fields, "requests": 20, "window": 3, "round_trips": 4, "seed": 0, **changes})
+    return program.CoordinatorWorkload(
+        **{**fields, "requests": 20, "window": 3, "round_trips": 4, "seed": 0, **changes}
+    )
 
 
 def test_a_turn_has_the_time_the_cpu_and_a_round_trip_for_each_request_that_was_alone(
     program: ModuleType, tmp_path: Path
 ) -> None:
-    with program.CoordinatorProcess("echo", sys.executable, program.Setup(4, 16), tmp_path) as contender:
+    with program.CoordinatorProcess("echo", sys.executable, program.CoordinatorSetup(4, 16), tmp_path) as contender:
         turn = contender.run(workload(program))
     assert contender.versions["pytest"] == pytest.__version__
     assert turn.seconds > 0
@@ -66,21 +68,21 @@ def test_a_turn_has_the_time_the_cpu_and_a_round_trip_for_each_request_that_was_
 
 def test_a_wrong_number_of_tokens_is_an_error(program: ModuleType, tmp_path: Path) -> None:
     with (
-        program.CoordinatorProcess("echo", sys.executable, program.Setup(4, 16), tmp_path) as contender,
-        pytest.raises(program.ContenderError, match="4 tokens came, not 5"),
+        program.CoordinatorProcess("echo", sys.executable, program.CoordinatorSetup(4, 16), tmp_path) as contender,
+        pytest.raises(program.ContenderError, match="received 4 tokens instead of 5"),
     ):
         contender.run(workload(program, seed=1))
 
 
 def test_a_contender_that_does_not_stream_says_so_and_is_not_asked_to(program: ModuleType, tmp_path: Path) -> None:
-    with program.CoordinatorProcess("echo", sys.executable, program.Setup(4, 16), tmp_path) as contender:
+    with program.CoordinatorProcess("echo", sys.executable, program.CoordinatorSetup(4, 16), tmp_path) as contender:
         assert not contender.streams
-        with pytest.raises(program.ContenderError, match="passes on no single tokens"):
+        with pytest.raises(program.ContenderError, match="does not stream tokens"):
             contender.run(workload(program, streaming=True))
 
 
 def test_the_cpu_of_a_process_is_what_its_threads_used(program: ModuleType) -> None:
-    protocol = importlib.import_module(program.Workload.__module__)
+    protocol = importlib.import_module(program.CoordinatorWorkload.__module__)
     before = protocol.cpu_seconds(os.getpid())
     sum(range(1_000_000))
     assert protocol.cpu_seconds(os.getpid()) > before
@@ -95,8 +97,8 @@ def test_prompts_share_their_first_half_with_a_few_others_and_their_second_with_
 
 def test_a_row_compares_the_turns_of_a_pair(program: ModuleType) -> None:
     turns = {
-        "ours": [program.Turn(1.0, cpu, [0.001, 0.002]) for cpu in (0.1, 0.2, 0.3)],
-        "peer": [program.Turn(2.0, cpu, [0.006, 0.008]) for cpu in (0.4, 0.4, 0.4)],
+        "ours": [program.CoordinatorTurn(1.0, cpu, [0.001, 0.002]) for cpu in (0.1, 0.2, 0.3)],
+        "peer": [program.CoordinatorTurn(2.0, cpu, [0.006, 0.008]) for cpu in (0.4, 0.4, 0.4)],
     }
     ours, peer = program.rows("plain", workload(program, requests=1000), turns)
     assert ours == ["plain", "ours", "1000", "200.0", "", "1.50", "2.00", "", ""]

@@ -20,7 +20,7 @@ from frontends.protocol import serve
 bare.TOKEN_TEXT = "?"
 
 if __name__ == "__main__":
-    serve(bare.open_stand, "pytest")
+    serve(bare.deploy, "pytest")
 """
 
 
@@ -38,7 +38,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def workload(program: ModuleType, **changes: object) -> object:
     fields = {"chat": True, "streaming": False, "prompt_sentences": 1, "answer_tokens": 5}
-    return program.Workload(**{**fields, "requests": 20, "window": 3, **changes})
+    return program.FrontendWorkload(**{**fields, "requests": 20, "window": 3, **changes})
 
 
 def test_a_turn_has_the_time_and_the_cpu_of_the_frontends_process(program: ModuleType, tmp_path: Path) -> None:
@@ -58,15 +58,15 @@ def test_a_stream_tells_in_how_many_events_its_tokens_came(program: ModuleType, 
 def test_a_wrong_number_of_tokens_is_an_error(program: ModuleType, tmp_path: Path, streaming: bool) -> None:
     with (
         program.FrontendProcess("mumbling", tmp_path) as contender,
-        pytest.raises(program.ContenderError, match="status 200 with 0 tokens came, not 200 with 5"),
+        pytest.raises(program.ContenderError, match="received status 200 with 0 tokens instead of 200 with 5"),
     ):
         contender.run(workload(program, streaming=streaming))
 
 
 def test_a_row_compares_the_turns_of_a_pair(program: ModuleType) -> None:
     turns = {
-        "ours": [program.Turn(1.0, cpu, 5000) for cpu in (0.1, 0.2, 0.3)],
-        "bare": [program.Turn(2.0, cpu, 2500) for cpu in (0.4, 0.4, 0.4)],
+        "ours": [program.FrontendTurn(1.0, cpu, 5000) for cpu in (0.1, 0.2, 0.3)],
+        "bare": [program.FrontendTurn(2.0, cpu, 2500) for cpu in (0.4, 0.4, 0.4)],
     }
     ours, bare = program.rows("chat", workload(program, requests=1000, streaming=True), turns)
     assert ours == ["chat", "ours", "1000", "200", "40.0", "1.00", "", ""]

@@ -82,7 +82,7 @@ def test_a_contender_that_has_no_turn_is_stopped(process: ModuleType, tmp_path: 
 def test_too_few_tokens_are_an_error(process: ModuleType, tmp_path: Path) -> None:
     with (
         process.ContenderProcess("echo", sys.executable, job(process, tmp_path, first=666)) as contender,
-        pytest.raises(process.ContenderError, match=r"gave \[2, 2\] new tokens, not 3"),
+        pytest.raises(process.ContenderError, match=r"generated \[2, 2\] new tokens instead of 3"),
     ):
         contender.run()
 
@@ -93,13 +93,13 @@ def test_a_contender_that_died_between_its_turns_is_named_with_its_last_words(
     with process.ContenderProcess("echo", sys.executable, job(process, tmp_path)) as contender:
         os.kill(contender.run()[1][0][0], signal.SIGKILL)
         contender._process.wait()
-        with pytest.raises(process.ContenderError, match=r"echo ended while asked to run; (.|\n)*and more of them"):
+        with pytest.raises(process.ContenderError, match=r"echo ended during .run.; (.|\n)*and more of them"):
             contender.run()
 
 
 def test_a_dtype_that_a_contender_lacks_is_named(process: ModuleType, tmp_path: Path) -> None:
     contender = process.ContenderProcess("echo", sys.executable, job(process, tmp_path, dtype="float16"))
-    with pytest.raises(process.ContenderError, match="--dtype float16 is not to be had here; choose one of float32"):
+    with pytest.raises(process.ContenderError, match="--dtype float16 is not supported here; use one of float32"):
         contender.__enter__()
 
 
@@ -116,6 +116,6 @@ def test_a_run_prints_the_ratio_to_a_peer_and_the_reason_why_another_was_not_mea
     assert float(cells[3]) > 0
     assert cells[5] == "100%"
     assert "torch 2." in cells[6]
-    assert "llama-cpp ended while asked to load" in done.stderr
+    assert "llama-cpp ended during 'load'" in done.stderr
     assert "No module named 'llama_cpp'" in done.stderr
     assert done.returncode == 1

@@ -34,31 +34,38 @@ def table() -> ModuleType:
 def outcome(number: int, **changes: Any) -> Any:
     module = importlib.import_module("chaos.outcome")
     line = {"number": number, "streamed": False, "question": 0, "at": 100.0 + number, "seconds": 0.5, "retries": 0}
-    return module.Outcome.of({**line, "text": ANSWER, "errors": [], **changes})
+    return module.RequestOutcome.of({**line, "text": ANSWER, "errors": [], **changes})
 
 
 def error(**changes: Any) -> dict[str, Any]:
-    return {"kind": "APIConnectionError", "status": None, "message": "", "retryable": True, "broken": False, **changes}
+    return {
+        "kind": "APIConnectionError",
+        "status": None,
+        "message": "",
+        "retryable": True,
+        "interrupted": False,
+        **changes,
+    }
 
 
-def trial(outcomes: list[Any], looks: list[tuple[float, str]]) -> Any:
+def trial(outcomes: list[Any], history: list[tuple[float, str]]) -> Any:
     module = importlib.import_module("chaos.trial")
     faults, watch = importlib.import_module("chaos.faults"), importlib.import_module("chaos.watch")
     fault = faults.Fault("test", "a test", lambda _: None)
-    return module.Trial(fault, 100.0, outcomes, [watch.Look(at, lacking) for at, lacking in looks])
+    return module.Trial(fault, 100.0, outcomes, [watch.Health(at, problems) for at, problems in history])
 
 
 def test_a_row_counts_what_programs_saw_and_the_time_until_all_was_well_for_good(table: ModuleType) -> None:
-    broken = error(kind="RemoteProtocolError", broken=True)
+    interrupted = error(kind="RemoteProtocolError", interrupted=True)
     outcomes = [
         outcome(0, seconds=6.0, retries=2),
-        outcome(1, streamed=True, seconds=2.0, errors=[broken]),
+        outcome(1, streamed=True, seconds=2.0, errors=[interrupted]),
         outcome(2, errors=[error(kind="InternalServerError", status=503)]),
         outcome(3),
     ]
-    looks = [(99.0, "before"), (101.0, ""), (102.0, "1/2"), (103.0, ""), (104.0, "1/2"), (107.5, ""), (108.0, "")]
-    undisturbed = trial([outcome(0, seconds=2.0)], [(101.0, "")])
-    header, first, second = table.rows([trial(outcomes, looks)], undisturbed, {0: ANSWER})
+    history = [(99.0, "before"), (101.0, ""), (102.0, "1/2"), (103.0, ""), (104.0, "1/2"), (107.5, ""), (108.0, "")]
+    baseline = trial([outcome(0, seconds=2.0)], [(101.0, "")])
+    header, first, second = table.rows([trial(outcomes, history)], baseline, {0: ANSWER})
     assert dict(zip(header, first, strict=True))["until all is Ready, s"] == "stayed"
     assert second == [
         "a test",
@@ -82,7 +89,7 @@ def test_wrong_and_missing_answers_and_errors_that_forbid_asking_again_are_compl
     assert table.verdict([trial(outcomes, [])], {0: ANSWER}) == [
         "a test: 1 wrong answers",
         "a test: 1 requests without an answer",
-        "a test: 1 errors that forbid asking again (1 BadRequestError 400 (final))",
+        "a test: 1 errors that do not permit a retry (1 BadRequestError 400 (final))",
     ]
     assert table.verdict([trial([outcome(0)], [])], {0: ANSWER}) == []
 
@@ -95,7 +102,7 @@ def test_a_line_that_is_being_written_is_left_out() -> None:
 
 
 class Endpoint:
-    """Fails in a way of its own at each of the first requests: busy, broken off, cut short in good order."""
+    """Fails in a way of its own at each of the first requests: busy, interrupted off, cut short in good order."""
 
     def __init__(self) -> None:
         self.streams = 0
@@ -150,5 +157,5 @@ async def test_the_load_tells_what_its_client_hid_and_what_it_did_not(url: str, 
     assert (whole.text, whole.retries, whole.errors) == (ANSWER, 1, ())
     assert (stream.text, stream.streamed, stream.retries) == (ANSWER, True, 0)
     torn, short = stream.errors
-    assert (torn.retryable, torn.broken) == (True, True)
-    assert (short.kind, short.retryable, short.broken) == ("TruncatedStreamError", False, True)
+    assert (torn.retryable, torn.interrupted) == (True, True)
+    assert (short.kind, short.retryable, short.interrupted) == ("TruncatedStreamError", False, True)

@@ -51,7 +51,7 @@ def test_the_clock_counts_between_the_begin_and_the_end_of_a_turn() -> None:
 
 def test_a_row_compares_the_turns_of_a_round(program: ModuleType) -> None:
     def turn(seconds: float, *communication: dict[str, float]) -> Any:
-        return program.Turn(seconds, [[1, 2], [3, 4]], list(communication))
+        return program.GroupTurn(seconds, [[1, 2], [3, 4]], list(communication))
 
     @dataclass(frozen=True)
     class Named:

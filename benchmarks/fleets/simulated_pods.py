@@ -1,4 +1,4 @@
-"""Pods without nodes: each runs as soon as it was made, and one server speaks for the launchers of all of them."""
+"""Simulated pods: each runs as soon as it is created, and one server implements the control API of all launchers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ REPORT = {
 }
 
 
-class PlayedPods:
-    """Used as an asynchronous context manager.
+class SimulatedPods:
+    """An asynchronous context manager.
 
     Attributes:
         first_seen: When the first pod of each resource appeared, on the monotonic clock.
@@ -59,7 +59,7 @@ class PlayedPods:
         await self._runner.cleanup()
 
     async def _state(self, request: web.Request) -> web.Response:
-        """Nothing ever changes: who waits for a change waits to the end."""
+        """A request for the next change waits until the end, because the state never changes."""
         if "after" in request.query:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(float(request.query["timeout"])):
@@ -71,9 +71,9 @@ class PlayedPods:
             async with watch.Watch() as events:
                 async for event in events.stream(self._pods.list_namespaced_pod, self._namespace):
                     if event["type"] == "ADDED":
-                        self._take(event["raw_object"]["metadata"])
+                        self._add(event["raw_object"]["metadata"])
 
-    def _take(self, pod: Mapping[str, Any]) -> None:
+    def _add(self, pod: Mapping[str, Any]) -> None:
         self.first_seen.setdefault(pod["labels"][NAME_LABEL], time.perf_counter())
         task = asyncio.create_task(self._run(pod["name"]))
         self._running.add(task)
@@ -87,5 +87,5 @@ class PlayedPods:
             "podIPs": [{"ip": ADDRESS}],
             "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": now}],
         }
-        with contextlib.suppress(ApiFailure):  # gone already
+        with contextlib.suppress(ApiFailure):  # already deleted
             await self._api.merge(f"/api/v1/namespaces/{self._namespace}/pods/{name}/status", {"status": status})
