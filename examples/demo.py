@@ -1,7 +1,7 @@
-"""The main job, end to end: a resource becomes processes, answers, pauses, suspends, resumes, and leaves nothing.
+"""Demo: serves a resource as processes, chats, pauses, suspends, resumes and shuts down.
 
-Usage: ``demo.py FILE [--map-path PATH=FOLDER]...``. Everything is done as a user does it: by editing the resource's
-file (a copy of it) and by asking the OpenAI endpoint with the official client. Exit code 0 when all of it went well.
+Usage: ``demo.py FILE [--map-path PATH=FOLDER]...``. It works like a user: it edits a copy of the resource's file, and
+uses the OpenAI endpoint with the official client. The exit code is 0 if all steps succeed.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from megatron_operator.local.terminal import session_on
 START_SECONDS = 300
 CHANGE_SECONDS = 120
 ANSWER_SECONDS = 180
-PATIENCE_SECONDS = 3
-"""How long a request to the paused engine is watched for not being answered."""
+PAUSED_SECONDS = 3
+"""Time in which a request to the paused engine must not be answered."""
 LINE_LENGTH = 88
 QUESTION = "What is the capital of France?"
-STORY = "Tell me in three sentences why the sky is blue."
+LONG_QUESTION = "Tell me in three sentences why the sky is blue."
 INTERRUPTED = 130
 
 
 class DemoFailed(Exception):
-    """Something did not go as promised; ``str()`` says what."""
+    """A step failed; ``str()`` has the cause."""
 
 
 class Demo:
-    """The story that is told while the session runs."""
+    """The steps of the demo, during a session."""
 
     def __init__(self, session: LocalSession, view: View, file: Path) -> None:
         self._session = session
         self._view = view
         self._file = file
 
-    async def tell(self) -> None:
+    async def run(self) -> None:
         """Raises DemoFailed, SessionEnded, TimeoutError or openai.OpenAIError."""
-        snapshot = await self._session.until(_serves, "an engine that runs with all replicas", START_SECONDS)
+        snapshot = await self._session.until(_serves, "a running engine with all replica groups", START_SECONDS)
         async with openai.AsyncOpenAI(
             base_url=snapshot.status.url,
             api_key="none-needed",
             timeout=ANSWER_SECONDS,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),  # no proxy stands before this machine
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),  # no proxy for this machine
         ) as client:
             model = (await client.models.list()).data[0].id
             first = await self._ask(client, model)
@@ -63,7 +63,7 @@ class Demo:
             await self._suspend_and_resume()
             if await self._ask(client, model) != first:
                 raise DemoFailed("the answer at temperature 0 changed over pause and suspension")
-            self._view.say("demo: the same answer as before, word for word")
+            self._view.say("demo: the answer is identical to the first one")
 
     async def _ask(self, client: openai.AsyncOpenAI, model: str) -> str:
         self._view.say(f"demo: asking {QUESTION!r}")
@@ -77,9 +77,13 @@ class Demo:
         return answer
 
     async def _stream(self, client: openai.AsyncOpenAI, model: str) -> None:
-        self._view.say(f"demo: streaming the answer to {STORY!r}")
+        self._view.say(f"demo: streaming the answer to {LONG_QUESTION!r}")
         stream = await client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": STORY}], temperature=0, max_tokens=96, stream=True
+            model=model,
+            messages=[{"role": "user", "content": LONG_QUESTION}],
+            temperature=0,
+            max_tokens=96,
+            stream=True,
         )
         line, pieces, finished = "", 0, ""
         async for chunk in stream:
@@ -92,31 +96,31 @@ class Demo:
                 self._view.say(f"  | {head}")
         self._view.say(f"  | {line}")
         if pieces < 2 or not finished:
-            raise DemoFailed(f"the stream had {pieces} piece(s) and the finish reason {finished!r}")
-        self._view.say(f"demo: it came in {pieces} pieces (finish reason: {finished})")
+            raise DemoFailed(f"the stream had {pieces} piece(s) and finish reason {finished!r}")
+        self._view.say(f"demo: received {pieces} pieces (finish reason: {finished})")
 
     async def _ask_while_paused(self, client: openai.AsyncOpenAI, model: str) -> None:
-        await self._wish("Paused", Phase.PAUSED)
+        await self._set_lifecycle("Paused", Phase.PAUSED)
         waiting = asyncio.create_task(self._ask(client, model))
         try:
-            done, _ = await asyncio.wait({waiting}, timeout=PATIENCE_SECONDS)
+            done, _ = await asyncio.wait({waiting}, timeout=PAUSED_SECONDS)
             if done:
                 await waiting
                 raise DemoFailed("a request was answered although the engine is paused")
-            self._view.say("demo: paused, so the request waits")
-            await self._wish("Running", Phase.RUNNING)
+            self._view.say("demo: paused; the request waits")
+            await self._set_lifecycle("Running", Phase.RUNNING)
             await waiting
         finally:
             waiting.cancel()
-        self._view.say("demo: running again, so the request was answered")
+        self._view.say("demo: running; the request was answered")
 
     async def _suspend_and_resume(self) -> None:
-        await self._wish("Suspended", Phase.SUSPENDED)
-        self._view.say("demo: suspended; the pods stay, the memory of the KV cache is given back")
-        await self._wish("Running", Phase.RUNNING)
+        await self._set_lifecycle("Suspended", Phase.SUSPENDED)
+        self._view.say("demo: suspended; the pods stay, the memory of the KV cache is released")
+        await self._set_lifecycle("Running", Phase.RUNNING)
 
-    async def _wish(self, lifecycle: str, phase: Phase) -> None:
-        """Edit the file, as a user would, and wait until the status says so."""
+    async def _set_lifecycle(self, lifecycle: str, phase: Phase) -> None:
+        """Edits the file and waits for the phase."""
         self._view.say(f"demo: writing lifecycle: {lifecycle} into {self._file.name}")
         resource = yaml.safe_load(self._file.read_text())
         resource["spec"]["lifecycle"] = lifecycle
@@ -136,35 +140,35 @@ def _serves(snapshot: Snapshot) -> bool:
 
 
 async def run(file: Path, map_paths: list[str], console: Console) -> int:
-    """The exit code. ``file`` is edited."""
+    """Runs the demo, which edits ``file``; returns the exit code."""
     with session_on(console, file, path_map(map_paths)) as (session, view):
-        return await _tell(session, view, Demo(session, view, file))
+        return await _run_steps(session, view, Demo(session, view, file))
 
 
-async def _tell(session: LocalSession, view: View, demo: Demo) -> int:
+async def _run_steps(session: LocalSession, view: View, demo: Demo) -> int:
     serving = asyncio.create_task(session.run())
-    telling = asyncio.create_task(demo.tell())
+    steps = asyncio.create_task(demo.run())
     interrupted = asyncio.create_task(session.stop_asked())
-    await asyncio.wait({serving, telling, interrupted}, return_when=asyncio.FIRST_COMPLETED)
-    trouble = "interrupted" if interrupted.done() else ""
-    # The open request goes before the session does, for a paused engine would never answer it.
-    for task in (interrupted, telling):
+    await asyncio.wait({serving, steps, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+    failure = "interrupted" if interrupted.done() else ""
+    # Cancel the open request before the session ends: a paused engine would never answer it.
+    for task in (interrupted, steps):
         task.cancel()
-    outcome, _ = await asyncio.gather(telling, interrupted, return_exceptions=True)
+    outcome, _ = await asyncio.gather(steps, interrupted, return_exceptions=True)
     started = descendants(os.getpid())
     if not session.stopping:
         session.stop()
     code = await serving
     left = [process.pid for process in started if is_alive(process)]
-    trouble = trouble or _trouble(outcome) or (f"processes were left behind: {left}" if left else "")
-    if trouble or code != 0:
-        view.say(f"demo: FAILED: {trouble or 'the session ended by itself; its words are above'}")
-        return INTERRUPTED if trouble == "interrupted" else code or 1
-    view.say(f"demo: all {len(started)} processes are gone; everything went well")
+    failure = failure or _failure(outcome) or (f"processes are still running: {left}" if left else "")
+    if failure or code != 0:
+        view.say(f"demo: FAILED: {failure or 'the session ended; see its messages above'}")
+        return INTERRUPTED if failure == "interrupted" else code or 1
+    view.say(f"demo: all {len(started)} processes have ended; the demo succeeded")
     return 0
 
 
-def _trouble(outcome: BaseException | None) -> str:
+def _failure(outcome: BaseException | None) -> str:
     if outcome is None or isinstance(outcome, asyncio.CancelledError):
         return ""
     if isinstance(outcome, DemoFailed | SessionEnded | TimeoutError | openai.OpenAIError):

@@ -1,4 +1,4 @@
-"""One model on the ranks that torchrun starts, with as many copies of it as they make up.
+"""Generates text on the ranks that torchrun starts, as one or several replica groups.
 
 Usage: ``torchrun --nproc-per-node 4 examples/generate.py MODEL --tensor-parallel 2 --prompt "Water boils at"``.
 """
@@ -14,7 +14,7 @@ from megatron_runtime.sampling_params import SamplingParams
 
 
 def main() -> None:
-    """Every rank comes here; the primary one alone asks and prints."""
+    """Runs on every rank; only the primary rank generates and prints."""
     options = _parse()
     sizes = ParallelSizes(
         tensor=options.tensor_parallel, pipeline=options.pipeline_parallel, expert=options.expert_parallel
@@ -31,7 +31,7 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a checkpoint's folder or file")
-    parser.add_argument("--prompt", action="append", required=True, help="may be given several times")
+    parser.add_argument("--prompt", action="append", required=True, help="may be repeated")
     parser.add_argument("--num-tokens-to-generate", type=int, default=30)
     parser.add_argument("--dtype", default="auto")
     for kind in ("tensor", "pipeline", "expert"):

@@ -55,9 +55,7 @@ def workload(program: ModuleType, **changes: object) -> object:
     )
 
 
-def test_a_turn_has_the_time_the_cpu_and_a_round_trip_for_each_request_that_was_alone(
-    program: ModuleType, tmp_path: Path
-) -> None:
+def test_a_turn_has_time_cpu_and_round_trips(program: ModuleType, tmp_path: Path) -> None:
     with program.CoordinatorProcess("echo", sys.executable, program.CoordinatorSetup(4, 16), tmp_path) as contender:
         turn = contender.run(workload(program))
     assert contender.versions["pytest"] == pytest.__version__
@@ -74,14 +72,14 @@ def test_a_wrong_number_of_tokens_is_an_error(program: ModuleType, tmp_path: Pat
         contender.run(workload(program, seed=1))
 
 
-def test_a_contender_that_does_not_stream_says_so_and_is_not_asked_to(program: ModuleType, tmp_path: Path) -> None:
+def test_a_contender_without_streams_gets_no_streamed_requests(program: ModuleType, tmp_path: Path) -> None:
     with program.CoordinatorProcess("echo", sys.executable, program.CoordinatorSetup(4, 16), tmp_path) as contender:
         assert not contender.streams
         with pytest.raises(program.ContenderError, match="does not stream tokens"):
             contender.run(workload(program, streaming=True))
 
 
-def test_the_cpu_of_a_process_is_what_its_threads_used(program: ModuleType) -> None:
+def test_the_cpu_time_of_a_process_includes_all_threads(program: ModuleType) -> None:
     protocol = importlib.import_module(program.CoordinatorWorkload.__module__)
     before = protocol.cpu_seconds(os.getpid())
     sum(range(1_000_000))

@@ -49,7 +49,7 @@ def test_a_turn_has_the_time_and_the_cpu_of_the_frontends_process(program: Modul
     assert turn.cpu_seconds > 0
 
 
-def test_a_stream_tells_in_how_many_events_its_tokens_came(program: ModuleType, tmp_path: Path) -> None:
+def test_a_stream_has_the_number_of_events_with_tokens(program: ModuleType, tmp_path: Path) -> None:
     with program.FrontendProcess("bare", tmp_path) as contender:
         assert contender.run(workload(program, streaming=True)).events == 20 * 5
 

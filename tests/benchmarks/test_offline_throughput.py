@@ -60,7 +60,7 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def test_answers_are_not_garbled_by_what_a_library_prints(process: ModuleType, tmp_path: Path) -> None:
+def test_output_of_libraries_does_not_garble_answers(process: ModuleType, tmp_path: Path) -> None:
     with process.ContenderProcess("echo", sys.executable, job(process, tmp_path)) as contender:
         seconds, tokens = contender.run()
     assert contender.versions == {"pytest": pytest.__version__}
@@ -68,7 +68,7 @@ def test_answers_are_not_garbled_by_what_a_library_prints(process: ModuleType, t
     assert [len(row) for row in tokens] == [3, 3]
 
 
-def test_a_contender_that_has_no_turn_is_stopped(process: ModuleType, tmp_path: Path) -> None:
+def test_a_waiting_contender_is_stopped(process: ModuleType, tmp_path: Path) -> None:
     with process.ContenderProcess("echo", sys.executable, job(process, tmp_path)) as contender:
         pid = contender.run()[1][0][0]
         deadline = time.monotonic() + 10
@@ -87,9 +87,7 @@ def test_too_few_tokens_are_an_error(process: ModuleType, tmp_path: Path) -> Non
         contender.run()
 
 
-def test_a_contender_that_died_between_its_turns_is_named_with_its_last_words(
-    process: ModuleType, tmp_path: Path
-) -> None:
+def test_a_contender_that_ended_between_turns_is_reported_with_its_log(process: ModuleType, tmp_path: Path) -> None:
     with process.ContenderProcess("echo", sys.executable, job(process, tmp_path)) as contender:
         os.kill(contender.run()[1][0][0], signal.SIGKILL)
         contender._process.wait()
@@ -97,13 +95,13 @@ def test_a_contender_that_died_between_its_turns_is_named_with_its_last_words(
             contender.run()
 
 
-def test_a_dtype_that_a_contender_lacks_is_named(process: ModuleType, tmp_path: Path) -> None:
+def test_an_unsupported_dtype_is_refused_by_name(process: ModuleType, tmp_path: Path) -> None:
     contender = process.ContenderProcess("echo", sys.executable, job(process, tmp_path, dtype="float16"))
     with pytest.raises(process.ContenderError, match="--dtype float16 is not supported here; use one of float32"):
         contender.__enter__()
 
 
-def test_a_run_prints_the_ratio_to_a_peer_and_the_reason_why_another_was_not_measured() -> None:
+def test_a_run_prints_the_ratio_to_a_peer_and_why_another_was_not_measured() -> None:
     options = ["--model=tiny", "--prompts=3", "--prompt-tokens=8", "--new-tokens=5", "--pairs=2", "--threads=1"]
     peers = ["--peer=transformers", f"--peer=llama-cpp={sys.executable}"]
     program = [sys.executable, BENCHMARKS / "offline_throughput.py", *options, *peers]

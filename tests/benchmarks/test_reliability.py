@@ -55,7 +55,7 @@ def trial(outcomes: list[Any], history: list[tuple[float, str]]) -> Any:
     return module.Trial(fault, 100.0, outcomes, [watch.Health(at, problems) for at, problems in history])
 
 
-def test_a_row_counts_what_programs_saw_and_the_time_until_all_was_well_for_good(table: ModuleType) -> None:
+def test_a_row_has_the_errors_of_programs_and_the_time_until_all_is_ready(table: ModuleType) -> None:
     interrupted = error(kind="RemoteProtocolError", interrupted=True)
     outcomes = [
         outcome(0, seconds=6.0, retries=2),
@@ -80,7 +80,7 @@ def test_a_row_counts_what_programs_saw_and_the_time_until_all_was_well_for_good
     ]
 
 
-def test_wrong_and_missing_answers_and_errors_that_forbid_asking_again_are_complained_of(table: ModuleType) -> None:
+def test_wrong_and_missing_answers_and_final_errors_are_violations(table: ModuleType) -> None:
     outcomes = [
         outcome(0, text="Paris"),
         outcome(1, text=None, errors=[error()]),
@@ -94,7 +94,7 @@ def test_wrong_and_missing_answers_and_errors_that_forbid_asking_again_are_compl
     assert table.verdict([trial([outcome(0)], [])], {0: ANSWER}) == []
 
 
-def test_a_line_that_is_being_written_is_left_out() -> None:
+def test_an_incomplete_line_is_ignored() -> None:
     module = importlib.import_module("chaos.outcome")
     fields = {"number": 1, "streamed": True, "question": 0, "at": 1.0, "seconds": 1.0, "text": None, "retries": 0}
     line = json.dumps({**fields, "errors": []})
@@ -148,7 +148,7 @@ async def url() -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-async def test_the_load_tells_what_its_client_hid_and_what_it_did_not(url: str, tmp_path: Path) -> None:
+async def test_the_load_reports_retries_of_the_client_and_errors(url: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = [sys.executable, BENCHMARKS / "chaos" / "load.py", url, out, "2", "0.1"]
     await asyncio.to_thread(subprocess.run, words, check=True, timeout=60)

@@ -29,7 +29,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.usefixtures("program")
-def test_the_clock_counts_between_the_begin_and_the_end_of_a_turn() -> None:
+def test_time_is_measured_between_the_begin_and_the_end_of_a_turn() -> None:
     timed = importlib.import_module("ranks.timed_ranks")
     told: list[dict[str, float]] = []
 
@@ -70,7 +70,7 @@ def test_a_row_compares_the_turns_of_a_round(program: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_a_token_takes_no_more_calls_the_more_requests_are_in_flight(
+def test_the_calls_per_token_do_not_grow_with_the_requests_in_flight(
     program: ModuleType, tmp_path: Path, prefix_caching: bool
 ) -> None:
     program.write_checkpoint(tmp_path, "tiny")
@@ -98,7 +98,7 @@ def calls_of(act: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("text", ["expert=2", "tensor", "tensor=0"])
-def test_a_group_that_cannot_be_is_refused(program: ModuleType, text: str) -> None:
+def test_invalid_sizes_of_a_group_are_refused(program: ModuleType, text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         program.sizes_of(text)
     assert program.sizes_of("tensor=2,pipeline=4") == {"tensor": 2, "pipeline": 4}

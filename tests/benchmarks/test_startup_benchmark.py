@@ -33,7 +33,7 @@ def test_a_run_prints_every_stage_of_ours_and_the_time_to_the_first_answer() -> 
     assert "torch 2." in row[-1]
 
 
-def test_a_peer_that_cannot_be_started_is_named_and_ends_the_run_with_1() -> None:
+def test_a_peer_that_cannot_be_started_ends_the_run_with_exit_code_1() -> None:
     done = run(f"--peer=llama-cpp={sys.executable}")
     assert done.returncode == 1
     assert "llama-cpp: " in done.stderr

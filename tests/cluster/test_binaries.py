@@ -52,7 +52,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bare_environment")
-def test_a_kubeconfig_is_used_only_when_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_kubeconfig_is_used_only_on_request(tmp_path: Path) -> None:
     kubeconfig = tmp_path / "config"
     kubeconfig.touch()
     assets = make_programs(tmp_path / "assets", "etcd", "kube-apiserver", "kubectl")
@@ -70,12 +70,12 @@ def test_a_cluster_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
         binaries.find(env, quiet)
 
 
-def test_asking_for_a_kubeconfig_that_is_no_file_is_an_error() -> None:
+def test_a_kubeconfig_that_is_not_a_file_is_an_error() -> None:
     with pytest.raises(NoKubernetesError, match="KUBECONFIG='/nowhere' is no file"):
         binaries.find({"KUBECONFIG": "/nowhere", "MEGATRON_TEST_USE_KUBECONFIG": "1"}, quiet)
 
 
-def test_the_programs_of_kubebuilder_do_without_a_controller_manager(tmp_path: Path) -> None:
+def test_the_programs_of_kubebuilder_need_no_controller_manager(tmp_path: Path) -> None:
     make_programs(tmp_path, "etcd", "kube-apiserver")
     found = binaries.find({"KUBEBUILDER_ASSETS": str(tmp_path)}, quiet)
     assert isinstance(found, binaries.Binaries)
@@ -122,13 +122,13 @@ def test_an_interrupted_build_leaves_nothing_behind(tmp_path: Path) -> None:
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_what_a_killed_build_left_is_cleared_away_by_the_next(tmp_path: Path) -> None:
+def test_the_next_build_removes_the_files_of_a_killed_build(tmp_path: Path) -> None:
     leftover = make_programs(tmp_path / "kubernetes-building-x/bin", "etcd")
     cache.built_kubernetes({"MEGATRON_CACHE_DIR": str(tmp_path)}, quiet, build_slowly)
     assert not leftover.exists()
 
 
-def test_a_build_that_lost_a_program_is_made_again(tmp_path: Path) -> None:
+def test_a_build_with_a_missing_program_is_repeated(tmp_path: Path) -> None:
     env = {"MEGATRON_CACHE_DIR": str(tmp_path)}
     (cache.built_kubernetes(env, quiet, build_slowly) / "kubelet").unlink()
     assert cache.is_complete(cache.built_kubernetes(env, quiet, build_slowly))
@@ -143,7 +143,7 @@ def test_of_two_runs_at_once_only_one_builds(tmp_path: Path) -> None:
     assert sum("waiting for it" in line for line in said) == 1
 
 
-def test_a_system_other_than_debian_is_told_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_other_than_debian_gets_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"ID": "fedora", "PRETTY_NAME": "Fedora 44"})
     with pytest.raises(NoKubernetesError, match=r"this is Fedora 44: .* KUBEBUILDER_ASSETS=.* KUBECONFIG="):
         debian.archive_uri()
@@ -161,7 +161,7 @@ def test_a_missing_kubectl_is_named() -> None:
         binaries.find_kubectl({"PATH": "/nowhere"})
 
 
-def test_a_helm_that_was_fetched_once_is_used_again(tmp_path: Path) -> None:
+def test_a_downloaded_helm_is_used_again(tmp_path: Path) -> None:
     env = {"MEGATRON_CACHE_DIR": str(tmp_path)}
     said: list[str] = []
     helm = find_helm(env, said.append)
@@ -170,9 +170,7 @@ def test_a_helm_that_was_fetched_once_is_used_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["helm-4.3.1"]
 
 
-def test_a_processor_that_the_fetched_helm_does_not_run_on_needs_one_on_the_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_other_processors_than_x86_64_need_helm_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(NoKubernetesError, match="no helm for Linux aarch64: put one on PATH"):
         find_helm({"PATH": "/nowhere"}, quiet)

@@ -63,7 +63,7 @@ def test_an_upgrade_from_the_version_before_brings_new_fields_and_keeps_the_reso
         until_served(bare_control_plane, namespace)
 
 
-def test_resources_and_their_definition_outlive_the_release_and_serve_its_successor(
+def test_resources_and_their_definition_survive_the_release_and_are_adopted_by_its_successor(
     release: Release, bare_control_plane: Cluster, namespace: str
 ) -> None:
     release.install()
@@ -77,7 +77,7 @@ def test_resources_and_their_definition_outlive_the_release_and_serve_its_succes
         until_served(bare_control_plane, namespace)
 
 
-def test_a_definition_that_was_applied_by_hand_is_taken_over_when_that_is_asked_for(
+def test_a_definition_that_was_applied_manually_is_adopted_on_request(
     release: Release, bare_control_plane: Cluster
 ) -> None:
     by_hand = release.helm("template", "other", CHART, "--show-only=templates/crd.yaml")
@@ -90,7 +90,7 @@ def test_a_definition_that_was_applied_by_hand_is_taken_over_when_that_is_asked_
 
 
 @pytest.mark.usefixtures("namespace")
-def test_helm_test_says_whether_the_operator_is_there(release: Release) -> None:
+def test_helm_test_checks_that_the_operator_runs(release: Release) -> None:
     release.install()
     with release.operator() as operator:
         url = operator.url
@@ -99,7 +99,7 @@ def test_helm_test_says_whether_the_operator_is_there(release: Release) -> None:
         release.test(url)
 
 
-def test_a_release_for_some_namespaces_serves_these_and_may_not_look_into_others(
+def test_a_release_for_some_namespaces_serves_only_these(
     release: Release, bare_control_plane: Cluster, namespace: str
 ) -> None:
     second, foreign = bare_control_plane.make_namespace(), bare_control_plane.make_namespace()
@@ -117,7 +117,7 @@ def test_a_release_for_some_namespaces_serves_these_and_may_not_look_into_others
             bare_control_plane.kubectl("auth", "can-i", *request, "-n", foreign, kubeconfig=kubeconfig)
 
 
-def test_the_rules_of_the_definition_are_left_out_only_when_a_value_says_so(release: Release) -> None:
+def test_the_rules_of_the_definition_are_omitted_only_on_request(release: Release) -> None:
     def rules(*flags: str) -> int:
         text = release.helm("template", "any", CHART, "--show-only=templates/crd.yaml", *flags)
         return text.count("x-kubernetes-validations")
@@ -127,7 +127,7 @@ def test_the_rules_of_the_definition_are_left_out_only_when_a_value_says_so(rele
     assert rules() == rules("--kube-version=1.20") == in_file > 0
 
 
-def test_a_release_brings_the_rules_that_the_api_server_enforces(
+def test_a_release_has_rules_that_the_api_server_enforces(
     release: Release, bare_control_plane: Cluster, namespace: str
 ) -> None:
     release.install()

@@ -79,12 +79,12 @@ def can_match(name: str, matcher: Matcher) -> bool:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_is_about_what_is_exported(rule: Object) -> None:
+def test_alerts_use_exported_metrics(rule: Object) -> None:
     assert list(impossible(rule["expr"])) == []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_an_alert_says_what_is_wrong_by_labels_that_it_has(rule: Object) -> None:
+def test_alert_texts_use_existing_labels(rule: Object) -> None:
     assert rule["labels"]["severity"] in ("critical", "warning")
     words = " ".join(rule["annotations"][field] for field in ("summary", "description"))
     sums = [part for part in parts(rule["expr"]) if isinstance(part, AggregateExpr)]
@@ -92,13 +92,13 @@ def test_an_alert_says_what_is_wrong_by_labels_that_it_has(rule: Object) -> None
     assert all(set(re.findall(r"\$labels\.(\w+)", words)) <= labels for labels in kept or [set()])
 
 
-def test_no_two_alerts_have_the_same_name() -> None:
+def test_alert_names_are_unique() -> None:
     names = [rule["alert"] for rule in RULES]
     assert len(names) == len(set(names))
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
-def test_a_panel_is_about_what_is_exported_and_says_what_it_shows(panel: Object) -> None:
+def test_panels_use_exported_metrics_and_have_descriptions(panel: Object) -> None:
     assert panel["description"]
     for target in panel["targets"]:
         assert list(impossible(target["expr"])) == []
@@ -114,7 +114,7 @@ def test_variables_of_the_dashboard_are_labels_of_a_series_that_every_pod_has() 
     assert "megatron_ready" in SERIES
 
 
-def test_no_two_panels_lie_over_each_other() -> None:
+def test_panels_do_not_overlap() -> None:
     cells: list[tuple[int, int]] = []
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
@@ -126,7 +126,7 @@ def test_no_two_panels_lie_over_each_other() -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_every_family_that_is_exported_is_on_the_dashboard_or_left_out_on_purpose() -> None:
+def test_every_exported_metric_is_on_the_dashboard_or_excluded() -> None:
     shown = {
         part.name
         for panel in PANELS
@@ -146,7 +146,7 @@ def test_every_family_that_is_exported_is_on_the_dashboard_or_left_out_on_purpos
     }
 
 
-def test_autoscalers_in_the_examples_go_by_what_is_exported() -> None:
+def test_autoscalers_in_the_examples_use_exported_metrics() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "examples.md").read_text(), re.S)
     specs = {obj["kind"]: obj["spec"] for block in blocks for obj in yaml.safe_load_all(block)}
     (trigger,) = specs["ScaledObject"]["triggers"]
@@ -156,14 +156,14 @@ def test_autoscalers_in_the_examples_go_by_what_is_exported() -> None:
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_a_question_of_the_reference_is_about_its_own_metric(name: str) -> None:
+def test_the_queries_of_the_reference_use_their_own_metric(name: str) -> None:
     query = QUESTIONS[name].query
     assert list(impossible(query)) == []
     asked = {str(part.name) for part in parts(query) if isinstance(part, VectorSelector)}
     assert asked & {name, f"{name}_bucket"}
 
 
-def test_the_reference_of_metrics_is_what_the_code_exports() -> None:
+def test_the_reference_of_metrics_is_up_to_date() -> None:
     assert (ROOT / PAGE).read_text() == reference_text()
     families = [*of_the_operator(), *of_a_pod(), *of_a_frontend()]
     assert sorted(map(series_name, families)) == sorted(QUESTIONS)
@@ -178,11 +178,11 @@ def test_the_reference_of_metrics_is_what_the_code_exports() -> None:
         "sum by (replica) (megatron_kv_usage)",
     ],
 )
-def test_a_query_for_what_is_not_there_is_found(query: str) -> None:
+def test_a_query_of_a_missing_metric_is_found(query: str) -> None:
     assert list(impossible(query))
 
 
-def test_a_query_that_is_none_is_found() -> None:
+def test_an_invalid_query_is_found() -> None:
     with pytest.raises(ValueError, match="unclosed left parenthesis"):
         parsed("sum(rate(megatron_requests_total)")
 
@@ -205,7 +205,7 @@ def test_the_monitors_find_the_ports_of_operator_and_models(helm: Helm) -> None:
     assert relabeling["targetLabel"] == BY_THE_POD_MONITOR
 
 
-def test_the_monitor_of_models_looks_where_the_operator_does(helm: Helm) -> None:
+def test_the_monitor_of_models_selects_the_namespaces_of_the_operator(helm: Helm) -> None:
     where = [
         only(helm.template(*MONITORED, *more), "PodMonitor")["spec"]["namespaceSelector"]
         for more in ((), ("--set=namespaces={alpha,beta}",))
@@ -224,6 +224,6 @@ def test_rules_and_dashboard_are_rendered_as_they_are_written(helm: Helm) -> Non
         assert only(objects, kind)["metadata"]["labels"]["release"] == "prometheus"
 
 
-def test_nothing_of_it_is_there_unless_it_is_asked_for(helm: Helm) -> None:
+def test_monitoring_is_disabled_by_default(helm: Helm) -> None:
     kinds = {each["kind"] for each in helm.template()}
     assert not kinds & {"ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap"}

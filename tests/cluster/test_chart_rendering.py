@@ -48,20 +48,20 @@ def as_in_manifests(value: Any) -> Any:
     return value
 
 
-def test_the_chart_has_nothing_that_lint_complains_of(helm: Helm) -> None:
+def test_helm_lint_finds_no_problems(helm: Helm) -> None:
     assert "0 chart(s) failed" in helm("lint", "--strict", CHART)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_whatever_the_values_are_kubernetes_takes_the_objects(helm: Helm, variant: str) -> None:
+def test_the_objects_are_valid_for_all_values(helm: Helm, variant: str) -> None:
     check(helm.template(*VARIANTS[variant]))
 
 
-def test_kubernetes_takes_the_objects_of_the_kustomization(kustomized: list[Object]) -> None:
+def test_the_objects_of_the_kustomization_are_valid(kustomized: list[Object]) -> None:
     check(kustomized)
 
 
-def test_an_object_that_is_wrong_would_not_pass(helm: Helm) -> None:
+def test_an_invalid_object_is_found(helm: Helm) -> None:
     deployment = only(helm.template(), "Deployment")
     deployment["spec"]["template"]["spec"]["serviceAcountName"] = "misspelt"
     with pytest.raises(jsonschema.ValidationError, match="serviceAcountName"):
@@ -100,7 +100,7 @@ def test_a_second_release_leaves_the_definition_to_the_first(helm: Helm) -> None
     assert of_kind(helm.template("--set=crds.install=false"), "CustomResourceDefinition") == []
 
 
-def test_an_operator_of_some_namespaces_has_a_role_in_each_and_none_for_the_cluster(helm: Helm) -> None:
+def test_an_operator_of_some_namespaces_has_a_role_in_each_and_no_cluster_role(helm: Helm) -> None:
     everywhere = helm.template()
     confined = helm.template("--set=namespaces={alpha,beta}", "--set=rbac.aggregate=false")
     assert of_kind(confined, "ClusterRole") == of_kind(confined, "ClusterRoleBinding") == []
@@ -132,7 +132,7 @@ def test_a_value_that_is_wrong_is_named(helm: Helm, flag: str, message: str) -> 
         helm.template(flag)
 
 
-def test_the_schema_knows_exactly_the_values_there_are() -> None:
+def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     schema["properties"].pop("global")  # Helm's own
@@ -155,12 +155,12 @@ def paths_of_values(values: Any, schema: Object, path: str = "") -> set[str]:
     return {path}.union(*below)
 
 
-def test_names_of_a_release_with_a_long_name_are_names(helm: Helm) -> None:
+def test_a_release_with_a_long_name_has_valid_object_names(helm: Helm) -> None:
     check(objects := helm.template("--set=podDisruptionBudget.enabled=true", release="r" * 53))
     assert max(len(each["metadata"]["name"]) for each in objects if each["kind"] != "CustomResourceDefinition") <= 63
 
 
-def test_the_notes_say_how_to_go_on(helm: Helm) -> None:
+def test_the_notes_have_the_next_steps(helm: Helm) -> None:
     notes = helm("install", "megatron", CHART, "--namespace", NAMESPACE, "--dry-run=client", "--set=namespaces={alpha}")
     assert "helm test megatron --namespace megatron-system" in notes
     assert "serves MegatronInference resources in the namespaces alpha." in notes

@@ -38,7 +38,7 @@ async def test_nothing_but_the_lifecycle_changes(chat: Resource, typed: CommandL
     assert await typed.ok("pause", "chat") == "the desired state of chat is Paused already\n"
 
 
-async def test_what_makes_no_sense_is_refused_and_changes_nothing(chat: Resource, typed: CommandLine) -> None:
+async def test_an_impossible_verb_is_refused_and_changes_nothing(chat: Resource, typed: CommandLine) -> None:
     await chat.create(lifecycle="Stopped")
     generation = (await chat.get("mi", "chat"))["metadata"]["generation"]
     for verb in ("pause", "unpause", "suspend", "resume"):
@@ -66,7 +66,7 @@ async def test_a_wait_ends_with_the_reason_when_the_resource_fails(
 
 
 @pytest.mark.usefixtures("stage")
-async def test_a_wait_that_is_over_says_what_is_waited_for(chat: Resource, typed: CommandLine) -> None:
+async def test_a_wait_that_times_out_reports_what_it_waits_for(chat: Resource, typed: CommandLine) -> None:
     await chat.create(lifecycle="Stopped")
     await chat.until_phase("Stopped")
     done = await typed.run("start", "chat", "--wait", "--timeout", "3s")
@@ -75,7 +75,9 @@ async def test_a_wait_that_is_over_says_what_is_waited_for(chat: Resource, typed
 
 
 @pytest.mark.usefixtures("stage")
-async def test_a_wait_ends_when_someone_else_wishes_otherwise_or_deletes(chat: Resource, typed: CommandLine) -> None:
+async def test_a_wait_ends_when_another_client_changes_the_lifecycle_or_deletes(
+    chat: Resource, typed: CommandLine
+) -> None:
     await chat.create(lifecycle="Stopped")
     await chat.until_phase("Stopped")
     waiting = asyncio.create_task(typed.run("start", "chat", "--wait"))

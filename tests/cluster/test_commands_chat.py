@@ -38,7 +38,7 @@ async def served(chat: Resource, api: Api, own_control_plane: ControlPlane) -> A
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_one_question_is_answered_word_by_word_as_it_comes(served: str, typed: CommandLine) -> None:
+async def test_the_answer_to_one_question_is_streamed(served: str, typed: CommandLine) -> None:
     async with ChatEndpoint(served) as endpoint:
         told = await typed.ok("chat", "chat", "hello there", "--system", "Be brief.", "--max-tokens", "9")
     assert told == "You said: hellothere\n"
@@ -49,7 +49,7 @@ async def test_one_question_is_answered_word_by_word_as_it_comes(served: str, ty
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_a_conversation_goes_on_line_by_line_until_it_is_forgotten(served: str, typed: CommandLine) -> None:
+async def test_a_conversation_continues_until_it_is_reset(served: str, typed: CommandLine) -> None:
     async with ChatEndpoint(served) as endpoint:
         told = await typed.ok("chat", "chat", input="one\n\ntwo\n/new\nthree\n")
     assert told.splitlines() == ["You said: one", "You said: two", "You said: three"]
@@ -61,7 +61,7 @@ async def test_a_conversation_goes_on_line_by_line_until_it_is_forgotten(served:
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_words_are_printed_before_the_answer_has_ended(served: str, typed: CommandLine) -> None:
+async def test_text_is_printed_before_the_answer_has_ended(served: str, typed: CommandLine) -> None:
     async with ChatEndpoint(served) as endpoint:
         endpoint.may_end.clear()
         async with typed.output("chat", "chat", "a b c") as read:
@@ -71,7 +71,7 @@ async def test_words_are_printed_before_the_answer_has_ended(served: str, typed:
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_an_api_key_reaches_the_endpoint_beside_the_persons_own_token(served: str, typed: CommandLine) -> None:
+async def test_the_api_key_and_the_token_of_the_user_are_sent_together(served: str, typed: CommandLine) -> None:
     async with ChatEndpoint(served, key="sesame"):
         done = await typed.run("chat", "chat", "hi")
         assert done.code == 1
@@ -82,14 +82,14 @@ async def test_an_api_key_reaches_the_endpoint_beside_the_persons_own_token(serv
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_what_the_endpoint_refuses_is_told_in_its_words(served: str, typed: CommandLine) -> None:
+async def test_an_error_of_the_endpoint_is_printed(served: str, typed: CommandLine) -> None:
     async with ChatEndpoint(served):
         done = await typed.run("chat", "chat", "...")
     assert (done.code, done.error_line) == (1, "error: chat rejects the request (400): messages: nothing is asked")
 
 
 @pytest.mark.usefixtures("stage")
-async def test_a_resource_that_is_not_up_says_what_it_waits_for(chat: Resource, typed: CommandLine) -> None:
+async def test_chat_with_a_starting_resource_reports_what_it_waits_for(chat: Resource, typed: CommandLine) -> None:
     await chat.create()
     await chat.until(lambda status: bool(status.get("conditions")), "a status")
     done = await typed.run("chat", "chat", "hi")
@@ -98,7 +98,7 @@ async def test_a_resource_that_is_not_up_says_what_it_waits_for(chat: Resource, 
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_an_endpoint_that_nobody_serves_is_told_in_words(
+async def test_an_endpoint_without_pods_is_reported_in_one_line(
     chat: Resource, stage: ScriptedNode, typed: CommandLine
 ) -> None:
     """The node's pods are at loopback addresses, of which the cluster makes no endpoint."""

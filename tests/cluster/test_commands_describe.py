@@ -11,7 +11,7 @@ from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
 
 
-async def test_describe_tells_when_a_failed_group_is_tried_again(
+async def test_describe_shows_when_a_failed_group_restarts(
     chat: Resource, node: ScriptedNode, typed: CommandLine
 ) -> None:
     await chat.create(replicas=2, failurePolicy={"backoff": "5m"})
@@ -25,7 +25,7 @@ async def test_describe_tells_when_a_failed_group_is_tried_again(
     assert "megatron-operator logs chat" in groups
 
 
-async def test_describe_tells_what_is_waited_for_and_what_to_do(
+async def test_describe_shows_what_the_resource_waits_for_and_the_next_step(
     chat: Resource, stage: ScriptedNode, typed: CommandLine
 ) -> None:
     stage.full = True
@@ -42,7 +42,7 @@ async def test_describe_tells_what_is_waited_for_and_what_to_do(
     assert "add nodes that fit" in told
 
 
-async def test_describe_tells_how_far_the_weights_are(chat: Resource, stage: ScriptedNode, typed: CommandLine) -> None:
+async def test_describe_shows_the_progress_of_loading(chat: Resource, stage: ScriptedNode, typed: CommandLine) -> None:
     await chat.create()
     pod = (await chat.until_pods("chat-0-0-0"))["chat-0-0-0"]
     await stage.run(pod)
@@ -52,7 +52,7 @@ async def test_describe_tells_how_far_the_weights_are(chat: Resource, stage: Scr
     assert f"kubectl get mi chat -n {chat.namespace} --watch" in told
 
 
-async def test_describe_tells_the_last_failure_and_where_it_answers(
+async def test_describe_shows_the_last_failure_and_the_address(
     chat: Resource, node: ScriptedNode, typed: CommandLine
 ) -> None:
     await chat.create(failurePolicy={"backoff": "0.5s"})
@@ -70,7 +70,7 @@ async def test_describe_tells_the_last_failure_and_where_it_answers(
     assert "megatron-operator chat chat" in told
 
 
-async def test_a_name_that_is_not_there_is_met_with_near_ones(chat: Resource, typed: CommandLine) -> None:
+async def test_an_unknown_name_is_refused_with_similar_names(chat: Resource, typed: CommandLine) -> None:
     await chat.create()
     for words in (("describe", "chatt"), ("logs", "chatt"), ("chat", "chatt"), ("pause", "chatt")):
         done = await typed.run(*words)
@@ -80,13 +80,13 @@ async def test_a_name_that_is_not_there_is_met_with_near_ones(chat: Resource, ty
     assert done.error_line.endswith(", which has: chat")
 
 
-async def test_what_makes_no_sense_on_the_command_line_has_exit_code_2(typed: CommandLine) -> None:
+async def test_an_invalid_command_line_has_exit_code_2(typed: CommandLine) -> None:
     done = await typed.run("pause", "chat", "--timeout", "soon")
     assert (done.code, done.error_line[:6]) == (2, "error:")
     assert (await typed.run("describe", "--outputt", "x")).code == 2
 
 
-async def test_what_is_not_allowed_is_told_in_words(installed: Cluster, chat: Resource) -> None:
+async def test_a_missing_permission_is_reported_in_one_line(installed: Cluster, chat: Resource) -> None:
     await chat.create()
     await chat.kubectl("create", "serviceaccount", "guest")
     stranger = CommandLine(installed.kubeconfig_for("guest", chat.namespace), chat.namespace)
@@ -97,7 +97,7 @@ async def test_what_is_not_allowed_is_told_in_words(installed: Cluster, chat: Re
         assert "ask for a Role that grants it" in done.error_line
 
 
-async def test_pods_that_may_not_be_read_leave_the_rest_of_the_story(installed: Cluster, chat: Resource) -> None:
+async def test_describe_works_without_permission_to_read_pods(installed: Cluster, chat: Resource) -> None:
     await chat.create()
     await chat.kubectl("create", "serviceaccount", "reader")
     await chat.kubectl("create", "role", "reader", "--verb=get", "--resource=megatroninferences")
@@ -108,7 +108,7 @@ async def test_pods_that_may_not_be_read_leave_the_rest_of_the_story(installed: 
     assert "desired" in told
 
 
-async def test_a_server_that_is_down_and_credentials_that_are_old_are_told_in_words(
+async def test_a_server_that_is_down_and_expired_credentials_are_reported_in_one_line(
     installed: Cluster, tmp_path: Path
 ) -> None:
     config = json.loads(installed.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
@@ -124,7 +124,7 @@ async def test_a_server_that_is_down_and_credentials_that_are_old_are_told_in_wo
     assert "are wrong or have expired; log in again" in done.error_line
 
 
-async def test_a_kubeconfig_or_context_that_is_not_there_is_told_in_words(installed: Cluster, tmp_path: Path) -> None:
+async def test_a_missing_kubeconfig_or_context_is_reported_in_one_line(installed: Cluster, tmp_path: Path) -> None:
     done = await CommandLine(tmp_path / "none", "default").run("describe", "chat")
     assert (done.code, "does not exist; set KUBECONFIG" in done.error_line) == (1, True)
     done = await CommandLine(installed.kubeconfig, "default").run("describe", "chat", "--context", "moon")

@@ -71,7 +71,7 @@ async def test_a_cluster_without_an_operator_lacks_it(typed: CommandLine) -> Non
 
 
 @pytest.mark.usefixtures("willing_node")
-async def test_a_cluster_that_has_everything_is_told_so(deployed: Cluster, typed: CommandLine) -> None:
+async def test_a_complete_cluster_is_reported_as_such(deployed: Cluster, typed: CommandLine) -> None:
     words = ("-n", SYSTEM, "rollout", "status", "deployment/megatron-operator", "--timeout=50s")
     await asyncio.to_thread(deployed.kubectl, *words)
     done = await typed.run("doctor")
@@ -108,7 +108,7 @@ async def test_an_operator_that_may_not_hold_its_lease_is_found(deployed: Cluste
 
 
 @pytest.mark.usefixtures("node")
-async def test_secrets_that_models_name_are_looked_for_key_by_key(chat: Resource, typed: CommandLine) -> None:
+async def test_the_keys_of_secrets_that_models_refer_to_are_checked(chat: Resource, typed: CommandLine) -> None:
     hub = {"repo": "my/model", "tokenSecret": {"name": "hub", "key": "token"}}
     users = {"apiKeysSecret": {"name": "users"}}
     await chat.kubectl("create", "secret", "generic", "hub", "--from-literal=password=never-told")
@@ -121,7 +121,7 @@ async def test_secrets_that_models_name_are_looked_for_key_by_key(chat: Resource
 
 
 @pytest.mark.usefixtures("node")
-async def test_what_the_models_of_the_namespace_ask_for_is_looked_for(chat: Resource, typed: CommandLine) -> None:
+async def test_the_requirements_of_the_models_in_the_namespace_are_checked(chat: Resource, typed: CommandLine) -> None:
     on_claim = {"persistentVolumeClaim": {"claimName": "weights"}}
     pods = {"device": "cuda", "gpuResource": "example.com/gpu"}
     template = {"spec": {"runtimeClassName": "nvidia"}}
@@ -146,13 +146,13 @@ async def test_rules_that_the_definition_lacks_are_found_by_a_dry_run(ruled: Clu
     assert lines_of(done.out, "definition")[0].startswith("ok ")
 
 
-async def test_a_namespace_that_is_not_there_is_missing(installed: Cluster) -> None:
+async def test_a_missing_namespace_is_reported(installed: Cluster) -> None:
     done = await CommandLine(installed.kubeconfig, "nowhere").run("doctor")
     assert done.code == 1
     assert "kubectl create namespace nowhere" in done.out
 
 
-async def test_what_may_not_be_looked_at_is_unknown_and_not_missing(installed: Cluster, chat: Resource) -> None:
+async def test_objects_without_permission_are_unknown_and_not_missing(installed: Cluster, chat: Resource) -> None:
     await chat.kubectl("create", "serviceaccount", "guest")
     guest = CommandLine(installed.kubeconfig_for("guest", chat.namespace), chat.namespace)
     done = await guest.run("doctor")

@@ -42,7 +42,7 @@ async def test_the_lines_of_all_pods_come_in_order_of_time(typed: CommandLine) -
 
 
 @pytest.mark.usefixtures("written")
-async def test_one_group_or_rank_can_be_asked_for(typed: CommandLine) -> None:
+async def test_one_group_or_rank_can_be_selected(typed: CommandLine) -> None:
     assert (await typed.ok("logs", "chat", "--rank", "1")).splitlines() == [
         "chat-1-0-0 [rank 1] c",
         "chat-0-0-0 [rank 1] b",
@@ -54,7 +54,7 @@ async def test_one_group_or_rank_can_be_asked_for(typed: CommandLine) -> None:
     assert (done.code, done.out, done.err) == (0, "", "chat has no pods in replica group 7\n")
 
 
-async def test_the_kubelet_leaves_out_what_is_not_wanted(typed: CommandLine, written: KubeletLogs) -> None:
+async def test_the_kubelet_filters_the_lines(typed: CommandLine, written: KubeletLogs) -> None:
     told = await typed.ok("logs", "chat", "--tail", "1", "--since", "2h")
     assert told.splitlines() == ["chat-1-0-0 [rank 1] c", "chat-0-0-0 [rank 1] b"]
     assert {(query["tailLines"], query["sinceSeconds"]) for query in written.queries} == {("1", "7200")}
@@ -81,7 +81,7 @@ async def test_a_log_is_followed_without_gaps_or_repetitions_and_new_pods_join_i
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_kubelet_that_is_not_there_is_told_in_words(chat: Resource, typed: CommandLine) -> None:
+async def test_a_missing_kubelet_is_reported_in_one_line(chat: Resource, typed: CommandLine) -> None:
     await chat.create()
     await chat.until_phase("Running")
     done = await typed.run("logs", "chat")
@@ -108,7 +108,7 @@ async def test_following_outlasts_a_restart_of_the_api_server(
         assert await anext(lines) == "chat-1-0-0 [rank 0] still here"
 
 
-async def test_what_is_left_out_before_following_stays_out(typed: CommandLine, written: KubeletLogs) -> None:
+async def test_lines_that_are_excluded_before_following_stay_excluded(typed: CommandLine, written: KubeletLogs) -> None:
     async with typed.lines("logs", "chat", "--follow", "--group", "1", "--tail", "0") as lines:
         async with asyncio.timeout(60):
             await written.until_followed()

@@ -54,7 +54,7 @@ def test_the_api_answers_with_its_version(control_plane: Cluster) -> None:
     assert answer["gitVersion"] == control_plane.version
 
 
-def test_a_new_namespace_takes_pods_at_once(control_plane: Cluster, namespace: str) -> None:
+def test_a_new_namespace_accepts_pods_at_once(control_plane: Cluster, namespace: str) -> None:
     control_plane.kubectl("-n", namespace, "run", "sleeper", "--image=sleeper")
     assert control_plane.exists("-n", namespace, "pod", "sleeper")
 
@@ -72,7 +72,7 @@ def test_the_schema_of_a_defined_kind_is_enforced(control_plane: Cluster, namesp
 
 
 @pytest.mark.usefixtures("controllers")
-def test_children_go_when_their_owner_is_deleted(control_plane: Cluster, namespace: str) -> None:
+def test_children_are_deleted_with_their_owner(control_plane: Cluster, namespace: str) -> None:
     control_plane.apply(namespace, config_map("owner"))
     owner = control_plane.get("-n", namespace, "configmap", "owner")
     control_plane.apply(namespace, config_map("child", owner), config_map("stranger"))
@@ -82,7 +82,7 @@ def test_children_go_when_their_owner_is_deleted(control_plane: Cluster, namespa
 
 
 @pytest.mark.usefixtures("controllers", "gadgets")
-def test_children_go_when_their_owner_of_a_defined_kind_is_deleted(control_plane: Cluster, namespace: str) -> None:
+def test_children_are_deleted_with_their_owner_of_a_defined_kind(control_plane: Cluster, namespace: str) -> None:
     control_plane.apply(namespace, gadget("owner", size=1))
     owner = control_plane.get("-n", namespace, DEFINITION, "owner")
     control_plane.apply(namespace, config_map("child", owner))

@@ -71,7 +71,7 @@ def test_the_definition_is_stored_with_all_of_its_rules(ruled: Cluster) -> None:
     assert count_rules(ruled.get("crd", NAME)) == count_rules(crd()) == len(BROKEN) + 1
 
 
-async def test_the_definition_has_no_field_that_the_server_does_not_know(ruled: Cluster, api: Api) -> None:
+async def test_the_definition_has_no_field_unknown_to_the_server(ruled: Cluster, api: Api) -> None:
     version = ruled.get("crd", NAME)["metadata"]["resourceVersion"]
     definition = crd() | {"metadata": {"name": NAME, "resourceVersion": version}}
     stored = await api.put(f"{DEFINITIONS}/{NAME}?dryRun=All&fieldValidation=Strict", definition)
@@ -86,7 +86,7 @@ def test_kubectl_applies_the_manifests_as_the_readme_says(ruled: Cluster) -> Non
     assert f"customresourcedefinition.apiextensions.k8s.io/{NAME} " in applied
 
 
-async def test_an_object_that_is_left_out_has_the_defaults_of_all_its_fields(api: Api, namespace: str) -> None:
+async def test_an_omitted_object_has_the_defaults_of_all_its_fields(api: Api, namespace: str) -> None:
     stored = await api.post(f"{resources(namespace)}?dryRun=All", manifest())
     assert stored["spec"]["engine"] == SCHEMA["properties"]["spec"]["properties"]["engine"]["default"]
     assert stored["spec"]["parallelism"] == {"tensor": 1, "pipeline": 1, "expert": 1}
@@ -146,7 +146,7 @@ async def published(own_control_plane: ControlPlane, tmp_path: Path) -> AsyncIte
         yield tmp_path / "kubeconfig"
 
 
-async def test_kubectl_explain_knows_every_field(own_control_plane: ControlPlane, published: Path) -> None:
+async def test_kubectl_explain_has_every_field(own_control_plane: ControlPlane, published: Path) -> None:
     async def explain(*words: str) -> str:
         return await asyncio.to_thread(own_control_plane.kubectl, "explain", *words, kubeconfig=published)
 
@@ -170,7 +170,7 @@ def upgraded(ruled: Cluster, api: Api, namespace: str) -> Iterator[None]:  # noq
 
 
 @pytest.mark.usefixtures("upgraded", "own_control_plane")
-async def test_an_upgrade_from_the_definition_before_keeps_what_it_accepted_usable(
+async def test_an_upgrade_from_the_previous_definition_keeps_its_resources_usable(
     ruled: Cluster, api: Api, namespace: str
 ) -> None:
     """Sizes of 0 were accepted. Kubernetes 1.30 and newer compare an update with what was stored (ratcheting)."""
@@ -205,7 +205,7 @@ async def test_a_resource_that_breaks_a_rule_can_be_read_reported_on_and_correct
     await api.delete(path)
 
 
-async def test_the_definition_before_is_the_one_that_no_current_server_accepts(api: Api) -> None:
+async def test_current_servers_reject_the_previous_definition(api: Api) -> None:
     """The reproduction of the defect: rules are evaluated on defaults as they are written."""
     before = read_yaml(BEFORE)
     renamed = json.loads(json.dumps(before).replace("inference.megatron.dev", "before.megatron.dev"))

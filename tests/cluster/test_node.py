@@ -57,7 +57,7 @@ def interrupt_starter(starter: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("end", [kill_starter, interrupt_starter])
-def test_nothing_of_a_node_is_left_when_its_starter_is_gone(
+def test_nothing_of_a_node_is_left_when_the_process_that_started_it_ends(
     prepared_node: Prepared,
     tmp_path_factory: pytest.TempPathFactory,
     end: Callable[[subprocess.Popen[bytes]], None],

@@ -86,14 +86,14 @@ def test_helm_test_passes_with_the_image_of_the_operator(real_stage: Stage) -> N
     assert "Phase:          Succeeded" in real_stage.test()
 
 
-def test_a_pod_asks_the_sample_by_the_name_of_its_service_and_streams(real_stage: Stage, sample: Resource) -> None:
+def test_a_pod_uses_the_sample_by_its_service_name_and_streams(real_stage: Stage, sample: Resource) -> None:
     status = sample.cluster.get("mi", sample.name, "-n", sample.namespace)["status"]
     said = json.loads(real_stage.run_in_pod(sample.namespace, ASK_AND_STREAM, status["url"], QUESTION))
     assert said["whole"] == said["streamed"] == "The capital of France is Paris."
     assert said["parts"] > 3
 
 
-async def test_whoever_is_outside_asks_through_a_port_forward(client: openai.AsyncOpenAI) -> None:
+async def test_clients_outside_the_cluster_use_a_port_forward(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["smollm2"]
     assert "Paris" in await ask(client)
     stream = await client.chat.completions.create(
@@ -116,7 +116,7 @@ async def test_requests_wait_while_paused_and_suspended_and_are_answered_after_k
     await check_requests_wait(sample, client)
 
 
-async def test_replicas_come_and_go_under_load_and_every_request_is_answered(
+async def test_scaling_under_load_answers_every_request(
     sample: Resource, client_of_first_pod: openai.AsyncOpenAI
 ) -> None:
     done = asyncio.Event()
@@ -163,7 +163,7 @@ async def test_a_stopped_resource_has_no_pods(sample: Resource) -> None:
     await sample.until_pods()
 
 
-async def test_a_suspended_pod_gives_the_memory_of_its_weights_back_and_takes_it_again(
+async def test_a_suspended_pod_releases_the_memory_of_its_weights_and_loads_them_again(
     real_stage: Stage, stage_namespace: str
 ) -> None:
     thrifty = Resource(real_stage.cluster, stage_namespace, "thrifty")
@@ -183,7 +183,7 @@ async def test_a_suspended_pod_gives_the_memory_of_its_weights_back_and_takes_it
     await thrifty.kubectl("delete", "mi", thrifty.name, "--timeout=90s")
 
 
-async def test_a_copy_over_two_pods_answers(real_stage: Stage, stage_namespace: str) -> None:
+async def test_a_replica_group_of_two_pods_answers(real_stage: Stage, stage_namespace: str) -> None:
     spread = Resource(real_stage.cluster, stage_namespace, "smollm2-over-pods")
     await spread.kubectl("apply", "--validate=false", "-f", str(SAMPLES / "smollm2-over-pods.yaml"))
     status = await spread.until(lambda status: status.get("ready") == "1/1", "both pods of the group", within=300)
@@ -194,7 +194,7 @@ async def test_a_copy_over_two_pods_answers(real_stage: Stage, stage_namespace: 
     await spread.until_gone("pods", "services", "secrets", within=90)
 
 
-async def test_gpus_are_asked_for_and_counted_and_too_many_are_explained_with_the_numbers(
+async def test_gpus_are_requested_and_too_many_are_reported_with_the_numbers(
     own_node: Node, real_stage: Stage, stage_namespace: str
 ) -> None:
     patch = json.dumps([{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": "2"}])
@@ -214,7 +214,7 @@ async def test_gpus_are_asked_for_and_counted_and_too_many_are_explained_with_th
         await resource.kubectl("delete", "mi", resource.name, "--timeout=90s")
 
 
-async def test_an_uninstalled_release_leaves_nothing_but_the_definition(real_stage: Stage, sample: Resource) -> None:
+async def test_an_uninstalled_release_leaves_only_the_definition(real_stage: Stage, sample: Resource) -> None:
     await sample.kubectl("delete", "mi", sample.name, "--timeout=100s")
     await sample.until_gone("pods", "services", "secrets", "networkpolicies", within=90)
     real_stage.uninstall()

@@ -89,7 +89,7 @@ async def test_the_pods_of_a_group_are_replaced_together(chat: Resource, stage: 
     assert (group["lastFailure"]["pod"], group["lastFailure"]["rank"]) == ("chat-0-0-1", 5)
 
 
-async def test_bad_input_is_not_tried_again_until_the_spec_changes(chat: Resource, stage: ScriptedNode) -> None:
+async def test_invalid_input_is_not_retried_until_the_spec_changes(chat: Resource, stage: ScriptedNode) -> None:
     await chat.create(failurePolicy=QUICK)
     pod = (await chat.until_pods("chat-0-0-0"))["chat-0-0-0"]
     await stage.run(pod)
@@ -105,7 +105,7 @@ async def test_bad_input_is_not_tried_again_until_the_spec_changes(chat: Resourc
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_spec_that_cannot_be_served_names_the_field_the_value_and_the_mend(
+async def test_a_spec_that_cannot_be_served_is_reported_with_field_value_and_remedy(
     chat: Resource, installed: Cluster
 ) -> None:
     """An API server that knows CEL refuses it at once; an older one leaves it to the operator."""
@@ -124,7 +124,7 @@ async def test_a_spec_that_cannot_be_served_names_the_field_the_value_and_the_me
     assert condition(status, "Failed")["status"] == "False"
 
 
-async def test_a_model_in_an_image_is_refused_where_the_cluster_would_leave_it_out(
+async def test_a_model_in_an_image_is_refused_if_the_cluster_would_drop_the_volume(
     chat: Resource, installed: Cluster, node: ScriptedNode
 ) -> None:
     await chat.create(model={"source": {"image": {"reference": "registry/m:1"}}})
@@ -150,7 +150,7 @@ async def test_a_service_that_a_user_deletes_is_restored(chat: Resource) -> None
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_field_of_a_child_that_a_user_changes_is_set_right(chat: Resource) -> None:
+async def test_a_field_of_a_child_that_a_user_changes_is_restored(chat: Resource) -> None:
     await chat.create()
     await chat.until_phase("Running")
     wrong = {"app": "another"}
@@ -174,7 +174,7 @@ async def test_fields_that_others_add_to_a_child_stay(chat: Resource) -> None:
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_service_of_someone_else_is_never_taken_over(chat: Resource) -> None:
+async def test_a_service_of_another_owner_is_never_adopted(chat: Resource) -> None:
     stranger = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "chat"}, "spec": {"ports": [{"port": 80}]}}
     await chat.apply(stranger)
     await chat.create()
@@ -186,7 +186,7 @@ async def test_a_service_of_someone_else_is_never_taken_over(chat: Resource) -> 
     await chat.until_phase("Running", within=90)
 
 
-async def test_a_leader_that_does_not_answer_is_reported_and_comes_back(chat: Resource, node: ScriptedNode) -> None:
+async def test_a_leader_that_does_not_answer_is_reported_and_recovers(chat: Resource, node: ScriptedNode) -> None:
     await chat.create()
     await chat.until_phase("Running")
     launcher = node.launchers["chat-0-0-0"]
@@ -197,7 +197,7 @@ async def test_a_leader_that_does_not_answer_is_reported_and_comes_back(chat: Re
     await chat.until_phase("Running")
 
 
-async def test_a_group_that_fails_does_not_take_the_other_along(chat: Resource, node: ScriptedNode) -> None:
+async def test_a_failed_group_does_not_affect_the_other(chat: Resource, node: ScriptedNode) -> None:
     await chat.create(replicas=2, failurePolicy={**QUICK, "backoff": "5s", "maxBackoff": "5s"})
     await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
     await node.fail((await chat.pods())["chat-1-0-0"], 1, "Segmentation fault")

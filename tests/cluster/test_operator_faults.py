@@ -67,7 +67,7 @@ def made(server: FaultyServer, namespace: str) -> Counter[int | None]:
 
 
 @pytest.mark.usefixtures("controllers", "unlucky")
-async def test_writes_that_fail_or_conflict_now_and_then_lose_and_double_nothing(
+async def test_writes_that_sometimes_fail_or_conflict_lose_and_duplicate_nothing(
     chat: Resource, node: ScriptedNode, server: FaultyServer
 ) -> None:
     conflict = server.when(writes("/status", "PATCH"), answer(409, "the object has been modified"), every=4)
@@ -79,7 +79,7 @@ async def test_writes_that_fail_or_conflict_now_and_then_lose_and_double_nothing
 
 
 @pytest.mark.usefixtures("controllers", "unlucky")
-async def test_writes_that_are_carried_out_but_not_answered_are_not_done_twice(
+async def test_writes_without_a_response_are_not_repeated(
     chat: Resource, node: ScriptedNode, server: FaultyServer
 ) -> None:
     pods = server.when(writes("/pods", "POST"), cut_off, times=2)
@@ -92,9 +92,7 @@ async def test_writes_that_are_carried_out_but_not_answered_are_not_done_twice(
 
 
 @pytest.mark.usefixtures("unlucky", "node")
-async def test_an_api_server_that_is_too_busy_is_asked_again_when_it_wants_to(
-    chat: Resource, server: FaultyServer
-) -> None:
+async def test_requests_to_a_busy_api_server_are_retried_after_its_delay(chat: Resource, server: FaultyServer) -> None:
     busy = server.when(writes("/pods", "POST"), answer(429, "too many requests", {"Retry-After": "2"}), times=2)
     await chat.create()
     await chat.until_phase("Running")
@@ -106,7 +104,7 @@ async def test_an_api_server_that_is_too_busy_is_asked_again_when_it_wants_to(
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_watches_that_end_after_every_other_event_are_opened_again(
+async def test_watches_that_end_after_every_other_event_are_restarted(
     chat: Resource, node: ScriptedNode, server: FaultyServer, unlucky: OperatorProcess
 ) -> None:
     ended = server.when(watches(), end_after(2))
@@ -117,7 +115,7 @@ async def test_watches_that_end_after_every_other_event_are_opened_again(
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_watches_that_fall_silent_are_opened_again(
+async def test_watches_without_events_are_restarted(
     chat: Resource, node: ScriptedNode, server: FaultyServer, unlucky: OperatorProcess
 ) -> None:
     silent = server.when(watches(), stall)
@@ -130,7 +128,7 @@ async def test_watches_that_fall_silent_are_opened_again(
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_kind_that_discovery_lacks_when_the_operator_starts_is_watched_once_it_is_there(
+async def test_a_kind_that_discovery_lacks_at_the_start_is_watched_once_it_exists(
     chat: Resource, server: FaultyServer, unlucky: OperatorProcess
 ) -> None:
     """So it is for a moment after an API server has started that proxies the kind to another."""
@@ -147,7 +145,7 @@ async def test_a_kind_that_discovery_lacks_when_the_operator_starts_is_watched_o
     await chat.until_phase("Running")
 
 
-async def test_an_api_server_that_has_not_got_its_definitions_back_yet_ends_nothing(
+async def test_an_api_server_without_its_definitions_after_a_restart_ends_nothing(
     chat: Resource, server: FaultyServer, unlucky: OperatorProcess, node: ScriptedNode
 ) -> None:
     """Several times, since it matters how far the other watches have come."""

@@ -43,7 +43,7 @@ async def route_that_others_changed_and_deleted(chat: Resource) -> Json:
 
 
 @pytest.mark.usefixtures("node", "with_gateway_api")
-async def test_a_route_is_made_changed_and_removed_as_wished(chat: Resource) -> None:
+async def test_a_route_is_created_changed_and_deleted_with_its_field(chat: Resource) -> None:
     await chat.create(expose={"httpRoute": ROUTE})
     await chat.until_phase("Running")
     route = await chat.until_found(gateway_api.NAME, "chat", lambda _: True)
@@ -59,7 +59,7 @@ async def test_a_route_is_made_changed_and_removed_as_wished(chat: Resource) -> 
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_cluster_without_the_gateway_api_serves_says_what_is_missing_once_and_follows_when_it_comes(
+async def test_a_cluster_without_the_gateway_api_serves_and_gets_the_route_later(
     chat: Resource, without_gateway_api: Cluster
 ) -> None:
     await chat.create(expose={"httpRoute": ROUTE})
@@ -79,7 +79,7 @@ async def test_a_cluster_without_the_gateway_api_serves_says_what_is_missing_onc
 
 
 @pytest.mark.usefixtures("node", "confined")
-async def test_a_route_is_kept_by_an_operator_that_may_not_see_definitions_come(
+async def test_an_operator_that_may_not_watch_definitions_keeps_the_route(
     chat: Resource, without_gateway_api: Cluster
 ) -> None:
     """It stands too for one that looks for the kind before the API server serves it, which few runs meet."""
@@ -91,7 +91,7 @@ async def test_a_route_is_kept_by_an_operator_that_may_not_see_definitions_come(
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_gateway_api_without_timeouts_is_told_to_be_too_old(
+async def test_a_gateway_api_without_timeouts_is_reported_as_too_old(
     chat: Resource, without_gateway_api: Cluster
 ) -> None:
     await asyncio.to_thread(gateway_api.install, without_gateway_api, timeouts=False)

@@ -13,9 +13,7 @@ async def keys(chat: Resource) -> dict[str, str]:
 
 
 @pytest.mark.usefixtures("operator")
-async def test_a_secret_that_is_removed_comes_back_with_new_keys_and_new_pods(
-    chat: Resource, node: ScriptedNode
-) -> None:
+async def test_a_deleted_secret_is_replaced_with_new_keys_and_new_pods(chat: Resource, node: ScriptedNode) -> None:
     await chat.create(replicas=2)
     await chat.until_phase("Running")
     before = await keys(chat)
@@ -33,7 +31,7 @@ async def test_a_secret_that_is_removed_comes_back_with_new_keys_and_new_pods(
 
 
 @pytest.mark.usefixtures("operator", "node")
-async def test_a_secret_that_somebody_else_puts_in_its_place_ends_no_pod(chat: Resource) -> None:
+async def test_a_secret_that_another_client_creates_in_its_place_ends_no_pod(chat: Resource) -> None:
     await chat.create()
     await chat.until_phase("Running")
     (before,) = (await chat.pods()).values()

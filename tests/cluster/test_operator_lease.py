@@ -98,9 +98,7 @@ async def test_another_operator_takes_over_from_one_that_was_killed(
 
 @pytest.mark.parametrize("seconds", [600])
 @pytest.mark.usefixtures("node")
-async def test_an_operator_that_is_stopped_in_order_lets_the_next_one_in_at_once(
-    chat: Resource, rivals: Rivals
-) -> None:
+async def test_an_operator_that_shuts_down_releases_the_lease_at_once(chat: Resource, rivals: Rivals) -> None:
     await chat.create()
     await chat.until_phase("Running")
     assert await asyncio.to_thread(rivals.first.stop) == 0
@@ -109,7 +107,7 @@ async def test_an_operator_that_is_stopped_in_order_lets_the_next_one_in_at_once
     await chat.until(lambda status: status["ready"] == "2/2", "both groups")
 
 
-async def test_an_operator_that_was_frozen_for_longer_than_its_lease_finds_that_it_has_lost_it(
+async def test_an_operator_that_was_frozen_for_longer_than_its_lease_stops_acting(
     chat: Resource, node: ScriptedNode, rivals: Rivals
 ) -> None:
     await chat.create()
@@ -129,7 +127,7 @@ async def test_an_operator_that_was_frozen_for_longer_than_its_lease_finds_that_
     assert (rivals.first.metric(ROUNDS), await events(chat, "AttemptStarted")) == (rounds, 3)
 
 
-async def test_an_operator_that_is_cut_off_stops_to_act_and_another_takes_over(
+async def test_a_disconnected_operator_stops_acting_and_another_takes_over(
     chat: Resource, node: ScriptedNode, rivals: Rivals
 ) -> None:
     await chat.create()
@@ -145,7 +143,7 @@ async def test_an_operator_that_is_cut_off_stops_to_act_and_another_takes_over(
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_lease_that_a_user_deletes_is_made_again(chat: Resource, rivals: Rivals) -> None:
+async def test_a_lease_that_a_user_deletes_is_created_again(chat: Resource, rivals: Rivals) -> None:
     await asyncio.to_thread(rivals.cluster.kubectl, "-n", SYSTEM, "delete", "lease", LEASE)
     await chat.create()
     await chat.until_phase("Running")

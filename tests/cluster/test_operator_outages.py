@@ -25,7 +25,7 @@ async def until_forgotten(operator: OperatorProcess, others: float) -> None:
     await asyncio.to_thread(wait_until, lambda: resources(operator) <= others, "the operator to forget the resource")
 
 
-async def test_a_store_that_is_gone_for_a_while_ends_nothing(
+async def test_an_outage_of_etcd_ends_nothing(
     chat: Resource, node: ScriptedNode, own_control_plane: ControlPlane, operator: OperatorProcess
 ) -> None:
     await chat.create()
@@ -55,7 +55,7 @@ def elsewhere(installed: Cluster) -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_a_namespace_that_is_deleted_under_a_resource_goes_without_a_word(
+async def test_a_namespace_that_is_deleted_with_a_resource_causes_no_errors(
     chat: Resource, node: ScriptedNode, own_control_plane: ControlPlane, operator: OperatorProcess, elsewhere: str
 ) -> None:
     await chat.create(replicas=2)
@@ -94,7 +94,7 @@ async def test_a_resource_that_is_deleted_while_it_starts_leaves_nothing(
 
 
 @pytest.mark.usefixtures("controllers", "node")
-async def test_resources_that_are_deleted_as_soon_as_they_are_made_leave_nothing(
+async def test_resources_that_are_deleted_right_after_their_creation_leave_nothing(
     chat: Resource, operator: OperatorProcess
 ) -> None:
     others = resources(operator)

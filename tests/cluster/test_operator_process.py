@@ -13,7 +13,7 @@ from operator_support.resource import Resource, manifest
 from operator_support.scripted_node import ScriptedNode
 
 
-async def test_an_operator_that_was_away_catches_up(
+async def test_an_operator_that_was_down_catches_up(
     chat: Resource, node: ScriptedNode, operator: OperatorProcess
 ) -> None:
     await chat.create(failurePolicy={"backoff": "0.5s"})
@@ -43,7 +43,7 @@ async def test_a_resource_can_be_deleted_while_no_operator_runs(chat: Resource, 
         await asyncio.to_thread(operator.start)
 
 
-def test_everything_of_the_kustomization_is_accepted(installed: Cluster) -> None:
+def test_all_objects_of_the_kustomization_are_accepted(installed: Cluster) -> None:
     applied = installed.kubectl("apply", "--dry-run=server", "--validate=false", "-k", str(MANIFESTS))
     assert "deployment.apps/megatron-operator created" in applied
 
@@ -97,7 +97,7 @@ async def test_an_outage_of_the_api_server_ends_nothing(
 
 
 @pytest.mark.usefixtures("node", "operator")
-async def test_resources_of_one_namespace_do_not_touch_each_other(chat: Resource) -> None:
+async def test_resources_of_one_namespace_do_not_affect_each_other(chat: Resource) -> None:
     other = Resource(chat.cluster, chat.namespace, "code")
     await chat.create()
     await other.apply(manifest("code"))

@@ -77,7 +77,9 @@ async def record(release: Release, control_plane: ControlPlane) -> list[Request]
     return list(audit.requests_of(control_plane.logs, NAME, NAMESPACE))
 
 
-async def test_the_role_is_what_is_used_and_nothing_else(release: Release, bare_control_plane: ControlPlane) -> None:
+async def test_the_role_has_exactly_the_permissions_that_are_used(
+    release: Release, bare_control_plane: ControlPlane
+) -> None:
     requests = await record(release, bare_control_plane)
     assert [request for request in requests if request.status == 403] == []
     used = {request.right for request in requests}
@@ -89,7 +91,7 @@ async def test_the_role_is_what_is_used_and_nothing_else(release: Release, bare_
     )
 
 
-async def test_services_could_not_be_made_without_the_right_to_create(
+async def test_services_cannot_be_created_without_the_permission(
     release: Release, bare_control_plane: ControlPlane
 ) -> None:
     release.install()

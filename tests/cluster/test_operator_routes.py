@@ -20,7 +20,7 @@ def host_of(ingress: Json) -> str:
 
 
 @pytest.mark.usefixtures("node")
-async def test_an_ingress_is_made_changed_and_removed_as_wished_while_the_pods_stay(chat: Resource) -> None:
+async def test_an_ingress_is_created_changed_and_deleted_with_its_field_while_the_pods_stay(chat: Resource) -> None:
     await chat.create(expose={"ingress": INGRESS})
     await chat.until_phase("Running")
     before = await chat.pods()
@@ -41,7 +41,7 @@ async def test_an_ingress_is_made_changed_and_removed_as_wished_while_the_pods_s
 
 
 @pytest.mark.usefixtures("node")
-async def test_an_ingress_that_a_user_edits_or_deletes_is_put_back(chat: Resource) -> None:
+async def test_an_ingress_that_a_user_edits_or_deletes_is_restored(chat: Resource) -> None:
     await chat.create(expose={"ingress": INGRESS})
     await chat.until_phase("Running")
     made = await chat.until_found("ingress", "chat", lambda _: True)
@@ -53,9 +53,7 @@ async def test_an_ingress_that_a_user_edits_or_deletes_is_put_back(chat: Resourc
     assert again["metadata"]["uid"] != made["metadata"]["uid"]
 
 
-async def test_an_ingress_of_someone_else_is_never_taken_over_and_keeps_no_pod_from_serving(
-    chat: Resource, node: ScriptedNode
-) -> None:
+async def test_an_ingress_of_another_owner_is_never_adopted_and_pods_serve(chat: Resource, node: ScriptedNode) -> None:
     backend = {"service": {"name": "shop", "port": {"number": 80}}}
     stranger = {"apiVersion": "networking.k8s.io/v1", "kind": "Ingress", "metadata": {"name": "chat"}}
     await chat.apply({**stranger, "spec": {"defaultBackend": backend}})
@@ -68,7 +66,7 @@ async def test_an_ingress_of_someone_else_is_never_taken_over_and_keeps_no_pod_f
 
 
 @pytest.mark.usefixtures("node", "controllers")
-async def test_the_ingress_goes_with_its_resource(chat: Resource) -> None:
+async def test_the_ingress_is_deleted_with_its_resource(chat: Resource) -> None:
     await chat.create(expose={"ingress": INGRESS})
     await chat.until_phase("Running")
     await chat.kubectl("delete", "mi", "chat", "--timeout=60s")

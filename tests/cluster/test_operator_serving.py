@@ -29,7 +29,7 @@ async def test_a_resource_becomes_pods_services_and_a_secret_and_is_ready(chat: 
 
 
 @pytest.mark.usefixtures("node")
-async def test_every_child_names_its_owner_and_kopf_leaves_no_mark(chat: Resource) -> None:
+async def test_every_child_has_its_owner_and_kopf_adds_no_annotations(chat: Resource) -> None:
     await chat.create()
     await chat.until_phase("Running")
     owner = await chat.get("mi", "chat")
@@ -112,7 +112,7 @@ async def test_a_change_inside_the_engine_is_in_the_status_although_no_object_ch
     assert (status["engineState"], node.launchers["chat-0-0-0"].signals) == ("PAUSED", ["pause"])
 
 
-async def test_a_settled_resource_is_left_in_peace(chat: Resource, node: ScriptedNode) -> None:
+async def test_a_settled_resource_is_not_written(chat: Resource, node: ScriptedNode) -> None:
     await chat.create()
     await chat.until_phase("Running")
     deadline = time.monotonic() + 30
@@ -162,7 +162,7 @@ async def test_a_resource_recreated_under_the_same_name_gets_children_of_its_own
 
 
 @pytest.mark.usefixtures("node")
-async def test_each_transition_is_told_in_one_event(chat: Resource) -> None:
+async def test_each_transition_has_one_event(chat: Resource) -> None:
     await chat.create()
     await chat.until_phase("Running")
     await chat.patch({"lifecycle": "Paused"})
@@ -174,7 +174,7 @@ async def test_each_transition_is_told_in_one_event(chat: Resource) -> None:
     assert "chat answers at" in described
 
 
-async def test_what_can_be_refused_at_once_is_refused_by_the_api_server(chat: Resource, installed: Cluster) -> None:
+async def test_the_api_server_refuses_invalid_resources(chat: Resource, installed: Cluster) -> None:
     for wrong, field in (({"replicas": 0}, r"spec\.replicas"), ({"lifecycle": "Sleeping"}, r"spec\.lifecycle")):
         with pytest.raises(CommandFailedError, match=field):
             await chat.apply(manifest(**wrong))

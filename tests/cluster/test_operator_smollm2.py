@@ -99,7 +99,7 @@ async def test_the_sample_answers_waits_while_paused_and_leaves_nothing_behind(
     assert [pid for pid in processes if is_running(pid)] == []
 
 
-async def test_when_the_leaders_pod_dies_the_official_client_sees_only_a_delay(
+async def test_the_official_client_sees_only_a_delay_when_the_leader_pod_fails(
     smollm2: Resource, machine: ProcessNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await serve(smollm2)
@@ -131,7 +131,7 @@ async def test_when_the_leaders_pod_dies_the_official_client_sees_only_a_delay(
 
 
 @pytest.mark.parametrize("stopped", ["the launcher", "everything"])
-async def test_when_the_leaders_pod_stands_still_another_one_leads_and_it_follows_when_it_goes_on(
+async def test_another_pod_leads_while_the_leader_pod_hangs_and_the_former_leader_gives_up_the_role(
     smollm2: Resource, machine: ProcessNode, stopped: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await serve(smollm2)
@@ -158,7 +158,7 @@ async def test_when_the_leaders_pod_stands_still_another_one_leads_and_it_follow
     await smollm2.kubectl("delete", "mi", "smollm2", "--timeout=60s")
 
 
-async def test_the_pods_of_one_copy_find_each_other_and_answer_together(chat: Resource, machine: ProcessNode) -> None:
+async def test_the_pods_of_one_replica_group_connect_and_answer(chat: Resource, machine: ProcessNode) -> None:
     spread = Resource(chat.cluster, chat.namespace, "smollm2-over-pods")
     await spread.apply(yaml.safe_load(OVER_PODS.read_text()))
     status = await spread.until(lambda status: status.get("ready") == "1/1", "both pods of the group", within=120)
@@ -170,7 +170,7 @@ async def test_the_pods_of_one_copy_find_each_other_and_answer_together(chat: Re
 
 
 @pytest.mark.usefixtures("machine")
-async def test_a_model_that_is_not_there_is_explained_in_the_launchers_words(smollm2: Resource) -> None:
+async def test_a_missing_model_is_reported_with_the_message_of_the_launcher(smollm2: Resource) -> None:
     resource = yaml.safe_load(SAMPLE.read_text())
     resource["spec"]["replicas"] = 1
     resource["spec"]["model"]["source"]["path"] = "/models/missing.gguf"

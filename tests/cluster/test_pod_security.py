@@ -61,7 +61,7 @@ def test_the_pods_of_the_chart_are_restricted(helm: Helm, variant: str) -> None:
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
 
 
-def test_the_namespace_of_the_manifests_admits_nothing_less() -> None:
+def test_the_namespace_of_the_manifests_enforces_restricted() -> None:
     namespace = yaml.safe_load((ROOT / "manifests" / "namespace.yaml").read_text())
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
     deployment, *_ = yaml.safe_load_all((ROOT / "manifests" / "operator.yaml").read_text())
@@ -107,7 +107,7 @@ CONTEXT = ("containers", 0, "securityContext")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_the_level_forbids_is_found(change: Callable[[Object], None], found: str) -> None:
+def test_violations_of_the_level_are_found(change: Callable[[Object], None], found: str) -> None:
     pod = deepcopy(model_pod())
     change(pod["spec"])
     assert found in violations(pod)

@@ -46,7 +46,7 @@ def interrupt_starter(starter: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("end", [kill_starter, interrupt_starter])
-def test_processes_end_when_their_starter_is_gone(
+def test_processes_end_with_the_process_that_started_them(
     tmp_path: Path, end: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:
     support = str(Path(__file__).parent)
@@ -75,7 +75,7 @@ def test_stopping_a_process_ends_its_children_too(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
-def test_a_process_with_a_grace_may_end_in_its_own_way(tmp_path: Path) -> None:
+def test_a_process_with_a_grace_period_may_shut_down(tmp_path: Path) -> None:
     tidy = "trap 'echo tidied up; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
     log = tmp_path / "log"
     process = GuardedProcess(["sh", "-c", tidy], log)

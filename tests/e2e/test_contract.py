@@ -212,7 +212,7 @@ def test_a_pod_can_start_in_every_lifecycle_with_pods(lifecycle: Lifecycle) -> N
     assert Identity.from_environment(environment).lifecycle.value == lifecycle.value
 
 
-def test_the_file_with_api_keys_is_passed_on() -> None:
+def test_the_file_with_api_keys_is_passed_to_the_runtime() -> None:
     container = rendered(frontend={"apiKeysSecret": {"name": "keys"}})
     assert Identity.from_environment(environment_of(container)).api_keys_file == Path("/etc/megatron/api-keys")
 

@@ -33,7 +33,7 @@ def test_a_second_interrupt_kills_at_once(start_local) -> None:
     assert command.left_over() == set()
 
 
-def test_nothing_outlives_a_killed_command(start_local, wait_until) -> None:
+def test_no_process_survives_a_killed_command(start_local, wait_until) -> None:
     command = start_local(replicas=1)
     command.wait_for("Loading at")
     command.signal(signal.SIGKILL)
@@ -58,7 +58,7 @@ def test_nothing_outlives_a_killed_command(start_local, wait_until) -> None:
         ({"parallelism": {"tensor": 2, "expert": 3}}, "spec.parallelism.expert: 3: does not divide the 2 tensor"),
     ],
 )
-def test_a_wrong_resource_is_refused_before_anything_starts(
+def test_an_invalid_resource_is_refused_before_anything_starts(
     start_local, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     command = start_local(models=tmp_path, **changes)
@@ -110,7 +110,7 @@ def test_a_broken_checkpoint_is_refused_with_its_field_and_its_file(
     assert command.left_over() == set()
 
 
-def test_too_little_memory_is_refused_with_the_field_the_value_and_the_mend(start_local) -> None:
+def test_too_little_memory_is_refused_with_field_value_and_remedy(start_local) -> None:
     command = start_local(replicas=1, engine={"kvCacheMemory": "900Ti"})
     assert command.exit_code() == 2
     assert "spec.engine.kvCacheMemory 900Ti" in command.text

@@ -113,7 +113,7 @@ def coordinators(command: Any) -> list[bool]:
     ]
 
 
-def test_when_the_leaders_pod_is_killed_clients_see_only_a_delay_and_a_wish_survives_the_next_time(
+def test_clients_see_only_a_delay_when_the_leader_pod_is_killed_and_the_lifecycle_is_kept(
     start_local: Callable[..., Any], wait_until: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = start_local(replicas=2)
@@ -149,7 +149,7 @@ def test_when_the_leaders_pod_is_killed_clients_see_only_a_delay_and_a_wish_surv
     assert waiting == [load.answers[0][2]]
 
 
-def test_a_leader_that_stood_still_leads_no_more_when_it_goes_on(
+def test_a_leader_that_hung_is_no_longer_the_leader_when_it_recovers(
     start_local: Callable[..., Any], wait_until: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = start_local(replicas=2)

@@ -53,14 +53,14 @@ def _is_rank(pid: int, rank: int) -> bool:
     return "megatron_runtime.rank" in words and f'"rank": {rank},' in words
 
 
-def test_copies_over_several_pods_answer_as_one_rank_does(spread: Any) -> None:
+def test_replica_groups_of_several_pods_answer_like_one_rank(spread: Any) -> None:
     assert {ask(spread.url) for _ in range(4)} == {"The capital of France is Paris."}
     addresses = dict(re.findall(r"pod (smollm2-\d-0-\d): \S+ at (127\.\S+?),?(?:\s|$)", spread.text))
     assert sorted(addresses) == ["smollm2-0-0-0", "smollm2-0-0-1", "smollm2-1-0-0", "smollm2-1-0-1"]
     assert len(set(addresses.values())) == 4
 
 
-def test_a_rank_that_is_killed_has_all_pods_of_its_copy_replaced_while_the_other_copy_answers(spread: Any) -> None:
+def test_a_killed_rank_has_all_pods_of_its_group_replaced_while_the_other_group_answers(spread: Any) -> None:
     before = len(spread.lines)
     spread.wait_for("ready replicas: 2/2")
     os.kill(rank_process(spread, 5), signal.SIGKILL)
@@ -75,7 +75,7 @@ def test_a_rank_that_is_killed_has_all_pods_of_its_copy_replaced_while_the_other
     assert {ask(spread.url) for _ in range(4)} == {"The capital of France is Paris."}
 
 
-def test_a_service_whose_leading_copy_fails_is_led_by_the_next_attempt_and_keeps_its_other_copy(spread: Any) -> None:
+def test_the_other_group_is_kept_when_the_leaders_group_fails(spread: Any) -> None:
     before = len(spread.lines)
     os.kill(rank_process(spread, 2), signal.SIGKILL)
     told = spread.wait_for("GroupFailed: ", after=before).string
@@ -86,13 +86,13 @@ def test_a_service_whose_leading_copy_fails_is_led_by_the_next_attempt_and_keeps
     assert "group 1 starts" not in "\n".join(spread.lines[before:])
 
 
-def test_copies_over_several_pods_pause_suspend_and_come_back(spread: Any) -> None:
+def test_replica_groups_of_several_pods_pause_suspend_and_resume(spread: Any) -> None:
     for lifecycle in ("Suspended", "Running"):
         spread.wait_for(f"phase: {lifecycle}", after=spread.edit(lifecycle=lifecycle))
     assert ask(spread.url) == "The capital of France is Paris."
 
 
-def test_the_end_leaves_no_process_of_any_pod(spread: Any) -> None:
+def test_no_process_of_any_pod_is_left_at_the_end(spread: Any) -> None:
     spread.signal(signal.SIGINT)
     assert spread.exit_code() == 0
     assert spread.left_over() == set()

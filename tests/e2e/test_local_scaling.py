@@ -86,7 +86,7 @@ def running_by_group(command: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("pods", [1, 2])
-def test_copies_that_come_get_requests_and_those_that_go_lose_none(
+def test_new_replica_groups_get_requests_and_removed_ones_lose_none(
     start_local: Callable[..., Any], wait_until: Callable[..., Any], pods: int
 ) -> None:
     command = start_local(replicas=1, parallelism={"pipeline": pods}, routing={"policy": "LoadBalanced"})

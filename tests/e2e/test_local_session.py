@@ -28,7 +28,7 @@ def ask(url: str) -> str:
     return reply.choices[0].message.content or ""
 
 
-def test_a_resource_becomes_an_endpoint_that_answers_whole_and_in_a_stream(served) -> None:
+def test_a_resource_serves_complete_and_streamed_answers(served) -> None:
     assert "Paris" in ask(served.url)
     with client(served.url) as api:
         stream = api.chat.completions.create(
@@ -39,7 +39,7 @@ def test_a_resource_becomes_an_endpoint_that_answers_whole_and_in_a_stream(serve
     assert len([piece for piece in pieces if piece]) > 1
 
 
-def test_every_pod_has_processes_and_an_address_of_its_own(served) -> None:
+def test_every_pod_has_its_own_processes_and_address(served) -> None:
     addresses = set(re.findall(r"pod \S+: \S+ at (127\.\S+?),?(?:\s|$)", served.text))
     assert len(addresses) == 2
 
@@ -63,7 +63,7 @@ def test_suspend_and_resume_give_the_same_answer(served) -> None:
     assert ask(served.url) == before
 
 
-def test_an_invalid_edit_is_refused_and_what_ran_goes_on(served) -> None:
+def test_an_invalid_edit_is_refused_and_the_pods_continue(served) -> None:
     told = served.edit(replicsa=3)
     refusal = served.wait_for("refused", after=told).string
     assert "spec.replicsa: 3: unknown field; did you mean replicas?" in refusal
@@ -72,14 +72,14 @@ def test_an_invalid_edit_is_refused_and_what_ran_goes_on(served) -> None:
     served.write()
 
 
-def test_replicas_come_and_go_with_the_file(served) -> None:
+def test_replica_groups_follow_the_file(served) -> None:
     served.wait_for(r"pod smollm2-1-\d+-0: gone", after=served.edit(replicas=1))
     assert "Paris" in ask(served.url)
     served.wait_for("ready replicas: 2/2", after=served.edit(replicas=2))
     assert "Paris" in ask(served.url)
 
 
-def test_a_replica_that_is_killed_is_replaced_while_the_other_answers(served) -> None:
+def test_a_killed_replica_group_is_replaced_while_the_other_answers(served) -> None:
     before = len(served.lines)
     launchers = [process.pid for process in served.seen if _is_launcher_of(process.pid, group=1)]
     assert len(launchers) == 1

@@ -234,7 +234,7 @@ class Reaper:
 
 @pytest.mark.repetition
 @pytest.mark.timeout(330)
-async def test_requests_are_answered_once_each_and_rightly_while_processes_are_killed_or_stopped(
+async def test_each_request_is_answered_once_and_correctly_while_processes_are_killed_or_stopped(
     start_pod: Callable[..., Any], tmp_path: Path
 ) -> None:
     seed = seed_of_run(SEED_VARIABLE)

@@ -50,7 +50,7 @@ async def sent(deltas: Batches, **options: Any) -> list[bytes]:
     return bodies
 
 
-async def test_deltas_that_came_together_leave_together_and_others_one_by_one() -> None:
+async def test_deltas_that_arrive_together_are_sent_together() -> None:
     bodies = await sent(deltas_of(["a"], ["b", "", "c"], [""]))
     assert bodies == [
         b'data: {"type":"begin"}\n\n',
@@ -60,7 +60,7 @@ async def test_deltas_that_came_together_leave_together_and_others_one_by_one() 
     ]
 
 
-async def test_named_events_have_the_type_of_their_chunk_and_need_no_mark_of_the_end() -> None:
+async def test_named_events_have_the_type_of_their_chunk_and_no_done_marker() -> None:
     bodies = await sent(deltas_of(["a"]), names_events=True)
     assert bodies[1:] == [
         b'event: text\ndata: {"type":"text","text":"a"}\n\n',
@@ -72,13 +72,13 @@ async def test_named_events_have_the_type_of_their_chunk_and_need_no_mark_of_the
     ("error", "last"),
     [(too_late("too late"), b'"code":"deadline_exceeded"'), (RuntimeError("broken"), b'"type":"server_error"')],
 )
-async def test_an_error_ends_a_stream_after_what_came_before_it(error: Exception, last: bytes) -> None:
+async def test_an_error_ends_a_stream_after_the_earlier_chunks(error: Exception, last: bytes) -> None:
     *before, end = await sent(deltas_of(["a"], error=error))
     assert len(before) == 2
     assert last in end
 
 
-async def test_a_client_that_leaves_closes_what_makes_the_deltas() -> None:
+async def test_a_client_that_disconnects_closes_the_source_of_the_deltas() -> None:
     has_begun, is_closed = asyncio.Event(), asyncio.Event()
 
     async def endless() -> Batches:

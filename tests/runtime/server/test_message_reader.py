@@ -127,7 +127,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
-def test_calls_are_told_from_words(name: str, text: str, expected: list[Part]) -> None:
+def test_calls_are_separated_from_content(name: str, text: str, expected: list[Part]) -> None:
     assert read(calls_reader(name), text) == expected
     assert read(calls_reader(name), *text) == expected
 
@@ -145,23 +145,23 @@ def test_calls_are_told_from_words(name: str, text: str, expected: list[Part]) -
         (True, "", []),
     ],
 )
-def test_thoughts_are_told_from_words(in_reasoning: bool, text: str, expected: list[Part]) -> None:
+def test_reasoning_is_separated_from_content(in_reasoning: bool, text: str, expected: list[Part]) -> None:
     assert read(ReasoningReader(in_reasoning=in_reasoning), text) == expected
     assert read(ReasoningReader(in_reasoning=in_reasoning), *text) == expected
 
 
-def test_calls_are_looked_for_after_the_thoughts_only() -> None:
+def test_calls_are_parsed_only_after_the_reasoning() -> None:
     said = '<tool_call>{"name": "a"}</tool_call>'
     reader = MessageReader(ReasoningReader(in_reasoning=True), HERMES.reader({}))
     assert read(reader, f"I could {said}</think>\n{said}") == [Reasoning(f"I could {said}"), *call("a", "{}")]
 
 
-def test_calls_beyond_those_that_are_wanted_are_left_out() -> None:
+def test_calls_beyond_the_limit_are_dropped() -> None:
     said = '<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call>'
     assert read(calls_reader("hermes", most_calls=1), said * 3) == call("a", '{"x": 1}')
 
 
-def test_a_call_is_streamed_while_it_is_written() -> None:
+def test_a_call_is_streamed_while_it_is_generated() -> None:
     reader = calls_reader("hermes")
     assert reader.push('Sure. <tool_call>{"name": "w", "arg') == [Content("Sure.")]
     assert reader.push('uments": {"city": "P') == [CallStart("w"), CallArguments('{"city": "P')]
@@ -208,7 +208,7 @@ READERS: dict[str, Callable[[], PartReader]] = {
 
 @pytest.mark.parametrize("name", READERS)
 @given(text=texts, cuts=st.lists(st.integers(0, 80), max_size=8))
-def test_however_a_text_is_cut_its_parts_are_the_same(name: str, text: str, cuts: list[int]) -> None:
+def test_the_parts_do_not_depend_on_how_the_text_is_split(name: str, text: str, cuts: list[int]) -> None:
     ends = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [text[start:end] for start, end in pairwise(ends)]
     whole = read(READERS[name](), text)
@@ -227,7 +227,7 @@ json_values = st.recursive(
     calls=st.lists(st.tuples(st.text(min_size=1), st.dictionaries(st.text(), json_values, max_size=3)), min_size=1),
     indent=st.sampled_from([None, 2]),
 )
-def test_every_call_in_a_models_form_is_found_with_its_arguments(calls: list[tuple[str, Any]], indent: Any) -> None:
+def test_every_call_in_a_models_format_is_parsed_with_its_arguments(calls: list[tuple[str, Any]], indent: Any) -> None:
     for form in (HERMES, LLAMA, MISTRAL):
         written = form.call_format
         assert written is not None

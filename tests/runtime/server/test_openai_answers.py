@@ -19,7 +19,7 @@ STORY: list[Any] = [{"role": "user", "content": "Tell me a long story about a li
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_tokens_come_back_when_asked_for(shared_pod: Any, stream: bool) -> None:
+def test_token_ids_are_returned_on_request(shared_pod: Any, stream: bool) -> None:
     asked = {"model": "chat", "prompt": [19556, 28], "temperature": 0, "max_tokens": 6, "logprobs": 1, "stream": stream}
     fields = {"return_token_ids": True, "return_tokenized_data": True}
     answer = shared_pod.openai.completions.create(**asked, extra_body=fields)
@@ -33,7 +33,7 @@ def test_tokens_come_back_when_asked_for(shared_pod: Any, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_chat_goes_on_with_exactly_the_tokens_it_had(shared_pod: Any, stream: bool) -> None:
+def test_a_chat_continues_with_exactly_the_earlier_tokens(shared_pod: Any, stream: bool) -> None:
     def tokens_of(text: str) -> list[int]:
         found: list[int] = shared_pod.post("/tokenize", {"prompt": text}).json()["tokens"]
         return found
@@ -106,7 +106,7 @@ def test_a_streamed_echo_has_the_log_probabilities_of_a_whole_one(
 # Responses
 
 
-def test_a_response_is_what_the_chat_would_say(shared_pod: Any) -> None:
+def test_a_response_equals_the_answer_of_the_chat(shared_pod: Any) -> None:
     asked: dict[str, Any] = {"model": "chat", "temperature": 0}
     messages = [{"role": "system", "content": "Be brief."}, *STORY]
     chat = shared_pod.openai.chat.completions.create(**asked, messages=messages, max_tokens=12)
@@ -120,7 +120,7 @@ def test_a_response_is_what_the_chat_would_say(shared_pod: Any) -> None:
     assert response.metadata == {"a": "b"}
 
 
-def test_a_response_goes_on_from_the_items_of_another(shared_pod: Any) -> None:
+def test_a_response_continues_the_items_of_another(shared_pod: Any) -> None:
     first = shared_pod.openai.responses.create(model="chat", input="Hello", max_output_tokens=3)
     items = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}]
     items += [item.model_dump() for item in first.output]
@@ -132,7 +132,7 @@ def test_a_response_goes_on_from_the_items_of_another(shared_pod: Any) -> None:
     assert len(again.output[0].content[0].logprobs[0].top_logprobs) == 2
 
 
-def test_a_response_is_built_up_by_events(shared_pod: Any) -> None:
+def test_the_events_of_a_stream_build_the_response(shared_pod: Any) -> None:
     ends_after_six = {"logit_bias": {"2": 100}, "min_tokens": 6}
     asked = {"model": "chat", "input": STORY, "temperature": 0, "max_output_tokens": 8, "extra_body": ends_after_six}
     with shared_pod.openai.responses.stream(**asked) as stream:
@@ -154,7 +154,7 @@ def test_a_response_is_built_up_by_events(shared_pod: Any) -> None:
     assert final.usage.output_tokens == 7
 
 
-def test_a_stream_of_events_tells_of_its_failure(shared_pod: Any) -> None:
+def test_a_stream_of_events_ends_with_its_error(shared_pod: Any) -> None:
     asked = {"input": STORY, "ignore_eos": True, "max_output_tokens": 4000, "stream": True, "timeout": 0.3}
     text = shared_pod.post("/v1/responses", asked).text
     last = json.loads(text.rstrip().rsplit("data: ", 1)[1])
@@ -174,7 +174,7 @@ class Lighthouse(BaseModel):
 
 
 @pytest.mark.parametrize("temperature", [0, 2])
-def test_an_answer_keeps_to_a_pydantic_model(shared_pod: Any, temperature: float) -> None:
+def test_an_answer_matches_a_pydantic_model(shared_pod: Any, temperature: float) -> None:
     asked = {"model": "chat", "messages": STORY, "temperature": temperature, "seed": 7, "max_tokens": 60}
     parsed = shared_pod.openai.chat.completions.parse(**asked, response_format=Lighthouse).choices[0]
     assert isinstance(parsed.message.parsed, Lighthouse)
@@ -184,7 +184,7 @@ def test_an_answer_keeps_to_a_pydantic_model(shared_pod: Any, temperature: float
     assert final.choices[0].message.parsed == parsed.message.parsed
 
 
-def test_a_response_keeps_to_a_pydantic_model(shared_pod: Any) -> None:
+def test_a_response_matches_a_pydantic_model(shared_pod: Any) -> None:
     asked = {"model": "chat", "input": STORY, "temperature": 0, "max_output_tokens": 60}
     response = shared_pod.openai.responses.parse(**asked, text_format=Lighthouse)
     assert isinstance(response.output_parsed, Lighthouse)
@@ -204,20 +204,20 @@ def test_a_response_keeps_to_a_pydantic_model(shared_pod: Any) -> None:
         ({"structured_outputs": {"json": {"enum": [1, [2, "b"]]}}}, r'1|\[2, "b"\]'),
     ],
 )
-def test_an_answer_keeps_to_a_form(shared_pod: Any, fields: dict[str, Any], form: str) -> None:
+def test_an_answer_matches_its_constraint(shared_pod: Any, fields: dict[str, Any], form: str) -> None:
     body = {"prompt": "Once", "max_tokens": 40, "temperature": 1.5, "top_p": 0.9, "seed": 3, "n": 4, **fields}
     for choice in shared_pod.post("/v1/completions", body).json()["choices"]:
         assert choice["finish_reason"] == "stop"
         assert re.fullmatch(form, choice["text"])
 
 
-def test_any_object_may_be_asked_for_in_each_way(shared_pod: Any) -> None:
+def test_any_json_object_can_be_requested_by_each_field(shared_pod: Any) -> None:
     for fields in ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}):
         body = {"prompt": "Once", "max_tokens": 8, "temperature": 0, **fields}
         assert shared_pod.post("/v1/completions", body).json()["choices"][0]["text"].startswith("{")
 
 
-def test_free_and_guided_answers_go_side_by_side(shared_pod: Any) -> None:
+def test_constrained_and_unconstrained_answers_run_together(shared_pod: Any) -> None:
     asked = {"model": "chat", "messages": STORY, "temperature": 0, "max_tokens": 20}
     alone = shared_pod.openai.chat.completions.create(**asked)
     beside: list[Any] = []

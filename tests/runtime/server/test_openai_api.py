@@ -49,7 +49,7 @@ def access_entries(pod: Any) -> list[dict[str, Any]]:
 # Refusals
 
 
-def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
+def test_unknown_fields_are_ignored(pod: Any) -> None:
     body = {"messages": STORY, "max_tokens": 2, "a_field_of_tomorrow": {"x": 1}, "stream_options": None}
     assert pod.post("/v1/chat/completions", body).status_code == 200
 
@@ -114,7 +114,7 @@ def test_fields_that_nobody_knows_are_ignored(pod: Any) -> None:
         ("embeddings", {"input": "a"}, "model", "has no embeddings"),
     ],
 )
-def test_what_can_not_be_done_is_refused_with_its_field(
+def test_an_invalid_or_unsupported_field_is_refused_by_name(
     pod: Any, path: str, body: dict[str, Any], param: str | None, words: str
 ) -> None:
     content = json.dumps({"model": "chat", **body})
@@ -125,7 +125,7 @@ def test_what_can_not_be_done_is_refused_with_its_field(
     assert param is None or error["param"] == param
 
 
-def test_every_refusal_has_the_same_shape(pod: Any) -> None:
+def test_every_error_has_the_same_format(pod: Any) -> None:
     answers = [
         (401, pod.http.get("/v1/models", headers={"Authorization": "Bearer wrong"})),
         (401, pod.http.post("/tokenize", json={"prompt": "a"}, headers={"Authorization": ""})),
@@ -143,7 +143,7 @@ def test_every_refusal_has_the_same_shape(pod: Any) -> None:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_body_that_does_not_come_is_given_up(pod: Any) -> None:
+def test_a_body_that_does_not_arrive_times_out(pod: Any) -> None:
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 50\r\n"
     with socket.create_connection((pod.host, 8000), timeout=20) as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
@@ -152,14 +152,14 @@ def test_a_body_that_does_not_come_is_given_up(pod: Any) -> None:
     assert "body_timeout" in answer
 
 
-def test_a_request_may_say_how_long_it_waits(pod: Any) -> None:
+def test_a_request_may_set_its_timeout(pod: Any) -> None:
     answer = pod.post("/v1/chat/completions", {**ENDLESS, "timeout": 0.2})
     assert answer.status_code == 408
     assert answer.json()["error"]["code"] == "deadline_exceeded"
     pod.wait_for(lambda state: state["requests"]["running"] == 0, seconds=10)
 
 
-def test_a_full_queue_asks_to_come_back_later(pod: Any) -> None:
+def test_a_full_queue_returns_429_with_retry_after(pod: Any) -> None:
     with pod.http.stream("POST", "/v1/chat/completions", json={**ENDLESS, "n": 2, "stream": True}) as stream:
         lines = stream.iter_lines()  # the connection lasts as long as this does
         assert next(lines).startswith("data: ")
@@ -183,7 +183,7 @@ def test_a_request_keeps_its_id_and_its_trace(pod: Any) -> None:
     assert (entry["trace_id"], entry["parent_span_id"]) == (TRACE[3:35], TRACE[36:52])
 
 
-def test_a_request_without_an_id_gets_one_that_clients_can_tell(pod: Any) -> None:
+def test_a_request_without_an_id_gets_one_in_its_response(pod: Any) -> None:
     answer = pod.openai.chat.completions.create(model="chat", messages=STORY, max_tokens=2)
     assert len(answer._request_id) == 32
     refused = pod.post("/v1/completions", {}, **{"X-Request-Id": "two words"})
@@ -192,7 +192,7 @@ def test_a_request_without_an_id_gets_one_that_clients_can_tell(pod: Any) -> Non
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_log_tells_of_a_client_that_left(pod: Any, stream: bool) -> None:
+def test_the_log_has_a_client_that_disconnected(pod: Any, stream: bool) -> None:
     name = f"left-{stream}"
 
     def ask_and_leave() -> None:
@@ -213,7 +213,7 @@ def test_the_log_tells_of_a_client_that_left(pod: Any, stream: bool) -> None:
     assert [entry["status"] for entry in access_entries(pod) if entry["request_id"] == name] == [499]
 
 
-def test_pages_of_a_chosen_origin_may_read_answers(pod: Any) -> None:
+def test_pages_of_a_configured_origin_may_read_answers(pod: Any) -> None:
     asked = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
     preflight = pod.http.options("/v1/chat/completions", headers=asked)
     assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, ORIGIN)

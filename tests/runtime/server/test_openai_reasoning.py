@@ -70,7 +70,7 @@ ENDS_AT_ONCE = {"logit_bias": {str(END_OF_THOUGHTS): 100}}
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_model_may_think_until_it_has_no_tokens_left(pod: Any, stream: bool) -> None:
+def test_reasoning_may_use_all_tokens(pod: Any, stream: bool) -> None:
     never = {"logit_bias": {str(END_OF_THOUGHTS): -100}, "ignore_eos": True}
     message = ask(pod, stream=stream, **never)
     assert message["content"] is None
@@ -79,7 +79,7 @@ def test_a_model_may_think_until_it_has_no_tokens_left(pod: Any, stream: bool) -
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_form_is_for_the_answer_and_not_for_the_thoughts(pod: Any, stream: bool) -> None:
+def test_a_constraint_applies_to_the_answer_and_not_to_the_reasoning(pod: Any, stream: bool) -> None:
     message = ask(pod, stream=stream, guided_choice=["Because."], **ENDS_AT_ONCE)
     assert (message["content"], message["reasoning"]) == ("Because.", None)
     thinking = ask(pod, stream=stream, guided_choice=["Because."], logit_bias={"97": 100}, max_tokens=9)
@@ -87,20 +87,20 @@ def test_a_form_is_for_the_answer_and_not_for_the_thoughts(pod: Any, stream: boo
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_model_that_is_not_to_think_answers(pod: Any, stream: bool) -> None:
+def test_a_model_without_reasoning_answers(pod: Any, stream: bool) -> None:
     off = {"chat_template_kwargs": {"enable_thinking": False}, "guided_choice": ["Because."]}
     message = ask(pod, stream=stream, **off)
     assert (message["content"], message["reasoning"]) == ("Because.", None)
 
 
-def test_thoughts_that_nobody_wants_are_left_out(pod: Any) -> None:
+def test_reasoning_is_excluded_on_request(pod: Any) -> None:
     message = ask(pod, include_reasoning=False, logit_bias={"97": 100}, max_tokens=9)
     assert (message["content"], message.get("reasoning", "none")) == (None, "none")
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("off", [True, False])
-def test_a_call_is_marked_by_a_special_token_that_nobody_sees(pod: Any, stream: bool, off: bool) -> None:
+def test_the_special_token_of_a_call_is_not_in_the_answer(pod: Any, stream: bool, off: bool) -> None:
     fields = {"chat_template_kwargs": {"enable_thinking": False}} if off else ENDS_AT_ONCE
     message = ask(pod, stream=stream, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **fields)
     if stream:
@@ -114,7 +114,7 @@ def test_a_call_is_marked_by_a_special_token_that_nobody_sees(pod: Any, stream: 
     assert (message["content"], message["finish_reason"]) == (None, "tool_calls")
 
 
-def test_words_come_before_the_calls_of_a_strict_tool(pod: Any) -> None:
+def test_text_may_precede_the_calls_of_a_strict_tool(pod: Any) -> None:
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     message = ask(pod, tools=TOOLS, **off, logit_bias={"259": 100})
     assert message["tool_calls"]
@@ -124,7 +124,7 @@ def test_words_come_before_the_calls_of_a_strict_tool(pod: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_stop_text_ends_an_answer_with_marks(pod: Any, stream: bool) -> None:
+def test_a_stop_string_ends_an_answer_with_markers(pod: Any, stream: bool) -> None:
     said = {"guided_grammar": 'start: "Ab. " <[259]> "look{} xyz"', **ENDS_AT_ONCE}
     message = ask(pod, stream=stream, tools=[{"type": "function", "function": {"name": "look"}}], stop=["x"], **said)
     assert message["content"] == "Ab."
@@ -141,7 +141,7 @@ def test_the_template_gets_tools_and_the_arguments_of_calls_as_mappings(pod: Any
     assert "t:Blue." in prompt
 
 
-def test_thoughts_are_an_item_of_a_response(pod: Any) -> None:
+def test_reasoning_is_an_item_of_a_response(pod: Any) -> None:
     asked: dict[str, Any] = {"model": "chat", "input": "Why?", "temperature": 0, "max_output_tokens": 9}
     events = list(pod.openai.responses.create(**asked, extra_body={"logit_bias": {"97": 100}}, stream=True))
     final = events[-1].response

@@ -39,7 +39,7 @@ def ask(pod: Any, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "GetWeather"}])
-def test_a_call_that_is_asked_for_is_an_item_of_the_output(shared_pod: Any, choice: Any) -> None:
+def test_a_required_call_is_an_output_item(shared_pod: Any, choice: Any) -> None:
     response = ask(shared_pod, tool_choice=choice, parallel_tool_calls=False)
     (call,) = response.output
     assert (call.type, call.name, call.status) == ("function_call", "GetWeather", "completed")
@@ -48,7 +48,7 @@ def test_a_call_that_is_asked_for_is_an_item_of_the_output(shared_pod: Any, choi
     assert response.tool_choice == choice or response.tool_choice.model_dump() == choice
 
 
-def test_calls_are_built_up_by_events(shared_pod: Any) -> None:
+def test_the_events_of_a_stream_build_the_calls(shared_pod: Any) -> None:
     asked = {"model": "chat", "input": ASKED, "tools": [NOW], "extra_body": {"guided_grammar": SAID}}
     with shared_pod.openai.responses.stream(**asked) as stream:
         events = list(stream)
@@ -67,7 +67,7 @@ def test_calls_are_built_up_by_events(shared_pod: Any) -> None:
     assert len({item.id for item in final.output}) == len({first.call_id, second.call_id}) + 1 == 3
 
 
-def test_a_conversation_goes_on_after_a_call(shared_pod: Any) -> None:
+def test_a_conversation_continues_after_a_call(shared_pod: Any) -> None:
     first = ask(shared_pod, tool_choice="required", parallel_tool_calls=False)
     (call,) = first.output
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}

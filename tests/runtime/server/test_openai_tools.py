@@ -63,7 +63,7 @@ def streamed_calls(chunks: list[Any]) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("temperature", [0, 2])
-def test_a_call_that_is_asked_for_always_parses(shared_pod: Any, temperature: float) -> None:
+def test_a_required_call_always_parses(shared_pod: Any, temperature: float) -> None:
     parsed = shared_pod.openai.chat.completions.parse(
         model="chat",
         messages=ASKED,
@@ -92,7 +92,7 @@ def test_a_streamed_call_has_its_name_first_and_then_its_arguments(shared_pod: A
     assert "".join(tokens).startswith("<tool_call>\n")
 
 
-def test_a_function_that_is_named_is_the_one_that_is_called(shared_pod: Any) -> None:
+def test_a_named_function_is_the_one_that_is_called(shared_pod: Any) -> None:
     named = {"type": "function", "function": {"name": "GetWeather"}}
     answer = ask(shared_pod, tool_choice=named, n=2, temperature=1, seed=1)
     for choice in answer.choices:
@@ -102,7 +102,7 @@ def test_a_function_that_is_named_is_the_one_that_is_called(shared_pod: Any) -> 
         assert choice.finish_reason == "stop"
 
 
-def test_the_helper_for_streams_puts_calls_together(shared_pod: Any) -> None:
+def test_the_stream_helper_of_the_client_assembles_calls(shared_pod: Any) -> None:
     named = {"type": "function", "function": {"name": "GetWeather"}}
     with shared_pod.openai.chat.completions.stream(
         model="chat", messages=ASKED, tools=[WEATHER], tool_choice=named, temperature=0
@@ -115,7 +115,7 @@ def test_the_helper_for_streams_puts_calls_together(shared_pod: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_the_model_says_of_its_own_accord_is_read(shared_pod: Any, stream: bool) -> None:
+def test_calls_of_an_unconstrained_answer_are_parsed(shared_pod: Any, stream: bool) -> None:
     said = {"guided_grammar": f'start: "Let me see. " "{TWO_CALLS}"'}
     answer = ask(shared_pod, tools=[NOW], extra_body=said, stream=stream)
     if stream:
@@ -131,19 +131,19 @@ def test_what_the_model_says_of_its_own_accord_is_read(shared_pod: Any, stream: 
     assert reason == "tool_calls"
 
 
-def test_calls_one_at_a_time_are_what_may_be_asked_for(shared_pod: Any) -> None:
+def test_parallel_calls_can_be_disabled(shared_pod: Any) -> None:
     said = {"guided_grammar": f'start: "{TWO_CALLS}"'}
     answer = ask(shared_pod, tools=[NOW], extra_body=said, parallel_tool_calls=False)
     assert calls_of(answer.choices[0].message) == [("GetWeather", {"city": "Köln"})]
 
 
-def test_words_are_an_answer_too(shared_pod: Any) -> None:
+def test_a_model_with_tools_may_answer_with_text(shared_pod: Any) -> None:
     (choice,) = ask(shared_pod, extra_body={"guided_choice": ["It is sunny. "]}).choices
     assert (choice.message.content, choice.message.tool_calls) == ("It is sunny. ", None)
     assert choice.finish_reason == "stop"
 
 
-def test_an_answer_of_a_given_form_or_a_call_of_a_strict_tool_is_what_comes(shared_pod: Any) -> None:
+def test_an_answer_is_structured_output_or_a_call_of_a_strict_tool(shared_pod: Any) -> None:
     class Lighthouse(BaseModel):
         metres: int = Field(ge=0, le=999)
 
@@ -154,7 +154,7 @@ def test_an_answer_of_a_given_form_or_a_call_of_a_strict_tool_is_what_comes(shar
         assert isinstance(choice.message.parsed, Lighthouse) or any(isinstance(call, GetWeather) for call in calls)
 
 
-def test_the_model_is_told_of_tools_and_of_earlier_calls(shared_pod: Any) -> None:
+def test_the_prompt_has_the_tools_and_the_earlier_calls(shared_pod: Any) -> None:
     called = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "ö"}'}}
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -174,7 +174,7 @@ def test_the_model_is_told_of_tools_and_of_earlier_calls(shared_pod: Any) -> Non
     assert ask(shared_pod, messages=messages, max_tokens=3).usage.completion_tokens == 3
 
 
-def test_a_model_that_may_call_none_is_told_of_none(shared_pod: Any) -> None:
+def test_the_prompt_has_no_tools_with_tool_choice_none(shared_pod: Any) -> None:
     plain = shared_pod.openai.chat.completions.create(model="chat", messages=ASKED, temperature=0, max_tokens=10)
     none = ask(shared_pod, tool_choice="none", max_tokens=10)
     assert none.choices[0].message == plain.choices[0].message
@@ -225,14 +225,16 @@ def nested(depth: int) -> dict[str, Any]:
         ({"functions": [NOW]}, "functions", "not supported"),
     ],
 )
-def test_what_makes_no_sense_is_refused(shared_pod: Any, fields: dict[str, Any], param: str, words: str) -> None:
+def test_an_invalid_combination_of_tools_is_refused(
+    shared_pod: Any, fields: dict[str, Any], param: str, words: str
+) -> None:
     answer = shared_pod.post("/v1/chat/completions", {"messages": ASKED, "tools": [NOW], **fields})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert words in error["message"]
 
 
-def test_a_body_too_deep_to_be_named_is_refused(shared_pod: Any) -> None:
+def test_a_body_that_is_nested_too_deeply_for_an_idempotency_key_is_refused(shared_pod: Any) -> None:
     body = {"messages": ASKED, "max_tokens": 1, "metadata": nested(200)}
     answer = shared_pod.post("/v1/chat/completions", body, **{"Idempotency-Key": "a"})
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

@@ -37,7 +37,7 @@ def weather(city: Literal["Paris", "Köln"]) -> str:
 # OpenAI, asynchronous
 
 
-async def test_many_streams_of_calls_go_side_by_side(shared_pod: Any) -> None:
+async def test_many_streams_of_calls_run_in_parallel(shared_pod: Any) -> None:
     async def call(client: AsyncOpenAI, seed: int) -> Any:
         async with client.chat.completions.stream(
             model="chat",
@@ -94,7 +94,7 @@ def test_langchain_chats_and_streams(langchain: ChatOpenAI) -> None:
     assert total.usage_metadata["total_tokens"] == whole.usage_metadata["total_tokens"]
 
 
-def test_langchain_calls_tools_and_goes_on_with_their_results(langchain: ChatOpenAI) -> None:
+def test_langchain_calls_tools_and_continues_with_their_results(langchain: ChatOpenAI) -> None:
     bound = langchain.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
     answer = bound.invoke(ASKED)
     (call,) = answer.tool_calls

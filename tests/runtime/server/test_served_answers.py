@@ -35,7 +35,7 @@ def test_the_usage_says_how_much_of_a_prompt_was_cached(shared_pod: Any) -> None
     assert again.usage.prompt_tokens == first.usage.prompt_tokens
 
 
-def test_a_stream_says_the_same_as_a_whole_answer(shared_pod: Any) -> None:
+def test_a_stream_has_the_same_text_as_a_complete_answer(shared_pod: Any) -> None:
     asked: dict[str, Any] = {"model": "chat", "messages": STORY, "temperature": 0.7, "seed": 11, "max_tokens": 40}
     whole = shared_pod.openai.chat.completions.create(**asked)
     chunks = list(
@@ -77,7 +77,7 @@ def test_several_prompts_and_samples_come_back_in_order(shared_pod: Any) -> None
     assert "Wednesday" in answer.choices[2].text
 
 
-def test_a_prompt_may_come_as_tokens(shared_pod: Any) -> None:
+def test_a_prompt_may_be_token_ids(shared_pod: Any) -> None:
     as_text = shared_pod.openai.completions.create(model="chat", prompt="Hello", temperature=0, max_tokens=5)
     ids = [19556]
     as_tokens = shared_pod.openai.completions.create(model="chat", prompt=ids, temperature=0, max_tokens=5)
@@ -157,7 +157,7 @@ def test_a_bad_body_is_refused_with_its_field(shared_pod: Any, body: dict[str, A
     assert error["type"] == "invalid_request_error"
 
 
-def test_what_is_no_json_or_no_route_is_refused_in_the_same_shape(shared_pod: Any) -> None:
+def test_invalid_json_and_unknown_routes_have_the_same_error_format(shared_pod: Any) -> None:
     broken = shared_pod.http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
     assert shared_pod.http.get("/v1/nothing").json()["error"]["code"] == "not_found"
@@ -170,7 +170,7 @@ def test_a_body_beyond_the_limit_is_refused(shared_pod: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_request(shared_pod: Any, stream: bool) -> None:
+def test_a_client_that_disconnects_ends_its_request(shared_pod: Any, stream: bool) -> None:
     body = {"model": "chat", "messages": STORY, "max_tokens": 4000, "ignore_eos": True, "stream": stream}
 
     def ask_and_leave() -> None:
@@ -191,7 +191,7 @@ def test_a_client_that_leaves_ends_its_request(shared_pod: Any, stream: bool) ->
     shared_pod.wait_for(lambda state: state["requests"]["running"] == 0, seconds=10)
 
 
-def test_metrics_count_what_was_served(shared_pod: Any) -> None:
+def test_metrics_count_the_served_requests(shared_pod: Any) -> None:
     shared_pod.openai.chat.completions.create(model="chat", messages=FRANCE, temperature=0, max_tokens=5)
     deadline = time.monotonic() + 10
     while True:
@@ -207,7 +207,7 @@ def test_metrics_count_what_was_served(shared_pod: Any) -> None:
     assert "megatron_request_duration_seconds_bucket" in text
 
 
-def test_frontends_and_launcher_do_without_torch(shared_pod: Any) -> None:
+def test_frontends_and_launcher_do_not_import_torch(shared_pod: Any) -> None:
     for word in ("server.frontend", "coordinator_process"):
         assert "libtorch" not in Path(f"/proc/{shared_pod.child(word)}/maps").read_text()
     assert "libtorch" not in Path(f"/proc/{shared_pod.process.pid}/maps").read_text()

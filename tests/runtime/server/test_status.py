@@ -57,7 +57,7 @@ def test_the_status_follows_the_service(pod: Any) -> None:
     assert all(0 <= group["kv_usage"] <= 1 and group["ready"] for group in after["replica_groups"])
 
 
-def test_the_status_is_for_those_with_a_key_and_the_page_for_all(pod: Any) -> None:
+def test_the_status_requires_a_key_and_the_page_does_not(pod: Any) -> None:
     nobody = {"Authorization": ""}
     assert pod.http.get("/status", headers=nobody).status_code == 401
     assert pod.http.get("/", headers=nobody).status_code == 200
@@ -72,7 +72,7 @@ def test_the_description_has_an_example_of_the_status(pod: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js", "/page/page.css", "/page/icon.svg"])
-def test_the_page_may_load_and_run_nothing_but_its_own_files(pod: Any, path: str) -> None:
+def test_the_page_may_load_only_its_own_files(pod: Any, path: str) -> None:
     answer = pod.http.get(path)
     assert answer.status_code == 200
     policy = answer.headers["content-security-policy"]
@@ -85,13 +85,13 @@ def test_the_page_may_load_and_run_nothing_but_its_own_files(pod: Any, path: str
 
 
 @pytest.mark.parametrize("path", ["/page/nothing.js", "/page/", "/page/..%2fapp.py", "/page/%2e%2e/app.py"])
-def test_there_is_nothing_else_below_the_page(pod: Any, path: str) -> None:
+def test_no_other_files_are_served_below_the_page(pod: Any, path: str) -> None:
     answer = pod.http.get(path)
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "not_found"
 
 
-def test_the_page_can_be_left_out(start_pod: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_page_can_be_disabled(start_pod: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     model = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
     pod = start_pod("--model", str(model), "--kv-cache-memory", "16Mi", "--frontend-replicas", "1", "--no-page")
     pod.wait_ready()

@@ -15,13 +15,13 @@ def make_program(folder: Path, code: int = 0) -> Path:
     return program
 
 
-def test_a_browser_that_is_installed_comes_first(tmp_path: Path) -> None:
+def test_an_installed_browser_is_preferred(tmp_path: Path) -> None:
     make_program(tmp_path / "chromium")
     installed = make_program(tmp_path / "bin")
     assert chromium.find({"PATH": str(installed.parent), "MEGATRON_CACHE_DIR": str(tmp_path)}) == installed
 
 
-def test_a_browser_that_was_fetched_is_taken_as_long_as_it_starts(tmp_path: Path) -> None:
+def test_a_downloaded_browser_is_used_while_it_starts(tmp_path: Path) -> None:
     env = {"PATH": "/nowhere", "MEGATRON_CACHE_DIR": str(tmp_path)}
     fetched = make_program(tmp_path / "chromium")
     assert chromium.find(env) == fetched
@@ -30,7 +30,7 @@ def test_a_browser_that_was_fetched_is_taken_as_long_as_it_starts(tmp_path: Path
         chromium.find(env)
 
 
-def test_a_machine_without_apt_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_apt_gets_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(NoClientError, match="no apt-get to fetch it with: put a chromium on PATH"):
         chromium.find_or_fetch({"PATH": "/nowhere", "MEGATRON_CACHE_DIR": str(tmp_path)}, lambda _: None)

@@ -42,12 +42,12 @@ def test_it_gets_streams(shared_pod: Any, whole: str) -> None:
     assert outcome(shared_pod, "helper") == {"text": whole, "joined": whole}
 
 
-def test_a_stream_that_it_leaves_ends_in_the_engine(shared_pod: Any) -> None:
+def test_a_stream_that_the_client_aborts_ends_in_the_engine(shared_pod: Any) -> None:
     assert outcome(shared_pod, "left") is True
     shared_pod.wait_for(lambda state: state["requests"] == {"running": 0, "waiting": 0}, seconds=10)
 
 
-def test_it_gets_calls_of_tools_whole_and_streamed(shared_pod: Any) -> None:
+def test_it_gets_tool_calls_complete_and_streamed(shared_pod: Any) -> None:
     found = outcome(shared_pod, "tools")
     assert (found["names"], found["ending"]) == (["weather"], "tool_calls")
     assert found["parsed"] == found["streamed"]
@@ -73,7 +73,7 @@ def test_it_gets_plain_completions(shared_pod: Any) -> None:
     assert len(found["tokens"]) == 4
 
 
-def test_it_tells_refusals_from_each_other(shared_pod: Any) -> None:
+def test_it_distinguishes_errors(shared_pod: Any) -> None:
     assert outcome(shared_pod, "refusals") == {
         "model": {"kind": "NotFoundError", "status": 404, "code": "model_not_found", "param": "model"},
         "field": {"kind": "BadRequestError", "status": 400, "code": None, "param": "temperature"},

@@ -43,19 +43,19 @@ def use(choice: ToolChoice) -> ToolUse:
         ("{% broken", "hermes"),
     ],
 )
-def test_a_template_shows_how_calls_are_written(template: str, expected: str) -> None:
+def test_a_template_determines_the_format_of_calls(template: str, expected: str) -> None:
     written = MessageFormat(tokenizer(template)).parsing(use("auto"), []).format
     assert written is not None
     assert written.name == expected
 
 
-def test_a_parser_that_was_chosen_counts_more_than_the_template() -> None:
+def test_a_configured_parser_overrides_the_template() -> None:
     written = MessageFormat(tokenizer(QWEN), ["pythonic"]).parsing(use("auto"), []).format
     assert written is not None
     assert written.name == "pythonic"
 
 
-def test_a_way_of_calling_that_nobody_knows_is_refused_unless_calls_are_forced() -> None:
+def test_an_unknown_format_of_calls_is_refused_unless_a_call_is_required() -> None:
     form = MessageFormat(tokenizer(UNKNOWN))
     with pytest.raises(ApiError, match="--parsers hermes") as caught:
         form.parsing(use("auto"), [])
@@ -77,7 +77,9 @@ def test_a_way_of_calling_that_nobody_knows_is_refused_unless_calls_are_forced()
         ("hermes", "<think>", None),
     ],
 )
-def test_the_end_of_a_prompt_says_whether_the_model_thinks(parser: str, prompt: str, thoughts: bool | None) -> None:
+def test_the_end_of_a_prompt_determines_whether_the_answer_begins_with_reasoning(
+    parser: str, prompt: str, thoughts: bool | None
+) -> None:
     known = tokenizer(QWEN)
     assert MessageFormat(known, [parser]).parsing(ToolUse(), known.tokenize(prompt)).starts_with_reasoning is thoughts
 
@@ -90,7 +92,7 @@ RENDERED = """{% for tool in tools %}{{ tool | tojson }};{{ tool.function.parame
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 
 
-def test_tools_and_calls_reach_the_template_as_transformers_hands_them_over() -> None:
+def test_the_template_gets_tools_and_calls_as_with_transformers() -> None:
     function = {
         "name": "look",
         "description": "Öffnet <es>.",
