@@ -10,7 +10,7 @@ import pytest
 HERE = Path(__file__).parent
 for folder in (HERE, HERE.parents[1] / "tools"):
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # cluster_support lies here, and importlib mode puts nothing on the path
+        sys.path.append(str(folder))  # for cluster_support; pytest's importlib mode does not add it
 
 from chart_support.fixtures import helm, release  # noqa: E402, F401
 from cluster_support import binaries  # noqa: E402
@@ -35,7 +35,7 @@ SOURCE = pytest.StashKey[binaries.Source | ClusterSupportError]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First, so that `-m "not cluster"` sees the mark."""
+    """Early, so that `-m "not cluster"` sees the mark."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cluster)
@@ -43,9 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Here, since a build lasts longer than any one test may, and its progress should be seen.
+    """Provides a Kubernetes here, because a build exceeds the timeout of a test, and to show its progress.
 
-    First, so that the report of the collection can name what was found.
+    Early, so that the report of the collection includes it.
     """
     if session.config.getoption("collectonly"):
         return
@@ -58,7 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
-    """The header's own hook is not called for a conftest this far below the root."""
+    """The hook for the header is not called for a conftest in a subfolder."""
     source, prepared = config.stash.get(SOURCE, None), config.stash.get(PREPARED, None)
     return [f"cluster tests: {each}" for each in (source, prepared if isinstance(prepared, str) else None) if each]
 
@@ -77,7 +77,7 @@ def _find_source(config: pytest.Config) -> binaries.Source | ClusterSupportError
 
 @pytest.fixture(scope="session")
 def control_plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The cluster that all tests share."""
+    """The shared cluster of all tests."""
     source = request.config.stash[SOURCE]
     if isinstance(source, ClusterSupportError):
         pytest.fail(str(source), pytrace=False)
@@ -92,12 +92,12 @@ def control_plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def bare_control_plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One that nothing was installed on, for tests that install everything; skipped where a cluster was given."""
+    """An empty control plane, for tests that install everything; skipped on a given cluster."""
     source = request.config.stash[SOURCE]
     if isinstance(source, ClusterSupportError):
         pytest.fail(str(source), pytrace=False)
     if isinstance(source, binaries.ExternalCluster):
-        pytest.skip(f"installs and removes what {source} may have")
+        pytest.skip(f"installs and removes objects that {source} may have")
     folder = tmp_path_factory.mktemp("bare-control-plane")
     with ControlPlane(source, binaries.find_kubectl(os.environ), folder) as control_plane:
         yield control_plane
@@ -105,9 +105,9 @@ def bare_control_plane(request: pytest.FixtureRequest, tmp_path_factory: pytest.
 
 @pytest.fixture
 def own_control_plane(control_plane: Cluster) -> ControlPlane:
-    """The same, for tests that stop parts of it: skipped on a cluster that was given."""
+    """The shared cluster, for tests that stop parts of it: skipped on a given cluster."""
     if not isinstance(control_plane, ControlPlane):
-        pytest.skip(f"stops parts of the control plane, which {control_plane.description} would not survive")
+        pytest.skip(f"stops parts of the control plane, which is not possible on {control_plane.description}")
     return control_plane
 
 
@@ -115,12 +115,12 @@ def own_control_plane(control_plane: Cluster) -> ControlPlane:
 def controllers(control_plane: Cluster) -> None:
     """For tests that need kube-controller-manager."""
     if not control_plane.has_controllers:
-        pytest.skip("KUBEBUILDER_ASSETS holds no kube-controller-manager")
+        pytest.skip("KUBEBUILDER_ASSETS has no kube-controller-manager")
 
 
 @pytest.fixture
 def namespace(control_plane: Cluster) -> Iterator[str]:
-    """A new one each time."""
+    """A new namespace."""
     name = control_plane.make_namespace()
     yield name
     control_plane.delete_namespace(name)

@@ -1,6 +1,6 @@
-"""Finds or builds the Kubernetes that the cluster tests run on, Helm, and what a real node is made of; says which.
+"""Finds or builds the Kubernetes for the cluster tests, Helm, and the programs and images of a node; prints them.
 
-`python tests/cluster/prepare.py`: the same as the tests do by themselves, ahead of them and with visible progress.
+`python tests/cluster/prepare.py`: does the same as the tests, before them and with visible progress.
 """
 
 import os
@@ -22,7 +22,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"cluster tests: {source}; kubectl: {kubectl}; helm: {helm}", flush=True)
-    # The workers of pytest would do it too, but their output is not shown.
+    # The workers of pytest would do it too, but without visible output.
     if isinstance(prepared := prepare(source, os.environ, say_at_once), str):
         print(f"cluster tests: {prepared}")
     return 0

@@ -1,7 +1,7 @@
-"""Builds the project's images without a registry, and says how large they are and where the archives lie.
+"""Builds the project's images without a registry, and prints their sizes and the folder of the archives.
 
-`python tests/cluster/prepare_images.py`: the same as the tests on a real node do by themselves. Archives can be loaded
-with `docker load`, `podman load` or `ctr images import`.
+`python tests/cluster/prepare_images.py`: does the same as the tests on a real node. Load the archives with `docker
+load`, `podman load` or `ctr images import`.
 """
 
 import os

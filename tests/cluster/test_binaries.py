@@ -71,7 +71,7 @@ def test_a_cluster_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_kubeconfig_that_is_not_a_file_is_an_error() -> None:
-    with pytest.raises(NoKubernetesError, match="KUBECONFIG='/nowhere' is no file"):
+    with pytest.raises(NoKubernetesError, match="KUBECONFIG='/nowhere' is not a file"):
         binaries.find({"KUBECONFIG": "/nowhere", "MEGATRON_TEST_USE_KUBECONFIG": "1"}, quiet)
 
 

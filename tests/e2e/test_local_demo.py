@@ -1,4 +1,4 @@
-"""The demo that a newcomer runs first."""
+"""The demo of `make demo`."""
 
 from __future__ import annotations
 

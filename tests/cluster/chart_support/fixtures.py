@@ -1,4 +1,4 @@
-"""Fixtures of the chart's tests; tests/cluster/conftest.py takes them over."""
+"""Fixtures of the chart's tests, imported by tests/cluster/conftest.py."""
 
 import os
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def helm(tmp_path_factory: pytest.TempPathFactory) -> Helm:
 
 @pytest.fixture
 def release(helm: Helm, bare_control_plane: ControlPlane, tmp_path: Path) -> Iterator[Release]:
-    """Not installed yet. Afterwards nothing of it is left, its definition and all resources included."""
+    """A release that is not installed yet; removed after the test, with its CRD and all resources."""
     ours = Helm(helm.program, tmp_path / "helm", bare_control_plane.kubeconfig)
     if not bare_control_plane.exists("namespace", NAMESPACE):
         bare_control_plane.kubectl("create", "namespace", NAMESPACE)

@@ -1,4 +1,4 @@
-"""Helm on our chart, with folders of its own, so that the user's repositories and plugins have no say."""
+"""Helm with the chart, in separate folders, independent of the user's repositories and plugins."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ TIMEOUT = 120
 
 
 class Helm:
-    """``kubeconfig`` says on which cluster releases live; rendering needs none."""
+    """``kubeconfig`` is the cluster of the releases; rendering needs none."""
 
     def __init__(self, program: Path, folder: Path, kubeconfig: Path | None = None) -> None:
         self.program = program
@@ -27,7 +27,7 @@ class Helm:
         self._kubeconfig = kubeconfig
 
     def __call__(self, *words: str | Path) -> str:
-        """What Helm printed. Raises CommandFailedError with what it complained of."""
+        """Runs Helm; returns its output. Raises CommandFailedError with its error."""
         done = subprocess.run(
             [self.program, *words], env=self._env(), capture_output=True, text=True, timeout=TIMEOUT, check=False
         )
@@ -37,7 +37,7 @@ class Helm:
         return done.stdout
 
     def template(self, *flags: str | Path, release: str = RELEASE, chart: Path = CHART) -> list[Object]:
-        """The objects of a release, its tests included."""
+        """The objects of a release, including its tests."""
         text = self("template", release, chart, "--namespace", NAMESPACE, *flags)
         return [each for each in yaml.safe_load_all(text) if each]
 
@@ -52,6 +52,6 @@ def of_kind(objects: Sequence[Object], kind: str) -> list[Object]:
 
 
 def only(objects: Sequence[Object], kind: str) -> Object:
-    """The one object of the kind."""
+    """The only object of the kind."""
     (found,) = of_kind(objects, kind)
     return found

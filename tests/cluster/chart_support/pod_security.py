@@ -1,6 +1,6 @@
 """The level `restricted` of Kubernetes' Pod Security Standards, as of v1.37, for Linux pods.
 
-A test's own reading of the published table of controls: API servers before 1.23 do not know the levels.
+Implemented from the published table of controls, because API servers before 1.23 do not have the levels.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ HOOKS = (
 
 
 def violations(pod: Json) -> list[str]:
-    """What `restricted` forbids in the pod, as paths; none for a pod that it admits."""
+    """The paths of the fields that `restricted` forbids; empty for an admitted pod."""
     spec: Json = pod["spec"]
     own: Json = spec.get("securityContext") or {}
     found = [*_of_the_host(spec), *_of_the_pod(own), *_of_volumes(spec)]
@@ -79,7 +79,7 @@ def _of_volumes(spec: Json) -> Iterator[str]:
 
 
 def _of_either(context: Json) -> Iterator[str]:
-    """What neither a pod nor a container may say."""
+    """Violations in the security context of a pod or container."""
     if context.get("runAsUser") == 0:
         yield "runAsUser"
     if context.get("runAsNonRoot") is False:

@@ -1,4 +1,4 @@
-"""A release of the chart on a control plane, and the operator that its Deployment asks for."""
+"""A release of the chart on a control plane, and the operator of its Deployment."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ SERVICE_URL = f"http://{NAME}-metrics.{NAMESPACE}.svc:8080"
 
 
 class Release:
-    """``install``, ``upgrade`` and ``uninstall`` are Helm's; the rest stands in for the node that there is none of."""
+    """``install``, ``upgrade`` and ``uninstall`` are Helm's; the other methods simulate a node."""
 
     def __init__(self, helm: Helm, cluster: Cluster, folder: Path) -> None:
         self.helm = helm
@@ -28,7 +28,7 @@ class Release:
         self._folder = folder
 
     def install(self, *flags: str, chart: Path = CHART) -> str:
-        """Returns when the kind of the definition can be used."""
+        """Returns when the kind of the CRD is served."""
         told = self.helm("install", RELEASE, chart, "--namespace", NAMESPACE, *flags)
         self.cluster.until_served(crd())
         return told
@@ -44,14 +44,14 @@ class Release:
 
     @contextmanager
     def operator(self) -> Iterator[OperatorProcess]:
-        """Runs what the Deployment says, with the rights of the release's ServiceAccount."""
+        """Runs the command of the Deployment with the permissions of the release's ServiceAccount."""
         pod = self.deployment()["spec"]["template"]["spec"]
         (container,) = pod["containers"]
         assert container["command"] == ["megatron-operator", "run"]
         namespaces = [word.removeprefix("--namespace=") for word in container["args"] if "--namespace=" in word]
         assert [each["name"] for each in container["env"] if "valueFrom" in each] == ["MEGATRON_OPERATOR_NAMESPACE"]
         values = {each["name"]: each.get("value", NAMESPACE) for each in container["env"]}
-        reference = "$(MEGATRON_OPERATOR_NAMESPACE)"  # the kubelet puts the value in its place
+        reference = "$(MEGATRON_OPERATOR_NAMESPACE)"  # the kubelet substitutes the value
         settings = {name: value.replace(reference, NAMESPACE) for name, value in values.items()}
         kubeconfig = self.cluster.kubeconfig_for(pod["serviceAccountName"], NAMESPACE)
         log = self._folder / "operator.log"
@@ -72,7 +72,7 @@ class Release:
             node.join()
 
     def _run_test_pod(self, url: str) -> None:
-        """As a kubelet would: the pod's command, then its end in the status."""
+        """Simulates a kubelet: runs the pod's command, then writes its end into the status."""
         wait_until(lambda: self.cluster.exists("pod", TEST_POD, "-n", NAMESPACE), f"pod {TEST_POD}", timeout=30)
         (container,) = self.cluster.get("pod", TEST_POD, "-n", NAMESPACE)["spec"]["containers"]
         program, *words = [word.replace(SERVICE_URL, url) for word in container["command"]]
@@ -85,7 +85,7 @@ class Release:
 
 
 def older_chart(helm: Helm, folder: Path, version: str, field: str) -> Path:
-    """A package of the chart as it was at ``version``, before ``spec.routing`` had the field."""
+    """A package of the chart with this version, and without this field of ``spec.routing``."""
     copy = folder / "chart"
     subprocess.run(["cp", "-r", CHART, copy], check=True)
     definition = copy / "files" / "crd.yaml"

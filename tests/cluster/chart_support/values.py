@@ -1,4 +1,4 @@
-"""Ways to install the chart, each as flags of Helm."""
+"""Configurations of the chart, as flags for Helm."""
 
 MONITORED = tuple(
     f"--set=metrics.{each}.enabled=true" for each in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboard")

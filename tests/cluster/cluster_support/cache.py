@@ -1,4 +1,4 @@
-"""What the tests fetch or build once, kept by its version between runs."""
+"""A cache for downloads and builds of the tests, by version."""
 
 import contextlib
 import fcntl
@@ -18,18 +18,18 @@ Builder = Callable[[Path, Progress], Path]
 
 @dataclass(frozen=True)
 class Kept:
-    """What is made once. ``make`` gets an empty folder, and returns the folder in it that is to be kept."""
+    """An entry of the cache. ``make`` gets an empty folder, and returns the subfolder to cache."""
 
     name: str
     folder: Path
     effort: str
-    """What making it takes, for people."""
+    """The effort to make it, as a message for users."""
     is_complete: Callable[[Path], bool]
     make: Builder
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
-    """The project's cache on this machine; it need not exist."""
+    """The project's cache folder, which may not exist."""
     if chosen := env.get("MEGATRON_CACHE_DIR"):
         return Path(chosen).expanduser().absolute()
     if shared := env.get("XDG_CACHE_HOME"):
@@ -38,7 +38,7 @@ def cache_folder(env: Mapping[str, str]) -> Path:
 
 
 def kubernetes_folder(env: Mapping[str, str]) -> Path:
-    """Where the built programs lie, or will."""
+    """The folder of the built programs, which may not exist."""
     return cache_folder(env) / f"kubernetes-{core_build.VERSION}-with-custom-resources-{kubernetes_build.RECIPE}"
 
 
@@ -47,16 +47,16 @@ def is_complete(folder: Path) -> bool:
 
 
 def built_kubernetes(env: Mapping[str, str], say: Say, build: Builder = kubernetes_build.build) -> Path:
-    """The folder with the programs, built first if need be."""
+    """The folder with the programs; builds them first if they are missing."""
     effort = "6 to 10 minutes on 2 cores, 200 MB to download, 4 GB of disk during the build"
     return kept(Kept("Kubernetes", kubernetes_folder(env), effort, is_complete, build), say)
 
 
 def kept(thing: Kept, say: Say) -> Path:
-    """Its folder, made first if need be.
+    """The folder of the entry; makes it first if it is missing.
 
-    A folder under its final name is always complete: it is made beside it and renamed at the end. Of several runs at
-    once, one makes it and the others wait.
+    A folder with its final name is always complete: it is made under another name and renamed at the end. Of several
+    concurrent runs, one makes it and the others wait.
     """
     if thing.is_complete(thing.folder):
         return thing.folder
@@ -71,7 +71,7 @@ def _make_cache(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"cannot make the cache folder {folder} ({error}): set MEGATRON_CACHE_DIR"
+        message = f"cannot create the cache folder {folder} ({error}): set MEGATRON_CACHE_DIR"
         raise ClusterSupportError(message) from error
 
 
@@ -89,7 +89,7 @@ def _locked(thing: Kept, say: Say) -> Iterator[None]:
 def _make_beside(thing: Kept, say: Say) -> None:
     prefix = f"{thing.name.lower()}-building-"
     for leftover in thing.folder.parent.glob(f"{prefix}*"):
-        shutil.rmtree(leftover, ignore_errors=True)  # ours is the lock: its builder is dead
+        shutil.rmtree(leftover, ignore_errors=True)  # this run holds the lock: the builder has ended
     workspace = Path(tempfile.mkdtemp(prefix=prefix, dir=thing.folder.parent))
     progress = Progress(say)
     progress(f"making {thing.name} in {thing.folder} (once; {thing.effort})")

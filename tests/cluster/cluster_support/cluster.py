@@ -1,4 +1,4 @@
-"""What the tests see of any cluster, be it their own or one that was given."""
+"""Access to a cluster of the tests, or to a given one."""
 
 import functools
 import http
@@ -17,11 +17,11 @@ from kubernetes import client, config
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout: float = 60.0, every: float = 0.1) -> None:
-    """Raises NotReadyError, which names what was waited for."""
+    """Polls until the condition holds. Raises NotReadyError with ``what``."""
     deadline = time.monotonic() + timeout
     while not is_so():
         if time.monotonic() > deadline:
-            raise NotReadyError(f"waited {timeout:.0f} s in vain for {what}")
+            raise NotReadyError(f"timeout after {timeout:.0f} s: waited for {what}")
         time.sleep(every)
 
 
@@ -62,9 +62,9 @@ POD_WITH_IMAGE_VOLUME: dict[str, Any] = {
 
 
 class Cluster:
-    """A running cluster and the administrator's access to it.
+    """A running cluster, with administrator access.
 
-    `folder` is for this object's own files; `version` is as the API server says it, such as v1.20.2.
+    `folder` is for this object's files; `version` is the API server's, such as v1.20.2.
     """
 
     def __init__(self, kubeconfig: Path, kubectl: Path, folder: Path, source: Source) -> None:
@@ -76,26 +76,26 @@ class Cluster:
 
     @property
     def has_controllers(self) -> bool:
-        """Whether anything collects garbage and makes the default ServiceAccounts."""
+        """Whether controllers collect garbage and create the default ServiceAccounts."""
         return True
 
     @functools.cached_property
     def knows_cel(self) -> bool:
-        """Whether the API server keeps the CEL rules of CustomResourceDefinitions, found by a dry run."""
+        """Whether the API server keeps the CEL rules of CRDs, detected by a dry run."""
         spec = self.request("POST", f"{DEFINITIONS}?dryRun=All", RULED_DEFINITION)["spec"]
         return "x-kubernetes-validations" in spec["versions"][0]["schema"]["openAPIV3Schema"]
 
     @functools.cached_property
     def knows_image_volumes(self) -> bool:
-        """Whether the API server keeps volumes of type image in pods, found by a dry run."""
+        """Whether the API server keeps image volumes in pods, detected by a dry run."""
         stored = self.request("POST", "/api/v1/namespaces/default/pods?dryRun=All", POD_WITH_IMAGE_VOLUME)
         (volume,) = stored["spec"]["volumes"]
         return "image" in volume
 
     def kubectl(self, *args: str, input: str | None = None, kubeconfig: Path | None = None, timeout: float = 60) -> str:
-        """What kubectl printed. Raises CommandFailedError with what it complained of.
+        """Runs kubectl; returns its output. Raises CommandFailedError with its error.
 
-        It acts for the administrator unless given another kubeconfig.
+        The default kubeconfig is the administrator's.
         """
         flags = [f"--kubeconfig={kubeconfig or self.kubeconfig}", f"--cache-dir={self.folder / 'kubectl-cache'}"]
         command = [str(self.kubectl_path), *flags, *args]
@@ -110,7 +110,7 @@ class Cluster:
         return found
 
     def read(self, path: str) -> dict[str, Any] | None:
-        """What the API server answers to a GET of a URL path; None when it knows no such thing."""
+        """The response to a GET of a URL path; None for 404."""
         try:
             return self.request("GET", path)
         except RequestRefusedError as error:
@@ -119,9 +119,9 @@ class Cluster:
             raise
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The API server's answer, parsed. Raises RequestRefusedError.
+        """The parsed response. Raises RequestRefusedError.
 
-        All requests share connections: a kubectl that starts for each costs more than what it asks for.
+        Requests share connections, which is faster than a kubectl process per request.
         """
         headers = {"Accept": "application/json", "Content-Type": "application/json"}
         words = self._api.param_serialize(method, path, header_params=headers, body=body, auth_settings=["BearerToken"])
@@ -143,26 +143,27 @@ class Cluster:
         self.kubectl("-n", namespace, *words, input=json.dumps(listed))
 
     def define(self, *definitions: dict[str, Any]) -> None:
-        """Applies CustomResourceDefinitions, and returns when their kinds can be used."""
+        """Applies CRDs, and returns when their kinds are served."""
         listed = {"apiVersion": "v1", "kind": "List", "items": definitions}
-        # An older core drops CEL rules, or leaves them to a newer server, but kubectl checks them against its schema.
+        # An older core drops CEL rules, or leaves them to a newer server, but kubectl validates against the core's
+        # schema.
         self.kubectl("apply", "--validate=false", "-f", "-", input=json.dumps(listed))
         for definition in definitions:
             self.until_served(definition)
 
     def until_served(self, definition: dict[str, Any]) -> None:
-        """Returns when the kind of a definition that was applied can be used."""
+        """Returns when the kind of an applied CRD is served."""
         name = definition["metadata"]["name"]
         wait_until(lambda: self._is_established(name), f"{name} to be established", timeout=30)
         wait_until(lambda: self._is_served(definition), f"{name} to be in discovery", timeout=30)
 
     def _is_established(self, name: str) -> bool:
-        """A definition that was applied just now has no conditions yet, which `kubectl wait` takes for a mistake."""
+        """A new CRD has no conditions yet, which `kubectl wait` considers an error."""
         conditions = self.get("crd", name).get("status", {}).get("conditions") or []
         return any(each["type"] == "Established" and each["status"] == "True" for each in conditions)
 
     def _is_served(self, definition: dict[str, Any]) -> bool:
-        """An aggregator serves a kind a moment after it is established."""
+        """An aggregator serves a kind some time after it is established."""
         spec = definition["spec"]
         served = [each["name"] for each in spec["versions"] if each["served"]]
         services = "/apis/apiregistration.k8s.io/v1/apiservices"
@@ -175,20 +176,20 @@ class Cluster:
         return self.kubectl("get", "--ignore-not-found", "-o", "name", *args) != ""
 
     def make_namespace(self) -> str:
-        """A new one that pods can be created in at once; the caller deletes it."""
+        """A new namespace that accepts pods; the caller deletes it."""
         name = f"test-{uuid.uuid4().hex[:10]}"
         namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
         self.request("POST", "/api/v1/namespaces", namespace)
-        wait_until(lambda: self._takes_pods(name), f"namespace {name} to take pods", every=0.05)
+        wait_until(lambda: self._accepts_pods(name), f"namespace {name} to accept pods", every=0.05)
         return name
 
     def delete_namespace(self, name: str) -> None:
-        """Begins it; what is in the namespace goes in the background."""
+        """Starts the deletion; the content is deleted in the background."""
         if self.read(f"/api/v1/namespaces/{name}") is not None:
             self.request("DELETE", f"/api/v1/namespaces/{name}")
 
-    def _takes_pods(self, namespace: str) -> bool:
-        """Until the namespace's ServiceAccount is there, with its token up to 1.20, admission refuses every pod."""
+    def _accepts_pods(self, namespace: str) -> bool:
+        """Admission refuses pods until the namespace's ServiceAccount exists, up to 1.20 with its token."""
         spec = {"containers": [{"name": "probe", "image": "probe"}]}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "probe"}, "spec": spec}
         try:
@@ -198,7 +199,7 @@ class Cluster:
         return True
 
     def kubeconfig_for(self, service_account: str, namespace: str) -> Path:
-        """A kubeconfig with a token (1 h) of an existing ServiceAccount, to try its permissions with."""
+        """A kubeconfig with a token (1 h) of an existing ServiceAccount, to test its permissions."""
         token = self.kubectl("-n", namespace, "create", "token", service_account, "--duration=1h").strip()
         config = json.loads(self.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
         path = self.folder / f"{namespace}.{service_account}.kubeconfig"

@@ -1,7 +1,7 @@
-"""A control plane of the tests' own: etcd, the API server, the controllers, on loopback.
+"""A control plane for the tests: etcd, the API server and the controllers, on loopback.
 
-The API server that the tests build is two: the core, and a newer server of custom resources, to which the core's
-aggregator proxies what is about them. Clients see one server.
+The API server that the tests build consists of two: the core, and a newer server for custom resources, to which the
+core's aggregator proxies requests for them. Clients see one server.
 """
 
 import http.client
@@ -22,18 +22,18 @@ from cluster_support.errors import NotReadyError
 from cluster_support.pki import FRONT_PROXY, Pki
 from cluster_support.processes import GuardedProcess, tail
 
-GRACE = 2.0  # seconds; the API server would wait a minute for watchers, which never leave
+GRACE = 2.0  # seconds; the API server would wait a minute for watchers
 SERVICE_ADDRESSES = "10.96.0.0/16"
 FIRST_PORT, PORTS_PER_WORKER, MOST_WORKERS = 20000, 600, 16
-UNUSED_ADDRESS = "192.0.2.1"  # of a block reserved for documentation
+UNUSED_ADDRESS = "192.0.2.1"  # from a block that is reserved for documentation
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports on which nothing listens on loopback.
+    """Different free ports on loopback.
 
-    They lie below the range that the kernel gives to outgoing connections: there, a client that keeps calling a stopped
-    server could take the server's own port, or even connect to itself. Each worker of pytest-xdist has a range of its
-    own, since a server takes its port a moment after it was found free.
+    They are below the range for outgoing connections: there, a client that retries a stopped server could get the
+    server's port, or even connect to itself. Each worker of pytest-xdist has its own range, because a server binds its
+    port some time after the check.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MOST_WORKERS
     first = FIRST_PORT + worker * PORTS_PER_WORKER
@@ -51,7 +51,7 @@ def _is_free(port: int) -> bool:
 
 
 class ControlPlane(Cluster):
-    """Used as a context manager. `folder` must be empty; it holds logs/, pki/ and, while it runs, etcd's data."""
+    """A context manager. `folder` must be empty; it gets logs/, pki/ and, while it runs, etcd's data."""
 
     def __init__(self, binaries: Binaries, kubectl: Path, folder: Path, *, with_scheduler: bool = False) -> None:
         etcd_port, self._etcd_peer_port, self._port, self._custom_resources_port = free_ports(4)
@@ -81,19 +81,19 @@ class ControlPlane(Cluster):
         self.stop()
 
     def start(self) -> None:
-        """Returns when requests are answered. Raises NotReadyError, with the end of the log that says why."""
+        """Returns when requests are answered. Raises NotReadyError with the end of the log."""
         self.start_etcd()
         self.start_apiserver()
         self.start_controllers()
 
     def stop(self) -> None:
-        """Kills whatever runs and drops the data; the logs stay."""
+        """Kills all processes and deletes the data; the logs stay."""
         for name in reversed(list(self._processes)):
             self._processes.pop(name).stop()
         shutil.rmtree(self._data, ignore_errors=True)
 
     def pids(self) -> dict[str, int]:
-        """Of the guards, each the leader of its program's process group."""
+        """Process ids of the guards, which lead the process groups of their programs."""
         return {name: process.pid for name, process in self._processes.items()}
 
     def start_etcd(self) -> None:
@@ -107,16 +107,16 @@ class ControlPlane(Cluster):
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
-            # The etcd that the tests bring along is new enough to know it; the data ends with the tests.
+            # Supported by the etcd of the tests; the data is deleted after the tests.
             *(["--unsafe-no-fsync"] if self._binaries.apiextensions else []),
         )
 
     def stop_etcd(self) -> None:
-        """The API server goes on without its store: it answers with errors, or not at all."""
+        """Stops etcd; the API server then answers with errors or not at all."""
         self._end("etcd")
 
     def start_apiserver(self) -> None:
-        """On the same port each time; returns when it is ready."""
+        """Starts the API server, always on the same port; returns when it is ready."""
         if self._binaries.apiextensions is None:
             self._launch("kube-apiserver", self._binaries.apiserver, *self._apiserver_flags())
         else:
@@ -135,7 +135,7 @@ class ControlPlane(Cluster):
         self.start_apiserver()
 
     def start_controllers(self) -> None:
-        """The scheduler too, if it was asked for. Without their programs: none."""
+        """Starts the controllers, and the scheduler if requested; nothing if their programs are missing."""
         if self._binaries.controller_manager:
             self._launch(
                 "kube-controller-manager",
@@ -155,7 +155,7 @@ class ControlPlane(Cluster):
         self._end("kube-controller-manager")
 
     def define(self, *definitions: dict[str, Any]) -> None:
-        """The garbage collector looks for new kinds every 30 s, but also when it starts."""
+        """Restarts the controllers, because the garbage collector detects new kinds at its start or every 30 s."""
         super().define(*definitions)
         self.stop_controllers()
         self.start_controllers()
@@ -164,11 +164,11 @@ class ControlPlane(Cluster):
         wait_until(self._is_ready_or_dead, f"the API server at {self.server}, log: {self.logs}", timeout)
 
     def is_ready(self) -> bool:
-        """What the API server's own readiness check says, etcd included, and whether it serves definitions."""
+        """The result of the API server's readiness check, including etcd, and whether it serves CRDs."""
         return self._answers("/readyz") and self._answers("/apis/apiextensions.k8s.io/v1")
 
     def custom_resources(self, path: str) -> str:
-        """What the server of custom resources itself answers: an older core publishes no OpenAPI of version 3."""
+        """The response of the server for custom resources: an older core does not publish OpenAPI v3."""
         own = f"https://127.0.0.1:{self._custom_resources_port}"
         return self.kubectl(*([f"--server={own}"] if self._binaries.apiextensions else []), "get", "--raw", path)
 
@@ -217,7 +217,7 @@ class ControlPlane(Cluster):
             f"--etcd-servers={self._etcd_url}",
             "--bind-address=127.0.0.1",
             f"--secure-port={self._port}",
-            # A loopback address is refused here, and the default needs a route to the outside.
+            # A loopback address is refused, and the default needs an external route.
             f"--advertise-address={UNUSED_ADDRESS}",
             "--endpoint-reconciler-type=none",
             f"--tls-cert-file={pki.certificate('apiserver')}",
@@ -232,12 +232,12 @@ class ControlPlane(Cluster):
             *audit.flags(self.logs),
         ]
         if not self.has_controllers:
-            # Nobody would make the ServiceAccounts without which this plugin refuses every pod.
+            # Without controllers, ServiceAccounts are missing, and this plugin would refuse all pods.
             flags.append("--disable-admission-plugins=ServiceAccount")
         return flags
 
     def _apiextensions_flags(self) -> list[str]:
-        """It asks the core with the administrator's kubeconfig who may do what."""
+        """It delegates authorization to the core with the administrator's kubeconfig."""
         pki = self._pki
         kubeconfigs = ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")
         return [
@@ -251,7 +251,7 @@ class ControlPlane(Cluster):
             *self._front_proxy_flags(),
             *(f"--{name}={pki.kubeconfig('admin')}" for name in kubeconfigs),
             "--authentication-skip-lookup",
-            # Both watch kinds that the core lacks.
+            # Both watch kinds that the core does not have.
             "--enable-priority-and-fairness=false",
             "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
         ]
@@ -266,7 +266,7 @@ class ControlPlane(Cluster):
         ]
 
     def _front_proxy_flags(self) -> list[str]:
-        """Whose word about users is taken, and in which headers."""
+        """The trusted proxy for user information, and its headers."""
         return [
             f"--requestheader-client-ca-file={self._pki.certificate('ca')}",
             f"--requestheader-allowed-names={FRONT_PROXY}",
@@ -277,5 +277,5 @@ class ControlPlane(Cluster):
 
     def _controller_flags(self, user: str) -> list[str]:
         flags = [f"--kubeconfig={self._pki.kubeconfig(user)}", "--leader-elect=false", "--secure-port=0"]
-        # Up to 1.23 there is a second, plain port with a fixed number, on which two control planes would collide.
+        # Up to 1.23 there is a second, insecure port with a fixed number, which would conflict between control planes.
         return [*flags, "--port=0"] if self._binaries.minor < 24 else flags

@@ -1,7 +1,7 @@
-"""The core of Kubernetes from Debian's source package: the programs of a control plane and of a node.
+"""Builds the core of Kubernetes from Debian's source package: the programs of a control plane and of a node.
 
-v1.20.2 in bookworm is the newest release whose source package carries the servers; later ones hold kubectl alone. The
-API server is patched: with CUSTOM_RESOURCES_PORT set it leaves custom resources to a second server.
+v1.20.2 in bookworm is the newest release whose source package contains the servers; later ones contain only kubectl.
+The API server is patched: with CUSTOM_RESOURCES_PORT it leaves custom resources to a second server.
 """
 
 import os
@@ -19,14 +19,14 @@ COMPILED = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kube
 PACKAGES = ("golang-1.19-go", "golang-1.19-src", "golang-github-modern-go-reflect2-dev")
 CUSTOM_RESOURCES_PATCH = Path(__file__).with_name("custom-resources.patch")
 TOOLS = ("patch", "xz-utils")
-"""Packages of small programs that the build uses and a bare Debian lacks."""
+"""Packages of programs for the build that a minimal Debian lacks."""
 OPENAPI_MARK = b"+k8s:openapi-gen="
 OPENAPI_ROOTS = ("cmd", "pkg", "plugin", "vendor/k8s.io")
 OPENAPI_SKIPPED = ("code-generator", "kube-openapi", "gengo", "testdata")
 
 
 def build(workspace: Path, progress: Progress) -> Path:
-    """Builds in an empty folder; returns the folder in it that holds COMPILED and nothing else."""
+    """Builds in an empty folder; returns its subfolder with COMPILED."""
     return _Build(workspace, progress).run()
 
 
@@ -38,7 +38,7 @@ class _Build:
         self.debs, self.root, self.source, self.bin = (
             self._folder(name) for name in ("debs", "root", "gopath/src/k8s.io/kubernetes", "bin")
         )
-        # Module mode refuses the replaced reflect2.
+        # Module mode rejects the replaced reflect2.
         self._go = Go(self.root / "usr/lib/go-1.19", workspace / "gopath", workspace)
 
     def run(self) -> Path:
@@ -79,7 +79,7 @@ class _Build:
         self._hasten_pod_deletion()
 
     def _replace_reflect2(self) -> None:
-        """The vendored 1.0.1 crashes when Go 1.18 or later compiled it; Debian packages 1.0.2."""
+        """The vendored 1.0.1 crashes if compiled by Go 1.18 or later; Debian packages 1.0.2."""
         name = "github.com/modern-go/reflect2"
         vendored = self.source / "vendor" / name
         for old in [*vendored.glob("*.go"), *vendored.glob("*.s")]:
@@ -89,7 +89,7 @@ class _Build:
             new.rename(vendored / new.name)
 
     def _hasten_pod_deletion(self) -> None:
-        """A pod is gone only after the next turn of a loop that kubelet runs every 10 s: too slow for tests."""
+        """A kubelet loop of 10 s deletes pods, which is too slow for tests."""
         file = self.source / "pkg/kubelet/status/status_manager.go"
         text = file.read_text()
         slow, fast = (f"const syncPeriod = {seconds} * time.Second" for seconds in (10, 1))
@@ -98,7 +98,7 @@ class _Build:
         file.write_text(text.replace(slow, fast))
 
     def _generate_openapi(self) -> None:
-        """The source package leaves this one generated file out."""
+        """The source package lacks this generated file."""
         self.progress("generating the OpenAPI definitions")
         generator = self.workspace / "openapi-gen"
         self._go.build(self.source, self.progress, "-o", generator, "./vendor/k8s.io/kube-openapi/cmd/openapi-gen")
@@ -115,7 +115,7 @@ class _Build:
     def _openapi_folders(self) -> list[str]:
         found = set()
         for top in OPENAPI_ROOTS:
-            # vendor/k8s.io is made of links into staging/
+            # vendor/k8s.io consists of links into staging/
             for folder, below, files in os.walk(self.source / top, followlinks=True):
                 below[:] = [n for n in below if n not in OPENAPI_SKIPPED and not n.startswith(("_", "sample-"))]
                 sources = [Path(folder, name) for name in files if name.endswith(".go")]

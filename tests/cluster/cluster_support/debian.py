@@ -1,7 +1,7 @@
-"""Packages out of Debian's archive without installing them, and without being root.
+"""Downloads and unpacks packages of Debian's archive without installing them, and without root.
 
-apt gets a sources list and state folders of its own, so that neither the machine's package lists nor its lock are
-touched. The archive's address is taken from the machine's own configuration.
+apt gets a separate sources list and separate state folders, so that the machine's package lists and its lock are not
+touched. The archive's address is the one in the machine's configuration.
 """
 
 import os
@@ -20,13 +20,13 @@ SUITE = "bookworm"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 TOOLS = ("apt-get", "dpkg-deb", "tar")
 FIX = (
-    "give the tests a Kubernetes instead: KUBEBUILDER_ASSETS=<folder with etcd and kube-apiserver>, "
+    "provide a Kubernetes instead: KUBEBUILDER_ASSETS=<folder with etcd and kube-apiserver>, "
     "or KUBECONFIG=<file> with MEGATRON_TEST_USE_KUBECONFIG=1"
 )
 
 
 def archive_uri() -> str:
-    """The address of the Debian archive that this machine uses. Raises NoKubernetesError where there is none."""
+    """The address of the machine's Debian archive. Raises NoKubernetesError if there is none."""
     try:
         release = platform.freedesktop_os_release()
     except OSError:
@@ -55,13 +55,13 @@ def _main_archive(suites: set[str]) -> str:
 
 @dataclass(frozen=True)
 class Apt:
-    """apt-get with all of its state in `folder`."""
+    """apt-get with its state in `folder`."""
 
     folder: Path
     log: Path
 
     def update(self, uri: str | None = None, suite: str = SUITE) -> None:
-        """Reads the lists of one suite of an archive, or of those that this machine uses."""
+        """Reads the package lists of one suite of an archive, by default the machine's."""
         for name in ("lists/partial", "cache/archives/partial"):
             (self.folder / name).mkdir(parents=True)
         if uri is not None:
@@ -76,7 +76,7 @@ class Apt:
         self._run("download", *packages, cwd=into)
 
     def dependencies(self, package: str, *, recursive: bool = False) -> list[str]:
-        """The packages that it depends on, by name, itself excluded."""
+        """The names of the packages that it depends on."""
         kinds = ("pre-depends", "recommends", "suggests", "conflicts", "breaks", "replaces", "enhances")
         flags = [*(f"--no-{kind}" for kind in kinds), *(["--recurse"] if recursive else [])]
         command = ["apt-cache", *self._options(), "depends", *flags, package]
@@ -85,7 +85,7 @@ class Apt:
         return sorted({name for name in names if name and not name.startswith("<")})
 
     def download_missing(self, *packages: str) -> Path:
-        """Downloads packages with all that they need and this machine lacks; returns the folder that they lie in."""
+        """Downloads packages with the dependencies that this machine lacks; returns their folder."""
         self._run("install", "--download-only", "--yes", "--no-install-recommends", *packages, cwd=self.folder)
         return self.folder / "cache/archives"
 
@@ -101,12 +101,12 @@ class Apt:
             "Dir::State::Lists": self.folder / "lists",
             "Dir::Cache": self.folder / "cache",
             "Acquire::Retries": 3,
-            "Debug::NoLocking": "true",  # the lock of dpkg is root's, and guards what nothing here writes
+            "Debug::NoLocking": "true",  # the lock of dpkg needs root, and protects files that are not written here
         }
         if self._sources.exists():
             options |= {"Dir::Etc::SourceList": self._sources, "Dir::Etc::SourceParts": "/dev/null"}
         if os.geteuid() == 0:
-            options["APT::Sandbox::User"] = "root"  # apt's own user may not enter root's home
+            options["APT::Sandbox::User"] = "root"  # apt's sandbox user has no access to root's home
         return [f"-o{name}={value}" for name, value in options.items()]
 
 

@@ -1,16 +1,16 @@
-"""What can go wrong while the tests get themselves a Kubernetes, or clients of the endpoint.
+"""Errors while the tests provide a Kubernetes, or clients of the endpoint.
 
 ClusterSupportError
-├── NoKubernetesError     nothing to run the tests on, and no way to make it
-├── NoClientError         no browser, or no packages of npm
-├── CommandFailedError    a step of the build, or kubectl, ended with an error
-├── RequestRefusedError   the API server answered with an error
-└── NotReadyError         a process of the control plane ended early, or was not ready in time
+├── NoKubernetesError     no Kubernetes, and no way to build one
+├── NoClientError         no browser, or no npm packages
+├── CommandFailedError    a build step, or kubectl, failed
+├── RequestRefusedError   the API server rejected a request
+└── NotReadyError         a process of the control plane ended early or was not ready in time
 """
 
 
 class ClusterSupportError(Exception):
-    """The base of the others; its message says what to do about it."""
+    """Base class; the message has the remedy."""
 
 
 class NoKubernetesError(ClusterSupportError):
@@ -18,15 +18,15 @@ class NoKubernetesError(ClusterSupportError):
 
 
 class NoClientError(ClusterSupportError):
-    """There is no browser, or no packages of npm or PyPI, for the tests with other people's clients."""
+    """There is no browser, or no npm or PyPI packages, for the tests with external clients."""
 
 
 class CommandFailedError(ClusterSupportError):
-    """A command ended with an error; the message carries the last lines that it printed."""
+    """A command failed; the message has the last lines of its output."""
 
 
 class RequestRefusedError(ClusterSupportError):
-    """The API server answered with the HTTP status ``status``; the message is its own."""
+    """The API server answered with the HTTP status ``status`` and this message."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -34,4 +34,4 @@ class RequestRefusedError(ClusterSupportError):
 
 
 class NotReadyError(ClusterSupportError):
-    """The control plane did not come up."""
+    """The control plane did not become ready."""

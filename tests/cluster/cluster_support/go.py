@@ -1,4 +1,4 @@
-"""Debian's Go compiler, unpacked and not installed."""
+"""Debian's Go compiler, unpacked without installation."""
 
 import os
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from cluster_support.progress import Progress
 
 @dataclass(frozen=True)
 class Go:
-    """Compiles what lies below ``gopath``, in GOPATH mode: Debian packages Go libraries as source trees.
+    """Compiles sources below ``gopath`` in GOPATH mode: Debian packages Go libraries as source trees.
 
-    All of its own files are below ``workspace``.
+    Its own files are below ``workspace``.
     """
 
     goroot: Path
@@ -35,14 +35,14 @@ class Go:
         }
 
     def build(self, cwd: Path, progress: Progress, *words: str | Path) -> None:
-        """``go build``. Raises CommandFailedError."""
+        """Runs ``go build``. Raises CommandFailedError."""
         log = self.workspace / "go.log"
         command = [self.goroot / "bin/go", "build", "-v", "-trimpath", *words]
         run_guarded(command, log, cwd=cwd, env=self.environment, on_wait=lambda: _say_packages(log, progress))
 
 
 def version_flags(version: str, *packages: str) -> str:
-    """The flag that stamps a version of Kubernetes, such as 1.20.2, into these packages, and drops debug symbols."""
+    """The flag that sets the version of Kubernetes, such as 1.20.2, in these packages, and omits debug symbols."""
     major, minor, _ = version.split(".")
     values = {"gitVersion": f"v{version}", "gitMajor": major, "gitMinor": minor, "gitTreeState": "clean"}
     stamps = [f"-X {package}.{name}={value}" for package in packages for name, value in values.items()]

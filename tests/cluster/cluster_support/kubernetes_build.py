@@ -1,7 +1,7 @@
-"""A Kubernetes for the tests from Debian's packages alone: a current server of custom resources, and an older core.
+"""Builds a Kubernetes for the tests from Debian's packages: a current server for custom resources, and an older core.
 
-No package has the servers of a current Kubernetes. Custom resources are what the project is about, so the server of
-custom resources is a current one (`apiextensions_build.py`); pods, RBAC and the rest are `core_build.py`'s.
+No package has the servers of a current Kubernetes. The project depends mostly on custom resources, so their server is
+current (`apiextensions_build.py`); `core_build.py` builds the rest.
 """
 
 from pathlib import Path
@@ -10,12 +10,12 @@ from cluster_support import apiextensions_build, core_build
 from cluster_support.progress import Progress
 
 RECIPE = 1
-"""Changes with what is built, so that an older build in the cache is not taken for it."""
+"""Increase it when the build changes, so that older builds in the cache are not used."""
 PROGRAMS = (*apiextensions_build.PROGRAMS, *core_build.COMPILED)
 
 
 def build(workspace: Path, progress: Progress) -> Path:
-    """Builds in an empty folder; returns the folder in it that holds PROGRAMS."""
+    """Builds in an empty folder; returns its subfolder with PROGRAMS."""
     made = apiextensions_build.build(workspace / "apiextensions", progress)
     for program in core_build.build(workspace / "core", progress).iterdir():
         program.rename(made / program.name)

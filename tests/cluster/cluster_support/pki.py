@@ -17,9 +17,9 @@ USERS: dict[str, User] = {
     "controller-manager": ("system:kube-controller-manager", None),
     "scheduler": ("system:kube-scheduler", None),
 }
-"""Names and groups, as the certificates' common names and organizations tell them to the API server."""
+"""User names and groups: common names and organizations of the certificates."""
 FRONT_PROXY = "front-proxy"
-"""The API server's aggregator, to the servers behind it."""
+"""User of the API server's aggregator."""
 APISERVER_NAMES = (
     "127.0.0.1",
     "localhost",
@@ -38,9 +38,9 @@ class Pki:
     def make(
         cls, folder: Path, server: str, *, others: Mapping[str, User] | None = None, addresses: Sequence[str] = ()
     ) -> "Pki":
-        """Fills the folder for an API server at the URL `server`.
+        """Creates the files for an API server at the URL `server`.
 
-        `others` are users beside USERS; every certificate is for `addresses` too.
+        `others` are users besides USERS; every certificate is also valid for `addresses`.
         """
         folder.mkdir(parents=True, mode=0o700)
         pki, authority = cls(folder), trustme.CA()
@@ -49,7 +49,7 @@ class Pki:
         pki._keep(FRONT_PROXY, authority.issue_cert(FRONT_PROXY, common_name=FRONT_PROXY))
         pki._keep("service-account", authority.issue_cert("service-account"))
         for user, (name, group) in {**USERS, **(others or {})}.items():
-            # Without any host name, Go refuses the certificate for its empty list of them.
+            # Go refuses a certificate with an empty list of host names.
             issued = authority.issue_cert(user, *addresses, common_name=name, organization_name=group)
             pki._keep(user, issued)
             pki._write_kubeconfig(user, server)
@@ -76,7 +76,7 @@ class Pki:
 
 
 def write_kubeconfig(path: Path, user: str, cluster: dict[str, Any], credentials: dict[str, Any]) -> None:
-    """Writes it as JSON, which is YAML too."""
+    """Writes it as JSON, which is valid YAML."""
     config = {
         "apiVersion": "v1",
         "kind": "Config",

@@ -1,4 +1,4 @@
-"""Processes that never outlive the tests, and commands that are run to their end."""
+"""Processes that end with the tests, and commands."""
 
 import os
 import signal
@@ -20,9 +20,9 @@ def tail(log: Path, lines: int = 20) -> str:
 
 
 class GuardedProcess:
-    """A command under `guard.py`, in a session of its own, with its output in a log.
+    """A command under `guard.py`, in a new session, with its output in a log.
 
-    The guard's pid is also the id of the process group. It is written beside the log, as `<log's stem>.pid`.
+    The guard's process id is also the id of the process group. It is written beside the log, as `<log's stem>.pid`.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GuardedProcess:
     ) -> None:
         self.log = log
         self.pid_file = log.with_suffix(".pid")
-        # -I and -S: the guard needs nothing but the standard library, and starts in a third of the time.
+        # -I and -S: the guard needs only the standard library, and starts in a third of the time.
         guarded = [sys.executable, "-I", "-S", str(guard), *map(str, command)]
         with log.open("ab") as output:
             self._guard = subprocess.Popen(
@@ -57,7 +57,7 @@ class GuardedProcess:
         return self._guard.wait(timeout)
 
     def stop(self, grace: float = 0.0) -> None:
-        """SIGTERM when there is a grace (seconds), then SIGKILL for the whole group. May be called twice."""
+        """Sends SIGTERM if there is a grace period (seconds), then SIGKILL to the group. May be called twice."""
         try:
             if grace and self.exit_code() is None:
                 self._guard.terminate()
@@ -90,7 +90,7 @@ def run_guarded(
     every: float = 20.0,
     on_wait: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs a command to its end, calling `on_wait` every so many seconds. Raises CommandFailedError."""
+    """Runs a command to its end, with periodic calls of `on_wait`. Raises CommandFailedError."""
     process = GuardedProcess(command, log, cwd=cwd, env=env)
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Lines that tell a person what takes so long."""
+"""Progress messages."""
 
 import functools
 import time
@@ -9,7 +9,7 @@ say_at_once: Say = functools.partial(print, flush=True)
 
 
 class Progress:
-    """Says each step with the seconds since the first."""
+    """Prints each step with the seconds since the first."""
 
     def __init__(self, say: Say) -> None:
         self._say = say

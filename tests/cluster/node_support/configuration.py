@@ -1,4 +1,4 @@
-"""What the programs of a node are told. All addresses exist only in its own network."""
+"""Configuration of the programs of a node. All addresses exist only in its own network."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ USERS = {
     "apiserver-kubelet": ("apiserver-kubelet", "system:masters"),
     "dns": ("dns", "system:masters"),
 }
-"""Beside those of a control plane."""
+"""Users in addition to those of a control plane."""
 
 _CONTAINERD = """
 version = 2
@@ -28,7 +28,7 @@ state = "{folder}/containerd/state"
 [grpc]
 address = "{socket}"
 [plugins."io.containerd.grpc.v1.cri"]
-restrict_oom_score_adj = true  # root may not lower it without CAP_SYS_RESOURCE
+restrict_oom_score_adj = true  # lowering it requires CAP_SYS_RESOURCE
 sandbox_image = "{pause}"
 [plugins."io.containerd.grpc.v1.cri".cni]
 bin_dir = "{cni}"
@@ -56,12 +56,12 @@ _NETWORK = """{{
 
 
 def socket(folder: Path) -> Path:
-    """Where containerd listens."""
+    """The socket of containerd."""
     return folder / "containerd" / "socket"
 
 
 def containerd(folder: Path, tools: NodeTools) -> str:
-    """Its configuration; the one of the pods' network is written beside it."""
+    """The configuration of containerd; also writes that of the pod network."""
     (folder / "cni").mkdir(exist_ok=True)
     (folder / "containerd").mkdir(exist_ok=True)
     (folder / "cni/pods.conflist").write_text(_NETWORK.format(pods=PODS, folder=folder))
@@ -71,7 +71,7 @@ def containerd(folder: Path, tools: NodeTools) -> str:
 
 
 def kubelet(folder: Path, pki: Pki) -> dict[str, Any]:
-    """Measures often and tells at once, so that tests need not wait; evicts only where there is nothing left."""
+    """Short intervals, so that tests need not wait; no evictions while any disk space is left."""
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -100,7 +100,7 @@ def kubelet(folder: Path, pki: Pki) -> dict[str, Any]:
 
 
 def kube_proxy(pki: Pki) -> dict[str, Any]:
-    """Leaves the kernel's table of connections as large as it is."""
+    """Does not change the size of the kernel's connection table."""
     return {
         "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
         "kind": "KubeProxyConfiguration",

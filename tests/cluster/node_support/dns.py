@@ -1,7 +1,7 @@
-"""The cluster's DNS, as far as tests need it: addresses of Services, and of pods with a host name behind one.
+"""A minimal cluster DNS for the tests: addresses of Services, and of pods with a host name in one.
 
-Usage: `dns.py KUBECONFIG ADDRESS`. Answers UDP on port 53 straight from the API server, without a cache: names end in
-`NAMESPACE.svc.cluster.local`. Other names, and other types than A, have no answer. Standard library only.
+Usage: `dns.py KUBECONFIG ADDRESS`. Answers UDP on port 53 with data from the API server, without a cache: names end in
+`NAMESPACE.svc.cluster.local`. Other names, and types other than A, have no answer. Uses only the standard library.
 """
 
 import json
@@ -33,7 +33,7 @@ class Api:
         self._context.load_cert_chain(user["client-certificate"], user["client-key"])
 
     def get(self, namespace: str, kind: str, name: str) -> dict[str, Any] | None:
-        """None when there is no such thing; OSError when nobody answers."""
+        """The object, or None if it does not exist; OSError if the API server does not answer."""
         url = f"{self._server}/api/v1/namespaces/{namespace}/{kind}/{name}"
         try:
             with urllib.request.urlopen(url, context=self._context, timeout=3) as answer:
@@ -46,7 +46,7 @@ class Api:
 
 
 def addresses(api: Api, labels: list[str]) -> list[str]:
-    """Of a name, given by its labels."""
+    """The addresses of a name, given by its labels."""
     if labels[-3:] != DOMAIN or len(labels) not in (5, 6):
         return []
     service, namespace = labels[-5], labels[-4]
@@ -68,7 +68,7 @@ def _targets(endpoints: dict[str, Any], unready_too: bool) -> list[dict[str, Any
 
 
 def question(query: bytes) -> tuple[list[str], int, int]:
-    """The labels of the name, the type asked for, and where the question ends."""
+    """The labels of the name, the requested type, and the end of the question."""
     at, labels = 12, []
     while length := query[at]:
         labels.append(query[at + 1 : at + 1 + length].decode().lower())
@@ -95,7 +95,7 @@ def main(kubeconfig: Path, address: str) -> None:
 
     def answer(query: bytes, asker: tuple[str, int]) -> None:
         labels, kind, end = question(query)
-        # Nobody answers for the API server: no reply, so that the asker tries again.
+        # The API server does not answer: no reply, so that the client retries.
         server.sendto(reply(query, addresses(api, labels), kind, end), asker)
 
     while True:

@@ -1,8 +1,8 @@
-"""Lets processes outside of a node's network connect to one port inside.
+"""Forwards connections from outside a node's network to one port inside.
 
-Usage: `door.py PID PORT`: listens on 127.0.0.1:PORT where it is started, and connects to the same address and port in
-the network of the process PID. A socket stays in the network that it was made in, so nothing joins the two but this
-process. Standard library only.
+Usage: `door.py PID PORT`: listens on 127.0.0.1:PORT, and connects to the same address and port in the network of the
+process PID. A socket stays in the network in which it was created, so only this process connects the two. Uses only the
+standard library.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""The first process of a node's machine: prepares what it sees, says `ready`, and then waits for orphans.
+"""The first process of a node's machine: prepares its file systems and network, prints `ready`, and then reaps orphans.
 
-Usage: `first_process.py FOLDER ADDRESS MASK EXTRA_ADDRESS...`. What kubelet, containerd and runc take for granted -
-folders, /run, the cgroups, the kernel's settings - are private copies, with their contents in FOLDER: the outer machine
-is left alone. The node's address is that of a bridge without ports. Standard library only.
+Usage: `first_process.py FOLDER ADDRESS MASK EXTRA_ADDRESS...`. Folders, /run, cgroups and kernel settings that kubelet,
+containerd and runc require are private copies, with their contents in FOLDER: the outer machine is not changed. The
+node's address is that of a bridge without ports. Uses only the standard library.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 COPIED = ("/etc", "/opt", "/var")
-"""Seen as they are outside; what is written there stays inside."""
+"""Overlays of the outer folders; writes stay inside."""
 WANTED = {
     "vm/overcommit_memory": "1",
     "vm/panic_on_oom": "0",
@@ -23,9 +23,9 @@ WANTED = {
     "kernel/keys/root_maxkeys": "1000000",
     "kernel/keys/root_maxbytes": "25000000",
 }
-"""What the kubelet would set, for the whole kernel: it is shown files that have it already."""
+"""Settings that the kubelet would set for the whole kernel: it sees files that have these values already."""
 NETWORK = {"ipv4/ip_forward": "1", "bridge/bridge-nf-call-iptables": "1"}
-"""These are the network namespace's own."""
+"""Settings of the network namespace."""
 
 
 def run(*words: str) -> None:
@@ -33,7 +33,7 @@ def run(*words: str) -> None:
 
 
 def mount_cgroups() -> None:
-    """Anew, since those that came with the mounts show the outer machine's."""
+    """Mounts them again, because the inherited mounts show the outer machine's."""
     kinds = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -90,7 +90,7 @@ def wait_for_orphans() -> None:
 
 
 def main(folder: Path, address: str, mask: str, extra: list[str]) -> None:
-    # A shell script may have it set to be ignored, which would be inherited.
+    # A shell script may ignore it, which would be inherited.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     run("hostname", "node")
     mount_cgroups()

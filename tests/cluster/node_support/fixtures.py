@@ -1,4 +1,4 @@
-"""Fixtures of the tests on a real node; tests/cluster/conftest.py takes them over."""
+"""Fixtures of the tests on a real node, imported by tests/cluster/conftest.py."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -21,23 +21,23 @@ PREPARED = pytest.StashKey["Prepared | str"]()
 
 
 def prepare(source: Source | ClusterSupportError, env: Mapping[str, str], say: Say) -> "Prepared | str | None":
-    """In words why there can be no node; None where a cluster was given, or none could be had at all."""
+    """Prepares a node, or returns why that is not possible; None with a given cluster, or without any."""
     if not isinstance(source, binaries.Binaries):
         return None
     if missing := requirements.why_not(source):
-        return f"no real node here: {missing}"
+        return f"a real node is not possible here: {missing}"
     try:
         return Prepared(source, env, say)
     except ClusterSupportError as error:
-        return f"no real node here: {error}"
+        return f"a real node is not possible here: {error}"
 
 
 @pytest.fixture(scope="session")
 def prepared_node(request: pytest.FixtureRequest) -> Prepared:
-    """What a node is made of. Skipped where there can be none, or a cluster was given."""
+    """The programs and images of a node. Skipped if a node is not possible, or on a given cluster."""
     prepared = request.config.stash.get(PREPARED, None)
     if not isinstance(prepared, Prepared):
-        pytest.skip(prepared or "needs a node of its own")
+        pytest.skip(prepared or "needs its own node")
     return prepared
 
 
@@ -50,7 +50,7 @@ def own_node(prepared_node: Prepared, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def stage_cluster(request: pytest.FixtureRequest) -> tuple[Cluster, Images]:
-    """That of KUBECONFIG with its images, or one of our own."""
+    """The cluster of KUBECONFIG with its images, or a new one."""
     prepared = request.config.stash.get(PREPARED, None)
     if prepared is not None:
         return request.getfixturevalue("own_node"), BUILT
@@ -73,13 +73,13 @@ def real_stage(stage_cluster: tuple[Cluster, Images], tmp_path_factory: pytest.T
         stage.install()
         yield stage
     finally:
-        if not isinstance(cluster, Node):  # one of our own goes as a whole
+        if not isinstance(cluster, Node):  # a new cluster is removed as a whole
             stage.remove()
 
 
 @pytest.fixture(scope="module")
 def stage_namespace(real_stage: Stage) -> Iterator[str]:
-    """One for the resources of a module."""
+    """A namespace for the resources of a module."""
     name = real_stage.cluster.make_namespace()
     yield name
     real_stage.cluster.delete_namespace(name)
@@ -87,7 +87,7 @@ def stage_namespace(real_stage: Stage) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def sample(real_stage: Stage, stage_namespace: str) -> Resource:
-    """manifests/samples/smollm2.yaml as it is, applied and ready."""
+    """The unchanged manifests/samples/smollm2.yaml, applied and ready."""
     path = Path(__file__).parents[3] / "manifests/samples/smollm2.yaml"
     real_stage.cluster.kubectl("-n", stage_namespace, "apply", "--validate=false", "-f", str(path))
     resource = Resource(real_stage.cluster, stage_namespace, "smollm2")

@@ -1,7 +1,7 @@
-"""The project's images, built from its Dockerfiles by buildah without a registry and without the network.
+"""Builds the project's images from its Dockerfiles with buildah, without a registry and without the network.
 
-The base that the Dockerfiles begin with is made from Debian's packages and takes the name in their FROM; pip installs
-from a folder of wheels. Layers are kept in the cache folder, and the images of the same sources are built once.
+The base image is built from Debian's packages and has the name in FROM; pip installs from a folder of wheels. Layers
+are cached in the cache folder, and images of the same sources are built once.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ BASE_PACKAGES = ("ca-certificates", "libstdc++6", "python3", "python3-venv")
 LEFT_OUT = ("doc", "info", "locale", "man")
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 OLD = 86400.0
-"""Seconds after which images of other sources go: nobody is loading them any more."""
+"""Age in seconds after which images of other sources are deleted."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """Of the project. ``wheels_for``: extras of the distribution; ``is_loaded``: nodes need it, and not only builds."""
+    """An image. ``wheels_for``: extras of the distribution; ``is_loaded``: nodes load it, not only builds."""
 
     name: str
     dockerfile: str
@@ -53,12 +53,13 @@ ALL = (OPERATOR, RUNTIME, SMOLLM2, PAUSE)
 
 
 def build(env: Mapping[str, str], say: Say, tools: NodeTools) -> Path:
-    """The folder with an archive of each image, and `sizes.json`: bytes by name. Raises ClusterSupportError."""
+    """Builds the images; returns the folder with their archives and `sizes.json`, bytes by name. Raises
+    ClusterSupportError."""
     cache = cache_folder(env)
     folder = cache / f"images-{_digest(_sources())}"
     pins = _digest(iter((ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__))))
     layers = cache / f"layers-{pins}"
-    effort = "the first time 5 minutes, 5 GB meanwhile; later ones only what changed"
+    effort = "5 minutes and 5 GB the first time; later only changes"
     built = kept(Kept("Images", folder, effort, _are_complete, lambda into, say: _build(into, say, layers, tools)), say)
     for other in [*cache.glob("images-*"), *cache.glob("layers-*")]:
         if other not in (built, layers) and other.is_dir() and time.time() - other.stat().st_mtime > OLD:
@@ -67,7 +68,7 @@ def build(env: Mapping[str, str], say: Say, tools: NodeTools) -> Path:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Bytes of the images, unpacked, by their names."""
+    """Bytes of the unpacked images by name."""
     found: dict[str, int] = json.loads((folder / "sizes.json").read_text())
     return found
 
@@ -78,7 +79,7 @@ def _are_complete(folder: Path) -> bool:
 
 
 def _sources() -> Iterator[Path]:
-    """All that the images are made of; what is downloaded is pinned by these."""
+    """All sources of the images; they also pin the downloads."""
     yield from (ROOT / name for name in ("pyproject.toml", "constraints.txt", "LICENSE", ".dockerignore"))
     yield ROOT / "tools/requirements.py"
     yield Path(__file__)
@@ -132,7 +133,7 @@ class _Build:
         tar = self.workspace / "base.tar"
         left_out = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in LEFT_OUT]
         archive = f"deb [signed-by={debian.KEYRING}] {debian.archive_uri()} {debian.SUITE} main"
-        quick = "--dpkgopt=force-unsafe-io"  # what a crash would spoil is thrown away anyway
+        quick = "--dpkgopt=force-unsafe-io"  # a crash discards the files anyway
         mmdebstrap = [self.tools.program("mmdebstrap"), "--mode=root", "--variant=essential", quick, *left_out]
         environment = {**self._environment, "TMPDIR": str(self.workspace)}
         command = [*mmdebstrap, f"--include={','.join(BASE_PACKAGES)}", debian.SUITE, tar, archive]
@@ -143,7 +144,7 @@ class _Build:
         self._buildah("bud", *self._policy, "--timestamp=0", f"--tag={BASE}", str(self.workspace / "base"))
 
     def _wheels(self) -> Path:
-        """A folder with all that pip could want."""
+        """A folder with all wheels for pip."""
         folder = self.storage / "wheels"
         if not folder.exists():
             self.progress("downloading wheels")
@@ -215,7 +216,7 @@ class _Build:
 
 
 def _private(command: list[str | Path]) -> list[str | Path]:
-    """With processes and mounts that end with it, however it ends."""
+    """Runs it in namespaces, so that its processes and mounts end with it."""
     return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation=private", *command]
 
 

@@ -1,4 +1,4 @@
-"""What a node could leave behind on the outer machine."""
+"""Objects that a node could leave on the outer machine."""
 
 import subprocess
 from pathlib import Path
@@ -12,7 +12,7 @@ Things = dict[str, frozenset[str]]
 
 
 def leftovers(tools: NodeTools) -> Things:
-    """By kind. Two looks are equal when nothing came in between."""
+    """The objects by kind; equal before and after a test if nothing was left."""
     return {
         "cgroups": frozenset(str(folder) for each in hierarchies() for folder in each.glob(f"{PREFIX}*")),
         "kubepods": frozenset(str(folder) for each in hierarchies() for folder in each.glob("kubepods*")),
@@ -29,6 +29,6 @@ def _names(folder: Path) -> list[str]:
 
 
 def _rules(tools: NodeTools) -> list[str]:
-    """Of the packet filter, without those that say nothing."""
+    """The rules of the packet filter, without empty chains."""
     saved = subprocess.run([tools.program("iptables-save")], env=tools.environment, capture_output=True, text=True)
     return [line for line in saved.stdout.splitlines() if line.startswith("-")]

@@ -1,10 +1,10 @@
-"""Keeps a machine within the machine: namespaces and cgroups of its own, which end with whoever wanted them.
+"""Runs a machine within the machine: namespaces and cgroups that end with the process that started it.
 
-Usage: `machine.py SCRATCH COMMAND...` as root, in a session of its own, with a pipe as standard input. COMMAND becomes
-the first process of a new PID namespace, with mounts, network, host name and cgroups of its own. When it ends, or the
-other end of the pipe is closed - which the kernel does however the starter ends, SIGKILL included - the kernel kills
-all that is in the PID namespace, whereby mounts and network vanish too; cgroups and SCRATCH are removed here. Cgroups
-that an earlier keeper had to leave, since it was killed itself, go at the next start. Standard library only.
+Usage: `machine.py SCRATCH COMMAND...` as root, in a new session, with a pipe as standard input. COMMAND becomes the
+first process of a new PID namespace, with separate mounts, network, host name and cgroups. When it ends, or the other
+end of the pipe is closed (by the kernel when the starter ends, even by SIGKILL), the kernel kills all processes in the
+PID namespace, which also removes mounts and network; this program removes cgroups and SCRATCH. The next start removes
+cgroups that a killed instance left. Uses only the standard library.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SECONDS_TO_DIE = 20.0
 
 
 def hierarchies() -> Iterator[Path]:
-    """Where the cgroups of each kind are mounted."""
+    """The mount points of the cgroup hierarchies."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         if after.startswith(("cgroup ", "cgroup2 ")):
@@ -34,13 +34,13 @@ def hierarchies() -> Iterator[Path]:
 
 
 def make_cgroups(name: str) -> list[Path]:
-    """One of the name in each hierarchy."""
+    """Creates a cgroup with this name in each hierarchy."""
     made = []
     for hierarchy in hierarchies():
         folder = hierarchy / name
         folder.mkdir()
         made.append(folder)
-        # A new cpuset allows nothing until it is told what.
+        # A new cpuset is empty until it is configured.
         for setting in ("cpuset.cpus", "cpuset.mems"):
             if (hierarchy / setting).exists():
                 (folder / setting).write_text((hierarchy / setting).read_text())
@@ -48,13 +48,13 @@ def make_cgroups(name: str) -> list[Path]:
 
 
 def remove_cgroup(folder: Path) -> None:
-    """With all below it; OSError while a process is in one of them."""
+    """Removes it with all cgroups below; OSError while a process is in one of them."""
     for below, _, _ in os.walk(folder, topdown=False):
         Path(below).rmdir()
 
 
 def remove_forgotten() -> None:
-    """Those of keepers that are gone: their names end in the keepers' process ids."""
+    """Removes cgroups of ended instances, whose process ids are in the names."""
     for hierarchy in hierarchies():
         for folder in hierarchy.glob(f"{PREFIX}*"):
             if not Path("/proc", folder.name.rpartition("-")[2]).exists():
@@ -63,7 +63,7 @@ def remove_forgotten() -> None:
 
 
 def remove_soon(folders: list[Path]) -> None:
-    """Waits for the processes in them to be gone."""
+    """Removes them once their processes have ended."""
     deadline = time.monotonic() + SECONDS_TO_DIE
     for folder in folders:
         while folder.exists():
@@ -76,7 +76,7 @@ def remove_soon(folders: list[Path]) -> None:
 
 
 def start(command: list[str], cgroups: list[Path]) -> subprocess.Popen[bytes]:
-    libc = ctypes.CDLL(None)  # loaded before the fork: a freshly forked child must not allocate much
+    libc = ctypes.CDLL(None)  # loaded before the fork: a forked child must not allocate much
 
     def prepare() -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A control plane with a real node: kubelet, containerd, kube-proxy and a DNS, in namespaces of their own."""
+"""A control plane with a real node: kubelet, containerd, kube-proxy and a DNS, in separate namespaces."""
 
 import json
 import subprocess
@@ -19,16 +19,16 @@ from node_support.tools import NodeTools
 HERE = Path(__file__).parent
 PYTHON = [sys.executable, "-I", "-S"]
 ENTER = 'for each in /sys/fs/cgroup/*/cgroup.procs; do echo 0 > "$each"; done; exec "$@"'
-"""So that a program counts among the machine's own, and not among those of whoever started it."""
+"""Moves a program into the machine's cgroups, out of those of the process that started it."""
 SECONDS_TO_BE_READY = 90.0
 LONGEST_FOLDER = 66
-"""Characters: below it are the kubelet's sockets, whose paths may have 107."""
+"""Maximum length of the folder: it contains the kubelet's sockets, whose paths may have 107 characters."""
 
 
 class Node(ControlPlane):
-    """Used as a context manager, as a control plane is. `folder` holds images and containers too, while it runs.
+    """A context manager like ControlPlane. While it runs, `folder` also contains images and containers.
 
-    All runs in one PID namespace with one network; kubectl and the tests come in by one loopback port.
+    Everything runs in one PID namespace with one network; kubectl and the tests use one forwarded loopback port.
     """
 
     def __init__(self, binaries: Binaries, kubectl: Path, folder: Path, tools: NodeTools) -> None:
@@ -53,14 +53,14 @@ class Node(ControlPlane):
         wait_until(self.is_node_ready, f"the node to be ready, logs: {self.logs}", SECONDS_TO_BE_READY, every=0.5)
 
     def stop(self) -> None:
-        """Everything in the machine is killed with its first process, containers too."""
+        """Kills everything in the machine, including containers, with its first process."""
         if self._machine is not None:
             self._machine.stop()
             self._machine = None
         super().stop()
 
     def start_apiserver(self) -> None:
-        """With the door to it, which only connects when somebody comes."""
+        """Also starts the forwarding of its port, which connects on demand."""
         if "door" not in self._processes:
             door = [*PYTHON, str(HERE / "door.py"), str(self._first_process), str(self._port)]
             self._processes["door"] = GuardedProcess(door, self.logs / "door.log")
@@ -90,22 +90,22 @@ class Node(ControlPlane):
         )
 
     def stop_kubelet(self) -> None:
-        """Its pods go on."""
+        """Stops the kubelet; its pods keep running."""
         self._end("kubelet")
 
     def is_node_ready(self) -> bool:
-        """What the API server has been told."""
+        """The condition Ready in the API server."""
         if not self.exists("node", self.name):
             return False
         conditions = self.get("node", self.name)["status"].get("conditions", [])
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
     def import_image(self, archive: Path) -> None:
-        """Into containerd, from a tar of OCI's or Docker's form. Raises CommandFailedError."""
+        """Imports a tar in OCI's or Docker's format into containerd. Raises CommandFailedError."""
         self.run(*self._ctr("images", "import", str(archive)))
 
     def run(self, *command: str, timeout: float = 300) -> str:
-        """A command inside of the machine. Raises CommandFailedError."""
+        """Runs a command inside the machine. Raises CommandFailedError."""
         words = [*self._inside(), *command]
         done = subprocess.run(words, capture_output=True, text=True, env=self._environment, timeout=timeout)
         if done.returncode != 0:
@@ -113,11 +113,11 @@ class Node(ControlPlane):
         return done.stdout
 
     def start_program(self, command: Sequence[str | Path], log: Path) -> GuardedProcess:
-        """A command inside of the machine that is not waited for; it ends with the machine, or with its `stop`."""
+        """Starts a command inside the machine; it ends with the machine, or with its `stop`."""
         return self._start_process(command, log)
 
     def processes(self) -> list[int]:
-        """Ids, as seen from outside, of all that run in the machine."""
+        """Process ids, on the outer machine, of all processes in the machine."""
         if self._first_process == 0:
             return []
         space = Path(f"/proc/{self._first_process}/ns/pid").readlink()
@@ -127,7 +127,7 @@ class Node(ControlPlane):
                 if (process / "ns/pid").readlink() == space:
                     found.append(int(process.name))
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
         return found
 
     def _start_machine(self) -> None:
@@ -140,7 +140,7 @@ class Node(ControlPlane):
 
     @property
     def _scratch(self) -> Path:
-        """Goes with the machine: images, containers, and what the kubelet keeps of them."""
+        """A folder that is removed with the machine: images, containers, and the kubelet's files."""
         return self.folder / "scratch"
 
     def _is_machine_ready(self, machine: GuardedProcess) -> bool:
@@ -179,7 +179,7 @@ class Node(ControlPlane):
         return GuardedProcess([*self._inside(), *command], log, env=self._environment)
 
     def _end(self, name: str) -> None:
-        """At once: what is sent to a program here does not reach it behind nsenter, but what kills its group does."""
+        """Kills its process group, because signals do not reach a program behind nsenter."""
         if process := self._processes.pop(name, None):
             process.stop()
 
@@ -202,11 +202,11 @@ class Node(ControlPlane):
 
 
 def _needed(program: Path | None) -> Path:
-    assert program is not None, "requirements.why_not() says that it is there"
+    assert program is not None, "requirements.why_not() checks that it exists"
     return program
 
 
 def _innermost(pid: int) -> int:
-    """Follows the only children down to the one that has none: keeper, unshare, first process."""
+    """The last process in the chain of only children: machine.py, unshare, first process."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return _innermost(int(children[0])) if children else pid

@@ -1,4 +1,4 @@
-"""`kubectl port-forward`, as a person has it beside the work."""
+"""`kubectl port-forward` in the background."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ LISTENING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+) -> ")
 
 
 class PortForward:
-    """From any free port of loopback to a port of a target such as `service/chat`. Used as a context manager."""
+    """A context manager: forwards a free loopback port to a port of a target such as `service/chat`."""
 
     def __init__(self, cluster: Cluster, namespace: str, target: str, port: int, folder: Path) -> None:
         flags = [f"--kubeconfig={cluster.kubeconfig}", "--namespace", namespace]

@@ -1,4 +1,4 @@
-"""What a node is made of, and the node itself with the project's images."""
+"""The programs and images of a node, and the node itself."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from node_support.node import Node
 from node_support.stage import Images
 
 BUILT = Images(images.OPERATOR.name, images.SMOLLM2.name)
-"""Those that every such node has."""
+"""The images of every such node."""
 
 
 class Prepared:
-    """The programs of a node, and the folder of images; made before anything else, since that may take minutes.
+    """The programs of a node and the folder of images; created first, because that may take minutes.
 
     Raises ClusterSupportError.
     """
@@ -27,7 +27,7 @@ class Prepared:
 
     @contextmanager
     def node(self, kubectl: Path, folder: Path) -> Iterator[Node]:
-        """A cluster of one node, which has the images."""
+        """A cluster of one node with the images."""
         with Node(self.source, kubectl, folder, self.tools) as node:
             for image in (images.PAUSE, images.OPERATOR, images.SMOLLM2):
                 node.import_image(self.images / image.archive)

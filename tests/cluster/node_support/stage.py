@@ -1,4 +1,4 @@
-"""A cluster on which pods really run, and which images they run."""
+"""A cluster that runs pods, and its images."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,22 +9,22 @@ from cluster_support.errors import CommandFailedError
 
 OPERATOR_VARIABLE = "MEGATRON_TEST_OPERATOR_IMAGE"
 RUNTIME_VARIABLE = "MEGATRON_TEST_RUNTIME_IMAGE"
-"""Images that the nodes of a given cluster can pull, the latter made by manifests/samples/smollm2.Dockerfile."""
+"""Images that a given cluster can pull; the runtime's is built with manifests/samples/smollm2.Dockerfile."""
 
 OPERATOR_SELECTOR = "app.kubernetes.io/name=megatron-operator"
-"""Of the operator's pods."""
+"""Label selector of the operator's pods."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """``runtime`` has SmolLM2 in it."""
+    """``runtime`` contains SmolLM2."""
 
     operator: str
     runtime: str
 
 
 class Stage:
-    """The chart on a cluster. Its namespace is made at ``install`` and goes with ``remove``."""
+    """The chart on a cluster. ``install`` creates its namespace, ``remove`` deletes it."""
 
     def __init__(self, cluster: Cluster, images: Images, helm_program: Path, folder: Path) -> None:
         self.cluster = cluster
@@ -36,7 +36,7 @@ class Stage:
         self._helm("install", "--create-namespace", "--wait", "--timeout=110s")
 
     def upgrade(self, *flags: str) -> None:
-        """Likewise."""
+        """Returns when the operator's Deployment is available. Raises CommandFailedError."""
         self._helm("upgrade", "--wait", "--timeout=110s", *flags)
 
     def test(self) -> str:
@@ -47,7 +47,7 @@ class Stage:
         self.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--ignore-not-found", "--wait")
 
     def remove(self) -> None:
-        """The release, its definition with all resources, and its namespace."""
+        """Removes the release, its CRD with all resources, and its namespace."""
         if self.cluster.exists("crd", "megatroninferences.inference.megatron.dev"):
             self.cluster.kubectl("delete", "mi", "--all", "--all-namespaces", "--timeout=100s", timeout=110)
         self.uninstall()
@@ -55,17 +55,22 @@ class Stage:
         self.cluster.kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", "--timeout=100s", timeout=110)
 
     def operator_pods(self) -> list[str]:
-        """Their names, with those on their way out."""
+        """The names of the operator's pods, including terminating ones."""
         words = ("-n", NAMESPACE, "get", "pods", "-l", OPERATOR_SELECTOR, "-o", "name")
         return self.cluster.kubectl(*words).split()
 
     def run_in_pod(self, namespace: str, script: str, *words: str, seconds: float = 100) -> str:
-        """What a Python script prints in a pod of its own, with the libraries of the operator's image."""
+        """Runs a Python script in a pod with the operator's image; returns its output."""
         command = ["python3", "-c", script, *words]
         flags = [f"--image={self.images.operator}", "--restart=Never", "--image-pull-policy=IfNotPresent"]
         self.cluster.kubectl("-n", namespace, "run", "asker", *flags, "--command", "--", *command)
         try:
-            wait_until(lambda: self._phase(namespace) in ("Succeeded", "Failed"), "the asker's end", seconds, every=0.5)
+            wait_until(
+                lambda: self._phase(namespace) in ("Succeeded", "Failed"),
+                "the end of the client pod",
+                seconds,
+                every=0.5,
+            )
             said = self.cluster.kubectl("-n", namespace, "logs", "asker")
             if self._phase(namespace) == "Failed":
                 raise CommandFailedError(said)

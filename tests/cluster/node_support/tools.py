@@ -1,4 +1,4 @@
-"""The programs of a node and of building images, from Debian's packages, unpacked and not installed."""
+"""The programs for a node and for building images, from Debian's packages, unpacked without installation."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ NEEDED = ("containerd", "containerd-shim-runc-v2", "ctr", "runc", "xtables-nft-m
 
 
 class NodeTools:
-    """``environment`` is for whatever runs them."""
+    """``environment`` is the environment of the programs."""
 
     def __init__(self, folder: Path) -> None:
         self._root = folder / "root"
@@ -46,7 +46,7 @@ class NodeTools:
         }
 
     def program(self, name: str) -> Path:
-        """Those that are installed count too. Raises FileNotFoundError."""
+        """The path of a program, which may also be an installed one. Raises FileNotFoundError."""
         found = shutil.which(name, path=self._path)
         if found is None:
             raise FileNotFoundError(name)
@@ -73,7 +73,7 @@ def _fetch(workspace: Path, progress: Progress) -> Path:
     (made / "root").mkdir(parents=True)
     debian.unpack(apt.download_missing(*PACKAGES), made / "root", log)
     (made / "links").mkdir()
-    # One program, which does as it is called; Debian's links to it are made when a package is installed.
+    # One program with several names; Debian creates the links when the package is installed.
     several = NodeTools(made).program("xtables-nft-multi")
     for name in IPTABLES:
         inside = several.is_relative_to(made)

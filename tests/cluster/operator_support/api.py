@@ -1,4 +1,4 @@
-"""The tests' own plain access to the API server, for the parts of a cluster that they play."""
+"""Raw access to the API server, for simulated parts of a cluster."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 class ApiFailure(Exception):
-    """The API server's answer, in its words."""
+    """An error response of the API server."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -20,7 +20,7 @@ class ApiFailure(Exception):
 
 
 class Api:
-    """Raw requests as the administrator. Used as an asynchronous context manager."""
+    """An asynchronous context manager for raw requests as the administrator."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self._kubeconfig = kubeconfig
@@ -49,7 +49,7 @@ class Api:
         return await self._request("PATCH", path, body, MERGE)
 
     async def delete(self, path: str, **options: Any) -> None:
-        """Gone already is success."""
+        """Deletes an object; succeeds if it does not exist."""
         try:
             await self._request("DELETE", path, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
         except ApiFailure as failure:

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint without a model: it repeats what it is told, word by word."""
+"""An OpenAI endpoint without a model: it echoes the input, word by word."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from aiohttp import web
 
 
 class ChatEndpoint:
-    """At ``address``, port 8000. Used as an asynchronous context manager."""
+    """An asynchronous context manager; listens on ``address``, port 8000."""
 
     def __init__(self, address: str, *, key: str | None = None) -> None:
         self._address = address
@@ -16,7 +16,7 @@ class ChatEndpoint:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.may_end = asyncio.Event()
-        """Before the last word of an answer this is waited for."""
+        """The endpoint waits for it before the last word of an answer."""
         self.may_end.set()
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""`megatron-operator` as a person types it."""
+"""Runs `megatron-operator` commands."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ PATIENCE = 90.0
 
 @dataclass(frozen=True)
 class Done:
-    """What a command printed, and its exit code."""
+    """The output and the exit code of a command."""
 
     code: int
     out: str
@@ -21,7 +21,7 @@ class Done:
 
     @property
     def error_line(self) -> str:
-        """The one line of words that a failure is told in."""
+        """The error message, which must be one line."""
         assert "Traceback" not in self.err, self.err
         (line,) = self.err.splitlines()
         return line
@@ -37,7 +37,7 @@ class CommandLine:
         self._program = self._program or "from megatron_operator.cli import main"
 
     async def run(self, *words: str, input: str = "", **environment: str) -> Done:
-        """To its end, whatever that is."""
+        """Runs a command to its end."""
         process = await self._start(*words, **environment)
         async with asyncio.timeout(PATIENCE):
             out, err = await process.communicate(input.encode())
@@ -45,14 +45,14 @@ class CommandLine:
         return Done(process.returncode, out.decode(), err.decode())
 
     async def ok(self, *words: str, input: str = "", **environment: str) -> str:
-        """What it printed; it must succeed."""
+        """Runs a command, which must succeed; returns its output."""
         done = await self.run(*words, input=input, **environment)
         assert done.code == 0, f"{words}: {done}"
         return done.out
 
     @contextlib.asynccontextmanager
     async def lines(self, *words: str) -> AsyncIterator[AsyncIterator[str]]:
-        """Its lines as they come; it is ended afterwards."""
+        """The lines of a command as they are printed; ends it afterwards."""
         process = await self._start(*words)
         try:
             yield _lines(process)
@@ -63,7 +63,7 @@ class CommandLine:
 
     @contextlib.asynccontextmanager
     async def output(self, *words: str) -> AsyncIterator[Callable[[int], Awaitable[str]]]:
-        """Its output by numbers of bytes, as soon as they have come; it must succeed."""
+        """Reads the output of a command by numbers of bytes; the command must succeed."""
         process = await self._start(*words)
         stream = process.stdout
         assert stream is not None

@@ -1,4 +1,4 @@
-"""A proxy before the API server that misbehaves by rule: what goes wrong between an operator and its API server."""
+"""A proxy for the API server that injects faults by rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Matcher = Callable[[web.Request], bool]
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that came, and what it got; status None: no answer."""
+    """A request and the status of its response; None: no response."""
 
     at: float
     method: str
@@ -35,7 +35,7 @@ class Arrival:
 
 @dataclass
 class Rule:
-    """What becomes of each ``every``-th request that matches, ``times`` times at most."""
+    """A fault for each ``every``-th matching request, at most ``times`` times."""
 
     matches: Matcher
     fault: Callable[[FaultyServer, web.Request], Awaitable[web.StreamResponse]]
@@ -45,7 +45,7 @@ class Rule:
     done: int = field(default=0)
 
     def strikes(self, request: web.Request) -> bool:
-        """Whether it is this one's turn."""
+        """Whether the fault applies to this request."""
         if self.done >= self.times or not self.matches(request):
             return False
         self.seen += 1
@@ -55,7 +55,7 @@ class Rule:
 
 
 class FaultyServer:
-    """Used as an asynchronous context manager. ``rules`` may change at any time; the first that strikes counts."""
+    """An asynchronous context manager. ``rules`` may change at any time; the first that applies is used."""
 
     def __init__(self, kubeconfig: Path) -> None:
         self._config: dict[str, Any] = json.loads(kubeconfig.read_text())
@@ -67,7 +67,7 @@ class FaultyServer:
         authority = base64.b64decode(self._cluster["certificate-authority-data"]).decode()
         context = ssl.create_default_context(cadata=authority)
         no_limit = ClientTimeout(total=None)
-        # Watches of operators that have gone stay open upstream until they have something to tell.
+        # Watches of ended operators stay open upstream until their next event.
         connector = TCPConnector(limit=0)
         self._session = ClientSession(
             connector=connector, auto_decompress=False, timeout=no_limit, read_bufsize=LONGEST_LINE
@@ -87,7 +87,7 @@ class FaultyServer:
         await self._session.close()
 
     def write_kubeconfig(self, path: Path) -> Path:
-        """The same user, but through here."""
+        """Writes a kubeconfig for the same user through this proxy."""
         (user,) = self._config["users"]
         write_kubeconfig(path, user["name"], {"server": self.url}, user["user"])
         return path
@@ -99,7 +99,7 @@ class FaultyServer:
         return rule
 
     async def pass_on(self, request: web.Request, *, lines: float = float("inf"), stall: bool = False) -> Any:
-        """Asks the API server. At most so many lines of its answer are handed on: then it ends, or falls silent."""
+        """Forwards the request. Passes on at most ``lines`` lines of the response: then it ends, or stalls."""
         async with self._ask(request) as answer:
             response = web.StreamResponse(status=answer.status, headers=_for_others(answer.headers))
             await response.prepare(request)
@@ -115,7 +115,7 @@ class FaultyServer:
         return response
 
     async def carry_out(self, request: web.Request) -> int:
-        """Asks the API server, and keeps the answer; its status."""
+        """Forwards the request but drops the response; returns its status."""
         async with self._ask(request) as answer:
             await answer.read()
             return answer.status
@@ -145,24 +145,24 @@ class FaultyServer:
 
 
 def _for_others(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """A header may come more than once."""
+    """The headers for the other side; a header may be repeated."""
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in OF_ONE_CONNECTION)
 
 
 def writes(path: str = "", method: str = "") -> Matcher:
-    """Requests that change something, with this in their path."""
+    """Matches writes with this text in their path."""
     return lambda request: (
         request.method in ([method] if method else ["POST", "PUT", "PATCH", "DELETE"]) and (path in request.path)
     )
 
 
 def watches(plural: str = "") -> Matcher:
-    """Watches of this kind, or of all."""
+    """Matches watches of this kind, or of all kinds."""
     return lambda request: request.query.get("watch") == "true" and request.path.endswith(plural)
 
 
 def answer(status: int, words: str, headers: Mapping[str, str] | None = None) -> Any:
-    """This, without asking the API server."""
+    """Responds without the API server."""
 
     async def fault(_server: FaultyServer, _request: web.Request) -> web.StreamResponse:
         body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": words, "code": status}
@@ -172,25 +172,25 @@ def answer(status: int, words: str, headers: Mapping[str, str] | None = None) ->
 
 
 async def cut_off(server: FaultyServer, request: web.Request) -> web.StreamResponse:
-    """The request is carried out, but the connection breaks before the answer."""
+    """Carries out the request, but breaks the connection before the response."""
     await server.carry_out(request)
     assert request.transport is not None
     request.transport.abort()
-    raise ConnectionResetError("cut off on purpose")
+    raise ConnectionResetError("connection closed by the test")
 
 
 def end_after(events: int) -> Any:
-    """The watch ends after so many events."""
+    """Ends the watch after this number of events."""
     return lambda server, request: server.pass_on(request, lines=events)
 
 
 async def stall(server: FaultyServer, request: web.Request) -> web.StreamResponse:
-    """The watch stays open and says nothing."""
+    """Keeps the watch open without events."""
     response: web.StreamResponse = await server.pass_on(request, lines=0, stall=True)
     return response
 
 
 async def never_answer(_server: FaultyServer, _request: web.Request) -> web.StreamResponse:
-    """The request is not carried out, and its sender waits for as long as it likes."""
+    """Does not carry out the request, and never responds."""
     await asyncio.Event().wait()
     raise AssertionError

@@ -1,4 +1,4 @@
-"""Specs that differ from a good one in a single field: every field of the schema, with every kind of value."""
+"""Specs that differ from a valid one in a single field: every field of the schema, with every kind of value."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -32,12 +32,12 @@ NEEDED: Mapping[Path, Json] = {
     ("expose", "httpRoute"): {"parentRefs": [{"name": "g"}]},
     ("expose", "httpRoute", "parentRefs", 0): {"name": "g"},
 }
-"""The least that a part is right with."""
+"""The minimal valid value of a part."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """``spec.path`` is ``value``; everything else is right."""
+    """``spec.path`` is ``value``; everything else is valid."""
 
     path: Path
     value: Any
@@ -98,7 +98,7 @@ def _values(node: Schema) -> Iterator[Any]:
 
 
 def _put(spec: Json, path: Path, value: Any) -> None:
-    """Sets the field, in parts that have what they need."""
+    """Sets the field, with the required fields of its parents."""
     part: Any = spec
     for depth, step in enumerate(path[:-1], 1):
         if isinstance(step, str):

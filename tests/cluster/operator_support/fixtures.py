@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run the operator; tests/cluster/conftest.py takes them over."""
+"""Fixtures of the tests that run the operator, imported by tests/cluster/conftest.py."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ ACCOUNT = "megatron-operator"
 
 @pytest.fixture(scope="session")
 def installed(control_plane: Cluster) -> Cluster:
-    """A cluster with everything of `manifests/` but the Deployment."""
+    """A cluster with everything in `manifests/` except the Deployment."""
     control_plane.define(yaml.safe_load((MANIFESTS / "crd.yaml").read_text()))
     for name in ("namespace.yaml", "rbac.yaml"):
         control_plane.kubectl("apply", "-f", str(MANIFESTS / name))
@@ -30,15 +30,15 @@ def installed(control_plane: Cluster) -> Cluster:
 
 @pytest.fixture
 def ruled(installed: Cluster) -> Cluster:
-    """The same, where the API server enforces the rules (CEL) of definitions."""
+    """The same, if the API server enforces CEL rules."""
     if not installed.knows_cel:
-        pytest.skip(f"{installed.description} does not enforce the rules (CEL) of definitions")
+        pytest.skip(f"{installed.description} does not enforce CEL rules")
     return installed
 
 
 @pytest.fixture(scope="session")
 def operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    """The operator, for all namespaces, with the rights of its ServiceAccount."""
+    """The operator, for all namespaces, with the permissions of its ServiceAccount."""
     kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
     process = OperatorProcess(kubeconfig, tmp_path_factory.mktemp("operator") / "operator.log")
     try:
@@ -50,14 +50,14 @@ def operator(installed: Cluster, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 async def api(control_plane: Cluster) -> AsyncIterator[Api]:
-    """The administrator's access."""
+    """Raw access as the administrator."""
     async with Api(control_plane.kubeconfig) as api:
         yield api
 
 
 @pytest.fixture
 def chat(installed: Cluster, operator: OperatorProcess, namespace: str) -> Resource:  # noqa: ARG001
-    """The resource `chat`, not created yet, in a namespace of its own, with the operator running."""
+    """The resource `chat`, not created yet, in a new namespace, while the operator runs."""
     return Resource(installed, namespace)
 
 
@@ -65,7 +65,7 @@ def chat(installed: Cluster, operator: OperatorProcess, namespace: str) -> Resou
 async def confined(
     chat: Resource, operator: OperatorProcess, installed: Cluster, tmp_path: Path
 ) -> AsyncIterator[OperatorProcess]:
-    """The operator, in the place of the one for all namespaces, with a Role in the namespace of ``chat`` alone."""
+    """An operator with a Role only in the namespace of ``chat``, instead of the one for all namespaces."""
     await chat.kubectl("create", "serviceaccount", "confined")
     cluster_role = next(
         each for each in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()) if each["kind"] == "ClusterRole"
@@ -83,19 +83,19 @@ async def confined(
 
 @pytest.fixture
 async def node(own_control_plane: ControlPlane, api: Api, namespace: str) -> AsyncIterator[ScriptedNode]:  # noqa: ARG001
-    """A node on which every pod becomes ready by itself; a cluster that was given has nodes of its own."""
+    """A simulated node on which every pod becomes ready by itself."""
     async with ScriptedNode(api, namespace) as node:
         yield node
 
 
 @pytest.fixture
 async def stage(own_control_plane: ControlPlane, api: Api, namespace: str) -> AsyncIterator[ScriptedNode]:  # noqa: ARG001
-    """A node on which pods wait for what the test says."""
+    """A simulated node whose pods the test controls."""
     async with ScriptedNode(api, namespace, by_itself=False) as node:
         yield node
 
 
 @pytest.fixture
 def typed(installed: Cluster, namespace: str) -> CommandLine:
-    """Commands of a person who may do everything."""
+    """Commands with the permissions of the administrator."""
     return CommandLine(installed.kubeconfig, namespace)

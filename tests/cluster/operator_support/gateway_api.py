@@ -1,4 +1,4 @@
-"""HTTPRoute as the Gateway API defines it, as far as the operator's routes go, without its many other fields."""
+"""The CRD HTTPRoute of the Gateway API, with the fields that the operator uses."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ PORT: Json = {"type": "integer", "minimum": 1, "maximum": 65535}
 
 
 def definition(*, timeouts: bool = True) -> Json:
-    """The CustomResourceDefinition; without ``timeouts`` that of a version before 1.2."""
+    """The CRD; without ``timeouts`` that of a version before 1.2."""
     names = {"kind": "HTTPRoute", "listKind": "HTTPRouteList", "plural": "httproutes", "singular": "httproute"}
     schema = _object(spec=_spec(timeouts=timeouts), status={**_object(), "x-kubernetes-preserve-unknown-fields": True})
     version = {"name": "v1", "served": True, "storage": True, "subresources": {"status": {}}}
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
-        # The API server asks for the word of who approved a definition in this group.
+        # The API server requires an approval annotation for CRDs in this group.
         "metadata": {"name": NAME, "annotations": {"api-approved.kubernetes.io": "unapproved, for tests"}},
         "spec": {
             "group": "gateway.networking.k8s.io",
@@ -34,7 +34,7 @@ def install(cluster: Cluster, *, timeouts: bool = True) -> None:
 
 
 def remove(cluster: Cluster) -> None:
-    """With all routes; returns when it is gone."""
+    """Removes the CRD with all routes."""
     cluster.kubectl("delete", "crd", NAME, "--ignore-not-found", "--timeout=30s")
 
 

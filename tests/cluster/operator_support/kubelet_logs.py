@@ -1,4 +1,4 @@
-"""The part of a kubelet that an API server asks for logs: HTTPS at the node's address, the lines given by the test."""
+"""The log endpoint of a kubelet: HTTPS at the node's address, with lines from the test."""
 
 import asyncio
 import ssl
@@ -15,14 +15,14 @@ from megatron_operator.timestamps import seconds
 
 @dataclass(frozen=True)
 class Line:
-    """As the container runtime keeps it; ``time`` like 2026-01-01T00:00:00.000000001Z."""
+    """A line in the container runtime's format; ``time`` like 2026-01-01T00:00:00.000000001Z."""
 
     time: str
     text: str
 
 
 class KubeletLogs:
-    """Used as an asynchronous context manager; the node's status then says where it listens."""
+    """An asynchronous context manager; sets its address in the node's status."""
 
     def __init__(self, api: Api, node: str) -> None:
         self._api = api
@@ -56,14 +56,14 @@ class KubeletLogs:
         await self._runner.cleanup()
 
     async def write(self, pod: str, *lines: tuple[str, str]) -> None:
-        """Lines of a pod's container, each with the time of day (HH:MM:SS) of a day long ago."""
+        """Adds lines of a pod's container, each with a time of day (HH:MM:SS) of a fixed date."""
         async with self._news:
             kept = self._logs.setdefault(pod, [])
             kept.extend(Line(f"2026-01-01T{time}.000000000Z", text) for time, text in lines)
             self._news.notify_all()
 
     async def until_followed(self) -> None:
-        """Returns once somebody waits for lines to come."""
+        """Returns once a client follows the log."""
         async with self._news:
             await self._news.wait_for(lambda: any(query.get("follow") == "true" for query in self.queries))
 
@@ -89,7 +89,7 @@ class KubeletLogs:
         return answer
 
     async def _beyond(self, pod: str, count: int) -> list[Line]:
-        """Further lines as soon as there are some; none at the end."""
+        """Waits for further lines; returns none at the end."""
         async with self._news:
             await self._news.wait_for(lambda: self._ends or len(self._logs.get(pod, [])) > count)
             return self._logs.get(pod, [])[count:]

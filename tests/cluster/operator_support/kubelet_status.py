@@ -1,4 +1,4 @@
-"""What a kubelet would write of a pod that a process plays."""
+"""The status that a kubelet would write for a simulated pod."""
 
 from __future__ import annotations
 

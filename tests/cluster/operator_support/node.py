@@ -1,4 +1,4 @@
-"""A node whose kubelet is played: it takes every pod of one namespace, and reports what becomes of it."""
+"""A simulated node: it runs every pod of one namespace and reports its status."""
 
 import asyncio
 import contextlib
@@ -23,9 +23,9 @@ def is_deleted(pod: Json) -> bool:
 
 
 class PlayedNode(ABC):
-    """Used as an asynchronous context manager. What a pod does is the subclass's matter.
+    """An asynchronous context manager. Subclasses define the behavior of pods.
 
-    There is no scheduler: the node binds the pods to itself, so that deletions have their grace, as on any node.
+    There is no scheduler: the node binds the pods to itself, so that deletions have their grace period.
     """
 
     def __init__(self, api: Api, namespace: str) -> None:
@@ -54,28 +54,28 @@ class PlayedNode(ABC):
 
     @abstractmethod
     async def start(self, pod: Json) -> None:
-        """A pod was bound to this node."""
+        """Starts a pod that was bound to this node."""
 
     @abstractmethod
     async def stop(self, pod: Json, grace_seconds: float) -> None:
-        """End the pod; returns when it has ended. One that was never started is fine."""
+        """Ends the pod; returns when it has ended. The pod may never have been started."""
 
     def relabel(self, pod: Json) -> None:  # noqa: B027
-        """The pod's labels may have changed."""
+        """Called when the pod's labels may have changed."""
 
-    async def turn(self) -> None:  # noqa: B027  # not every node has something to do
-        """Called over and over."""
+    async def turn(self) -> None:  # noqa: B027  # optional
+        """Called periodically."""
 
     async def close(self) -> None:  # noqa: B027
-        """End everything."""
+        """Ends everything."""
 
     async def report(self, pod: Json, status: dict[str, Any]) -> None:
-        """Write the pod's status; one that is gone is fine."""
+        """Writes the pod's status; the pod may have been deleted."""
         with contextlib.suppress(ApiFailure):
             await self.api.merge(f"{self.pods_path}/{pod['metadata']['name']}/status", {"status": status})
 
     def takes(self, pod: Json) -> bool:  # noqa: ARG002
-        """Whether the pod finds a place here."""
+        """Whether the pod fits on this node."""
         return True
 
     async def _register(self) -> None:
@@ -87,10 +87,10 @@ class PlayedNode(ABC):
         await self.api.post(LEASES, {**lease, "spec": spec})
 
     async def _beat(self) -> None:
-        """Without it the cluster would take the node for dead, and its pods for unready, after 40 seconds."""
+        """Heartbeats, without which the cluster would consider the node lost and its pods unready after 40 seconds."""
         while True:
             await asyncio.sleep(HEARTBEAT)
-            with contextlib.suppress(Exception):  # the API server may be on holiday in a test
+            with contextlib.suppress(Exception):  # a test may stop the API server
                 await self.api.merge(f"{LEASES}/{self.name}", {"spec": {"renewTime": now()}})
 
     async def _turns(self) -> None:
@@ -101,7 +101,7 @@ class PlayedNode(ABC):
             except ApiFailure:
                 pass  # a race with a deletion
             except OSError:
-                pass  # the API server is on holiday
+                pass  # the test has stopped the API server
             except Exception as error:
                 self.failure = error
                 raise
@@ -123,7 +123,7 @@ class PlayedNode(ABC):
             await self.stop(self._known.pop(uid), 0)
 
     async def _start(self, pod: Json) -> None:
-        """A failure is the test's own; told in the pod's status too, it shows where the test waits."""
+        """Starts a pod; an error of the test is also written into the pod's status, to show it where the test waits."""
         try:
             await self.start(pod)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The operator as a process of its own, with no more rights than its ServiceAccount has."""
+"""The operator as a process with the permissions of its ServiceAccount."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ GRACE = 15.0
 
 
 class OperatorProcess:
-    """``start`` returns when it is alive. The log goes on over restarts."""
+    """``start`` returns when it is alive. Restarts append to the log."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class OperatorProcess:
         with_kopf: bool = False,
         settings: Mapping[str, str] | None = None,
     ) -> None:
-        """``settings``: environment variables by which the operator is told more than its flags say."""
+        """``settings``: additional environment variables of the operator."""
         self._settings = dict(settings or {})
         self._kubeconfig = kubeconfig
         self._namespaces = namespaces
@@ -38,13 +38,13 @@ class OperatorProcess:
 
     @property
     def pid(self) -> int:
-        """Of its guard. Raises AssertionError when it does not run."""
+        """Process id of its guard. Raises AssertionError if it does not run."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def url(self) -> str:
-        """Of its metrics and health."""
+        """URL of its metrics and health."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
@@ -52,7 +52,7 @@ class OperatorProcess:
         wait_until(self._is_alive, f"the operator, log: {self.log}", timeout=60)
 
     def stop(self) -> int | None:
-        """By SIGTERM, as a kubelet does. The exit code; None when it did not run."""
+        """Sends SIGTERM, as a kubelet does. Returns the exit code; None if it did not run."""
         if self._process is None:
             return None
         process, self._process = self._process, None
@@ -60,13 +60,13 @@ class OperatorProcess:
         return process.exit_code()
 
     def kill(self) -> None:
-        """By SIGKILL: it can tell nobody."""
+        """Sends SIGKILL."""
         assert self._process is not None
         process, self._process = self._process, None
         process.stop()
 
     def halt(self) -> None:
-        """As a machine does that is frozen for a while; `go_on` ends it."""
+        """Stops the process, like a frozen machine, until `go_on`."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGSTOP)
 
@@ -75,7 +75,7 @@ class OperatorProcess:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def metric(self, series: str) -> float:
-        """The value of one series, named with its labels."""
+        """The value of one series, given with its labels."""
         line = next(line for line in self.metrics().splitlines() if line.startswith(f"{series} "))
         return float(line.split()[-1])
 
@@ -108,7 +108,7 @@ class OperatorProcess:
         return self.is_healthy()
 
     def is_healthy(self) -> bool:
-        """What a liveness probe would find."""
+        """The result of a liveness probe."""
         try:
             return httpx.get(f"{self.url}/healthz", trust_env=False).is_success
         except httpx.HTTPError:
@@ -117,7 +117,7 @@ class OperatorProcess:
 
 @contextlib.contextmanager
 def in_the_place_of(operator: OperatorProcess, other: OperatorProcess) -> Iterator[None]:
-    """Another operator runs for a while: two at a time would serve the same resources."""
+    """Replaces the operator by another one, because two would serve the same resources."""
     operator.stop()
     try:
         other.start()

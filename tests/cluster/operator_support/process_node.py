@@ -1,4 +1,4 @@
-"""A node that runs its pods as processes of this machine, with the real runtime in them."""
+"""A node that runs its pods as processes of this machine, with the real runtime."""
 
 import asyncio
 import base64
@@ -20,11 +20,11 @@ CONTAINER = "megatron"
 
 
 class ProcessNode(PlayedNode):
-    """``models`` is what pods see at /models. Services get loopback addresses, pods the names behind them."""
+    """``models`` is the folder /models of pods. Services get loopback addresses, which pods resolve at their start."""
 
     def __init__(self, api: Api, namespace: str, folder: Path, models: Path) -> None:
         super().__init__(api, namespace)
-        # The programs of this Python environment, whether it is activated or not.
+        # The programs of this Python environment, even if it is not activated.
         path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
         self.processes = ProcessPods(
             folder,
@@ -38,7 +38,7 @@ class ProcessNode(PlayedNode):
 
     async def start(self, pod: Json) -> None:
         await self._learn()
-        # Names are put into a process as addresses at its start, whereas a real pod looks them up again.
+        # A process gets addresses instead of names at its start, whereas a real pod resolves names again.
         while self.processes.network.unknown_services(json.dumps(pod["spec"])):
             await asyncio.sleep(0.1)
             await self._learn()
@@ -63,7 +63,7 @@ class ProcessNode(PlayedNode):
         await self.processes.close(grace_seconds=10)
 
     async def service_address(self, name: str) -> str:
-        """Where the Service's ports are forwarded to its pods. It may be younger than the last pod."""
+        """The address that forwards the Service's ports to its pods. The Service may be newer than the last pod."""
         await self._learn()
         address = self.processes.network.service_address(self.namespace, name)
         assert address is not None, f"there is no Service {name}"
@@ -73,7 +73,7 @@ class ProcessNode(PlayedNode):
         return self._secrets[name]
 
     async def _learn(self) -> None:
-        """What the cluster's DNS and the kubelet's volume manager would know."""
+        """Reads the objects that the cluster's DNS and the kubelet's volume manager would use."""
         root = f"/api/v1/namespaces/{self.namespace}"
         for service in await self.api.items(f"{root}/services"):
             await self.processes.network.apply_service(service)

@@ -1,4 +1,4 @@
-"""What clients ask of SmolLM2, and what they see while it is held."""
+"""Requests to SmolLM2, and their behavior during a pause."""
 
 import asyncio
 from typing import Any
@@ -10,7 +10,7 @@ QUESTION = "What is the capital of France?"
 
 
 async def ask(client: openai.AsyncOpenAI, length: int = 24, **more: Any) -> str:
-    """The whole answer, of ``length`` tokens at most."""
+    """The complete answer, of at most ``length`` tokens."""
     answer = await client.chat.completions.create(
         model="smollm2", messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=length, **more
     )
@@ -18,7 +18,7 @@ async def ask(client: openai.AsyncOpenAI, length: int = 24, **more: Any) -> str:
 
 
 async def check_requests_wait(resource: Resource, client: openai.AsyncOpenAI) -> None:
-    """One that comes while the engines are paused waits through a suspension, and is answered when they run again."""
+    """Checks that a request during a pause waits through a suspension, and is answered when the engines run again."""
     await resource.patch({"lifecycle": "Paused"})
     await resource.kubectl("wait", "--for=condition=Paused", f"mi/{resource.name}", "--timeout=50s")
     waiting = asyncio.create_task(ask(client))

@@ -1,4 +1,4 @@
-"""A MegatronInference as a user sees it, through kubectl."""
+"""A MegatronInference, accessed through kubectl."""
 
 import asyncio
 import json
@@ -23,11 +23,11 @@ KINDS = (
     ("/apis/inference.megatron.dev/v1alpha1", "mi", "megatroninferences"),
 )
 PATHS = {word: (prefix, plural) for prefix, singular, plural in KINDS for word in (singular, plural)}
-"""Where the API server keeps what tests wait for, by kubectl's words."""
+"""Paths of the API server by kubectl's names of kinds."""
 
 
 def manifest(name: str = "chat", **spec: Any) -> Json:
-    """A resource that asks for a CPU rank and a path; ``spec`` is added."""
+    """A resource with one CPU rank and a model path; ``spec`` is added."""
     return {
         "apiVersion": "inference.megatron.dev/v1alpha1",
         "kind": "MegatronInference",
@@ -63,7 +63,7 @@ class Resource:
         return found
 
     async def look(self, kind: str, name: str = "") -> Json | None:
-        """An object, or the list of those that carry the resource's label; None when there is no such thing."""
+        """An object, or the list of objects with the resource's label; None if it does not exist."""
         prefix, plural = PATHS[kind]
         path = f"{prefix}/namespaces/{self.namespace}/{plural}"
         query = f"/{name}" if name else f"?labelSelector=inference.megatron.dev%2Fname%3D{self.name}"
@@ -75,19 +75,19 @@ class Resource:
         return dict(found.get("status") or {})
 
     async def pods(self) -> dict[str, Json]:
-        """By name, those on their way out included."""
+        """The pods by name, including terminating ones."""
         found = await self.look("pods") or {}
         return {pod["metadata"]["name"]: pod for pod in found["items"]}
 
     async def until(self, is_so: Callable[[Json], bool], what: str, within: float = 60) -> Json:
-        """The status as soon as it is so."""
+        """The status as soon as the condition holds."""
         return await _poll(self.status, is_so, lambda status: f"{what}; status: {json.dumps(status, indent=1)}", within)
 
     async def until_phase(self, phase: str, within: float = 60) -> Json:
         return await self.until(lambda status: status.get("phase") == phase, f"phase {phase}", within)
 
     async def until_pods(self, *names: str, within: float = 60) -> dict[str, Json]:
-        """All of these and no others."""
+        """Waits until exactly these pods exist."""
         return await _poll(
             self.pods,
             lambda pods: set(pods) == set(names),
@@ -96,7 +96,7 @@ class Resource:
         )
 
     async def until_found(self, kind: str, name: str, is_so: Callable[[Json], bool], within: float = 60) -> Json:
-        """The object as soon as it exists and is so."""
+        """The object as soon as it exists and the condition holds."""
 
         async def look() -> Json:
             return await self.look(kind, name) or {}
@@ -109,7 +109,7 @@ class Resource:
         )
 
     async def until_gone(self, *kinds: str, within: float = 60) -> None:
-        """Nothing of these kinds carries the resource's label any more."""
+        """Waits until no object of these kinds has the resource's label."""
 
         async def look() -> list[str]:
             found = [(kind, await self.look(kind) or {}) for kind in kinds]
@@ -121,17 +121,17 @@ class Resource:
 async def _poll(
     look: Callable[[], Awaitable[T]], is_so: Callable[[T], bool], describe: Callable[[T], str], within: float
 ) -> T:
-    """What ``look`` finds as soon as it is so. Raises NotReadyError, which complains of what it found last."""
+    """The result of ``look`` as soon as the condition holds. Raises NotReadyError with the last result."""
     deadline = time.monotonic() + within
     while not is_so(found := await look()):
         if time.monotonic() > deadline:
-            raise NotReadyError(f"waited {within:.0f} s in vain for {describe(found)}")
+            raise NotReadyError(f"timeout after {within:.0f} s: waited for {describe(found)}")
         await asyncio.sleep(0.1)
     return found
 
 
 def condition(status: Mapping[str, Any], kind: str) -> Json:
-    """The condition of this type; empty when there is none."""
+    """The condition of this type; empty if there is none."""
     found: Json = next((each for each in status.get("conditions", []) if each["type"] == kind), {})
     return found
 

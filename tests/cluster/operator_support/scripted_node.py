@@ -1,4 +1,4 @@
-"""A node that does what the test says: pods come up by themselves, or as they are told."""
+"""A simulated node whose pods become ready by themselves, or are controlled by the test."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ LABELS = "inference.megatron.dev"
 class ScriptedNode(PlayedNode):
     """With ``by_itself`` every pod becomes ready; otherwise it waits for ``run`` and ``make_ready``.
 
-    ``address`` is for tests of one pod, which an API server reaches there: it goes to no loopback address.
+    ``address`` is for tests of a single pod that the API server connects to, which is not possible on loopback.
     """
 
     def __init__(self, api: Api, namespace: str, *, by_itself: bool = True, address: str | None = None) -> None:
@@ -46,7 +46,7 @@ class ScriptedNode(PlayedNode):
         return await self.api.get(f"{self.pods_path}/{name}")
 
     async def run(self, pod: Json) -> StandIn:
-        """The pod's process has started: its control API answers, and its rank loads."""
+        """Starts the pod's process: its control API answers, and its rank loads."""
         metadata = pod["metadata"]
         environment = {item["name"]: item.get("value", "") for item in pod["spec"]["containers"][0]["env"]}
         launcher = StandIn(
@@ -64,13 +64,13 @@ class ScriptedNode(PlayedNode):
         return launcher
 
     async def make_ready(self, pod: Json) -> None:
-        """The model is loaded and the readiness probe passes."""
+        """Finishes loading; the readiness probe passes."""
         launcher = self.launchers[pod["metadata"]["name"]]
         launcher.serve()
         await self._report(pod, launcher.address, ready=True)
 
     async def fail(self, pod: Json, exit_code: int, message: str | dict[str, Any], reason: str = "Error") -> None:
-        """The container has ended, with the launcher's last words."""
+        """Ends the container, with the launcher's termination message."""
         await self.stop(pod, 0)
         words = message if isinstance(message, str) else json.dumps(message)
         ended = {"exitCode": exit_code, "reason": reason, "message": words, "finishedAt": now()[:19] + "Z"}
@@ -85,7 +85,7 @@ class ScriptedNode(PlayedNode):
         )
 
     async def preempt(self, pod: Json) -> None:
-        """The kubelet has ended the pod for one with a higher priority."""
+        """Ends the pod as the kubelet does for a pod with a higher priority."""
         await self.stop(pod, 0)
         words = {"reason": "TerminationByKubelet", "message": "Preempted in order to admit critical pod"}
         target = {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": now()[:19] + "Z", **words}
@@ -96,14 +96,14 @@ class ScriptedNode(PlayedNode):
         )
 
     async def wait_for_image(self, pod: Json, message: str) -> None:
-        """The image cannot be fetched."""
+        """Reports that the image cannot be pulled."""
         waiting = {"waiting": {"reason": "ImagePullBackOff", "message": message}}
         image = pod["spec"]["containers"][0]["image"]
         status = {"name": CONTAINER, "image": image, "imageID": "", "ready": False, "restartCount": 0}
         await self.report(pod, {"phase": "Pending", "containerStatuses": [{**status, "state": waiting}]})
 
     async def find_no_place(self, pod: Json, message: str) -> None:
-        """What a scheduler reports of a pod that fits nowhere."""
+        """Reports that no node fits the pod, as a scheduler does."""
         condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}
         await self.report(pod, {"phase": "Pending", "conditions": [condition]})
 

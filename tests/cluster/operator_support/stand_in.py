@@ -1,4 +1,4 @@
-"""The runtime's real control API with an engine that has only a state: for pods without a model."""
+"""The runtime's real control API with a simulated engine, for pods without a model."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ class _Server(uvicorn.Server):
 
 
 class StandIn:
-    """A launcher's control API at ``address``. ``signals`` are those that were carried out, in order."""
+    """A launcher's control API at ``address``. ``signals`` has the executed signals, in order."""
 
     def __init__(self, address: str, token: str, *, leader: bool, epoch: int, group: int, lifecycle: str) -> None:
         self.address = address
@@ -59,11 +59,11 @@ class StandIn:
         await asyncio.gather(self._serving, return_exceptions=True)
 
     def load(self, loaded: int, total: int) -> None:
-        """The rank loads its weights."""
+        """Sets the loading progress of the rank."""
         self.state.update_rank(0, phase=RankPhase.LOADING, loaded_bytes=loaded, total_bytes=total)
 
     def serve(self) -> None:
-        """The rank serves, and the leader's engine is in the desired state."""
+        """Sets the rank to serving, and the leader's engine to the desired state."""
         self.state.update_rank(0, phase=RankPhase.SERVING)
         if self.state.facts.is_leader:
             self.state.update(frontends_listening=1)
@@ -81,7 +81,7 @@ class StandIn:
         self.state.update(is_leader=False, epoch=epoch, engine_state=None, replica_groups=())
 
     def enter(self, state: str) -> None:
-        """Set the state of the engine."""
+        """Sets the state of the engine."""
         groups = self.state.facts.replica_groups or (ReplicaGroupState(self._group, state),)
         self.state.update(engine_state=state, replica_groups=tuple(replace(each, state=state) for each in groups))
 

@@ -66,7 +66,7 @@ class Switch:
         """Pull the host's cable."""
         self._switch("link", "set", _port(host), "down")
 
-    def mend(self, host: Host) -> None:
+    def restore(self, host: Host) -> None:
         """Put it back."""
         self._switch("link", "set", _port(host), "up")
 

@@ -1,4 +1,4 @@
-"""Requests made up from the server's own description, good ones and bad ones: none of them breaks it."""
+"""Valid and invalid requests generated from the server's OpenAPI description."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from suite_support.repetition import is_long, repeated
 
 CHOSEN = os.environ.get("MEGATRON_API_CASES")
 CASES = int(CHOSEN) if CHOSEN else repeated(120, 300)
-"""How many in all, of requests with a body; others in the long run, and when a number is asked for."""
+"""Number of requests with a body."""
 FEW = 5
-"""How many of each kind without a body."""
+"""Number of requests of each kind without a body."""
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 
 
 @pytest.fixture(scope="module")
 def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A pod whose answers are short."""
+    """A pod with short answers."""
     folder = tmp_path_factory.mktemp("pod")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}{{ tools }}"
     model = write_tiny_checkpoint(folder / "tiny", longest=256, chat_template=template)
@@ -38,7 +38,7 @@ def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
 
 
 def described(pod: Any) -> dict[str, Any]:
-    """The server's description, in which the only model is the one that is served."""
+    """The server's description, with the served model as the only value of ``model``."""
     schema: dict[str, Any] = pod.http.get("/openapi.json").json()
     for body in schema["components"]["schemas"].values():
         if "model" in body.get("properties", {}):

@@ -1,4 +1,4 @@
-"""Everything dies or stalls at random, and nobody misses an answer: the whole pod, real processes, real clients."""
+"""All requests are answered while random processes of a pod are killed or stopped, with real processes and clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from megatron_runtime.sampling_params import SamplingParams
 REQUESTS = repeated(150, 500)
 CANDIDATES = repeated(180, 600)
 LEAST_MARGIN = 1e-4
-"""Of logits. Rounding differs with who shares a batch: over 100,000 tokens some finish within 2e-6 of another."""
+"""Minimum difference between the two largest scores. Rounding depends on the batch: over 100,000 tokens, some differ by
+less than 2e-6."""
 IN_FLIGHT = 40
 REPLICAS = 3
 FRONTENDS = 2
@@ -45,13 +46,13 @@ VICTIMS = {
     ("coordinator_process", signal.SIGKILL): repeated(2, 6),
     ("server.frontend", signal.SIGKILL): repeated(2, 6),
 }
-"""How often each kind of process gets a signal, by a word of its command line."""
+"""Number of signals per kind of process, by a word of its command line."""
 DISTURBANCES = sum(VICTIMS.values())
 STALL_SECONDS = CoordinatorOptions.engine_timeout + 2
-"""How long a process stays stopped: its requests are moved, and the launcher does not take it for hung yet."""
+"""Seconds that a process stays stopped: its requests move to others, but the launcher does not consider it hung yet."""
 DEADLINE = 240.0
 SETTLING = 15.0
-"""Less than the coordinator keeps requests for clients that may come back: here all of them did."""
+"""Seconds; less than the coordinator keeps requests of disconnected clients, because all clients reconnect here."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ class Job:
 
 
 def make_jobs(rng: random.Random) -> list[Job]:
-    """Every second one streams, every second pair goes over HTTP, every second four are greedy.
+    """Jobs: every second one streams, every second pair uses HTTP, every second four are greedy.
 
-    More than are asked, since some turn out to have no one right answer.
+    There are more than needed, because ``decided`` removes some.
     """
     jobs = []
     for number in range(CANDIDATES):
@@ -85,7 +86,7 @@ def make_jobs(rng: random.Random) -> list[Job]:
 
 
 def undisturbed(checkpoint: Path, jobs: list[Job]) -> list[Any]:
-    """What an engine answers that nobody harms."""
+    """The answers of an engine without failures."""
     llm = MegatronLLM(
         model=load_model(checkpoint, dtype="float32"),
         tokenizer=load_tokenizer(checkpoint),
@@ -97,7 +98,7 @@ def undisturbed(checkpoint: Path, jobs: list[Job]) -> list[Any]:
 
 
 def decided(checkpoint: Path, jobs: list[Job], wanted: list[Any]) -> tuple[list[Job], list[Any]]:
-    """The first jobs, numbered anew, whose answer no rounding can change, with their answers."""
+    """The first jobs whose answer does not depend on rounding, renumbered, with their answers."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     chosen: list[tuple[Job, Any]] = []
     for job, request in zip(jobs, wanted, strict=True):
@@ -109,17 +110,17 @@ def decided(checkpoint: Path, jobs: list[Job], wanted: list[Any]) -> tuple[list[
 
 
 class Crowd:
-    """The clients: so many requests at a time, until all are answered.
+    """The clients: send all requests, a fixed number at a time.
 
     Attributes:
         answers: The answers of each job, by its number: texts over HTTP, tokens from the library's client.
-        broken: What was read of HTTP streams that broke, with the number of the job.
+        broken: The text of interrupted HTTP streams, with the number of the job.
     """
 
     def __init__(self, pod: Any, client: InferenceClient) -> None:
         self._client = client
-        # A frontend that is killed takes its connections along: OpenAI's client sends the request again by itself,
-        # unless it has begun to read a stream.
+        # The connections of a killed frontend break: OpenAI's client retries the request, unless it has begun to read a
+        # stream.
         self._openai = AsyncOpenAI(
             base_url=f"http://{pod.host}:8000/v1",
             api_key="none",
@@ -133,7 +134,7 @@ class Crowd:
         self.broken: list[tuple[int, str]] = []
 
     async def ask_all(self, jobs: list[Job]) -> None:
-        """Returns when the last one is answered; the first error of any ends it."""
+        """Returns when all are answered; raises the first error."""
         async with asyncio.TaskGroup() as group:
             for job in jobs:
                 await self._room.acquire()
@@ -141,7 +142,7 @@ class Crowd:
         await self._openai.close()
 
     async def wait_for(self, count: int) -> None:
-        """Until so many are answered."""
+        """Waits until ``count`` requests are answered."""
         while len(self.answers) < count:
             await self._answered.wait()
 
@@ -188,10 +189,10 @@ class Crowd:
 
 
 class Reaper:
-    """Kills or stops one process of the pod after another, each once so many more answers have come.
+    """Kills or stops processes of the pod, one after the other, after a number of answers each.
 
     Attributes:
-        harmed: How many processes of each kind got each signal.
+        harmed: Number of signals by kind of process and signal.
     """
 
     def __init__(self, pod: Any, crowd: Crowd, rng: random.Random) -> None:
@@ -202,7 +203,7 @@ class Reaper:
         self.harmed: Counter[tuple[str, signal.Signals]] = Counter()
 
     async def run(self) -> None:
-        """Returns after the last one, when those that were stopped go on."""
+        """Returns after the last signal, when all stopped processes continue."""
         harms = [harm for harm, times in VICTIMS.items() for _ in range(times)]
         self._rng.shuffle(harms)
         async with asyncio.TaskGroup() as group:
@@ -216,7 +217,7 @@ class Reaper:
                     group.create_task(self._let_go_on(victim))
 
     async def _victim(self, word: str) -> int:
-        """A process of this kind that is at work; those that were killed last may not be back yet."""
+        """A running process of this kind; waits for one that is being restarted."""
         while True:
             children = self._pod.children().items()
             if found := sorted(pid for pid, command in children if word in command and pid not in self._stopped):
@@ -254,7 +255,7 @@ async def test_each_request_is_answered_once_and_correctly_while_processes_are_k
     try:
         async with asyncio.timeout(DEADLINE):
             await asyncio.gather(crowd.ask_all(jobs), reaper.run())
-        # What a frontend asked for that was killed at the very end is given up once its death is noticed.
+        # The engines drop requests of a frontend that was killed at the end once its loss is detected.
         async with asyncio.timeout(SETTLING):
             while (await client.service_state()).outstanding_requests:
                 pass

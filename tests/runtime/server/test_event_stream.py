@@ -1,4 +1,4 @@
-"""The events of a stream: what leaves together, and what happens when the client leaves."""
+"""Server-sent events: batching, errors, and a client that disconnects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def deltas_of(*batches: list[str], error: Exception | None = None) -> Batc
 
 
 async def sent(deltas: Batches, **options: Any) -> list[bytes]:
-    """The bodies that a client gets that stays to the end."""
+    """The bodies that a client receives."""
     bodies = []
 
     async def send(message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Every metric of a frontend, by what one answer changes in it."""
+"""The changes of every metric of a frontend by one answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GENERATED = 8
 
 
 def samples(pod: Any) -> dict[str, float]:
-    """Values by name; those of several label sets added up."""
+    """Values by name, summed over label sets."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(pod.control.get("/metrics").text):
         for sample in family.samples:

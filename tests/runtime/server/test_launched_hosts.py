@@ -87,7 +87,7 @@ def test_a_cut_link_between_two_hosts_is_detected_by_both_and_the_next_attempt_s
         reason = last_words(pod)
         assert (reason["reason"], reason["rank"]) == ("LostRank", missing), reason
         assert re.search(rf"rank {missing} \(tensor \d, stage \d\) is missing", reason["message"])
-    switch.mend(there)
+    switch.restore(there)
     after = start_attempt(split, 1)
     with here:
         after[0].wait_ready()

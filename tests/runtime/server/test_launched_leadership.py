@@ -33,7 +33,7 @@ def ask(pod: Any, length: int = 20) -> str:
 class Pair:
     """Two pods with one replica group each, and an address that leads to the coordinator of either.
 
-    ``answer`` is that of a pod to which nothing has happened yet.
+    ``answer`` is the answer before any change.
     """
 
     first: Any

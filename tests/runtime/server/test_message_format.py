@@ -1,4 +1,4 @@
-"""What follows from a chat template about the messages of its model."""
+"""The format of messages, from the chat template and the configured parsers."""
 
 from __future__ import annotations
 

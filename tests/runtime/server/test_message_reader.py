@@ -1,4 +1,4 @@
-"""What is found in the words of models: thoughts, and calls of tools in every form, however the text is cut."""
+"""Parsing of reasoning and tool calls in every format, for any split of the text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers in the forms that clients of OpenAI's API may ask for: tokens, echoes, responses, and grammars kept to."""
+"""Token ids, echo, responses and structured outputs of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -162,11 +162,11 @@ def test_a_stream_of_events_ends_with_its_error(shared_pod: Any) -> None:
     assert last["response"]["error"]["code"] == "deadline_exceeded"
 
 
-# Answers of a given form
+# Structured outputs
 
 
 class Lighthouse(BaseModel):
-    """What a structured answer tells."""
+    """The schema of a structured output."""
 
     name: Literal["Pharos", "Eddystone"]
     metres: int = Field(ge=0, le=999)

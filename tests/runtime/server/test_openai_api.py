@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API expect around answers: limits, errors, ids, a log, and what the server is."""
+"""Limits, errors, request ids, the access log, and the description of the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDLESS = {"model": "chat", "messages": STORY, "max_tokens": 4000, "ignore_eos":
 
 @pytest.fixture(scope="module")
 def pod(pod_type: Any, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A pod whose one frontend takes little, and asks for a key."""
+    """A pod with one frontend with low limits, which requires a key."""
     folder = tmp_path_factory.mktemp("pod")
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
@@ -161,7 +161,7 @@ def test_a_request_may_set_its_timeout(pod: Any) -> None:
 
 def test_a_full_queue_returns_429_with_retry_after(pod: Any) -> None:
     with pod.http.stream("POST", "/v1/chat/completions", json={**ENDLESS, "n": 2, "stream": True}) as stream:
-        lines = stream.iter_lines()  # the connection lasts as long as this does
+        lines = stream.iter_lines()  # keeps the connection open
         assert next(lines).startswith("data: ")
         with pytest.raises(openai.RateLimitError) as caught:
             pod.openai.chat.completions.create(model="chat", messages=STORY, max_tokens=2)
@@ -171,7 +171,7 @@ def test_a_full_queue_returns_429_with_retry_after(pod: Any) -> None:
     pod.openai.chat.completions.create(model="chat", messages=STORY, max_tokens=2)
 
 
-# Names, traces, logs and browsers
+# Request ids, traces, logs and CORS
 
 
 def test_a_request_keeps_its_id_and_its_trace(pod: Any) -> None:
@@ -223,7 +223,7 @@ def test_pages_of_a_configured_origin_may_read_answers(pod: Any) -> None:
     assert "access-control-allow-origin" not in other.headers
 
 
-# What there is beside answers
+# Other routes
 
 
 def test_tokens_become_text_and_text_becomes_tokens(pod: Any) -> None:

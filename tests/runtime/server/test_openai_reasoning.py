@@ -1,4 +1,4 @@
-"""Thoughts in answers, from a model that thinks first, marks everything with special tokens, and knows of tools."""
+"""Reasoning in answers of a model with special tokens for reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
 
 
 def ask(pod: Any, *, stream: bool = False, **fields: Any) -> Any:
-    """The message, with its reason to stop; that of a stream is put together from its deltas."""
+    """The message and its finish reason; a stream is assembled from its deltas."""
     known = {"messages", "tools", "tool_choice", "logit_bias", "max_tokens", "response_format", "stop"}
     asked: dict[str, Any] = {"messages": ASKED, "max_tokens": 60, **fields}
     extra = {name: asked.pop(name) for name in list(asked) if name not in known}

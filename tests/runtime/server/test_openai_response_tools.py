@@ -1,4 +1,4 @@
-"""Tools and thoughts in responses, with OpenAI's own client."""
+"""Tools and reasoning in responses, with OpenAI's client."""
 
 from __future__ import annotations
 

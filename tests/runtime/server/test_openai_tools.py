@@ -1,4 +1,4 @@
-"""Tools as clients of OpenAI's API use them, on a model whose chat template knows of none."""
+"""Tools in OpenAI's API, with a model whose chat template does not support them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def calls_of(message: Any) -> list[tuple[str, Any]]:
 
 
 def streamed_calls(chunks: list[Any]) -> list[dict[str, str]]:
-    """Calls put together from the deltas of a stream, whose order is checked on the way."""
+    """The calls, assembled from the deltas of a stream, whose order is checked."""
     calls: list[dict[str, str]] = []
     for chunk in chunks:
         for choice in chunk.choices:

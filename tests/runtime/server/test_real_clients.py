@@ -1,4 +1,4 @@
-"""The endpoint as further clients use it: OpenAI's asynchronous one, LangChain's chat model, and curl."""
+"""The endpoint with OpenAI's asynchronous client, LangChain's chat model, and curl."""
 
 from __future__ import annotations
 

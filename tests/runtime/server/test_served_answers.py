@@ -1,4 +1,4 @@
-"""The OpenAI endpoint of a real pod, asked by OpenAI's own client."""
+"""The OpenAI endpoint of a real pod, with OpenAI's client."""
 
 from __future__ import annotations
 

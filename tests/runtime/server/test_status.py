@@ -1,4 +1,4 @@
-"""What the endpoint tells of the service, and how it serves its page."""
+"""``GET /status``, and the files of the web page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "key-of-the-tests"
 
 @pytest.fixture(scope="module")
 def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A pod of two replicas that asks for a key."""
+    """A pod of two replica groups that requires a key."""
     folder = tmp_path_factory.mktemp("pod")
     keys = folder / "keys"
     keys.write_text(f"{KEY}\n")
@@ -58,9 +58,9 @@ def test_the_status_follows_the_service(pod: Any) -> None:
 
 
 def test_the_status_requires_a_key_and_the_page_does_not(pod: Any) -> None:
-    nobody = {"Authorization": ""}
-    assert pod.http.get("/status", headers=nobody).status_code == 401
-    assert pod.http.get("/", headers=nobody).status_code == 200
+    no_key = {"Authorization": ""}
+    assert pod.http.get("/status", headers=no_key).status_code == 401
+    assert pod.http.get("/", headers=no_key).status_code == 200
 
 
 def test_the_description_has_an_example_of_the_status(pod: Any) -> None:

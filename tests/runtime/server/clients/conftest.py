@@ -1,4 +1,4 @@
-"""Fixtures of the tests with other people's clients: a browser, and pages in it."""
+"""Fixtures of the tests with external clients: a browser, and pages in it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 HERE = Path(__file__).parent
 for folder in (HERE, HERE.parents[2] / "cluster"):
     if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # client_support and cluster_support lie there; importlib mode puts nothing on it
+        sys.path.append(str(folder))  # for client_support and cluster_support; pytest's importlib mode does not add
+        # them
 
 from client_support import chromium  # noqa: E402
 
 WAIT_MS = 30_000
-"""How long the page may take to come to what a test expects."""
+"""Time for the page to reach the state that a test expects, in milliseconds."""
 OpenPage = Callable[..., Page]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium; fails, never skips, where it was not fetched.
+    """Headless Chromium; the tests fail, and are not skipped, if it is missing.
 
-    Not for the whole session: Playwright keeps an event loop running, beside which no asynchronous test can have one.
+    Not for the whole session: Playwright keeps an event loop running, which would block asynchronous tests.
     """
     program = chromium.find(os.environ)
     expect.set_options(timeout=WAIT_MS)
@@ -39,7 +40,8 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Opens the page of a pod in a browser that knows nothing yet; it must neither fail nor leave the pod."""
+    """Opens the page of a pod in a new browser context; fails for errors of the page and for requests to other
+    hosts."""
     failures: list[str] = []
     contexts = []
 

@@ -1,4 +1,4 @@
-"""Takes the picture of the page that the README shows.
+"""Takes the screenshot of the page for the README.
 
 Run `make serve` in one shell, and in another
 `python tests/runtime/server/clients/picture.py http://127.0.0.1:8000 docs/page.png`.

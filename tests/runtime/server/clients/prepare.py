@@ -1,4 +1,4 @@
-"""Fetches what the tests with other people's clients run: a browser where there is none, packages of npm and PyPI.
+"""Downloads the external clients for the tests: a browser if there is none, packages from npm and PyPI.
 
 `python tests/runtime/server/clients/prepare.py`; the tests themselves download nothing.
 """
@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-# What is fetched once is kept by the same code as the cluster's programs.
+# The cache is shared with the programs of the cluster tests.
 sys.path.append(str(Path(__file__).parents[3] / "cluster"))
 
 from client_support import chromium, further_python, node

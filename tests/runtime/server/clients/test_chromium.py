@@ -1,4 +1,4 @@
-"""Which browser the tests of the page take."""
+"""The selection of the browser for the tests of the page."""
 
 from pathlib import Path
 
@@ -32,6 +32,6 @@ def test_a_downloaded_browser_is_used_while_it_starts(tmp_path: Path) -> None:
 
 def test_a_machine_without_apt_gets_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(NoClientError, match="no apt-get to fetch it with: put a chromium on PATH"):
+    with pytest.raises(NoClientError, match="no apt-get to download it: put chromium on PATH"):
         chromium.find_or_fetch({"PATH": "/nowhere", "MEGATRON_CACHE_DIR": str(tmp_path)}, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == ["chromium.lock"]

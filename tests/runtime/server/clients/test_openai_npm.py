@@ -1,4 +1,4 @@
-"""The endpoint as OpenAI's official client of npm uses it."""
+"""The endpoint with OpenAI's official client from npm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def outcome(pod: Any, case: str) -> Any:
 
 @pytest.fixture(scope="module")
 def whole(shared_pod: Any) -> str:
-    """What the model answers, as another client has it."""
+    """The model's answer to another client."""
     asked = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0}
     text: str = shared_pod.post("/v1/chat/completions", asked).json()["choices"][0]["message"]["content"]
     return text

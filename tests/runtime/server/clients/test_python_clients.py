@@ -1,4 +1,4 @@
-"""The endpoint as clients use it that need a Python of their own: LlamaIndex, and lm-eval's tasks."""
+"""The endpoint with clients in a separate Python environment: LlamaIndex, and lm-eval's tasks."""
 
 from __future__ import annotations
 

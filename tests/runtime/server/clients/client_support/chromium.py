@@ -1,4 +1,4 @@
-"""The browser of the tests: the one that is installed, or Debian's, unpacked into the cache folder."""
+"""The browser for the tests: an installed Chromium, or Debian's package, unpacked into the cache folder."""
 
 import shutil
 import subprocess
@@ -12,9 +12,9 @@ from cluster_support.processes import run_guarded
 from cluster_support.progress import Progress, Say
 
 PROGRAM = "chromium"
-MEND = "put a chromium on PATH, or run `make clients` on a Debian with apt-get"
+REMEDY = "put chromium on PATH, or run `make clients` on a Debian with apt-get"
 FLAGS = (
-    "--no-sandbox",  # root, as in many containers, may not have one; the pages are our own
+    "--no-sandbox",  # not possible as root in many containers; the tests open only our own pages
     "--disable-gpu",
     "--disable-quic",
 )
@@ -30,17 +30,17 @@ FONTS = """<?xml version="1.0"?>
 
 
 def find(env: Mapping[str, str]) -> Path:
-    """A program that takes Chromium's flags. Raises NoClientError."""
+    """A program with Chromium's flags. Raises NoClientError."""
     if installed := shutil.which(PROGRAM, path=env.get("PATH")):
         return Path(installed)
     folder = _folder(env)
     if not _runs(folder):
-        raise NoClientError(f"there is no Chromium: {MEND}")
+        raise NoClientError(f"there is no Chromium: {REMEDY}")
     return folder / PROGRAM
 
 
 def find_or_fetch(env: Mapping[str, str], say: Say) -> Path:
-    """The same, fetched first if need be."""
+    """The same; downloads it first if it is missing."""
     if installed := shutil.which(PROGRAM, path=env.get("PATH")):
         return Path(installed)
     return kept(Kept("Chromium", _folder(env), "120 MB or more to download", _runs, _fetch), say) / PROGRAM
@@ -51,14 +51,14 @@ def _folder(env: Mapping[str, str]) -> Path:
 
 
 def _runs(folder: Path) -> bool:
-    """False also when a library that it needs has gone from the machine since."""
+    """Whether it runs; False also if a required library has been removed from the machine."""
     program = folder / PROGRAM
     return program.exists() and subprocess.run([program, "--version"], capture_output=True).returncode == 0
 
 
 def _fetch(workspace: Path, progress: Progress) -> Path:
     if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-        raise NoClientError(f"there is no Chromium, and no apt-get to fetch it with: {MEND}")
+        raise NoClientError(f"there is no Chromium, and no apt-get to download it: {REMEDY}")
     log = workspace / "log"
     apt = debian.Apt(workspace / "apt", log)
     made = workspace / "made"
@@ -71,7 +71,7 @@ def _fetch(workspace: Path, progress: Progress) -> Path:
         progress("unpacking")
         debian.unpack(packages, made / "root", log)
     except CommandFailedError as error:
-        raise NoClientError(f"Chromium could not be fetched: {MEND}\n{error}") from error
+        raise NoClientError(f"Chromium could not be downloaded: {REMEDY}\n{error}") from error
     _write_launcher(made)
     run_guarded([made / PROGRAM, "--version"], log)
     return made

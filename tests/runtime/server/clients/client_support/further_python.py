@@ -1,6 +1,6 @@
-"""A Python of its own for clients that want other versions of packages than the tests do, in the cache folder.
+"""A separate Python environment, in the cache folder, for clients that conflict with the packages of the tests.
 
-``python/requirements.txt`` and ``python/constraints.txt`` say what is in it.
+Its packages are those of ``python/requirements.txt`` and ``python/constraints.txt``.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ def find(env: Mapping[str, str]) -> Path:
 
 
 def find_or_fetch(env: Mapping[str, str], say: Say) -> Path:
-    """The same, made first if need be."""
+    """The same; creates the environment first if it is missing."""
     return kept(Kept("Python-clients", _folder(env), "300 MB to download", _is_complete, _fetch), say) / PYTHON
 
 
 def run(*words: object, **environment: str) -> str:
-    """What the interpreter prints; on one thread, and away from the network."""
+    """Runs the interpreter with one thread and without network access; returns its output."""
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "no_proxy": "*"}
     env = {**os.environ, **quiet, **environment}
     command = [str(find(os.environ)), *map(str, words)]

