@@ -1,4 +1,4 @@
-"""The benchmark of the coordinator: what its contenders speak, how it counts, and one small run of it all."""
+"""The benchmark of the coordinator: its protocol, its measurements, and a minimal run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ serve(deploy, "pytest")
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The program as a module, knowing one contender that is called ``echo``."""
+    """The program as a module, with a contender ``echo``."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     process = importlib.import_module("peers.process")
     for name in ("peers", "coordinators"):

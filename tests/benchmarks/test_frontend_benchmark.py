@@ -1,4 +1,4 @@
-"""The benchmark of the frontend: what its contenders speak, how it counts, and one small run of it all."""
+"""The benchmark of the frontend: its protocol, its measurements, and a minimal run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The program as a module, knowing one more contender, ``mumbling``, whose tokens nobody understands."""
+    """The program as a module, with a contender ``mumbling``, whose tokens have another text."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     process = importlib.import_module("peers.process")
     for name in ("peers", "coordinators", "frontends"):

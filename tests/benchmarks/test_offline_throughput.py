@@ -1,4 +1,4 @@
-"""The benchmark of whole jobs: what its contenders speak, and one small run of it all."""
+"""The benchmark of offline jobs: its protocol, and a minimal run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ serve(Echo, "pytest")
 
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module that runs contenders, knowing one that is called ``echo``."""
+    """The module that runs contenders, with a contender ``echo``."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from peers import process
 
@@ -56,7 +56,7 @@ def job(process: ModuleType, tmp_path: Path, *, first: int = 7, dtype: str = "fl
 
 
 def state(pid: int) -> str:
-    """The letter that Linux gives to what a process does."""
+    """The state of a process, as in /proc."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of reliability: what its load tells of a failing endpoint, and what becomes of it in the table."""
+"""The benchmark of reliability: the results of its load with a failing endpoint, and the table."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_an_incomplete_line_is_ignored() -> None:
 
 
 class Endpoint:
-    """Fails in a way of its own at each of the first requests: busy, interrupted off, cut short in good order."""
+    """An endpoint whose first requests fail in different ways: busy, interrupted, ended early without an error."""
 
     def __init__(self) -> None:
         self.streams = 0
@@ -137,7 +137,7 @@ class Endpoint:
 
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
-    """Where an Endpoint listens."""
+    """The URL of an Endpoint."""
     application = web.Application()
     application.router.add_post("/v1/chat/completions", Endpoint().chat)
     runner = web.AppRunner(application)

@@ -1,4 +1,4 @@
-"""The benchmark of ranks and of scheduling: how it counts, and one small run of it all."""
+"""The benchmark of ranks and scheduling: its measurements, and a minimal run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_calls_per_token_do_not_grow_with_the_requests_in_flight(
 
 
 def calls_of(act: Callable[[], object]) -> int:
-    """Functions that are called, those of other languages among them."""
+    """The number of function calls, including C functions."""
     count = 0
 
     def note(_frame: object, event: str, _argument: object) -> None:
@@ -107,7 +107,7 @@ def test_invalid_sizes_of_a_group_are_refused(program: ModuleType, text: str) ->
 def test_a_run_measures_scheduling_and_ranks() -> None:
     small = "--model tiny --rounds 1 --requests 2 --prompt-tokens 4 --new-tokens 3 --most-in-flight 4 --steps 2"
     program = [sys.executable, BENCHMARKS / "scaling.py", *small.split(), "--group", "tensor=2"]
-    # torch looks up the names of the addresses it meets; where the answer is lost, the usual 5 seconds are a long test.
+    # torch resolves the names of addresses; without an answer, the default timeout of 5 seconds makes the test slow.
     environment = os.environ | {"RES_OPTIONS": "timeout:1 attempts:1"}
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

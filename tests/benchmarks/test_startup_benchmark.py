@@ -1,4 +1,4 @@
-"""The benchmark of starts: one small run of it all, and what it says of a peer that does not start."""
+"""The benchmark of startup: a minimal run, and a peer that does not start."""
 
 from __future__ import annotations
 

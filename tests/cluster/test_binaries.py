@@ -1,4 +1,4 @@
-"""Which Kubernetes is taken, and that a build which did not finish is never taken for one that did."""
+"""The selection of the Kubernetes for the tests, and incomplete builds, which are never used."""
 
 import platform
 import subprocess
@@ -30,7 +30,7 @@ def make_programs(folder: Path, *names: str) -> Path:
 
 
 def build_slowly(workspace: Path, _: Progress) -> Path:
-    """Stands in for the compiler, and leaves a mark for each build."""
+    """Simulates the compiler, and leaves a file for each build."""
     (workspace.parent / f"built-{time.monotonic_ns()}").touch()
     time.sleep(0.5)
     return make_programs(workspace / "bin", *kubernetes_build.PROGRAMS)
@@ -47,7 +47,7 @@ def must_not_build(*_: object) -> Path:
 
 @pytest.fixture
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the kubectl that is installed beside this Python."""
+    """Hides the kubectl of this Python environment."""
     monkeypatch.setattr(sysconfig, "get_path", lambda _: "/nowhere")
 
 
@@ -137,7 +137,7 @@ def test_a_build_with_a_missing_program_is_repeated(tmp_path: Path) -> None:
 def test_of_two_runs_at_once_only_one_builds(tmp_path: Path) -> None:
     env = {"MEGATRON_CACHE_DIR": str(tmp_path)}
     said: list[str] = []
-    with ThreadPoolExecutor(2) as runs:  # the lock belongs to the opened file, so threads stand in for processes
+    with ThreadPoolExecutor(2) as runs:  # the lock belongs to the opened file, so threads can represent processes
         list(runs.map(lambda _: cache.built_kubernetes(env, said.append, build_slowly), range(2)))
     assert len(list(tmp_path.glob("built-*"))) == 1
     assert sum("waiting for it" in line for line in said) == 1

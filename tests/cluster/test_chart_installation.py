@@ -1,4 +1,4 @@
-"""Releases of the chart, by real Helm on a real API server."""
+"""Releases of the chart, with real Helm on a real API server."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ DEFINITION = "megatroninferences.inference.megatron.dev"
 
 
 def make(cluster: Cluster, namespace: str, name: str = "chat") -> str:
-    """Creates a resource; its uid."""
+    """Creates a resource; returns its uid."""
     create = ("create", "-n", namespace, "--validate=false", "-o", "json", "-f", "-")
     made: Object = json.loads(cluster.kubectl(*create, input=json.dumps(manifest(name, routing={"alpha": 0.75}))))
     return str(made["metadata"]["uid"])
@@ -25,13 +25,13 @@ def resource(cluster: Cluster, namespace: str) -> Object:
 
 
 def until_served(cluster: Cluster, namespace: str) -> None:
-    """The operator has made pods."""
+    """Waits until the operator has created pods."""
     wait_until(lambda: cluster.exists("pod", "chat-0-0-0", "-n", namespace), "the first pod", timeout=60)
 
 
 @pytest.fixture
 def namespace(bare_control_plane: Cluster) -> str:
-    """A new one, on the chart's control plane."""
+    """A new namespace on the chart's control plane."""
     return bare_control_plane.make_namespace()
 
 

@@ -1,4 +1,4 @@
-"""Monitors, alerts and dashboard: about what is really there, in words that Prometheus understands."""
+"""Monitors, alerts and dashboard use existing metrics and valid PromQL."""
 
 import json
 import re
@@ -32,7 +32,7 @@ from megatron_operator.settings import Settings
 SERIES = exported()
 GRAFANAS_OWN = {"$__rate_interval": "5m"}
 FOR_ALL = ("$namespace", "$resource")
-"""Variables of the dashboard, which stand for any value."""
+"""Variables of the dashboard, which match any value."""
 
 RULES: list[Object] = [
     rule for group in yaml.safe_load((CHART / "files" / "alerts.yaml").read_text()) for rule in group["rules"]
@@ -42,7 +42,7 @@ PANELS: list[Object] = [panel for panel in DASHBOARD["panels"] if panel["type"] 
 
 
 def parsed(query: str) -> Any:
-    """Raises ValueError when it is no PromQL."""
+    """The parsed query. Raises ValueError for invalid PromQL."""
     for name, value in GRAFANAS_OWN.items():
         query = query.replace(name, value)
     return promql_parser.parse(query)
@@ -56,7 +56,7 @@ def parts(query: str) -> list[Any]:
 
 
 def impossible(query: str) -> Iterator[str]:
-    """What the query asks for that nobody exports: series, labels, values."""
+    """Series, labels and values in the query that are not exported."""
     known = {*BY_SCRAPING, BY_THE_POD_MONITOR, "le"}
     everything = parts(query)
     for part in everything:

@@ -1,4 +1,4 @@
-"""What the chart renders: valid for Kubernetes, as its values say, and the same operator as that of manifests/."""
+"""The rendered chart: valid for Kubernetes, according to its values, and the same operator as in manifests/."""
 
 import json
 import os
@@ -20,13 +20,13 @@ LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-b
 
 @pytest.fixture(scope="session")
 def kustomized() -> list[Object]:
-    """What `kubectl apply -k manifests` would apply."""
+    """The objects of `kubectl apply -k manifests`."""
     command = [binaries.find_kubectl(os.environ), "kustomize", ROOT / "manifests"]
     return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
 def check(objects: list[Object]) -> None:
-    """Raises when an object of a kind of Kubernetes' own is not valid in each version that the project is for."""
+    """Raises if an object of a built-in kind is invalid in a supported version of Kubernetes."""
     for each in objects:
         if each["apiVersion"].startswith("monitoring.coreos.com/"):
             continue  # see test_chart_monitoring.py
@@ -34,7 +34,8 @@ def check(objects: list[Object]) -> None:
 
 
 def as_in_manifests(value: Any) -> Any:
-    """An object of the release `megatron-inference` with the names of manifests/, without what only releases have."""
+    """An object of the release `megatron-inference` with the names of manifests/, without fields that only releases
+    have."""
     if isinstance(value, dict):
         return {
             key: as_in_manifests(each)
@@ -135,18 +136,18 @@ def test_a_value_that_is_wrong_is_named(helm: Helm, flag: str, message: str) -> 
 def test_the_schema_has_exactly_the_values_of_the_chart() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    schema["properties"].pop("global")  # Helm's own
+    schema["properties"].pop("global")  # a label of Helm
     assert paths_of_schema(schema) == paths_of_values(values, schema)
 
 
 def paths_of_schema(schema: Object, path: str = "") -> set[str]:
-    """Of all values that have a name of their own."""
+    """The paths of all named values."""
     properties = schema.get("properties", {})
     return {path}.union(*(paths_of_schema(each, f"{path}.{name}") for name, each in properties.items()))
 
 
 def paths_of_values(values: Any, schema: Object, path: str = "") -> set[str]:
-    """The same of values; what the schema leaves open is not looked into."""
+    """The paths of all values, except below values that the schema does not restrict."""
     if not isinstance(values, dict) or "properties" not in schema:
         return {path}
     below = (

@@ -1,4 +1,4 @@
-"""`chat` by way of a real API server's proxy, to an endpoint that the test plays."""
+"""`chat` through a real API server's proxy, with a simulated endpoint."""
 
 import ipaddress
 import socket
@@ -14,7 +14,7 @@ from operator_support.scripted_node import ScriptedNode
 
 
 def own_address() -> str:
-    """One of this machine's that is no loopback address: an API server's proxy goes to none. Nothing is sent."""
+    """An address of this machine other than loopback, which an API server's proxy refuses. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -28,7 +28,7 @@ def own_address() -> str:
 
 @pytest.fixture
 async def served(chat: Resource, api: Api, own_control_plane: ControlPlane) -> AsyncIterator[str]:  # noqa: ARG001
-    """The address of the leader pod of a resource that answers, as far as the cluster knows."""
+    """The address of the leader pod of a resource that is ready for the cluster."""
     address = own_address()
     async with ScriptedNode(api, chat.namespace, address=address):
         await chat.create(model={"source": {"path": "/models/m.gguf"}, "servedName": "parrot"})
@@ -101,9 +101,9 @@ async def test_chat_with_a_starting_resource_reports_what_it_waits_for(chat: Res
 async def test_an_endpoint_without_pods_is_reported_in_one_line(
     chat: Resource, stage: ScriptedNode, typed: CommandLine
 ) -> None:
-    """The node's pods are at loopback addresses, of which the cluster makes no endpoint."""
+    """The node's pods have loopback addresses, for which the cluster creates no endpoints."""
     await chat.create()
-    # Of a Service whose pods have addresses from the start, the cluster would not even make the empty list.
+    # If pods have addresses from the start, the cluster does not create even an empty list for the Service.
     await chat.until_found("endpoints", "chat", lambda found: not found.get("subsets"))
     for pod in (await chat.until_pods("chat-0-0-0")).values():
         await stage.run(pod)

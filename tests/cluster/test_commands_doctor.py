@@ -1,4 +1,4 @@
-"""`doctor` on a real cluster, with and without an operator in it; and the plugin, called by the real kubectl."""
+"""`doctor` on a real cluster, with and without an operator; and the plugin of the real kubectl."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ class WillingNode(PlayedNode):
         await self.report(pod, {"phase": "Running", "podIP": "127.1.2.3", "conditions": ready})
 
     async def stop(self, pod: Json, grace_seconds: float) -> None:
-        """Nothing runs."""
+        """Nothing to stop."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def deployment(**pod_spec: Any) -> Json:
 
 @pytest.fixture
 def deployed(installed: Cluster, controllers: None) -> Iterator[Cluster]:  # noqa: ARG001
-    """The operator's own Deployment is there too."""
+    """A cluster with the operator's Deployment."""
     installed.apply(SYSTEM, deployment())
     yield installed
     installed.kubectl("-n", SYSTEM, "delete", "deployment", "megatron-operator", "--wait=true")
@@ -174,7 +174,7 @@ async def test_kubectl_finds_the_plugin_by_its_name(
 
     async def kubectl(*words: str) -> str:
         command = [str(installed.kubectl_path), "megatron", *words]
-        # In a thread, since the played pods answer the operator from this one.
+        # In a thread, because the simulated pods answer the operator in this one.
         run = partial(subprocess.run, command, env=environment, capture_output=True, text=True, check=True)
         return str((await asyncio.to_thread(run)).stdout)
 

@@ -1,4 +1,4 @@
-"""`logs` on a real cluster, whose API server asks the part of a kubelet that the test plays."""
+"""`logs` on a real cluster, with the simulated log endpoint of a kubelet."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ async def kubelet(api: Api, node: ScriptedNode) -> AsyncIterator[KubeletLogs]:
 
 @pytest.fixture
 async def written(chat: Resource, kubelet: KubeletLogs) -> KubeletLogs:
-    """Two groups of two ranks each, which have said something in turn."""
+    """Logs of two groups of two ranks each, with alternating lines."""
     await chat.create(replicas=2, parallelism={"tensor": 2}, pods={"device": "cpu", "ranksPerPod": 2})
     await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
     await kubelet.write(

@@ -1,4 +1,4 @@
-"""That the control plane under the other tests behaves as a Kubernetes does."""
+"""The control plane of the tests behaves like Kubernetes."""
 
 import json
 from collections.abc import Iterator

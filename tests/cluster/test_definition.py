@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition on an API server of today: accepted, enforced, upgraded, explained."""
+"""The CRD on a current API server: accepted, enforced, upgraded, explained."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ BROKEN: dict[str, dict[str, Any]] = {
     "spec.routing.policy": {"engine": {"prefixCaching": False}, "routing": {"policy": "LongestPrefix"}},
     "spec.frontend.parsers": {"frontend": {"parsers": ["qwen3", "deepseek_r1"]}},
 }
-"""For each rule of the spec a resource that breaks this rule alone."""
+"""For each rule of the spec, a resource that violates only this rule."""
 
 
 pytestmark = pytest.mark.usefixtures("ruled")
@@ -123,7 +123,7 @@ async def test_a_misspelt_field_is_refused_by_strict_field_validation(api: Api, 
 
 @pytest.fixture
 async def published(own_control_plane: ControlPlane, tmp_path: Path) -> AsyncIterator[Path]:
-    """A kubeconfig by which kubectl finds the OpenAPI of version 3 beside everything else that can be read."""
+    """A kubeconfig with which kubectl finds OpenAPI v3 in addition to the API."""
 
     def is_published() -> bool:
         document = own_control_plane.custom_resources("/openapi/v3/apis/inference.megatron.dev/v1alpha1")
@@ -156,7 +156,7 @@ async def test_kubectl_explain_has_every_field(own_control_plane: ControlPlane, 
 
 
 def outline(node: Json, indent: int = 2) -> list[str]:
-    """The names of all fields, those of parts below them and indented, as ``kubectl explain`` lists them."""
+    """The names of all fields, indented like the output of ``kubectl explain``."""
     fields = sorted(node.get("properties", {}).items())
     below = (outline(each.get("items", each), indent + 2) for _, each in fields)
     return [line for (name, _), lines in zip(fields, below, strict=True) for line in (f"{' ' * indent}{name}", *lines)]
@@ -164,7 +164,7 @@ def outline(node: Json, indent: int = 2) -> list[str]:
 
 @pytest.fixture
 def upgraded(ruled: Cluster, api: Api, namespace: str) -> Iterator[None]:  # noqa: ARG001
-    """The definition is that of this version again after a test that applied another."""
+    """Restores the current CRD after a test that applied another one."""
     yield
     ruled.define(crd())
 
@@ -173,7 +173,7 @@ def upgraded(ruled: Cluster, api: Api, namespace: str) -> Iterator[None]:  # noq
 async def test_an_upgrade_from_the_previous_definition_keeps_its_resources_usable(
     ruled: Cluster, api: Api, namespace: str
 ) -> None:
-    """Sizes of 0 were accepted. Kubernetes 1.30 and newer compare an update with what was stored (ratcheting)."""
+    """Sizes of 0 were accepted. Kubernetes 1.30 and newer compare an update with the stored object (ratcheting)."""
     ruled.define(without_rules(read_yaml(BEFORE)))
     for each in (manifest("good"), manifest("empty", engine={"kvCacheMemory": "0"})):
         await api.post(resources(namespace), each)
@@ -193,7 +193,7 @@ async def test_an_upgrade_from_the_previous_definition_keeps_its_resources_usabl
 async def test_a_resource_that_breaks_a_rule_can_be_read_reported_on_and_corrected_after_an_upgrade(
     ruled: Cluster, api: Api, namespace: str
 ) -> None:
-    """Servers that dropped the rules stored it; the operator refused it in a condition."""
+    """Servers that drop the rules stored it; the operator rejected it in a condition."""
     ruled.define(without_rules(crd()))
     await api.post(resources(namespace), manifest("broken", pods={"device": "cpu", "ranksPerPod": 2}))
     ruled.define(crd())
@@ -206,7 +206,7 @@ async def test_a_resource_that_breaks_a_rule_can_be_read_reported_on_and_correct
 
 
 async def test_current_servers_reject_the_previous_definition(api: Api) -> None:
-    """The reproduction of the defect: rules are evaluated on defaults as they are written."""
+    """Reproduces the defect: servers evaluate rules on the written defaults."""
     before = read_yaml(BEFORE)
     renamed = json.loads(json.dumps(before).replace("inference.megatron.dev", "before.megatron.dev"))
     with pytest.raises(ApiFailure, match="no such key: tensor"):

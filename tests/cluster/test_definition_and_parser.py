@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition on an API server, and the operator's own parser: both refuse the same resources."""
+"""The CRD on an API server and the operator's parser reject the same resources."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ def refusal_by_the_operator(resource: Json) -> str | None:
 
 
 async def disagreement(api: Api, namespace: str, trial: Trial) -> str | None:
-    """In words, if there is one. The operator reads what the API server stored, or else what the user wrote."""
+    """A message if they disagree. The operator reads the object that the API server stored, or else the user's."""
     path = f"/apis/inference.megatron.dev/v1alpha1/namespaces/{namespace}/megatroninferences"
     resource = trial.resource()
     try:

@@ -1,4 +1,4 @@
-"""The played kubelet tells of a pod what a real one would."""
+"""The simulated kubelet reports the same status of a pod as a real one."""
 
 from __future__ import annotations
 

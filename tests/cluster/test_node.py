@@ -1,4 +1,4 @@
-"""The node of the tests: what it can do, and that nothing of it is left however its tests end."""
+"""The node of the tests: its features, and complete removal in all cases."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_nothing_of_a_node_is_left_when_the_process_that_started_it_ends(
     tmp_path_factory: pytest.TempPathFactory,
     end: Callable[[subprocess.Popen[bytes]], None],
 ) -> None:
-    folder = tmp_path_factory.mktemp("node")  # named after this test it would be too long for sockets
+    folder = tmp_path_factory.mktemp("node")  # a folder with the name of this test would be too long for sockets
     before = leftovers(prepared_node.tools)
     (folder / "node").mkdir()
     cache = str(prepared_node.images.parent)

@@ -1,6 +1,6 @@
-"""The product as a user has it: built images, Helm, kubectl, pods on a real node, and clients inside and outside.
+"""The whole product: built images, Helm, kubectl, pods on a real node, and clients inside and outside of the cluster.
 
-The tests share one release and one resource, and follow each other as a day with the product would.
+The tests share one release and one resource, and run in order.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ print(json.dumps({"whole": whole, "streamed": "".join(deltas), "parts": sum(map(
 
 
 def memory_of(resource: Resource) -> int:
-    """Bytes of its first pod that the kernel could not take back, as the kubelet measures them next."""
+    """The working set of its first pod in bytes, in the kubelet's next measurement."""
     begun, pod = datetime.now(UTC).isoformat(), f"{resource.name}-0-0-0"
     node = resource.cluster.get("pod", pod, "-n", resource.namespace)["spec"]["nodeName"]
     found: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def memory_of(resource: Resource) -> int:
 
 @asynccontextmanager
 async def client_of(target: str, sample: Resource, folder: Path) -> AsyncIterator[openai.AsyncOpenAI]:
-    """The official client, outside of the cluster."""
+    """The official client outside of the cluster."""
     with PortForward(sample.cluster, sample.namespace, target, 8000, folder) as forwarded:
         url = f"{forwarded.url}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=150) as client:
@@ -70,14 +70,14 @@ async def client_of(target: str, sample: Resource, folder: Path) -> AsyncIterato
 
 @pytest.fixture
 async def client(sample: Resource, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Of the Service; behind a port-forward that is one of its pods, whichever kubectl takes."""
+    """A client of the Service; kubectl's port-forward selects one of its pods."""
     async with client_of(f"service/{sample.name}", sample, tmp_path) as client:
         yield client
 
 
 @pytest.fixture
 async def client_of_first_pod(sample: Resource, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
-    """Of a pod that stays when replicas go: a port-forward ends with its pod."""
+    """A client of a pod that stays when replica groups are removed: a port-forward ends with its pod."""
     async with client_of(f"pod/{sample.name}-0-0-0", sample, tmp_path) as client:
         yield client
 
@@ -103,7 +103,7 @@ async def test_clients_outside_the_cluster_use_a_port_forward(client: openai.Asy
 
 
 def test_the_private_ports_of_a_pod_are_not_open_to_a_port_forward(sample: Resource) -> None:
-    """They listen on the pod's address alone, where NetworkPolicies rule."""
+    """They listen only on the pod's address, where NetworkPolicies apply."""
     pod = f"{sample.name}-0-0-0"
     script = "import socket\nfor port in (9000, 5557):\n print(socket.socket().connect_ex(('127.0.0.1', port)))"
     said = sample.cluster.kubectl("-n", sample.namespace, "exec", pod, "--", "python3", "-c", script)

@@ -1,4 +1,4 @@
-"""What the operator does about pods, specs and neighbours that are not as they should be."""
+"""The operator with failed pods, invalid specs, and objects that other clients change."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ async def test_a_failed_pod_is_followed_by_the_next_attempt_until_the_budget_is_
     await stage.run(first)
     await stage.fail(first, 1, {"reason": "RankFailed", "message": "CUDA error", "rank": 3, "exitCode": 1})
     pods = await chat.until_pods("chat-0-1-0")
-    # The pod is made before the status tells of it.
+    # The pod is created before the status is written.
     status = await chat.until(lambda status: status["replicaGroups"][0].get("attempt") == 1, "the next attempt")
     (group,) = status["replicaGroups"]
     assert group["restarts"] == 1
@@ -108,7 +108,7 @@ async def test_invalid_input_is_not_retried_until_the_spec_changes(chat: Resourc
 async def test_a_spec_that_cannot_be_served_is_reported_with_field_value_and_remedy(
     chat: Resource, installed: Cluster
 ) -> None:
-    """An API server that knows CEL refuses it at once; an older one leaves it to the operator."""
+    """An API server with CEL rejects it at once; an older one leaves that to the operator."""
     two = {"path": "/models/m.gguf", "huggingFace": {"repo": "org/model"}}
     if installed.knows_cel:
         with pytest.raises(CommandFailedError, match=r"spec\.model\.source"):

@@ -1,4 +1,4 @@
-"""An operator whose API server errs, is too busy, breaks off, falls silent: nothing is lost, and nothing doubled."""
+"""The operator with an API server that fails, is busy, disconnects or stalls: no action is lost or duplicated."""
 
 import asyncio
 import itertools
@@ -19,14 +19,14 @@ WATCH_SILENCE = 3
 
 @pytest.fixture
 async def server(installed: Cluster) -> AsyncIterator[FaultyServer]:
-    """What the operator takes for the API server; whoever else asks, asks the real one."""
+    """The API server of the operator; other clients use the real one."""
     async with FaultyServer(installed.kubeconfig_for(ACCOUNT, SYSTEM)) as server:
         yield server
 
 
 @pytest.fixture
 async def unlucky(operator: OperatorProcess, server: FaultyServer, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
-    """The operator that asks the faulty server, in the place of the one that runs otherwise. Not started yet."""
+    """An operator that uses the faulty server, instead of the shared one. Not started yet."""
     kubeconfig = server.write_kubeconfig(tmp_path / "faulty.kubeconfig")
     settings = {"MEGATRON_OPERATOR_WATCH_SILENCE": str(WATCH_SILENCE)}
     process = OperatorProcess(kubeconfig, tmp_path / "operator.log", settings=settings)
@@ -40,14 +40,14 @@ async def unlucky(operator: OperatorProcess, server: FaultyServer, tmp_path: Pat
 
 
 async def live_through(chat: Resource, node: ScriptedNode) -> None:
-    """Ready, scaled, a failure, smaller again, and gone; each pod was started once."""
+    """Makes the resource ready, scales it up, fails a pod, scales it down and deletes it; each pod is started once."""
     await chat.create(failurePolicy={"backoff": "0.5s"})
     await chat.until_phase("Running")
     await chat.kubectl("scale", "mi", "chat", "--replicas=2")
     await chat.until(lambda status: status["ready"] == "2/2", "both groups")
     await node.fail((await chat.pods())["chat-1-0-0"], 1, "a rank died")
     await chat.until_pods("chat-0-0-0", "chat-1-1-0")
-    # A status that could not be written yet still tells of the two before.
+    # A status that could not be written yet still has the previous two.
     await chat.until(lambda status: (status["ready"], status["restarts"]) == ("2/2", 1), "the next attempt")
     await chat.kubectl("scale", "mi", "chat", "--replicas=1")
     await chat.until_pods("chat-0-0-0")
@@ -55,13 +55,13 @@ async def live_through(chat: Resource, node: ScriptedNode) -> None:
 
 
 async def again(operator: OperatorProcess) -> None:
-    """Starts it once more, so that all its watches are new ones."""
+    """Restarts it, so that all its watches are new."""
     await asyncio.to_thread(operator.stop)
     await asyncio.to_thread(operator.start)
 
 
 def made(server: FaultyServer, namespace: str) -> Counter[int | None]:
-    """What the API server answered when pods were to be made, by status."""
+    """The responses of the API server to creations of pods, by status."""
     path = f"/api/v1/namespaces/{namespace}/pods"
     return Counter(each.status for each in server.arrivals if (each.method, each.path) == ("POST", path))
 
@@ -86,7 +86,7 @@ async def test_writes_without_a_response_are_not_repeated(
     cut = server.when(writes(), cut_off, every=3)
     await live_through(chat, node)
     assert (pods.done, cut.done > 2) == (2, True)
-    # The third is the failed one's successor; whatever was asked again met what was there.
+    # The third replaces the failed one; repeated requests found existing pods.
     assert made(server, chat.namespace)[201] + made(server, chat.namespace)[None] == 3
     await chat.until_gone("pods", "services", "secrets", "networkpolicies")
 
@@ -131,13 +131,13 @@ async def test_watches_without_events_are_restarted(
 async def test_a_kind_that_discovery_lacks_at_the_start_is_watched_once_it_exists(
     chat: Resource, server: FaultyServer, unlucky: OperatorProcess
 ) -> None:
-    """So it is for a moment after an API server has started that proxies the kind to another."""
+    """This happens for some time after the start of an API server that proxies the kind to another."""
     missing = server.when(
         lambda request: request.path.startswith("/apis/inference.megatron.dev"), answer(404, "404 page not found")
     )
     await again(unlucky)
     looks = 0
-    while missing.done == 0 or looks < missing.done:  # kopf looks once more for each definition that it finds
+    while missing.done == 0 or looks < missing.done:  # kopf repeats discovery for each CRD that it finds
         looks = missing.done
         await asyncio.sleep(2)
     server.rules.clear()
@@ -148,7 +148,7 @@ async def test_a_kind_that_discovery_lacks_at_the_start_is_watched_once_it_exist
 async def test_an_api_server_without_its_definitions_after_a_restart_ends_nothing(
     chat: Resource, server: FaultyServer, unlucky: OperatorProcess, node: ScriptedNode
 ) -> None:
-    """Several times, since it matters how far the other watches have come."""
+    """Repeated, because it depends on the progress of the other watches."""
     await chat.create()
     for replicas in (1, 2, 1, 2):
         missing = server.when(

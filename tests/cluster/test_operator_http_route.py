@@ -1,4 +1,4 @@
-"""An HTTPRoute for a resource, on a cluster that has the Gateway API, gets it later, or has an old one."""
+"""The HTTPRoute of a resource, on clusters with the Gateway API, without it, and with an old version."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ ROUTE = {
 
 @pytest.fixture
 def without_gateway_api(own_control_plane: ControlPlane) -> Iterator[Cluster]:
-    """A cluster that was given keeps the Gateway API that it has."""
+    """A cluster without the Gateway API; a given cluster keeps its own."""
     yield own_control_plane
     gateway_api.remove(own_control_plane)
 
@@ -34,7 +34,7 @@ def hostnames(route: Json) -> list[str]:
 
 
 async def route_that_others_changed_and_deleted(chat: Resource) -> Json:
-    """As it is after both were put right at once, which takes a watch."""
+    """The route after both changes were restored at once, which requires a watch."""
     patch = [{"op": "replace", "path": "/spec/hostnames", "value": ["wrong.example.com"]}]
     await chat.kubectl("patch", gateway_api.NAME, "chat", "--type=json", "-p", json.dumps(patch))
     await chat.until_found(gateway_api.NAME, "chat", lambda route: hostnames(route) == ["chat.example.com"])
@@ -82,7 +82,7 @@ async def test_a_cluster_without_the_gateway_api_serves_and_gets_the_route_later
 async def test_an_operator_that_may_not_watch_definitions_keeps_the_route(
     chat: Resource, without_gateway_api: Cluster
 ) -> None:
-    """It stands too for one that looks for the kind before the API server serves it, which few runs meet."""
+    """It also represents one that discovers the kind before the API server serves it, which happens rarely."""
     await asyncio.to_thread(gateway_api.install, without_gateway_api)
     await chat.create(expose={"httpRoute": ROUTE})
     await chat.until_found(gateway_api.NAME, "chat", lambda _: True)
@@ -96,7 +96,7 @@ async def test_a_gateway_api_without_timeouts_is_reported_as_too_old(
 ) -> None:
     await asyncio.to_thread(gateway_api.install, without_gateway_api, timeouts=False)
     await chat.create(expose={"httpRoute": ROUTE})
-    # First there may be word that there is none, since a definition takes a moment to be known.
+    # The operator may first report that it is missing, because the discovery of a CRD takes some time.
     old = "field not declared in schema"
     status = await chat.until(lambda status: old in condition(status, "Degraded").get("message", ""), "the refusal")
     assert "install the Gateway API, version 1.2 or newer" in condition(status, "Degraded")["message"]

@@ -24,7 +24,7 @@ async def test_a_deleted_secret_is_replaced_with_new_keys_and_new_pods(chat: Res
     after = await keys(chat)
     assert {name for name in before if before[name] != after[name]} == {"coordinator-key", "control-token"}
     assert (status["phase"], status["restarts"]) == ("Running", 0)
-    # Its own launcher takes the token of the new Secret alone, so the operator knows that.
+    # The launcher accepts only the token of the new Secret, so the operator uses it.
     assert set(node.launchers) == {"chat-0-1-0", "chat-1-1-0"}
     events = [event["reason"] for event in (await chat.get("events"))["items"]]
     assert events.count("RotatingKeys") == 1

@@ -1,4 +1,4 @@
-"""Two operators at once: a Lease decides which of them acts."""
+"""Two operators: the holder of the Lease is active."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,8 @@ ROUNDS = 'megatron_operator_reconciles_total{outcome="success"}'
 
 @dataclass
 class Rivals:
-    """Two operators of the same resources; ``first`` was there first, and ``way`` is its way to the API server."""
+    """Two operators for the same resources; ``first`` was started first, ``way`` is its connection to the API
+    server."""
 
     first: OperatorProcess
     second: OperatorProcess
@@ -32,20 +33,20 @@ class Rivals:
         await asyncio.to_thread(wait_until, lambda: operator.metric(LEADING) == leads, what)
 
     async def spec(self) -> dict[str, object]:
-        """Of the Lease."""
+        """The spec of the Lease."""
         found = await asyncio.to_thread(self.cluster.get, "lease", LEASE, "-n", SYSTEM)
         return dict(found["spec"])
 
 
 @pytest.fixture
 def seconds() -> int:
-    """What the Lease is granted for."""
+    """The duration of the Lease."""
     return 3
 
 
 @pytest.fixture
 async def rivals(operator: OperatorProcess, installed: Cluster, tmp_path: Path, seconds: int) -> AsyncIterator[Rivals]:
-    """In the place of the operator that runs otherwise, which knows no Lease."""
+    """They replace the shared operator, which runs without a Lease."""
     settings = {"MEGATRON_OPERATOR_LEASE": f"{SYSTEM}/{LEASE}", "MEGATRON_OPERATOR_LEASE_SECONDS": str(seconds)}
     kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
     async with FaultyServer(kubeconfig) as way:

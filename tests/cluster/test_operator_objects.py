@@ -1,4 +1,4 @@
-"""The objects that the operator makes, as an API server stored them, are valid on each version of Kubernetes."""
+"""The operator's objects, as stored by an API server, are valid on each version of Kubernetes."""
 
 import asyncio
 import json
@@ -20,11 +20,11 @@ KINDS = {
     "events.v1.events.k8s.io": "Event",
 }
 LEASE = "megatron-operator"
-"""The only one that the operator's role is for."""
+"""The only Lease that the operator's role permits."""
 
 
 async def made(chat: Resource, plural: str, kind: str) -> list[Json]:
-    """Those that belong to the resource."""
+    """The objects of a kind that belong to the resource."""
     found = json.loads(await chat.kubectl("get", plural, "-o", "json"))["items"]
     if kind == "Event":
         return [each for each in found if each["regarding"]["kind"] == "MegatronInference"]

@@ -1,4 +1,4 @@
-"""etcd gone for a while, a namespace deleted under its resources, and resources deleted while they start."""
+"""An outage of etcd, a namespace deleted with its resources, and resources deleted while they start."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from operator_support.resource import Resource, manifest
 from operator_support.scripted_node import ScriptedNode
 
 ETCD_IS_AWAY = 20.0
-"""Seconds; less than what the controllers give a node that is silent."""
+"""Seconds; less than the grace period of the controllers for a silent node."""
 
 
 def resources(operator: OperatorProcess) -> float:
-    """How many the operator takes care of."""
+    """The number of resources of the operator."""
     lines = operator.metrics().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith("megatron_operator_resources{"))
 
 
 async def until_forgotten(operator: OperatorProcess, others: float) -> None:
-    """The loops of all resources but those others have ended."""
+    """Waits until only the loops of ``others`` resources run."""
     await asyncio.to_thread(wait_until, lambda: resources(operator) <= others, "the operator to forget the resource")
 
 
@@ -48,7 +48,7 @@ async def test_an_outage_of_etcd_ends_nothing(
 
 @pytest.fixture
 def elsewhere(installed: Cluster) -> Iterator[str]:
-    """One more namespace."""
+    """Another namespace."""
     name = installed.make_namespace()
     yield name
     installed.delete_namespace(name)
@@ -62,7 +62,7 @@ async def test_a_namespace_that_is_deleted_with_a_resource_causes_no_errors(
     await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
     await asyncio.to_thread(own_control_plane.stop_controllers)
     try:
-        # Nobody empties the namespace yet: the resource outlives its children for as long as the test wishes.
+        # The namespace controller is stopped: the resource exists longer than its children until the test restarts it.
         await chat.kubectl("delete", "namespace", chat.namespace, "--wait=false")
         await chat.kubectl("delete", "service,networkpolicy,pod", "--all")
         await chat.until_phase("Terminating")

@@ -1,4 +1,4 @@
-"""The operator as a program: its rights, its restarts, its metrics, and outages around it."""
+"""The operator as a program: permissions, restarts, metrics, and outages."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The operator's role: all that it uses, and nothing else."""
+"""The operator's role has exactly the permissions that it uses."""
 
 import asyncio
 import json
@@ -16,15 +16,15 @@ from operator_support.scripted_node import ScriptedNode
 
 OURS = "inference.megatron.dev"
 ASKED_ON_THE_WAY = {
-    # Server-side apply is a patch; where there is nothing to patch the API server asks for the right to create too.
+    # Server-side apply is a patch; if the object does not exist, the API server also requires create.
     Right("", "services", "create"),
     Right("networking.k8s.io", "networkpolicies", "create"),
     Right("networking.k8s.io", "ingresses", "create"),
     Right("gateway.networking.k8s.io", "httproutes", "create"),
-    # Of whoever sets an ownerReference that blocks deletion, where OwnerReferencesPermissionEnforcement is on.
+    # Required to set an ownerReference that blocks deletion, with OwnerReferencesPermissionEnforcement.
     Right(OURS, "megatroninferences/finalizers", "update"),
 }
-"""Rights that no request is named for: the API server checks them on the way."""
+"""Permissions without requests of their own: the API server checks them for other requests."""
 
 
 def granted(rules: Sequence[Object]) -> set[Right]:
@@ -47,7 +47,7 @@ async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
 
 
 async def a_full_life(chat: Resource, node: ScriptedNode) -> None:
-    """Whatever else the operator does to the API server."""
+    """Triggers all other requests of the operator."""
     await chat.until_phase("Running")
     for kind in ("service", "networkpolicy", "ingress", gateway_api.NAME):
         await chat.kubectl("delete", kind, "chat")

@@ -68,7 +68,7 @@ async def test_an_operator_with_another_default_image_restarts_one_model_after_t
     node.by_itself = False
     with in_the_place_of(operator, newer):
         pods = await chat.until_pods("chat-0-1-0", within=90)
-        # The first model does not become ready, so the second one keeps its turn waiting.
+        # The first model does not become ready, so the second one waits.
         await asyncio.sleep(5)
         assert (set(await other.pods()), (await other.status())["image"]) == ({"other-0-0-0"}, old)
         assert await asyncio.to_thread(newer.metric, 'megatron_operator_fleet_rollout_resources{state="waiting"}') >= 1

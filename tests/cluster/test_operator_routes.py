@@ -1,4 +1,5 @@
-"""What leads clients from outside to a resource: made, changed and removed as wished, and put back when touched."""
+"""The Ingress of a resource: created, changed and deleted with its field, and restored after changes of other
+clients."""
 
 import json
 

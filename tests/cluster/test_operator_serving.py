@@ -1,4 +1,4 @@
-"""That the operator brings a resource up, says so, and follows what is wished."""
+"""The operator starts a resource, reports its status, and follows changes of the spec."""
 
 import asyncio
 import time

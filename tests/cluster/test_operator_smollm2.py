@@ -1,4 +1,4 @@
-"""The whole thing: a real API server, the operator, and the real runtime with real weights in the pods."""
+"""A real API server, the operator, and the real runtime with real weights in the pods."""
 
 import asyncio
 import contextlib
@@ -46,13 +46,13 @@ def smollm2(chat: Resource) -> Resource:
 
 
 async def serve(smollm2: Resource) -> None:
-    """Applies the sample; returns when both of its groups are ready."""
+    """Applies the sample; returns when both replica groups are ready."""
     await smollm2.apply(yaml.safe_load(SAMPLE.read_text()))
     await smollm2.until(lambda status: status.get("ready") == "2/2", "both replica groups", within=120)
 
 
 def launcher_of(machine: ProcessNode, pod: str) -> int:
-    """Its process, which leads the group of all processes of the pod."""
+    """The launcher's process id, which is also the process group of the pod."""
     status = machine.processes.status(pod, machine.namespace)
     assert status is not None
     assert status.pid is not None
@@ -60,13 +60,13 @@ def launcher_of(machine: ProcessNode, pod: str) -> int:
 
 
 async def client_of(machine: ProcessNode, name: str = "smollm2") -> openai.AsyncOpenAI:
-    """The official client at the address behind the HTTP Service."""
+    """The official client with the address of the HTTP Service."""
     address = await machine.service_address(name)
     return openai.AsyncOpenAI(base_url=f"http://{address}:8000/v1", api_key="unused", max_retries=0, timeout=120)
 
 
 async def patient_client_of(machine: ProcessNode) -> openai.AsyncOpenAI:
-    """The same as it comes: with its own retries, and for each question another connection."""
+    """The same client with its default retries, and a new connection per request."""
     headers = {"Connection": "close"}
     address = await machine.service_address("smollm2")
     return openai.AsyncOpenAI(base_url=f"http://{address}:8000/v1", api_key="unused", default_headers=headers)
@@ -77,7 +77,7 @@ def is_running(pid: int | None) -> bool:
 
 
 def command_line(pid: int) -> bytes:
-    """Nothing for a process that has ended meanwhile."""
+    """The command line of a process; empty if it has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""

@@ -1,4 +1,4 @@
-"""Resources that wait for nodes cost the API server next to nothing."""
+"""Resources that wait for nodes cause almost no requests to the API server."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ MESSAGE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"
 
 
 class CountedApi(ApiServer):
-    """Keeps the requests."""
+    """Records the requests."""
 
     def __init__(self, api: Any) -> None:
         super().__init__(api)
@@ -42,7 +42,7 @@ async def nothing_to_watch(kind: str) -> None:
 async def api_server(
     operator: OperatorProcess, installed: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[CountedApi]:
-    """In the place of the operator's process, whose requests nobody counts."""
+    """Replaces the operator's process, to count its requests."""
     monkeypatch.setattr(resource_loop, "RESYNC", RESYNC)
     await asyncio.to_thread(operator.stop)
     configuration = client.Configuration()

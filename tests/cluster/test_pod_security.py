@@ -1,4 +1,4 @@
-"""Every pod of ours is admitted where the Pod Security level is `restricted`, and asks for less than it might."""
+"""All pods of the project conform to the Pod Security level `restricted`."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -69,7 +69,7 @@ def test_the_namespace_of_the_manifests_enforces_restricted() -> None:
 
 
 def at(*path: str | int, value: Any) -> Callable[[Object], None]:
-    """Sets what is at the path of a pod's spec."""
+    """A function that sets a value at a path of a pod's spec."""
 
     def change(spec: Any) -> None:
         for step in path[:-1]:

@@ -1,4 +1,4 @@
-"""That nothing which the tests start outlives them, however they end."""
+"""Processes of the tests end with the tests in all cases."""
 
 import os
 import signal
@@ -15,11 +15,11 @@ from cluster_support.processes import GuardedProcess, run_guarded
 
 from megatron_operator.local.processes import is_running
 
-# Two processes that ignore SIGTERM: what the guard starts, and a child of that.
+# Two processes that ignore SIGTERM: the command of the guard, and its child.
 STUBBORN = "trap '' TERM; sh -c 'echo $$ > child; while :; do sleep 1; done' & echo $$ > parent; wait; wait"
 STARTER = """
     import pathlib, signal, sys, time
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore interrupts
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the parent process may ignore interrupts
     sys.path.append(sys.argv[1])
     from cluster_support.processes import GuardedProcess
     process = GuardedProcess(["sh", "-c", sys.argv[2]], pathlib.Path("log"))

@@ -1,4 +1,4 @@
-"""`megatron-operator local` as a user runs it: a process, a file that is edited, and lines on a pipe."""
+"""`megatron-operator local` as a process, with a resource file and its output on a pipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINE_SECONDS = 120
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
-    """Polls; fails naming what was waited for."""
+    """Polls the condition; fails with ``what``."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"never happened: {what}"
@@ -32,7 +32,7 @@ def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SEC
 
 
 class LocalCommand:
-    """The command with its resource in a file of its own. ``resource`` is what the file says."""
+    """The command with its own resource file. ``resource`` is the content of the file."""
 
     def __init__(self, folder: Path, models: Path | None, resource: dict[str, Any]) -> None:
         self.file = folder / "resource.yaml"
@@ -48,14 +48,14 @@ class LocalCommand:
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # what signals it gets is the test's business
+            start_new_session=True,  # the test sends signals
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     @classmethod
     def of_sample(cls, folder: Path, models: Path | None, **changes: Any) -> Self:
-        """The command with the sample, changed."""
+        """The command with the sample and these changes."""
         return cls(folder, models, sample(**changes))
 
     def _read(self) -> None:
@@ -65,29 +65,29 @@ class LocalCommand:
 
     @property
     def text(self) -> str:
-        """Everything that was printed so far."""
+        """The output so far."""
         return "\n".join(self.lines)
 
     @property
     def url(self) -> str:
-        """Base URL of the OpenAI endpoint; waits until it is told."""
+        """Base URL of the OpenAI endpoint; waits until it is printed."""
         return str(self.wait_for(r"Available: \S+ answers at (\S+)")[1])
 
     def write(self) -> None:
-        """Replace the file as an editor does."""
+        """Replaces the file as an editor does."""
         edited = self.file.with_suffix(".new")
         edited.write_text(yaml.safe_dump(self.resource, sort_keys=False))
         edited.replace(self.file)
 
     def edit(self, **changes: Any) -> int:
-        """Change fields of the spec; returns where in ``lines`` what follows begins."""
+        """Changes fields of the spec; returns the index in ``lines`` of the output after it."""
         before = len(self.lines)
         self.resource["spec"].update(changes)
         self.write()
         return before
 
     def wait_for(self, pattern: str, after: int = 0) -> re.Match[str]:
-        """The first line from ``after`` on that holds the pattern."""
+        """The first line from ``after`` on that contains the pattern."""
 
         def found() -> re.Match[str] | None:
             self._look_at_processes()
@@ -104,13 +104,13 @@ class LocalCommand:
         return match
 
     def _look_at_processes(self) -> None:
-        """Now and then: reading all of /proc at every poll took a sixth of a core."""
+        """Rarely, because reading all of /proc at every poll took a sixth of a core."""
         if (now := time.monotonic()) - self._looked > 0.5:
             self._looked = now
             self.seen |= descendants(self.process.pid)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the command alone."""
+        """Sends a signal only to the command."""
         self.seen |= descendants(self.process.pid)
         self.process.send_signal(number)
 
@@ -121,11 +121,11 @@ class LocalCommand:
         return code
 
     def left_over(self) -> set[Process]:
-        """Processes of this run that still live."""
+        """Processes of this run that still exist."""
         return {process for process in self.seen if is_alive(process)}
 
     def close(self) -> None:
-        """End it in any case."""
+        """Ends it if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -138,7 +138,7 @@ LocalStarter = Callable[..., LocalCommand]
 
 
 def sample(**changes: Any) -> dict[str, Any]:
-    """The sample resource with fields of its spec changed; mappings are merged one level deep."""
+    """The sample resource with changed fields of its spec; mappings are merged one level deep."""
     resource: dict[str, Any] = yaml.safe_load(SAMPLE.read_text())
     for name, value in changes.items():
         before = resource["spec"].get(name)
@@ -149,7 +149,7 @@ def sample(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def start_local(tmp_path: Path, smollm2_path: Path) -> Iterator[LocalStarter]:
-    """Starts the command with the sample, changed; ends what a test leaves."""
+    """Starts the command with the sample and changes; ends it after the test."""
     started: list[LocalCommand] = []
 
     def start(models: Path | None = smollm2_path.parent, **changes: Any) -> LocalCommand:
@@ -163,7 +163,7 @@ def start_local(tmp_path: Path, smollm2_path: Path) -> Iterator[LocalStarter]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[LocalCommand]:
-    """The sample, running with both replicas, shared by the tests of a module; each leaves it as it found it."""
+    """The sample with both replica groups, shared by the tests of a module; each restores it."""
     command = LocalCommand.of_sample(tmp_path_factory.mktemp("served"), smollm2_path.parent)
     try:
         command.wait_for("ready replicas: 2/2")
@@ -174,7 +174,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iter
 
 @pytest.fixture(scope="session")
 def command_type() -> type[LocalCommand]:
-    """For modules that share a command of their own."""
+    """For modules with their own shared command."""
     return LocalCommand
 
 

@@ -1,4 +1,4 @@
-"""The contract between the halves: each one parses what the other writes, with its own parser."""
+"""The interface of the two packages: each parses the output of the other with its own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-operator local` that is ended, or refuses to begin: words, an exit code, and nothing left over."""
+"""The end of `megatron-operator local`, and invalid resources: messages, exit codes, and no remaining processes."""
 
 from __future__ import annotations
 

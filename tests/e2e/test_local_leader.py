@@ -1,4 +1,4 @@
-"""The leader's pod is lost, stands still, or is paused, while clients ask as the official one does by default."""
+"""The leader pod is killed, hangs, or is paused, while official clients send requests with default settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOVED = r"LeaderMoved: smollm2-(\d)-\d+-0 is the leader"
 
 
 def client_of(url: str, **headers: str) -> openai.OpenAI:
-    """With the retries that it makes by itself."""
+    """A client with its default retries."""
     http = httpx.Client(trust_env=False)
     return openai.OpenAI(base_url=url, api_key="none", timeout=100, http_client=http, default_headers=headers)
 
@@ -37,7 +37,7 @@ def ask(client: openai.OpenAI, tokens: int = 30) -> str:
 
 
 class Load:
-    """Clients that ask without a pause: when each of their answers was begun, and when it was there."""
+    """Clients that send requests continuously; records the begin and end of each."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -46,7 +46,7 @@ class Load:
         self.failures: list[str] = []
 
     def run(self) -> None:
-        """One client, until the end."""
+        """Runs one client until the end."""
         with client_of(self._url) as client:
             while not self._ending.is_set():
                 begun = time.monotonic()
@@ -58,11 +58,11 @@ class Load:
                     self.answers.append((begun, time.monotonic(), text))
 
     def end(self) -> None:
-        """Ask for no more."""
+        """Ends the clients."""
         self._ending.set()
 
     def begun_after(self, moment: float) -> list[float]:
-        """When the answers to questions that were asked later were there."""
+        """The end times of the requests that began after this time."""
         return [there for begun, there, _ in self.answers if begun > moment]
 
 
@@ -81,7 +81,7 @@ def load_on(url: str) -> Iterator[Load]:
 
 
 def processes_of(command: Any, group: int) -> list[int]:
-    """All processes of a group's pod."""
+    """The processes of the pod of a replica group."""
     wanted = f"MEGATRON_REPLICA_GROUP={group}".encode()
     return [
         process.pid
@@ -91,7 +91,7 @@ def processes_of(command: Any, group: int) -> list[int]:
 
 
 def told_by_kernel(pid: int, file: str) -> bytes:
-    """Nothing for a process that has ended meanwhile."""
+    """A file in /proc of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/{file}").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -99,14 +99,14 @@ def told_by_kernel(pid: int, file: str) -> bytes:
 
 
 def signal_pod(command: Any, group: int, number: signal.Signals) -> float:
-    """To everything in a group's pod; returns when."""
+    """Sends a signal to all processes of a replica group's pod; returns the time."""
     for pid in processes_of(command, group):
         os.kill(pid, number)
     return time.monotonic()
 
 
 def coordinators(command: Any) -> list[bool]:
-    """Whether each group's pod runs one."""
+    """Whether each replica group's pod runs a coordinator."""
     return [
         any(b"coordinator_process" in told_by_kernel(pid, "cmdline") for pid in processes_of(command, group))
         for group in range(2)
@@ -154,7 +154,7 @@ def test_a_leader_that_hung_is_no_longer_the_leader_when_it_recovers(
 ) -> None:
     command = start_local(replicas=2)
     command.wait_for("ready replicas: 2/2")
-    # A connection to a process that stands still hangs as long as its client likes.
+    # A connection to a stopped process hangs until the timeout of its client.
     with client_of(command.url, Connection="close") as client:
         expected = ask(client)
         stopped = signal_pod(command, 0, signal.SIGSTOP)

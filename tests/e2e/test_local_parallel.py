@@ -1,4 +1,4 @@
-"""`megatron-operator local` with copies of a model over several pods: they answer as one rank, and fail as a whole."""
+"""`megatron-operator local` with replica groups of several pods: they answer like one rank, and fail as a whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPREAD = {"tensor": 3}
 
 @pytest.fixture(scope="module")
 def spread(command_type: Any, tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> Iterator[Any]:
-    """Two copies of three ranks in two pods each; the tests leave it running."""
+    """Two replica groups of three ranks in two pods each; they run after each test."""
     changes = {"parallelism": SPREAD, "pods": {"ranksPerPod": 2}, "engine": {"kvCacheMemory": "32Mi"}}
     command = command_type.of_sample(tmp_path_factory.mktemp("spread"), smollm2_path.parent, **changes)
     try:
@@ -39,7 +39,7 @@ def ask(url: str) -> str:
 
 
 def rank_process(command: Any, rank: int) -> int:
-    """Process id of one rank, counted over all copies."""
+    """Process id of one rank, counted over all replica groups."""
     found = [process.pid for process in command.seen if _is_rank(process.pid, rank)]
     assert len(found) == 1
     return found[0]

@@ -1,4 +1,4 @@
-"""Copies of the model that come and go while requests are answered."""
+"""Replica groups are added and removed while requests are answered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUESTION: Any = [{"role": "user", "content": "Count from one to fifty in words."
 
 
 class Load:
-    """Clients that ask without a pause and never ask again; what they got, and what went wrong."""
+    """Clients that send requests continuously and never retry; records answers and errors."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -31,12 +31,12 @@ class Load:
         self._threads = [threading.Thread(target=self._ask_on, args=(place,)) for place in range(CLIENTS)]
 
     def start(self) -> None:
-        """All clients at once."""
+        """Starts all clients."""
         for thread in self._threads:
             thread.start()
 
     def end(self) -> None:
-        """Waits for the answers that are still to come."""
+        """Waits for the remaining answers."""
         self._ending.set()
         for thread in self._threads:
             thread.join()
@@ -76,7 +76,7 @@ def load_on(url: str) -> Iterator[Load]:
 
 
 def running_by_group(command: Any) -> dict[str, int]:
-    """Requests that each copy computes, as the leader's metrics say."""
+    """Running requests of each replica group, from the leader's metrics."""
     leader = re.findall(r"pod smollm2-0-\d+-0: \S+ at (127\.[\d.]+)", command.text)[-1]
     text = httpx.get(f"http://{leader}:9000/metrics", trust_env=False).text
     return {

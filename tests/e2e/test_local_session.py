@@ -1,4 +1,4 @@
-"""`megatron-operator local` with the real runtime and real weights: one resource, served, steered and ended."""
+"""`megatron-operator local` with the real runtime and real weights: one resource through its lifecycle."""
 
 from __future__ import annotations
 

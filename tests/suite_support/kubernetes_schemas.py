@@ -1,4 +1,4 @@
-"""The objects of Kubernetes' own kinds, held to the strict schemas of each version that the project is for."""
+"""Validates objects of built-in kinds with the strict schemas of each supported version of Kubernetes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSIONS = tuple(f"1.{minor}" for minor in range(28, 38))
 
 
 def check(obj: Mapping[str, Any], versions: Iterable[str] = VERSIONS) -> None:
-    """Raises SchemaNotFoundError or jsonschema.ValidationError, which names the field, unknown ones included."""
+    """Raises SchemaNotFoundError, or jsonschema.ValidationError for an invalid or unknown field."""
     for version in versions:
         try:
             _validator(version, obj["apiVersion"], obj["kind"]).validate(obj)

@@ -1,7 +1,7 @@
-"""How often a test repeats what it does: a fixed, smaller run in `make test`, the whole one in `make test-long`.
+"""The number of repetitions of a test: a fixed, smaller one in `make test`, the full one in `make test-long`.
 
-Repetition alone differs: counts of made-up inputs, seeds, durations. A test that asks here has the mark ``repetition``,
-by which `make test-long` finds it.
+Only repetitions differ: counts of generated inputs, seeds, durations. A test that uses this module has the mark
+``repetition``, by which `make test-long` selects it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def is_long() -> bool:
 
 
 def repeated(short: Count, long: Count) -> Count:
-    """The one that belongs to this run."""
+    """The count for this run."""
     return long if is_long() else short
 
 
 def seed_of_run(variable: str) -> int:
-    """That of the environment variable, or a fixed one; in the long run another one each time."""
+    """The seed in the environment variable, or a fixed one; in the long run a random one."""
     if chosen := os.environ.get(variable):
         return int(chosen)
     return secrets.randbits(32) if is_long() else FIXED_SEED

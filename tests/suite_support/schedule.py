@@ -1,8 +1,8 @@
-"""How pytest-xdist spreads the tests over its workers: file by file, the long ones first.
+"""The distribution of tests to the workers of pytest-xdist: by file, the longest first.
 
-The tests of a file run on one worker, in their order, since they share the fixtures of their module. Files that must
-not run beside each other are one unit too. They are named here: pytest 9.2 ignores the group that pytest-xdist 3.8
-appends to the node id of a test with the mark ``xdist_group``.
+The tests of a file run on one worker, in order, because they share the fixtures of their module. Files that must not
+run in parallel are one unit too. They are listed here: pytest 9.2 ignores the group that pytest-xdist 3.8 appends to
+the node id of a test with the mark ``xdist_group``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MACHINE = (
     "tests/cluster/test_node_serving.py",
     "tests/runtime/server/test_launched_hosts.py",
 )
-"""See or change the network namespaces of the machine: some compare these before and after."""
+"""Tests that use or change the network namespaces of the machine: some compare these before and after."""
 LONG = (
     "tests/cluster/test_node",
     "tests/runtime/server/test_launched_hosts",
@@ -34,24 +34,24 @@ LONG = (
     "tests/cluster/test_operator",
     "tests/cluster",
 )
-"""Where the tests are that take long, the longest first: begun last, one of these would keep a single worker busy.
+"""The slowest tests, the longest first: started last, one of them would run alone on a single worker.
 
-Those of the cluster come after the others, since the control plane that they share runs to the end.
+Those of the cluster come after the others, because their shared control plane runs to the end.
 """
 
 
 class FileScheduling(LoadFileScheduling):
-    """A unit of work is a file, or files together; units are handed out in the order of the collection."""
+    """A unit of work is a file or a group of files; units start in the order of the collection."""
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith("tests/cluster/") and os.environ.get("MEGATRON_TEST_USE_KUBECONFIG", "0") not in ("", "0"):
-            return "cluster"  # that was given: it has room for one operator
+            return "cluster"  # a given cluster has room for one operator
         file = nodeid.partition("::")[0]
         return "machine" if file in MACHINE else file
 
 
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """The same items; those of a file stay together and in their order."""
+    """The items with the slowest files first; items of a file stay together and in order."""
     return sorted(items, key=lambda item: _rank(item.nodeid))
 
 

@@ -1,4 +1,4 @@
-"""What belongs to one worker of a run: its number, and the ports and addresses that no other worker takes."""
+"""Resources of a worker: its number, and ports and addresses that no other worker uses."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import socket
 from collections.abc import Iterator, Sequence
 
 FIRST_PORT = 10_000
-"""Below the range from which the kernel takes the ports of outgoing connections: one of these could take a free port
-before its server does."""
+"""Below the kernel's range for outgoing connections, which could use a free port before its server does."""
 PORTS_PER_WORKER = 600
 MOST_WORKERS = 16
 
 
 def worker_number() -> int:
-    """0 without pytest-xdist, and for its first worker."""
+    """The number of this worker; 0 without pytest-xdist."""
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % MOST_WORKERS
 
 
 def free_port() -> int:
-    """A port of the loopback interface on which no process listens, another one at each call."""
+    """A free port on loopback, another one for each call."""
     for port in itertools.islice(_PORTS, PORTS_PER_WORKER):
         if _are_free("127.0.0.1", (port,)):
             return port
@@ -30,7 +29,7 @@ def free_port() -> int:
 
 
 def free_host(ports: Sequence[int]) -> str:
-    """A loopback address on which these ports are free, another one at each call."""
+    """A loopback address with these ports free, another one for each call."""
     for last in itertools.islice(_LAST_BYTES, 250):
         host = f"127.{130 + worker_number()}.{os.getpid() % 250 + 1}.{last}"
         if _are_free(host, ports):
@@ -49,7 +48,7 @@ def _are_free(host: str, ports: Sequence[int]) -> bool:
 
 
 def _own_ports() -> Iterator[int]:
-    """In turn, so that a port comes again as late as possible; from anywhere, since another run may have begun too."""
+    """In order, to reuse a port as late as possible; from a random start, because another run may have begun too."""
     first = FIRST_PORT + worker_number() * PORTS_PER_WORKER
     start = random.SystemRandom().randrange(PORTS_PER_WORKER)
     return itertools.cycle([first + (start + step) % PORTS_PER_WORKER for step in range(PORTS_PER_WORKER)])
