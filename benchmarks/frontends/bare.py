@@ -86,10 +86,10 @@ def head(body: GenerationRequest, kind: str) -> dict[str, Any]:
     return {"id": f"echo-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": body.model}
 
 
-def work(told: Connection) -> None:
+def work(pipe: Connection) -> None:
     """The frontend's process: sends its port, and serves until it is killed."""
     listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    told.send(listening.getsockname()[1])
+    pipe.send(listening.getsockname()[1])
     uvicorn.Server(uvicorn.Config(app, access_log=False, log_level="warning")).run(sockets=[listening])
 
 

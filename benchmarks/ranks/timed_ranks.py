@@ -33,7 +33,7 @@ class TimedRanks:
         return self._ranks.position
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
-        """Starts the clock anew, or tells what it says, where a turn begins or ends."""
+        """Restarts the measurement at the begin of a turn, and reports it at the end."""
         if name == END:
             self._on_end(dict(self._seconds))
         self._timed("barrier", self._ranks.barrier, name, timeout)

@@ -31,22 +31,22 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.usefixtures("program")
 def test_time_is_measured_between_the_begin_and_the_end_of_a_turn() -> None:
     timed = importlib.import_module("ranks.timed_ranks")
-    told: list[dict[str, float]] = []
+    results: list[dict[str, float]] = []
 
     class SlowRank(SingleRank):
         def least(self, number: int) -> int:
             time.sleep(0.01)
             return number
 
-    ranks = timed.TimedRanks(SlowRank(3), told.append)
+    ranks = timed.TimedRanks(SlowRank(3), results.append)
     assert ranks.position.replica == 3
     ranks.least(5)
     ranks.barrier(timed.BEGIN)
     assert ranks.least(5) == 5
     assert ranks.share_outcome(b"it", checksum=1).wait() == b"it"
     ranks.barrier(timed.END)
-    assert set(told[0]) == {"least", "share_outcome"}
-    assert told[0]["least"] >= 0.01
+    assert set(results[0]) == {"least", "share_outcome"}
+    assert results[0]["least"] >= 0.01
 
 
 def test_a_row_compares_the_turns_of_a_round(program: ModuleType) -> None:

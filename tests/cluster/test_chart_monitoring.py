@@ -135,8 +135,8 @@ def test_every_exported_metric_is_on_the_dashboard_or_excluded() -> None:
         if isinstance(part, VectorSelector)
     }
     families = {re.sub(r"_(total|bucket|sum|count|created)$", "", name) for name in SERIES}
-    told = {re.sub(r"_(total|bucket|sum|count)$", "", str(name)) for name in shown}
-    assert families - told == {
+    on_dashboard = {re.sub(r"_(total|bucket|sum|count)$", "", str(name)) for name in shown}
+    assert families - on_dashboard == {
         "megatron_operator_leading",  # covered by an alert
         "megatron_ready",  # Kubernetes shows the readiness of pods
         "megatron_kv_blocks",  # the same as megatron_kv_usage, in blocks

@@ -38,10 +38,10 @@ async def served(chat: Resource, api: Api, own_control_plane: ControlPlane) -> A
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_the_answer_to_one_question_is_streamed(served: str, typed: CommandLine) -> None:
+async def test_the_answer_to_one_question_is_streamed(served: str, command_line: CommandLine) -> None:
     async with ChatEndpoint(served) as endpoint:
-        told = await typed.ok("chat", "chat", "hello there", "--system", "Be brief.", "--max-tokens", "9")
-    assert told == "You said: hellothere\n"
+        output = await command_line.ok("chat", "chat", "hello there", "--system", "Be brief.", "--max-tokens", "9")
+    assert output == "You said: hellothere\n"
     (body,) = endpoint.bodies
     assert (body["model"], body["stream"], body["max_tokens"]) == ("parrot", True, 9)
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
@@ -49,10 +49,10 @@ async def test_the_answer_to_one_question_is_streamed(served: str, typed: Comman
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_a_conversation_continues_until_it_is_reset(served: str, typed: CommandLine) -> None:
+async def test_a_conversation_continues_until_it_is_reset(served: str, command_line: CommandLine) -> None:
     async with ChatEndpoint(served) as endpoint:
-        told = await typed.ok("chat", "chat", input="one\n\ntwo\n/new\nthree\n")
-    assert told.splitlines() == ["You said: one", "You said: two", "You said: three"]
+        output = await command_line.ok("chat", "chat", input="one\n\ntwo\n/new\nthree\n")
+    assert output.splitlines() == ["You said: one", "You said: two", "You said: three"]
     assert [[message["content"] for message in body["messages"]] for body in endpoint.bodies] == [
         ["one"],
         ["one", "You said: one", "two"],
@@ -61,45 +61,47 @@ async def test_a_conversation_continues_until_it_is_reset(served: str, typed: Co
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_text_is_printed_before_the_answer_has_ended(served: str, typed: CommandLine) -> None:
+async def test_text_is_printed_before_the_answer_has_ended(served: str, command_line: CommandLine) -> None:
     async with ChatEndpoint(served) as endpoint:
         endpoint.may_end.clear()
-        async with typed.output("chat", "chat", "a b c") as read:
+        async with command_line.output("chat", "chat", "a b c") as read:
             assert await read(len("You said: ab")) == "You said: ab"
             endpoint.may_end.set()
             assert await read(2) == "c\n"
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_the_api_key_and_the_token_of_the_user_are_sent_together(served: str, typed: CommandLine) -> None:
+async def test_the_api_key_and_the_token_of_the_user_are_sent_together(served: str, command_line: CommandLine) -> None:
     async with ChatEndpoint(served, key="sesame"):
-        done = await typed.run("chat", "chat", "hi")
+        done = await command_line.run("chat", "chat", "hi")
         assert done.code == 1
         assert done.error_line == "error: chat requires an API key: use --api-key KEY, or set MEGATRON_API_KEY"
-        done = await typed.run("chat", "chat", "hi", "--api-key", "wrong")
+        done = await command_line.run("chat", "chat", "hi", "--api-key", "wrong")
         assert done.error_line.startswith("error: chat rejects this API key")
-        assert await typed.ok("chat", "chat", "hi", MEGATRON_API_KEY="sesame") == "You said: hi\n"
+        assert await command_line.ok("chat", "chat", "hi", MEGATRON_API_KEY="sesame") == "You said: hi\n"
 
 
 @pytest.mark.usefixtures("controllers")
-async def test_an_error_of_the_endpoint_is_printed(served: str, typed: CommandLine) -> None:
+async def test_an_error_of_the_endpoint_is_printed(served: str, command_line: CommandLine) -> None:
     async with ChatEndpoint(served):
-        done = await typed.run("chat", "chat", "...")
+        done = await command_line.run("chat", "chat", "...")
     assert (done.code, done.error_line) == (1, "error: chat rejects the request (400): messages: nothing is asked")
 
 
 @pytest.mark.usefixtures("stage")
-async def test_chat_with_a_starting_resource_reports_what_it_waits_for(chat: Resource, typed: CommandLine) -> None:
+async def test_chat_with_a_starting_resource_reports_what_it_waits_for(
+    chat: Resource, command_line: CommandLine
+) -> None:
     await chat.create()
     await chat.until(lambda status: bool(status.get("conditions")), "a status")
-    done = await typed.run("chat", "chat", "hi")
+    done = await command_line.run("chat", "chat", "hi")
     assert done.code == 1
     assert done.error_line.startswith("error: chat does not answer, Pending: ")
 
 
 @pytest.mark.usefixtures("controllers")
 async def test_an_endpoint_without_pods_is_reported_in_one_line(
-    chat: Resource, stage: ScriptedNode, typed: CommandLine
+    chat: Resource, stage: ScriptedNode, command_line: CommandLine
 ) -> None:
     """The node's pods have loopback addresses, for which the cluster creates no endpoints."""
     await chat.create()
@@ -109,10 +111,10 @@ async def test_an_endpoint_without_pods_is_reported_in_one_line(
         await stage.run(pod)
         await stage.make_ready(pod)
     await chat.until_phase("Running")
-    done = await typed.run("chat", "chat", "hi")
+    done = await command_line.run("chat", "chat", "hi")
     assert done.code == 1
     assert done.error_line.startswith("error: chat does not answer: no endpoints available")
     assert "see `megatron-operator describe chat`" in done.error_line
     await chat.kubectl("delete", "endpoints", "chat")
-    done = await typed.run("chat", "chat", "hi")
+    done = await command_line.run("chat", "chat", "hi")
     assert done.error_line.startswith('error: chat does not answer: services "chat" not found (404); ')

@@ -15,13 +15,13 @@ from cluster_support.cluster import Cluster
 from operator_support.api import Api, Json
 from operator_support.command_line import CommandLine
 from operator_support.fixtures import MANIFESTS, SYSTEM
-from operator_support.node import PlayedNode, now
+from operator_support.node import SimulatedNode, now
 from operator_support.resource import Resource, manifest
 from operator_support.scripted_node import ScriptedNode
 from suite_support.definition import without_rules
 
 
-class WillingNode(PlayedNode):
+class ReadyNode(SimulatedNode):
     """Every pod is ready at once."""
 
     async def start(self, pod: Json) -> None:
@@ -36,8 +36,8 @@ class WillingNode(PlayedNode):
 
 
 @pytest.fixture
-async def willing_node(api: Api, installed: Cluster) -> AsyncIterator[WillingNode]:  # noqa: ARG001
-    async with WillingNode(api, SYSTEM) as node:
+async def willing_node(api: Api, installed: Cluster) -> AsyncIterator[ReadyNode]:  # noqa: ARG001
+    async with ReadyNode(api, SYSTEM) as node:
         yield node
 
 
@@ -57,12 +57,12 @@ def deployed(installed: Cluster, controllers: None) -> Iterator[Cluster]:  # noq
     installed.kubectl("-n", SYSTEM, "delete", "deployment", "megatron-operator", "--wait=true")
 
 
-def lines_of(told: str, subject: str) -> list[str]:
-    return [line for line in told.splitlines() if f" {subject} " in line[:24] + " "]
+def lines_of(output: str, subject: str) -> list[str]:
+    return [line for line in output.splitlines() if f" {subject} " in line[:24] + " "]
 
 
-async def test_a_cluster_without_an_operator_lacks_it(typed: CommandLine) -> None:
-    done = await typed.run("doctor")
+async def test_a_cluster_without_an_operator_lacks_it(command_line: CommandLine) -> None:
+    done = await command_line.run("doctor")
     assert done.code == 1
     assert lines_of(done.out, "operator")[0].startswith("missing  operator        the cluster has no Deployment of it")
     assert "helm install megatron charts/megatron-inference" in done.out
@@ -71,10 +71,10 @@ async def test_a_cluster_without_an_operator_lacks_it(typed: CommandLine) -> Non
 
 
 @pytest.mark.usefixtures("willing_node")
-async def test_a_complete_cluster_is_reported_as_such(deployed: Cluster, typed: CommandLine) -> None:
+async def test_a_complete_cluster_is_reported_as_such(deployed: Cluster, command_line: CommandLine) -> None:
     words = ("-n", SYSTEM, "rollout", "status", "deployment/megatron-operator", "--timeout=50s")
     await asyncio.to_thread(deployed.kubectl, *words)
-    done = await typed.run("doctor")
+    done = await command_line.run("doctor")
     assert (done.code, done.out.splitlines()[-1]) == (0, "no prerequisite is missing")
     account = f"system:serviceaccount:{SYSTEM}:megatron-operator"
     assert f"{account} has all rights that the operator needs" in done.out
@@ -83,9 +83,11 @@ async def test_a_complete_cluster_is_reported_as_such(deployed: Cluster, typed: 
     assert lines_of(done.out, "rules")[0].startswith("ok" if deployed.knows_cel else "warn")
 
 
-async def test_an_operator_that_does_not_start_or_may_not_act_is_found(deployed: Cluster, typed: CommandLine) -> None:
+async def test_an_operator_that_does_not_start_or_may_not_act_is_found(
+    deployed: Cluster, command_line: CommandLine
+) -> None:
     deployed.apply(SYSTEM, deployment(serviceAccountName="default"))
-    done = await typed.run("doctor")
+    done = await command_line.run("doctor")
     assert done.code == 1
     assert "0 of 1 pods are available" in done.out
     assert f"kubectl -n {SYSTEM} describe deployment megatron-operator" in done.out
@@ -95,11 +97,11 @@ async def test_an_operator_that_does_not_start_or_may_not_act_is_found(deployed:
 
 
 @pytest.mark.usefixtures("willing_node")
-async def test_an_operator_that_may_not_hold_its_lease_is_found(deployed: Cluster, typed: CommandLine) -> None:
+async def test_an_operator_that_may_not_hold_its_lease_is_found(deployed: Cluster, command_line: CommandLine) -> None:
     binding = deployed.get("rolebinding", "megatron-operator-lease", "-n", SYSTEM)
     await asyncio.to_thread(deployed.kubectl, "-n", SYSTEM, "delete", "rolebinding", "megatron-operator-lease")
     try:
-        done = await typed.run("doctor")
+        done = await command_line.run("doctor")
     finally:
         kept = {"name": "megatron-operator-lease"}
         deployed.apply(SYSTEM, {**binding, "metadata": kept})
@@ -108,26 +110,28 @@ async def test_an_operator_that_may_not_hold_its_lease_is_found(deployed: Cluste
 
 
 @pytest.mark.usefixtures("node")
-async def test_the_keys_of_secrets_that_models_refer_to_are_checked(chat: Resource, typed: CommandLine) -> None:
+async def test_the_keys_of_secrets_that_models_refer_to_are_checked(chat: Resource, command_line: CommandLine) -> None:
     hub = {"repo": "my/model", "tokenSecret": {"name": "hub", "key": "token"}}
     users = {"apiKeysSecret": {"name": "users"}}
-    await chat.kubectl("create", "secret", "generic", "hub", "--from-literal=password=never-told")
+    await chat.kubectl("create", "secret", "generic", "hub", "--from-literal=password=never-output")
     await chat.apply(manifest(lifecycle="Stopped", model={"source": {"huggingFace": hub}}, frontend=users))
-    done = await typed.run("doctor")
+    done = await command_line.run("doctor")
     assert done.code == 1
     assert "missing  Secret hub      has no token, which a model in this namespace uses; it has: password" in done.out
     assert "missing  Secret users    does not exist, and a model in this namespace uses it" in done.out
-    assert "never-told" not in done.out
+    assert "never-output" not in done.out
 
 
 @pytest.mark.usefixtures("node")
-async def test_the_requirements_of_the_models_in_the_namespace_are_checked(chat: Resource, typed: CommandLine) -> None:
+async def test_the_requirements_of_the_models_in_the_namespace_are_checked(
+    chat: Resource, command_line: CommandLine
+) -> None:
     on_claim = {"persistentVolumeClaim": {"claimName": "weights"}}
     pods = {"device": "cuda", "gpuResource": "example.com/gpu"}
     template = {"spec": {"runtimeClassName": "nvidia"}}
     spec = {"lifecycle": "Stopped", "pods": pods, "podTemplate": template}
     await chat.apply(manifest(**spec, model={"source": on_claim}))
-    done = await typed.run("doctor")
+    done = await command_line.run("doctor")
     assert done.code == 1
     assert "missing  GPUs            no node offers example.com/gpu, which models in this namespace request" in done.out
     assert "missing  claim weights   does not exist" in done.out
@@ -135,11 +139,13 @@ async def test_the_requirements_of_the_models_in_the_namespace_are_checked(chat:
 
 
 @pytest.mark.usefixtures("own_control_plane")
-async def test_rules_that_the_definition_lacks_are_found_by_a_dry_run(ruled: Cluster, typed: CommandLine) -> None:
+async def test_rules_that_the_definition_lacks_are_found_by_a_dry_run(
+    ruled: Cluster, command_line: CommandLine
+) -> None:
     definition = yaml.safe_load((MANIFESTS / "crd.yaml").read_text())
     ruled.define(without_rules(definition))
     try:
-        done = await typed.run("doctor")
+        done = await command_line.run("doctor")
     finally:
         ruled.define(definition)
     assert lines_of(done.out, "rules")[0].startswith("warn ")

@@ -31,8 +31,8 @@ async def written(chat: Resource, kubelet: KubeletLogs) -> KubeletLogs:
 
 
 @pytest.mark.usefixtures("written")
-async def test_the_lines_of_all_pods_come_in_order_of_time(typed: CommandLine) -> None:
-    assert (await typed.ok("logs", "chat")).splitlines() == [
+async def test_the_lines_of_all_pods_come_in_order_of_time(command_line: CommandLine) -> None:
+    assert (await command_line.ok("logs", "chat")).splitlines() == [
         "chat-0-0-0 launcher begins",
         "chat-1-0-0 launcher begins",
         "chat-0-0-0 [rank 0] a",
@@ -42,32 +42,37 @@ async def test_the_lines_of_all_pods_come_in_order_of_time(typed: CommandLine) -
 
 
 @pytest.mark.usefixtures("written")
-async def test_one_group_or_rank_can_be_selected(typed: CommandLine) -> None:
-    assert (await typed.ok("logs", "chat", "--rank", "1")).splitlines() == [
+async def test_one_group_or_rank_can_be_selected(command_line: CommandLine) -> None:
+    assert (await command_line.ok("logs", "chat", "--rank", "1")).splitlines() == [
         "chat-1-0-0 [rank 1] c",
         "chat-0-0-0 [rank 1] b",
     ]
-    assert (await typed.ok("logs", "chat", "--group", "0", "--rank", "0")).split() == ["chat-0-0-0", "[rank", "0]", "a"]
-    done = await typed.run("logs", "chat", "--rank", "2")
+    assert (await command_line.ok("logs", "chat", "--group", "0", "--rank", "0")).split() == [
+        "chat-0-0-0",
+        "[rank",
+        "0]",
+        "a",
+    ]
+    done = await command_line.run("logs", "chat", "--rank", "2")
     assert (done.code, done.error_line) == (2, "error: --rank 2: a replica group of chat has ranks 0 to 1")
-    done = await typed.run("logs", "chat", "--group", "7")
+    done = await command_line.run("logs", "chat", "--group", "7")
     assert (done.code, done.out, done.err) == (0, "", "chat has no pods in replica group 7\n")
 
 
-async def test_the_kubelet_filters_the_lines(typed: CommandLine, written: KubeletLogs) -> None:
-    told = await typed.ok("logs", "chat", "--tail", "1", "--since", "2h")
-    assert told.splitlines() == ["chat-1-0-0 [rank 1] c", "chat-0-0-0 [rank 1] b"]
+async def test_the_kubelet_filters_the_lines(command_line: CommandLine, written: KubeletLogs) -> None:
+    output = await command_line.ok("logs", "chat", "--tail", "1", "--since", "2h")
+    assert output.splitlines() == ["chat-1-0-0 [rank 1] c", "chat-0-0-0 [rank 1] b"]
     assert {(query["tailLines"], query["sinceSeconds"]) for query in written.queries} == {("1", "7200")}
     await written.write("chat-0-0-0", ("10:00:06", "[rank 1] d"))
-    assert (await typed.ok("logs", "chat", "-g", "0", "-r", "0", "--tail", "1")).splitlines() == [
+    assert (await command_line.ok("logs", "chat", "-g", "0", "-r", "0", "--tail", "1")).splitlines() == [
         "chat-0-0-0 [rank 0] a"
     ]
 
 
 async def test_a_log_is_followed_without_gaps_or_repetitions_and_new_pods_join_in(
-    chat: Resource, node: ScriptedNode, typed: CommandLine, written: KubeletLogs
+    chat: Resource, node: ScriptedNode, command_line: CommandLine, written: KubeletLogs
 ) -> None:
-    async with typed.lines("logs", "chat", "--follow", "--group", "1") as lines:
+    async with command_line.lines("logs", "chat", "--follow", "--group", "1") as lines:
         assert [await anext(lines), await anext(lines)] == ["chat-1-0-0 launcher begins", "chat-1-0-0 [rank 1] c"]
         await written.write("chat-1-0-0", ("10:00:04", "[rank 0] d"), ("10:00:05", "[rank 0] e"))
         said = [await anext(lines)]
@@ -81,35 +86,37 @@ async def test_a_log_is_followed_without_gaps_or_repetitions_and_new_pods_join_i
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_missing_kubelet_is_reported_in_one_line(chat: Resource, typed: CommandLine) -> None:
+async def test_a_missing_kubelet_is_reported_in_one_line(chat: Resource, command_line: CommandLine) -> None:
     await chat.create()
     await chat.until_phase("Running")
-    done = await typed.run("logs", "chat")
+    done = await command_line.run("logs", "chat")
     assert done.code == 1
     assert done.error_line.startswith("chat-0-0-0: cannot be read: ")
 
 
 @pytest.mark.usefixtures("stage")
-async def test_a_pod_that_has_not_started_has_no_log_yet(chat: Resource, typed: CommandLine) -> None:
+async def test_a_pod_that_has_not_started_has_no_log_yet(chat: Resource, command_line: CommandLine) -> None:
     await chat.create()
     await chat.until_pods("chat-0-0-0")
-    done = await typed.run("logs", "chat")
+    done = await command_line.run("logs", "chat")
     assert (done.code, done.error_line) == (0, "chat-0-0-0 has not started: it has no log yet")
 
 
 @pytest.mark.usefixtures("node")
 async def test_following_outlasts_a_restart_of_the_api_server(
-    typed: CommandLine, written: KubeletLogs, own_control_plane: ControlPlane
+    command_line: CommandLine, written: KubeletLogs, own_control_plane: ControlPlane
 ) -> None:
-    async with typed.lines("logs", "chat", "--follow", "--group", "1") as lines:
+    async with command_line.lines("logs", "chat", "--follow", "--group", "1") as lines:
         assert [await anext(lines), await anext(lines)] == ["chat-1-0-0 launcher begins", "chat-1-0-0 [rank 1] c"]
         await asyncio.to_thread(own_control_plane.restart_apiserver)
         await written.write("chat-1-0-0", ("10:00:07", "[rank 0] still here"))
         assert await anext(lines) == "chat-1-0-0 [rank 0] still here"
 
 
-async def test_lines_that_are_excluded_before_following_stay_excluded(typed: CommandLine, written: KubeletLogs) -> None:
-    async with typed.lines("logs", "chat", "--follow", "--group", "1", "--tail", "0") as lines:
+async def test_lines_that_are_excluded_before_following_stay_excluded(
+    command_line: CommandLine, written: KubeletLogs
+) -> None:
+    async with command_line.lines("logs", "chat", "--follow", "--group", "1", "--tail", "0") as lines:
         async with asyncio.timeout(60):
             await written.until_followed()
         await written.write("chat-1-0-0", ("10:00:08", "[rank 0] new"))

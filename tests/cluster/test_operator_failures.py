@@ -34,8 +34,8 @@ async def test_a_failed_pod_is_followed_by_the_next_attempt_until_the_budget_is_
     assert reason(status) == reason(status, "Failed") == "RestartBudgetExceeded"
     assert "memory" in condition(status, "Failed")["message"]
     events = [event["reason"] for event in (await chat.get("events"))["items"]]
-    told = ("AttemptStarted", "GroupFailed", "RestartBudgetExceeded")
-    assert [events.count(each) for each in told] == [2, 2, 1]
+    expected = ("AttemptStarted", "GroupFailed", "RestartBudgetExceeded")
+    assert [events.count(each) for each in expected] == [2, 2, 1]
 
 
 async def test_the_startup_timeout_begins_when_a_pod_that_waited_is_scheduled(

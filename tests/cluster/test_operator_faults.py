@@ -25,7 +25,9 @@ async def server(installed: Cluster) -> AsyncIterator[FaultyServer]:
 
 
 @pytest.fixture
-async def unlucky(operator: OperatorProcess, server: FaultyServer, tmp_path: Path) -> AsyncIterator[OperatorProcess]:
+async def faulty_operator(
+    operator: OperatorProcess, server: FaultyServer, tmp_path: Path
+) -> AsyncIterator[OperatorProcess]:
     """An operator that uses the faulty server, instead of the shared one. Not started yet."""
     kubeconfig = server.write_kubeconfig(tmp_path / "faulty.kubeconfig")
     settings = {"MEGATRON_OPERATOR_WATCH_SILENCE": str(WATCH_SILENCE)}
@@ -39,7 +41,7 @@ async def unlucky(operator: OperatorProcess, server: FaultyServer, tmp_path: Pat
         await asyncio.to_thread(operator.start)
 
 
-async def live_through(chat: Resource, node: ScriptedNode) -> None:
+async def run_lifecycle(chat: Resource, node: ScriptedNode) -> None:
     """Makes the resource ready, scales it up, fails a pod, scales it down and deletes it; each pod is started once."""
     await chat.create(failurePolicy={"backoff": "0.5s"})
     await chat.until_phase("Running")
@@ -66,32 +68,32 @@ def made(server: FaultyServer, namespace: str) -> Counter[int | None]:
     return Counter(each.status for each in server.arrivals if (each.method, each.path) == ("POST", path))
 
 
-@pytest.mark.usefixtures("controllers", "unlucky")
+@pytest.mark.usefixtures("controllers", "faulty_operator")
 async def test_writes_that_sometimes_fail_or_conflict_lose_and_duplicate_nothing(
     chat: Resource, node: ScriptedNode, server: FaultyServer
 ) -> None:
     conflict = server.when(writes("/status", "PATCH"), answer(409, "the object has been modified"), every=4)
     error = server.when(writes(), answer(500, "etcdserver: request timed out"), every=3)
-    await live_through(chat, node)
+    await run_lifecycle(chat, node)
     assert (conflict.done > 0, error.done > 2) == (True, True)
     assert made(server, chat.namespace)[201] == 3
     await chat.until_gone("pods", "services", "secrets", "networkpolicies")
 
 
-@pytest.mark.usefixtures("controllers", "unlucky")
+@pytest.mark.usefixtures("controllers", "faulty_operator")
 async def test_writes_without_a_response_are_not_repeated(
     chat: Resource, node: ScriptedNode, server: FaultyServer
 ) -> None:
     pods = server.when(writes("/pods", "POST"), cut_off, times=2)
     cut = server.when(writes(), cut_off, every=3)
-    await live_through(chat, node)
+    await run_lifecycle(chat, node)
     assert (pods.done, cut.done > 2) == (2, True)
     # The third replaces the failed one; repeated requests found existing pods.
     assert made(server, chat.namespace)[201] + made(server, chat.namespace)[None] == 3
     await chat.until_gone("pods", "services", "secrets", "networkpolicies")
 
 
-@pytest.mark.usefixtures("unlucky", "node")
+@pytest.mark.usefixtures("faulty_operator", "node")
 async def test_requests_to_a_busy_api_server_are_retried_after_its_delay(chat: Resource, server: FaultyServer) -> None:
     busy = server.when(writes("/pods", "POST"), answer(429, "too many requests", {"Retry-After": "2"}), times=2)
     await chat.create()
@@ -105,21 +107,21 @@ async def test_requests_to_a_busy_api_server_are_retried_after_its_delay(chat: R
 
 @pytest.mark.usefixtures("controllers")
 async def test_watches_that_end_after_every_other_event_are_restarted(
-    chat: Resource, node: ScriptedNode, server: FaultyServer, unlucky: OperatorProcess
+    chat: Resource, node: ScriptedNode, server: FaultyServer, faulty_operator: OperatorProcess
 ) -> None:
     ended = server.when(watches(), end_after(2))
-    await again(unlucky)
-    await live_through(chat, node)
+    await again(faulty_operator)
+    await run_lifecycle(chat, node)
     assert ended.done > 3
     await chat.until_gone("pods", "services", "secrets", "networkpolicies")
 
 
 @pytest.mark.usefixtures("controllers")
 async def test_watches_without_events_are_restarted(
-    chat: Resource, node: ScriptedNode, server: FaultyServer, unlucky: OperatorProcess
+    chat: Resource, node: ScriptedNode, server: FaultyServer, faulty_operator: OperatorProcess
 ) -> None:
     silent = server.when(watches(), stall)
-    await again(unlucky)
+    await again(faulty_operator)
     await chat.create()
     await asyncio.to_thread(wait_until, lambda: silent.done >= 10, "all watches to be opened twice")
     server.rules.clear()
@@ -129,13 +131,13 @@ async def test_watches_without_events_are_restarted(
 
 @pytest.mark.usefixtures("node")
 async def test_a_kind_that_discovery_lacks_at_the_start_is_watched_once_it_exists(
-    chat: Resource, server: FaultyServer, unlucky: OperatorProcess
+    chat: Resource, server: FaultyServer, faulty_operator: OperatorProcess
 ) -> None:
     """This happens for some time after the start of an API server that proxies the kind to another."""
     missing = server.when(
         lambda request: request.path.startswith("/apis/inference.megatron.dev"), answer(404, "404 page not found")
     )
-    await again(unlucky)
+    await again(faulty_operator)
     looks = 0
     while missing.done == 0 or looks < missing.done:  # kopf repeats discovery for each CRD that it finds
         looks = missing.done
@@ -146,7 +148,7 @@ async def test_a_kind_that_discovery_lacks_at_the_start_is_watched_once_it_exist
 
 
 async def test_an_api_server_without_its_definitions_after_a_restart_ends_nothing(
-    chat: Resource, server: FaultyServer, unlucky: OperatorProcess, node: ScriptedNode
+    chat: Resource, server: FaultyServer, faulty_operator: OperatorProcess, node: ScriptedNode
 ) -> None:
     """Repeated, because it depends on the progress of the other watches."""
     await chat.create()
@@ -156,7 +158,7 @@ async def test_an_api_server_without_its_definitions_after_a_restart_ends_nothin
             answer(404, "404 page not found"),
             times=2,
         )
-        await again(unlucky)
+        await again(faulty_operator)
         await chat.kubectl("scale", "mi", "chat", f"--replicas={replicas}")
         await chat.until(lambda status, n=replicas: status.get("ready") == f"{n}/{n}", f"{replicas} groups")
         assert missing.done == 2

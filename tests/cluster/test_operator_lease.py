@@ -19,7 +19,7 @@ ROUNDS = 'megatron_operator_reconciles_total{outcome="success"}'
 
 
 @dataclass
-class Rivals:
+class TwoOperators:
     """Two operators for the same resources; ``first`` was started first, ``way`` is its connection to the API
     server."""
 
@@ -45,7 +45,9 @@ def seconds() -> int:
 
 
 @pytest.fixture
-async def rivals(operator: OperatorProcess, installed: Cluster, tmp_path: Path, seconds: int) -> AsyncIterator[Rivals]:
+async def operators(
+    operator: OperatorProcess, installed: Cluster, tmp_path: Path, seconds: int
+) -> AsyncIterator[TwoOperators]:
     """They replace the shared operator, which runs without a Lease."""
     settings = {"MEGATRON_OPERATOR_LEASE": f"{SYSTEM}/{LEASE}", "MEGATRON_OPERATOR_LEASE_SECONDS": str(seconds)}
     kubeconfig = installed.kubeconfig_for(ACCOUNT, SYSTEM)
@@ -53,13 +55,13 @@ async def rivals(operator: OperatorProcess, installed: Cluster, tmp_path: Path, 
         faulty = way.write_kubeconfig(tmp_path / "first.kubeconfig")
         first = OperatorProcess(faulty, tmp_path / "first.log", settings=settings)
         second = OperatorProcess(kubeconfig, tmp_path / "second.log", settings=settings)
-        rivals = Rivals(first, second, installed, way)
+        operators = TwoOperators(first, second, installed, way)
         await asyncio.to_thread(operator.stop)
         try:
             await asyncio.to_thread(first.start)
-            await rivals.until_leads(first)
+            await operators.until_leads(first)
             await asyncio.to_thread(second.start)
-            yield rivals
+            yield operators
         finally:
             await asyncio.to_thread(second.stop)
             await asyncio.to_thread(first.stop)
@@ -72,83 +74,83 @@ async def events(chat: Resource, reason: str) -> int:
 
 
 @pytest.mark.usefixtures("node")
-async def test_one_of_two_operators_acts_and_the_other_does_nothing(chat: Resource, rivals: Rivals) -> None:
+async def test_one_of_two_operators_acts_and_the_other_does_nothing(chat: Resource, operators: TwoOperators) -> None:
     await chat.create(replicas=2)
     await chat.until(lambda status: status.get("ready") == "2/2", "both groups")
     assert await events(chat, "AttemptStarted") == 2
-    assert (rivals.first.metric(LEADING), rivals.second.metric(LEADING)) == (1, 0)
-    assert rivals.first.metric(ROUNDS) > 0
-    assert rivals.second.metric(ROUNDS) == 0
-    spec = await rivals.spec()
+    assert (operators.first.metric(LEADING), operators.second.metric(LEADING)) == (1, 0)
+    assert operators.first.metric(ROUNDS) > 0
+    assert operators.second.metric(ROUNDS) == 0
+    spec = await operators.spec()
     assert (spec["leaseDurationSeconds"], spec.get("leaseTransitions", 0)) == (3, 0)
     assert {"holderIdentity", "acquireTime", "renewTime"} < spec.keys()
 
 
 async def test_another_operator_takes_over_from_one_that_was_killed(
-    chat: Resource, node: ScriptedNode, rivals: Rivals
+    chat: Resource, node: ScriptedNode, operators: TwoOperators
 ) -> None:
     await chat.create()
     await chat.until_phase("Running")
-    await asyncio.to_thread(rivals.first.kill)
+    await asyncio.to_thread(operators.first.kill)
     await chat.kubectl("scale", "mi", "chat", "--replicas=2")
     await chat.until(lambda status: status["ready"] == "2/2", "both groups")
-    assert rivals.second.metric(LEADING) == 1
-    assert (await rivals.spec())["leaseTransitions"] == 1
+    assert operators.second.metric(LEADING) == 1
+    assert (await operators.spec())["leaseTransitions"] == 1
     assert (set(node.launchers), await events(chat, "AttemptStarted")) == ({"chat-0-0-0", "chat-1-0-0"}, 2)
 
 
 @pytest.mark.parametrize("seconds", [600])
 @pytest.mark.usefixtures("node")
-async def test_an_operator_that_shuts_down_releases_the_lease_at_once(chat: Resource, rivals: Rivals) -> None:
+async def test_an_operator_that_shuts_down_releases_the_lease_at_once(chat: Resource, operators: TwoOperators) -> None:
     await chat.create()
     await chat.until_phase("Running")
-    assert await asyncio.to_thread(rivals.first.stop) == 0
-    await rivals.until_leads(rivals.second)
+    assert await asyncio.to_thread(operators.first.stop) == 0
+    await operators.until_leads(operators.second)
     await chat.kubectl("scale", "mi", "chat", "--replicas=2")
     await chat.until(lambda status: status["ready"] == "2/2", "both groups")
 
 
 async def test_an_operator_that_was_frozen_for_longer_than_its_lease_stops_acting(
-    chat: Resource, node: ScriptedNode, rivals: Rivals
+    chat: Resource, node: ScriptedNode, operators: TwoOperators
 ) -> None:
     await chat.create()
     await chat.until_phase("Running")
-    rivals.first.halt()
+    operators.first.halt()
     try:
-        await rivals.until_leads(rivals.second)
+        await operators.until_leads(operators.second)
         await chat.kubectl("scale", "mi", "chat", "--replicas=2")
         await chat.until(lambda status: status["ready"] == "2/2", "both groups")
     finally:
-        rivals.first.go_on()
-    await rivals.until_leads(rivals.first, leads=False)
-    rounds = rivals.first.metric(ROUNDS)
+        operators.first.go_on()
+    await operators.until_leads(operators.first, leads=False)
+    rounds = operators.first.metric(ROUNDS)
     await node.fail((await chat.pods())["chat-1-0-0"], 1, "a rank died")
     await chat.until_pods("chat-0-0-0", "chat-1-1-0")
     await chat.until(lambda status: status["ready"] == "2/2", "the next attempt")
-    assert (rivals.first.metric(ROUNDS), await events(chat, "AttemptStarted")) == (rounds, 3)
+    assert (operators.first.metric(ROUNDS), await events(chat, "AttemptStarted")) == (rounds, 3)
 
 
 async def test_a_disconnected_operator_stops_acting_and_another_takes_over(
-    chat: Resource, node: ScriptedNode, rivals: Rivals
+    chat: Resource, node: ScriptedNode, operators: TwoOperators
 ) -> None:
     await chat.create()
     await chat.until_phase("Running")
-    cut = rivals.way.when(lambda _: True, never_answer)
-    await rivals.until_leads(rivals.first, leads=False)
-    await rivals.until_leads(rivals.second)
-    rivals.way.rules.remove(cut)
+    cut = operators.way.when(lambda _: True, never_answer)
+    await operators.until_leads(operators.first, leads=False)
+    await operators.until_leads(operators.second)
+    operators.way.rules.remove(cut)
     await chat.kubectl("scale", "mi", "chat", "--replicas=2")
     await chat.until(lambda status: status["ready"] == "2/2", "both groups")
-    assert (rivals.first.metric(LEADING), await events(chat, "AttemptStarted")) == (0, 2)
+    assert (operators.first.metric(LEADING), await events(chat, "AttemptStarted")) == (0, 2)
     assert set(node.launchers) == {"chat-0-0-0", "chat-1-0-0"}
 
 
 @pytest.mark.usefixtures("node")
-async def test_a_lease_that_a_user_deletes_is_created_again(chat: Resource, rivals: Rivals) -> None:
-    await asyncio.to_thread(rivals.cluster.kubectl, "-n", SYSTEM, "delete", "lease", LEASE)
+async def test_a_lease_that_a_user_deletes_is_created_again(chat: Resource, operators: TwoOperators) -> None:
+    await asyncio.to_thread(operators.cluster.kubectl, "-n", SYSTEM, "delete", "lease", LEASE)
     await chat.create()
     await chat.until_phase("Running")
-    await asyncio.to_thread(wait_until, lambda: rivals.cluster.exists("lease", LEASE, "-n", SYSTEM), "the Lease")
+    await asyncio.to_thread(wait_until, lambda: operators.cluster.exists("lease", LEASE, "-n", SYSTEM), "the Lease")
     await asyncio.to_thread(
-        wait_until, lambda: rivals.first.metric(LEADING) + rivals.second.metric(LEADING) == 1, "one to act"
+        wait_until, lambda: operators.first.metric(LEADING) + operators.second.metric(LEADING) == 1, "one to act"
     )

@@ -20,7 +20,7 @@ async def test_an_operator_that_was_down_catches_up(
     await chat.until_phase("Running")
     assert await asyncio.to_thread(operator.stop) == 0
     try:
-        await node.fail((await chat.pods())["chat-0-0-0"], 1, "a rank died while nobody looked")
+        await node.fail((await chat.pods())["chat-0-0-0"], 1, "a rank failed while no operator ran")
         await chat.kubectl("delete", "service", "chat")
         await chat.kubectl("scale", "mi", "chat", "--replicas=2")
     finally:

@@ -39,14 +39,14 @@ def granted(rules: Sequence[Object]) -> set[Right]:
 
 async def begin_with_a_name_that_is_taken(chat: Resource) -> None:
     on_another_node = '--overrides={"spec": {"nodeName": "elsewhere"}}'
-    await chat.kubectl("run", "chat-0-0-0", "--image=of-somebody-else", on_another_node)
+    await chat.kubectl("run", "chat-0-0-0", "--image=of-another-client", on_another_node)
     await chat.create(replicas=2, expose={"ingress": {}, "httpRoute": {"parentRefs": [{"name": "public"}]}})
     await chat.until(lambda status: "has another owner" in json.dumps(status), "the name that is taken")
     await chat.kubectl("delete", "pod", "chat-0-0-0", "--force", "--grace-period=0")
     await chat.kubectl("annotate", "mi", "chat", "tests/look=again")
 
 
-async def a_full_life(chat: Resource, node: ScriptedNode) -> None:
+async def run_lifecycle(chat: Resource, node: ScriptedNode) -> None:
     """Triggers all other requests of the operator."""
     await chat.until_phase("Running")
     for kind in ("service", "networkpolicy", "ingress", gateway_api.NAME):
@@ -70,7 +70,7 @@ async def record(release: Release, control_plane: ControlPlane) -> list[Request]
         with release.operator():
             await begin_with_a_name_that_is_taken(chat)
             async with ScriptedNode(api, chat.namespace) as node:
-                await a_full_life(chat, node)
+                await run_lifecycle(chat, node)
         release.upgrade("--set=networkPolicy.enabled=false")
         with release.operator():
             await chat.until_gone("networkpolicies")

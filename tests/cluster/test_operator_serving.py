@@ -168,8 +168,8 @@ async def test_each_transition_has_one_event(chat: Resource) -> None:
     await chat.patch({"lifecycle": "Paused"})
     await chat.until_phase("Paused")
     events = (await chat.get("events"))["items"]
-    told = [event["reason"] for event in events if event["involvedObject"]["kind"] == "MegatronInference"]
-    assert sorted(told) == ["AttemptStarted", "Available", "Paused"]
+    found = [event["reason"] for event in events if event["involvedObject"]["kind"] == "MegatronInference"]
+    assert sorted(found) == ["AttemptStarted", "Available", "Paused"]
     described = await chat.kubectl("describe", "mi", "chat")
     assert "chat answers at" in described
 

@@ -34,14 +34,14 @@ def test_the_diagram_has_the_edges_that_the_runtime_allows() -> None:
 
 def test_the_operator_reaches_every_desired_state_along_edges_of_the_diagram() -> None:
     reached = {(state, signal): to for state, to, signal in drawn()}
-    for wish, begin in product(SETTLED_STATE, SETTLED_STATE.values()):
+    for lifecycle, begin in product(SETTLED_STATE, SETTLED_STATE.values()):
         state, steps = begin, 0
-        while (signal := next_signal(wish, state)) is not None:
+        while (signal := next_signal(lifecycle, state)) is not None:
             state, steps = EngineState(reached[state.value, signal.value]), steps + 1
             assert steps <= len(SETTLED_STATE)
-        assert state is SETTLED_STATE[wish]
+        assert state is SETTLED_STATE[lifecycle]
 
 
 def test_the_page_describes_every_lifecycle() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.M)
-    assert rows == [wish.value for wish in Lifecycle]
+    assert rows == [lifecycle.value for lifecycle in Lifecycle]

@@ -129,8 +129,8 @@ def test_clients_see_only_a_delay_when_the_leader_pod_is_killed_and_the_lifecycl
     with capsys.disabled():
         first = min(load.begun_after(killed)) - killed
         print(f"\nleader killed: answered again after {first:.1f} s; the longest that anybody waited: {longest:.1f} s")
-    told = [place for place, line in enumerate(command.lines) if re.search(MOVED, line)]
-    command.wait_for("ready replicas: 2/2", after=told[0])
+    moves = [place for place, line in enumerate(command.lines) if re.search(MOVED, line)]
+    command.wait_for("ready replicas: 2/2", after=moves[0])
     assert coordinators(command) == [False, True]
 
     command.wait_for("Paused: the engine is paused", after=command.edit(lifecycle="Paused"))

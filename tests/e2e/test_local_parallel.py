@@ -64,8 +64,8 @@ def test_a_killed_rank_has_all_pods_of_its_group_replaced_while_the_other_group_
     before = len(spread.lines)
     spread.wait_for("ready replicas: 2/2")
     os.kill(rank_process(spread, 5), signal.SIGKILL)
-    told = spread.wait_for("GroupFailed: ", after=before).string
-    assert "smollm2-1-0-1 rank 5: RankFailed" in told
+    event = spread.wait_for("GroupFailed: ", after=before).string
+    assert "smollm2-1-0-1 rank 5: RankFailed" in event
     assert ask(spread.url) == "The capital of France is Paris."
     for pod in ("smollm2-1-0-0", "smollm2-1-0-1"):
         spread.wait_for(rf"pod {pod}: gone", after=before)
@@ -78,8 +78,8 @@ def test_a_killed_rank_has_all_pods_of_its_group_replaced_while_the_other_group_
 def test_the_other_group_is_kept_when_the_leaders_group_fails(spread: Any) -> None:
     before = len(spread.lines)
     os.kill(rank_process(spread, 2), signal.SIGKILL)
-    told = spread.wait_for("GroupFailed: ", after=before).string
-    assert "smollm2-0-0-1 rank 2: RankFailed" in told
+    event = spread.wait_for("GroupFailed: ", after=before).string
+    assert "smollm2-0-0-1 rank 2: RankFailed" in event
     spread.wait_for("pod smollm2-0-1-1: Ready", after=before)
     spread.wait_for("ready replicas: 2/2", after=before)
     assert {ask(spread.url) for _ in range(4)} == {"The capital of France is Paris."}

@@ -95,9 +95,9 @@ def test_new_replica_groups_get_requests_and_removed_ones_lose_none(
         wait_until(lambda: len(load.answers) >= CLIENTS, "answers of one copy")
         command.wait_for("ready replicas: 2/2", after=command.edit(replicas=2))
         wait_until(lambda: running_by_group(command).get("1", 0) > 0, "requests at the copy that came")
-        told = command.edit(replicas=1)
+        after = command.edit(replicas=1)
         for pod in range(pods):
-            command.wait_for(rf"pod smollm2-1-0-{pod}: gone", after=told)
+            command.wait_for(rf"pod smollm2-1-0-{pod}: gone", after=after)
         before = len(load.answers)
         wait_until(lambda: len(load.answers) >= before + CLIENTS, "answers of the copy that stayed")
     assert load.failures == []

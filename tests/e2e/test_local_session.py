@@ -64,8 +64,8 @@ def test_suspend_and_resume_give_the_same_answer(served) -> None:
 
 
 def test_an_invalid_edit_is_refused_and_the_pods_continue(served) -> None:
-    told = served.edit(replicsa=3)
-    refusal = served.wait_for("refused", after=told).string
+    after = served.edit(replicsa=3)
+    refusal = served.wait_for("refused", after=after).string
     assert "spec.replicsa: 3: unknown field; did you mean replicas?" in refusal
     assert "Paris" in ask(served.url)
     del served.resource["spec"]["replicsa"]

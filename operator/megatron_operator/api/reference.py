@@ -14,8 +14,8 @@ HEADER = """<!-- Generated from operator/megatron_operator/api by `make crd`. Do
 
 # The resource
 
-`{kind}`, `{api_version}`, short name `mi`. `kubectl explain mi.spec` tells the same. What is left out has the
-default; a field without one is not set, and one that has to be given says so. Unknown fields are refused by name.
+`{kind}`, `{api_version}`, short name `mi`; see also `kubectl explain mi.spec`. A field that is left out has its
+default; a field without a default is not set, unless it is required. Unknown fields are rejected by name.
 
 """
 

@@ -29,9 +29,9 @@ class Release:
 
     def install(self, *flags: str, chart: Path = CHART) -> str:
         """Returns when the kind of the CRD is served."""
-        told = self.helm("install", RELEASE, chart, "--namespace", NAMESPACE, *flags)
+        output = self.helm("install", RELEASE, chart, "--namespace", NAMESPACE, *flags)
         self.cluster.until_served(crd())
-        return told
+        return output
 
     def upgrade(self, *flags: str, chart: Path = CHART) -> str:
         return self.helm("upgrade", RELEASE, chart, "--namespace", NAMESPACE, *flags)

@@ -79,11 +79,11 @@ def question(query: bytes) -> tuple[list[str], int, int]:
 
 def reply(query: bytes, found: list[str], kind: int, end: int) -> bytes:
     (flags,) = struct.unpack_from(">H", query, 2)
-    told = found if kind == TYPE_A else []
+    answers = found if kind == TYPE_A else []
     code = NO_ERROR if found else NO_SUCH_NAME
-    header = struct.pack(">HHHHH", ANSWER | AUTHORITATIVE | (flags & 0x0100) | code, 1, len(told), 0, 0)
+    header = struct.pack(">HHHHH", ANSWER | AUTHORITATIVE | (flags & 0x0100) | code, 1, len(answers), 0, 0)
     records = [
-        struct.pack(">HHHIH", 0xC00C, TYPE_A, 1, SECONDS_TO_LIVE, 4) + socket.inet_aton(address) for address in told
+        struct.pack(">HHHIH", 0xC00C, TYPE_A, 1, SECONDS_TO_LIVE, 4) + socket.inet_aton(address) for address in answers
     ]
     return query[:2] + header + query[12:end] + b"".join(records)
 

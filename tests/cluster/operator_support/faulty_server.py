@@ -44,14 +44,14 @@ class Rule:
     seen: int = 0
     done: int = field(default=0)
 
-    def strikes(self, request: web.Request) -> bool:
+    def applies(self, request: web.Request) -> bool:
         """Whether the fault applies to this request."""
         if self.done >= self.times or not self.matches(request):
             return False
         self.seen += 1
-        strikes = self.seen % self.every == 0
-        self.done += strikes
-        return strikes
+        applies = self.seen % self.every == 0
+        self.done += applies
+        return applies
 
 
 class FaultyServer:
@@ -134,7 +134,7 @@ class FaultyServer:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         await request.read()
-        rule = next((rule for rule in list(self.rules) if rule.strikes(request)), None)
+        rule = next((rule for rule in list(self.rules) if rule.applies(request)), None)
         status: int | None = None
         try:
             response = await (rule.fault(self, request) if rule else self.pass_on(request))

@@ -96,6 +96,6 @@ async def stage(own_control_plane: ControlPlane, api: Api, namespace: str) -> As
 
 
 @pytest.fixture
-def typed(installed: Cluster, namespace: str) -> CommandLine:
+def command_line(installed: Cluster, namespace: str) -> CommandLine:
     """Commands with the permissions of the administrator."""
     return CommandLine(installed.kubeconfig, namespace)

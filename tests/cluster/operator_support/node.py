@@ -22,7 +22,7 @@ def is_deleted(pod: Json) -> bool:
     return "deletionTimestamp" in pod["metadata"]
 
 
-class PlayedNode(ABC):
+class SimulatedNode(ABC):
     """An asynchronous context manager. Subclasses define the behavior of pods.
 
     There is no scheduler: the node binds the pods to itself, so that deletions have their grace period.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from operator_support.api import Api, Json
 from operator_support.kubelet_status import kubelet_status
-from operator_support.node import PlayedNode
+from operator_support.node import SimulatedNode
 
 from megatron_operator.local.pod_manifest import PathMap
 from megatron_operator.local.pod_status import PodStatus
@@ -19,7 +19,7 @@ from megatron_operator.local.pods import ProcessPods
 CONTAINER = "megatron"
 
 
-class ProcessNode(PlayedNode):
+class ProcessNode(SimulatedNode):
     """``models`` is the folder /models of pods. Services get loopback addresses, which pods resolve at their start."""
 
     def __init__(self, api: Api, namespace: str, folder: Path, models: Path) -> None:

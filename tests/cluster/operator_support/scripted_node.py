@@ -6,14 +6,14 @@ import secrets
 from typing import Any
 
 from operator_support.api import Api, Json
-from operator_support.node import PlayedNode, now
-from operator_support.stand_in import StandIn
+from operator_support.node import SimulatedNode, now
+from operator_support.simulated_launcher import SimulatedLauncher
 
 CONTAINER = "megatron"
 LABELS = "inference.megatron.dev"
 
 
-class ScriptedNode(PlayedNode):
+class ScriptedNode(SimulatedNode):
     """With ``by_itself`` every pod becomes ready; otherwise it waits for ``run`` and ``make_ready``.
 
     ``address`` is for tests of a single pod that the API server connects to, which is not possible on loopback.
@@ -24,7 +24,7 @@ class ScriptedNode(PlayedNode):
         self._address = address
         self.by_itself = by_itself
         self.full = False
-        self.launchers: dict[str, StandIn] = {}
+        self.launchers: dict[str, SimulatedLauncher] = {}
 
     async def start(self, pod: Json) -> None:
         if self.by_itself:
@@ -45,11 +45,11 @@ class ScriptedNode(PlayedNode):
     async def pod(self, name: str) -> Json:
         return await self.api.get(f"{self.pods_path}/{name}")
 
-    async def run(self, pod: Json) -> StandIn:
+    async def run(self, pod: Json) -> SimulatedLauncher:
         """Starts the pod's process: its control API answers, and its rank loads."""
         metadata = pod["metadata"]
         environment = {item["name"]: item.get("value", "") for item in pod["spec"]["containers"][0]["env"]}
-        launcher = StandIn(
+        launcher = SimulatedLauncher(
             self._address or _an_address(),
             await self._token(metadata["labels"][f"{LABELS}/name"]),
             leader=environment["MEGATRON_LEADER"] == "1",

@@ -99,7 +99,7 @@ class Pod:
                 if what(state := self.state()):
                     return state
             time.sleep(0.05)
-        raise AssertionError(f"not within {seconds} s; last words:\n{self.words()}")
+        raise AssertionError(f"not within {seconds} s; end of the log:\n{self.words()}")
 
     def begin(self, pool: Executor, ask: Callable[[], Answer], requests: int) -> list[Future[Answer]]:
         """Starts requests while the engines are paused, so that none is finished before the last one has arrived."""

@@ -260,7 +260,7 @@ async def test_each_request_is_answered_once_and_correctly_while_processes_are_k
             while (await client.service_state()).outstanding_requests:
                 pass
     except BaseException:
-        print(f"harmed {dict(reaper.harmed)}, answered {len(crowd.answers)}; the pod's last words:\n{pod.words()}")
+        print(f"harmed {dict(reaper.harmed)}, answered {len(crowd.answers)}; the end of the pod's log:\n{pod.words()}")
         raise
     finally:
         client.stop()

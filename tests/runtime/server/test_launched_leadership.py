@@ -90,7 +90,7 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
     pods = (pair.first, pair.second)
     ranks = [pod.child("megatron_runtime.rank") for pod in pods]
 
-    def tell(pod: Any) -> str:
+    def stream_one(pod: Any) -> str:
         chunks = pod.openai.chat.completions.create(
             model="chat", messages=STORY, temperature=0, max_tokens=LONG, stream=True, extra_body={"ignore_eos": True}
         )
@@ -98,7 +98,7 @@ def test_a_healthy_leader_hands_over_under_load_without_a_lost_answer(pair: Pair
 
     with ThreadPoolExecutor() as pool:
         pair.first.signal("pause")
-        answers = [pool.submit(tell, pods[place % 2]) for place in range(4)]
+        answers = [pool.submit(stream_one, pods[place % 2]) for place in range(4)]
         pair.first.wait_for(lambda state: state["requests"]["waiting"] == 4)
         pair.first.signal("unpause")
         pair.first.wait_for(lambda state: state["requests"]["running"] == 4)

@@ -1,6 +1,6 @@
 """Idempotent requests: the header ``Idempotency-Key`` identifies a request that a client may send again.
 
-When a frontend dies, its clients see a broken connection, and OpenAI's client sends the request again. With a key the
+When a frontend fails, its clients see a broken connection, and OpenAI's client retries the request. With a key the
 retry is the same request: it joins the running request or returns its result. If it has to run again, it has the same
 seed and so the same answer.
 """

@@ -44,13 +44,13 @@ def test_lm_eval_scores_choices_as_transformers_does(
     assert len(samples) == 5
     for sample in samples:
         question = reference_tokenizer(sample["doc"]["question"])["input_ids"]
-        for choice, (told, is_likeliest) in zip(sample["doc"]["choices"], sample["filtered_resps"], strict=True):
+        for choice, (log_prob, is_likeliest) in zip(sample["doc"]["choices"], sample["filtered_resps"], strict=True):
             tokens = reference_tokenizer(f"{sample['doc']['question']} {choice}")["input_ids"]
             with torch.inference_mode():
                 log_probs = reference_model(torch.tensor([tokens])).logits[0].log_softmax(-1)
             places = range(len(question), len(tokens))
             expected = sum(float(log_probs[place - 1, tokens[place]]) for place in places)
-            assert float(told) == pytest.approx(expected, abs=1e-3)
+            assert float(log_prob) == pytest.approx(expected, abs=1e-3)
             follows = all(int(log_probs[place - 1].argmax()) == tokens[place] for place in places)
             assert str(is_likeliest) == str(follows)
     (results,) = tmp_path.rglob("results_*.json")

@@ -30,7 +30,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class StandIn:
+class SimulatedLauncher:
     """A launcher's control API at ``address``. ``signals`` has the executed signals, in order."""
 
     def __init__(self, address: str, token: str, *, leader: bool, epoch: int, group: int, lifecycle: str) -> None:
