@@ -32,7 +32,7 @@ test: announce dev model control-plane clients kernels ## run all tests; ARGS: a
 announce:
 	@echo "make: the first run also downloads and builds the prerequisites of the tests, about 15 minutes on 2 cores; make test-quick needs none of them"
 
-QUICK := tests/test_layout.py tests/operator tests/e2e/test_contract.py tests/runtime/engine $(wildcard tests/runtime/test_*.py)
+QUICK := tests/test_layout.py tests/operator $(wildcard tests/e2e/test_contract*.py) tests/runtime/engine $(wildcard tests/runtime/test_*.py)
 
 test-quick: dev kernels ## run the tests that need neither root nor control plane nor weights, in 3 minutes
 	@$(PYTEST) -m 'not model' $(QUICK) $(ARGS)

@@ -30,13 +30,13 @@ class GenerationRequest(BaseModel):
     stream: bool = False
 
 
-class ChatMessage(BaseModel):
+class MinimalMessage(BaseModel):
     role: str
     content: str
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[ChatMessage]
+    messages: list[MinimalMessage]
 
 
 class CompletionRequest(GenerationRequest):

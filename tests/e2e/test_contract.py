@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
-import uvicorn
 import yaml
 
 from megatron_operator import names, replica_groups
 from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle, Parser, RoutingPolicy
 from megatron_operator.api.v1alpha1.model import DType
-from megatron_operator.control_client import ControlApiUnreachable, ControlClient
 from megatron_operator.failures import read_failure
 from megatron_operator.names import PodIdentity
 from megatron_operator.render import render_pod
 from megatron_operator.settings import Settings
-from megatron_operator.world import BAD_INPUT_EXIT_CODE, RANK_PHASES, EngineState, Signal, SignalRefused
+from megatron_operator.world import BAD_INPUT_EXIT_CODE, RANK_PHASES, Signal
 from megatron_runtime.cli import app
-from megatron_runtime.errors import InvalidStateError
-from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.identity import Identity
 from megatron_runtime.launch.options import (
@@ -43,7 +35,7 @@ from megatron_runtime.launch.options import (
     LaunchOptions,
     ModelSource,
 )
-from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaGroupState
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase
 from megatron_runtime.launch.tasks import first_rank, rendezvous_address
 from megatron_runtime.launch.termination import Outcome
 from megatron_runtime.lifecycle import SIGNALS
@@ -53,9 +45,9 @@ from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "smollm2.yaml"
 LEADER = PodIdentity(group=0, attempt=3, index=0, leader=True, template_hash="abc", restarts=2)
-WORKER = PodIdentity(group=1, attempt=0, index=0, leader=False, template_hash="abc", restarts=0)
 HOST = "127.0.0.1"
 TOKEN = "control-token-of-the-test"
+WORKER = PodIdentity(group=1, attempt=0, index=0, leader=False, template_hash="abc", restarts=0)
 
 
 def rendered(identity: PodIdentity = LEADER, **spec: Any) -> dict[str, Any]:
@@ -259,94 +251,9 @@ def test_a_missing_model_is_bad_input_to_both_halves(tmp_path: Path) -> None:
     assert str(missing) in failure.message
 
 
-# --- the control API
-
-
-class Sender:
-    """Stands in for the coordinator: accepts pause, refuses other signals."""
-
-    def __init__(self) -> None:
-        self.sent: list[str] = []
-
-    async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:  # the protocol's own
-        """As the runtime's ``SignalSender``."""
-        del timeout, wait
-        if signal is not Headers.PAUSE:
-            raise InvalidStateError(f"{signal.name}: the engine is RUNNING", state="RUNNING", allowed=("pause",))
-        self.sent.append(signal.name.lower())
-
-
-@pytest.fixture
-def bound() -> Iterator[socket.socket]:
-    with socket.create_server((HOST, 0)) as made:
-        yield made
-
-
-@asynccontextmanager
-async def control_api(bound: socket.socket, state: PodState, sender: Sender) -> AsyncIterator[int]:
-    """The runtime's control API, on a port of this machine."""
-    api = create_control_api(state, lambda: sender, token=TOKEN, metrics=lambda: b"")
-    server = uvicorn.Server(uvicorn.Config(api, log_level="warning", lifespan="off"))
-    serving = asyncio.create_task(server.serve(sockets=[bound]))
-    try:
-        yield bound.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await serving
-
-
-def facts() -> PodFacts:
-    """A leader whose engine runs."""
-    return PodFacts(
-        is_leader=True,
-        engine_state="RUNNING",
-        replica_groups=(ReplicaGroupState(index=0, state="RUNNING", running_requests=1, waiting_requests=2),),
-        ranks={0: RankState(0, RankPhase.LOADING, 1, 4)},
-        frontends_listening=1,
-        restarts=2,
-        error={"reason": "RankFailed", "message": "rank 0 ended", "rank": 0, "exitCode": 1},
-    )
-
-
-async def test_the_operator_parses_the_state_of_the_launcher(bound: socket.socket) -> None:
-    async with control_api(bound, PodState(facts()), Sender()) as port, ControlClient(TOKEN, port=port) as client:
-        report = await client.state(HOST)
-    assert report.ready
-    assert report.engine_state is EngineState.RUNNING
-    assert [(replica.group, replica.state) for replica in report.replicas] == [(0, EngineState.RUNNING)]
-    assert (report.running_requests, report.waiting_requests, report.restarts) == (1, 2, 2)
-    assert report.rank_phase == "Loading"
-    assert report.error == "rank 0 ended"
-
-
-async def test_a_change_of_state_ends_the_operators_wait(bound: socket.socket) -> None:
-    state = PodState(facts())
-    async with control_api(bound, state, Sender()) as port, ControlClient(TOKEN, port=port) as client:
-        before = await client.state(HOST)
-        waiting = asyncio.create_task(client.state(HOST, after=before.revision, wait=60))
-        state.update(engine_state="PAUSING")
-        assert (await waiting).engine_state is EngineState.PAUSING
-
-
-async def test_a_signal_reaches_the_engine_and_a_refused_one_is_reported(bound: socket.socket) -> None:
-    sender = Sender()
-    async with control_api(bound, PodState(facts()), sender) as port, ControlClient(TOKEN, port=port) as client:
-        await client.signal(HOST, Signal.PAUSE)
-        with pytest.raises(SignalRefused) as caught:
-            await client.signal(HOST, Signal.RESUME)
-    assert sender.sent == ["pause"]
-    assert caught.value.allowed == ("pause",)
-
-
-async def test_the_control_api_accepts_only_the_operators_token(bound: socket.socket) -> None:
-    async with control_api(bound, PodState(facts()), Sender()) as port, ControlClient("wrong", port=port) as client:
-        with pytest.raises(ControlApiUnreachable, match="401"):
-            await client.state(HOST)
-
-
 def test_the_probes_use_paths_of_the_control_api() -> None:
     container = rendered()
-    api = create_control_api(PodState(facts()), lambda: None, token=None, metrics=lambda: b"")
+    api = create_control_api(PodState(PodFacts(is_leader=True)), lambda: None, token=None, metrics=lambda: b"")
     paths = {getattr(route, "path", "") for route in api.routes}
     probes = [container[kind]["httpGet"] for kind in ("startupProbe", "livenessProbe", "readinessProbe")]
     assert {probe["path"] for probe in probes} <= paths

@@ -74,7 +74,7 @@ class SimulatedNode(ABC):
         with contextlib.suppress(ApiFailure):
             await self.api.merge(f"{self.pods_path}/{pod['metadata']['name']}/status", {"status": status})
 
-    def takes(self, pod: Json) -> bool:  # noqa: ARG002
+    def fits(self, pod: Json) -> bool:  # noqa: ARG002
         """Whether the pod fits on this node."""
         return True
 
@@ -113,7 +113,7 @@ class SimulatedNode(ABC):
             if is_deleted(pod):
                 self.relabel(pod)
                 self._end(uid, pod)
-            elif uid not in self._known and self.takes(pod):
+            elif uid not in self._known and self.fits(pod):
                 self._known[uid] = pod
                 await self._bind(pod)
                 await self._start(pod)

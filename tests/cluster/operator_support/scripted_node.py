@@ -39,7 +39,7 @@ class ScriptedNode(SimulatedNode):
         for launcher in list(self.launchers.values()):
             await launcher.stop()
 
-    def takes(self, pod: Json) -> bool:  # noqa: ARG002
+    def fits(self, pod: Json) -> bool:  # noqa: ARG002
         return not self.full
 
     async def pod(self, name: str) -> Json:

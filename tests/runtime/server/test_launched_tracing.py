@@ -33,7 +33,7 @@ class Collector:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.take(ExportTraceServiceRequest.FromString(body))
+                collector.receive(ExportTraceServiceRequest.FromString(body))
                 self.send_response(200)
                 self.end_headers()
 
@@ -47,7 +47,7 @@ class Collector:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server.server_port}"
 
-    def take(self, request: ExportTraceServiceRequest) -> None:
+    def receive(self, request: ExportTraceServiceRequest) -> None:
         with self.news:
             for resource in request.resource_spans:
                 named = {each.key: each.value.string_value for each in resource.resource.attributes}

@@ -1,0 +1,103 @@
+"""The control API of the launcher, used by the operator's client."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+
+from megatron_operator.control_client import ControlApiUnreachable, ControlClient
+from megatron_operator.world import EngineState, Signal, SignalRefused
+from megatron_runtime.errors import InvalidStateError
+from megatron_runtime.headers import Headers
+from megatron_runtime.launch.control_api import create_control_api
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaGroupState
+
+HOST = "127.0.0.1"
+TOKEN = "control-token-of-the-test"
+
+
+class Sender:
+    """A simulated coordinator: accepts pause, refuses other signals."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:
+        """The runtime's ``SignalSender``."""
+        del timeout, wait
+        if signal is not Headers.PAUSE:
+            raise InvalidStateError(f"{signal.name}: the engine is RUNNING", state="RUNNING", allowed=("pause",))
+        self.sent.append(signal.name.lower())
+
+
+@pytest.fixture
+def bound() -> Iterator[socket.socket]:
+    with socket.create_server((HOST, 0)) as made:
+        yield made
+
+
+@asynccontextmanager
+async def control_api(bound: socket.socket, state: PodState, sender: Sender) -> AsyncIterator[int]:
+    """The runtime's control API, on a port of this machine."""
+    api = create_control_api(state, lambda: sender, token=TOKEN, metrics=lambda: b"")
+    server = uvicorn.Server(uvicorn.Config(api, log_level="warning", lifespan="off"))
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    try:
+        yield bound.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def facts() -> PodFacts:
+    """A leader with a running engine."""
+    return PodFacts(
+        is_leader=True,
+        engine_state="RUNNING",
+        replica_groups=(ReplicaGroupState(index=0, state="RUNNING", running_requests=1, waiting_requests=2),),
+        ranks={0: RankState(0, RankPhase.LOADING, 1, 4)},
+        frontends_listening=1,
+        restarts=2,
+        error={"reason": "RankFailed", "message": "rank 0 ended", "rank": 0, "exitCode": 1},
+    )
+
+
+async def test_the_operator_parses_the_state_of_the_launcher(bound: socket.socket) -> None:
+    async with control_api(bound, PodState(facts()), Sender()) as port, ControlClient(TOKEN, port=port) as client:
+        report = await client.state(HOST)
+    assert report.ready
+    assert report.engine_state is EngineState.RUNNING
+    assert [(replica.group, replica.state) for replica in report.replicas] == [(0, EngineState.RUNNING)]
+    assert (report.running_requests, report.waiting_requests, report.restarts) == (1, 2, 2)
+    assert report.rank_phase == "Loading"
+    assert report.error == "rank 0 ended"
+
+
+async def test_a_change_of_state_ends_the_operators_wait(bound: socket.socket) -> None:
+    state = PodState(facts())
+    async with control_api(bound, state, Sender()) as port, ControlClient(TOKEN, port=port) as client:
+        before = await client.state(HOST)
+        waiting = asyncio.create_task(client.state(HOST, after=before.revision, wait=60))
+        state.update(engine_state="PAUSING")
+        assert (await waiting).engine_state is EngineState.PAUSING
+
+
+async def test_a_signal_reaches_the_engine_and_a_refused_one_is_reported(bound: socket.socket) -> None:
+    sender = Sender()
+    async with control_api(bound, PodState(facts()), sender) as port, ControlClient(TOKEN, port=port) as client:
+        await client.signal(HOST, Signal.PAUSE)
+        with pytest.raises(SignalRefused) as caught:
+            await client.signal(HOST, Signal.RESUME)
+    assert sender.sent == ["pause"]
+    assert caught.value.allowed == ("pause",)
+
+
+async def test_the_control_api_accepts_only_the_operators_token(bound: socket.socket) -> None:
+    async with control_api(bound, PodState(facts()), Sender()) as port, ControlClient("wrong", port=port) as client:
+        with pytest.raises(ControlApiUnreachable, match="401"):
+            await client.state(HOST)
