@@ -12,8 +12,8 @@ from megatron_runtime.server.bodies.guided import OutputConstraint
 from megatron_runtime.server.bodies.tools import ToolUse
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.messages import reasoning
-from megatron_runtime.server.messages.message_reader import MessageReader
-from megatron_runtime.server.messages.reasoning import ReasoningReader
+from megatron_runtime.server.messages.message_parser import MessageParser
+from megatron_runtime.server.messages.reasoning import ReasoningParser
 from megatron_runtime.server.messages.tool_parsers.formats import HERMES, TOOL_FORMATS, ToolFormat, format_of_template
 from megatron_runtime.server.parsers import REASONING_PARSERS, TOOL_PARSERS, chosen_parser
 
@@ -50,13 +50,13 @@ class ResponseParsing:
         """Special tokens to keep in the text, for the parsers."""
         return frozenset(self.tokens.values())
 
-    def new_reader(self) -> MessageReader:
+    def new_parser(self) -> MessageParser:
         """A parser for one answer."""
-        return MessageReader(
-            None if self.starts_with_reasoning is None else ReasoningReader(in_reasoning=self.starts_with_reasoning),
+        return MessageParser(
+            None if self.starts_with_reasoning is None else ReasoningParser(in_reasoning=self.starts_with_reasoning),
             None
             if self.format is None
-            else self.format.reader(
+            else self.format.parser(
                 {function.name: function.schema_of_parameters for function in self.tools.functions}
             ),
             most_calls=None if self.tools.is_parallel else 1,

@@ -39,7 +39,7 @@ class CallArguments:
 Part = Content | Reasoning | CallStart | CallArguments
 
 
-class PartReader(Protocol):
+class PartParser(Protocol):
     """Parses streamed text into parts. The joined parts do not depend on how the text is split."""
 
     def push(self, text: str) -> list[Part]:

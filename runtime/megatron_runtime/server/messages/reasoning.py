@@ -18,8 +18,8 @@ class _ReasoningState(Enum):
     ANSWER = auto()
 
 
-class ReasoningReader:
-    """A ``PartReader``. White space around the reasoning is dropped.
+class ReasoningParser:
+    """A ``PartParser``. White space around the reasoning is dropped.
 
     Args:
         in_reasoning: The text begins with reasoning even if it has no marker.
@@ -32,7 +32,7 @@ class ReasoningReader:
         self._has_reasoning = False
 
     def push(self, text: str) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         self._held += text
         parts: list[Part] = []
         if self._state is _ReasoningState.BEFORE:
@@ -47,7 +47,7 @@ class ReasoningReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         match self._state:
             case _ReasoningState.BEFORE:
                 return [Reasoning(self._held.strip()) if self._in_reasoning else Content(self._held)]

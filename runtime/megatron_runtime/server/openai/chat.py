@@ -65,18 +65,18 @@ class _Message:
 
     def __init__(self, answer: Answer) -> None:
         assert isinstance(answer.body, ChatCompletionBody)
-        self._reader = None if answer.parsing.is_plain else answer.parsing.new_reader()
+        self._parser = None if answer.parsing.is_plain else answer.parsing.new_parser()
         self.builder = MessageBuilder(answer.parsing, shows_reasoning=answer.body.include_reasoning)
-        self.nothing: dict[str, Any] = {"content": ""} if self._reader is None else {}
+        self.nothing: dict[str, Any] = {"content": ""} if self._parser is None else {}
         """The ``delta`` of a chunk without content."""
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:
         """Adds a delta; returns the ``delta`` of each chunk for it."""
-        if self._reader is None:
+        if self._parser is None:
             return self.builder.add_text(delta.text)
-        parts = self._reader.push(delta.text)
+        parts = self._parser.push(delta.text)
         if delta.finish_reason is not None:
-            parts = joined([*parts, *self._reader.finish()])
+            parts = joined([*parts, *self._parser.finish()])
         return self.builder.add(parts)
 
 

@@ -27,7 +27,7 @@ from megatron_runtime.server.openai.answer import Answer
 from megatron_runtime.server.openai.chat import chat_chunks, chat_completion
 from megatron_runtime.server.openai.completions import completion, completion_chunks, completion_prompts
 from megatron_runtime.server.openai.responses import ResponseEvents, response
-from megatron_runtime.server.openai.streaming import ChunkWriter, ClientLeft, EventStream, UntilClientLeaves
+from megatron_runtime.server.openai.streaming import CancelOnDisconnect, ChunkWriter, ClientDisconnected, EventStream
 from megatron_runtime.server.request_log import CLIENT_CLOSED_REQUEST
 
 
@@ -101,12 +101,12 @@ async def _answer(
     generation = frontend.generation(body, prompts, idempotency_key(request, body), parsing)
     answer = Answer(body, prompts, style.id_prefix, parsing or ResponseParsing())
     try:
-        async with UntilClientLeaves(request.receive):
+        async with CancelOnDisconnect(request.receive):
             await frontend.admission.admit(generation.size)
             if not body.stream:
                 deltas = await _collect(generation)
                 return JsonResponse(style.whole(answer, deltas, frontend.tokenizer))
-    except ClientLeft:
+    except ClientDisconnected:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     chunks = style.chunks(answer, frontend.tokenizer)
     return EventStream(generation.deltas(), chunks, names_events=style.names_events)

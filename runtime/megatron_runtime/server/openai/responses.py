@@ -71,7 +71,7 @@ class _Response:
         self._request = answer.body
         self._answer = answer
         self._tokenizer = tokenizer
-        self._reader = answer.parsing.new_reader()
+        self._parser = answer.parsing.new_parser()
         self._items: list[Item] = []
         self._logprobs: list[dict[str, Any]] = []  # of tokens that have produced no text yet
         self._usage = UsageMeter(answer)
@@ -81,9 +81,9 @@ class _Response:
         """Adds a delta; returns its events."""
         self._usage.add(delta)
         self._logprobs += [token_logprob(entry, self._tokenizer) for entry in delta.log_probs]
-        parts = self._reader.push(delta.text)
+        parts = self._parser.push(delta.text)
         if delta.finish_reason is not None:
-            parts += self._reader.finish()
+            parts += self._parser.finish()
         for part in parts:
             yield from self._add(part)
         if delta.finish_reason is None:

@@ -45,7 +45,7 @@ class ChunkWriter(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """``text/event-stream`` of JSON chunks that ends with ``[DONE]``, or with an error in OpenAI's shape.
+    """``text/event-stream`` of JSON chunks that ends with ``[DONE]``, or with an error in OpenAI's format.
 
     Deltas that arrive together are sent together. With ``names_events`` each chunk is an event named by its ``type``,
     and there is no ``[DONE]``. ``deltas`` is closed as soon as the client disconnects.
@@ -62,9 +62,9 @@ class EventStream(StreamingResponse):
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream."""
         try:
-            async with UntilClientLeaves(receive):
+            async with CancelOnDisconnect(receive):
                 await self.stream_response(send)
-        except ClientLeft:
+        except ClientDisconnected:
             pass
         finally:
             await self._pieces.aclose()
@@ -98,19 +98,19 @@ def _named_event(chunk: Chunk) -> bytes:
     return b"event: %b\n%b" % (chunk["type"].encode(), _event(chunk))
 
 
-class ClientLeft(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection before the answer was complete."""
 
 
-class UntilClientLeaves:
-    """A context that cancels its body when the client disconnects, and then raises ClientLeft.
+class CancelOnDisconnect:
+    """A context that cancels its body when the client disconnects, and then raises ClientDisconnected.
 
     The request's body must have been read before.
     """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._has_left = False
+        self._is_disconnected = False
 
     async def __aenter__(self) -> None:
         worker = asyncio.current_task()
@@ -122,11 +122,11 @@ class UntilClientLeaves:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watch.cancel()
-        if self._has_left and self._worker.uncancel() == 0 and kind is asyncio.CancelledError:
-            raise ClientLeft from error
+        if self._is_disconnected and self._worker.uncancel() == 0 and kind is asyncio.CancelledError:
+            raise ClientDisconnected from error
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._has_left = True
+        self._is_disconnected = True
         self._worker.cancel()

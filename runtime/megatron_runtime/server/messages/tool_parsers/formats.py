@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_runtime.call_format import CallFormat
-from megatron_runtime.server.messages.message_parts import PartReader
+from megatron_runtime.server.messages.message_parts import PartParser
 from megatron_runtime.server.messages.tool_parsers import hermes, llama3_json, mistral, pythonic, qwen3_coder
 from megatron_runtime.server.messages.tool_parsers.qwen3_coder import Schemas
 
@@ -28,7 +28,7 @@ class ToolFormat:
     """One format of tool calls."""
 
     name: str
-    reader: Callable[[Schemas], PartReader]
+    parser: Callable[[Schemas], PartParser]
     """Creates a parser for one answer, given the schema of each function's arguments."""
     markers: tuple[str, ...]
     """Texts that delimit calls; they may be special tokens of the model."""
@@ -41,7 +41,7 @@ class ToolFormat:
 
 HERMES = ToolFormat(
     "hermes",
-    lambda _: hermes.HermesReader(),
+    lambda _: hermes.HermesParser(),
     (hermes.BEGIN, hermes.END),
     (("<tool_call>",),),
     CallFormat(begin="<tool_call>\n", end="\n</tool_call>", separator="\n"),
@@ -52,14 +52,14 @@ TOOL_FORMATS = {
         HERMES,
         ToolFormat(
             "llama3_json",
-            lambda _: llama3_json.Llama3JsonReader(),
+            lambda _: llama3_json.Llama3JsonParser(),
             (llama3_json.TAG,),
             (("<|python_tag|>",), ('{"name": function name, "parameters": ',)),
             CallFormat(separator="; ", arguments="parameters"),
         ),
         ToolFormat(
             "mistral",
-            lambda _: mistral.MistralReader(),
+            lambda _: mistral.MistralParser(),
             (mistral.MARKER, mistral.ARGUMENTS, mistral.CALL_ID),
             ((mistral.MARKER,),),
             CallFormat(opening=f"{mistral.MARKER}[", separator=", ", closing="]"),
@@ -67,13 +67,13 @@ TOOL_FORMATS = {
         ),
         ToolFormat(
             "pythonic",
-            lambda _: pythonic.PythonicReader(),
+            lambda _: pythonic.PythonicParser(),
             (pythonic.BEGIN, pythonic.END),
             (("[func_name1(params_name1=params_value1",),),
         ),
         ToolFormat(
             "qwen3_coder",
-            qwen3_coder.Qwen3CoderReader,
+            qwen3_coder.Qwen3CoderParser,
             (qwen3_coder.BEGIN, qwen3_coder.END),
             ((qwen3_coder.FUNCTION, qwen3_coder.PARAMETER),),
         ),

@@ -10,8 +10,8 @@ BEGIN = "<tool_call>"
 END = "</tool_call>"
 
 
-class HermesReader:
-    """A ``PartReader``. Text after a marker that is not a valid call becomes content."""
+class HermesParser:
+    """A ``PartParser``. Text after a marker that is not a valid call becomes content."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -19,7 +19,7 @@ class HermesReader:
         self._is_open = False
 
     def push(self, text: str) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         self._held += text
         parts: list[Part] = []
         while self._held:
@@ -35,7 +35,7 @@ class HermesReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         if self._call is None:
             return [Content(self._held)]
         parts = self._call.finish()

@@ -9,8 +9,8 @@ from megatron_runtime.server.messages.tool_parsers.json_call import JsonCall
 TAG = "<|python_tag|>"
 
 
-class Llama3JsonReader:
-    """A ``PartReader``. Calls are parsed only at the beginning of the text; the tag before them is optional."""
+class Llama3JsonParser:
+    """A ``PartParser``. Calls are parsed only at the beginning of the text; the tag before them is optional."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -20,7 +20,7 @@ class Llama3JsonReader:
         self._is_text = False
 
     def push(self, text: str) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         self._held += text
         parts: list[Part] = []
         while self._held:
@@ -34,7 +34,7 @@ class Llama3JsonReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         if self._call is None:
             return [Content(self._held)]
         parts = self._call.finish()

@@ -8,7 +8,7 @@ from megatron_runtime.server.messages.markers import split_at
 from megatron_runtime.server.messages.message_parts import CallArguments, CallStart, Content, Part
 from megatron_runtime.server.messages.tool_parsers.json_call import JsonCall
 from megatron_runtime.server.messages.tool_parsers.json_value import JsonValue
-from megatron_runtime.server.messages.tool_parsers.stepped_reader import SteppedReader
+from megatron_runtime.server.messages.tool_parsers.stepped_parser import SteppedParser
 
 MARKER = "[TOOL_CALLS]"
 ARGUMENTS = "[ARGS]"
@@ -24,8 +24,8 @@ class _MistralState(Enum):
     ARGUMENTS = auto()
 
 
-class MistralReader(SteppedReader):
-    """A ``PartReader``. A list or one call follows each marker; content may follow after it."""
+class MistralParser(SteppedParser):
+    """A ``PartParser``. A list or one call follows each marker; content may follow after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class MistralReader(SteppedReader):
         self._value = JsonValue()
 
     def finish(self) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         match self._state:
             case _MistralState.CONTENT:
                 return [Content(self._held)]

@@ -22,8 +22,8 @@ class _PythonicState(Enum):
     CONTENT = auto()
 
 
-class PythonicReader:
-    """A ``PartReader``. Calls are parsed only at the beginning of the text; each is emitted when it is complete."""
+class PythonicParser:
+    """A ``PartParser``. Calls are parsed only at the beginning of the text; each is emitted when it is complete."""
 
     def __init__(self) -> None:
         self._state = _PythonicState.BEFORE
@@ -32,7 +32,7 @@ class PythonicReader:
         self._list = _Elements()
 
     def push(self, text: str) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         self._held += text
         parts: list[Part] = []
         if self._state is _PythonicState.BEFORE:
@@ -47,7 +47,7 @@ class PythonicReader:
         return parts
 
     def finish(self) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         return [Content(self._opening + self._list.text + self._held)]
 
     def _find_list(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_runtime.server.messages.markers import split_at
 from megatron_runtime.server.messages.message_parts import CallArguments, CallStart, Content, Part
-from megatron_runtime.server.messages.tool_parsers.stepped_reader import SteppedReader
+from megatron_runtime.server.messages.tool_parsers.stepped_parser import SteppedParser
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
@@ -34,8 +34,8 @@ class _Qwen3CoderState(Enum):
     TEXT = auto()
 
 
-class Qwen3CoderReader(SteppedReader):
-    """A ``PartReader``. String values are streamed, other values are emitted when complete.
+class Qwen3CoderParser(SteppedParser):
+    """A ``PartParser``. String values are streamed, other values are emitted when complete.
 
     Args:
         schemas: Schemas of the functions' arguments, by function name.
@@ -53,7 +53,7 @@ class Qwen3CoderReader(SteppedReader):
         self._is_at_start = False
 
     def finish(self) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         match self._state:
             case _Qwen3CoderState.CONTENT | _Qwen3CoderState.AFTER_MARKER | _Qwen3CoderState.NAME:
                 return [Content(self._opening + self._held)]

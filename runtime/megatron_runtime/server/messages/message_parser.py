@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megatron_runtime.server.messages.message_parts import CallStart, Content, Part, PartReader, joined
+from megatron_runtime.server.messages.message_parts import CallStart, Content, Part, PartParser, joined
 
 
-class MessageReader:
-    """A ``PartReader`` that combines two: calls are parsed only after the reasoning.
+class MessageParser:
+    """A ``PartParser`` that combines two: calls are parsed only after the reasoning.
 
     White space next to calls is dropped.
 
@@ -19,7 +19,7 @@ class MessageReader:
     """
 
     def __init__(
-        self, reasoning: PartReader | None = None, calls: PartReader | None = None, *, most_calls: int | None = None
+        self, reasoning: PartParser | None = None, calls: PartParser | None = None, *, most_calls: int | None = None
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
@@ -29,12 +29,12 @@ class MessageReader:
         self._is_after_call = False
 
     def push(self, text: str) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         parts: Iterable[Part] = [Content(text)] if self._reasoning is None else self._reasoning.push(text)
         return joined(self._find_calls(parts))
 
     def finish(self) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         parts: list[Part] = [] if self._reasoning is None else self._reasoning.finish()
         found = list(self._find_calls(parts))
         if self._calls is not None:

@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from megatron_runtime.server.messages.message_parts import Part
 
 
-class SteppedReader(ABC):
-    """A ``PartReader`` that buffers text; each step consumes the beginning of the buffer."""
+class SteppedParser(ABC):
+    """A ``PartParser`` that buffers text; each step consumes the beginning of the buffer."""
 
     def __init__(self) -> None:
         self._held = ""
 
     def push(self, text: str) -> list[Part]:
-        """See ``PartReader``."""
+        """See ``PartParser``."""
         self._held += text
         parts: list[Part] = []
         while self._held and self._step(parts):

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_runtime.server.messages.message_parser import MessageParser
 from megatron_runtime.server.messages.message_parts import (
     CallArguments,
     CallStart,
     Content,
     Part,
-    PartReader,
+    PartParser,
     Reasoning,
     joined,
 )
-from megatron_runtime.server.messages.message_reader import MessageReader
-from megatron_runtime.server.messages.reasoning import ReasoningReader
+from megatron_runtime.server.messages.reasoning import ReasoningParser
 from megatron_runtime.server.messages.tool_parsers.formats import TOOL_FORMATS
 
 HERMES, LLAMA, MISTRAL, PYTHONIC = (TOOL_FORMATS[name] for name in ("hermes", "llama3_json", "mistral", "pythonic"))
@@ -43,12 +43,12 @@ def call(name: str, arguments: str) -> list[Part]:
     return [CallStart(name), CallArguments(arguments)]
 
 
-def read(reader: PartReader, *pieces: str) -> list[Part]:
-    return joined([*(part for piece in pieces for part in reader.push(piece)), *reader.finish()])
+def read(parser: PartParser, *pieces: str) -> list[Part]:
+    return joined([*(part for piece in pieces for part in parser.push(piece)), *parser.finish()])
 
 
-def calls_reader(name: str, most_calls: int | None = None) -> MessageReader:
-    return MessageReader(None, TOOL_FORMATS[name].reader(SCHEMAS), most_calls=most_calls)
+def calls_parser(name: str, most_calls: int | None = None) -> MessageParser:
+    return MessageParser(None, TOOL_FORMATS[name].parser(SCHEMAS), most_calls=most_calls)
 
 
 CASES: list[tuple[str, str, list[Part]]] = [
@@ -128,8 +128,8 @@ CASES: list[tuple[str, str, list[Part]]] = [
 
 @pytest.mark.parametrize(("name", "text", "expected"), CASES)
 def test_calls_are_separated_from_content(name: str, text: str, expected: list[Part]) -> None:
-    assert read(calls_reader(name), text) == expected
-    assert read(calls_reader(name), *text) == expected
+    assert read(calls_parser(name), text) == expected
+    assert read(calls_parser(name), *text) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,29 +146,29 @@ def test_calls_are_separated_from_content(name: str, text: str, expected: list[P
     ],
 )
 def test_reasoning_is_separated_from_content(in_reasoning: bool, text: str, expected: list[Part]) -> None:
-    assert read(ReasoningReader(in_reasoning=in_reasoning), text) == expected
-    assert read(ReasoningReader(in_reasoning=in_reasoning), *text) == expected
+    assert read(ReasoningParser(in_reasoning=in_reasoning), text) == expected
+    assert read(ReasoningParser(in_reasoning=in_reasoning), *text) == expected
 
 
 def test_calls_are_parsed_only_after_the_reasoning() -> None:
     said = '<tool_call>{"name": "a"}</tool_call>'
-    reader = MessageReader(ReasoningReader(in_reasoning=True), HERMES.reader({}))
-    assert read(reader, f"I could {said}</think>\n{said}") == [Reasoning(f"I could {said}"), *call("a", "{}")]
+    parser = MessageParser(ReasoningParser(in_reasoning=True), HERMES.parser({}))
+    assert read(parser, f"I could {said}</think>\n{said}") == [Reasoning(f"I could {said}"), *call("a", "{}")]
 
 
 def test_calls_beyond_the_limit_are_dropped() -> None:
     said = '<tool_call>{"name": "a", "arguments": {"x": 1}}</tool_call>'
-    assert read(calls_reader("hermes", most_calls=1), said * 3) == call("a", '{"x": 1}')
+    assert read(calls_parser("hermes", most_calls=1), said * 3) == call("a", '{"x": 1}')
 
 
 def test_a_call_is_streamed_while_it_is_generated() -> None:
-    reader = calls_reader("hermes")
-    assert reader.push('Sure. <tool_call>{"name": "w", "arg') == [Content("Sure.")]
-    assert reader.push('uments": {"city": "P') == [CallStart("w"), CallArguments('{"city": "P')]
-    assert reader.push('aris"') == [CallArguments('aris"')]
-    assert reader.push("}") == [CallArguments("}")]
-    assert reader.push("}</tool_call>") == []
-    assert reader.finish() == []
+    parser = calls_parser("hermes")
+    assert parser.push('Sure. <tool_call>{"name": "w", "arg') == [Content("Sure.")]
+    assert parser.push('uments": {"city": "P') == [CallStart("w"), CallArguments('{"city": "P')]
+    assert parser.push('aris"') == [CallArguments('aris"')]
+    assert parser.push("}") == [CallArguments("}")]
+    assert parser.push("}</tool_call>") == []
+    assert parser.finish() == []
 
 
 XML = ["<function=w>", "</function>", "<parameter=s>", "<parameter=n>", "</parameter>", "\n"]
@@ -199,10 +199,10 @@ SCRAPS = [
 ]
 texts = st.lists(st.sampled_from(SCRAPS) | st.text(max_size=6), max_size=12).map("".join)
 
-READERS: dict[str, Callable[[], PartReader]] = {
-    **{name: lambda name=name: calls_reader(name) for name in TOOL_FORMATS},  # type: ignore[misc]
-    "thinking": lambda: ReasoningReader(in_reasoning=True),
-    "both": lambda: MessageReader(ReasoningReader(in_reasoning=False), HERMES.reader({}), most_calls=2),
+READERS: dict[str, Callable[[], PartParser]] = {
+    **{name: lambda name=name: calls_parser(name) for name in TOOL_FORMATS},  # type: ignore[misc]
+    "thinking": lambda: ReasoningParser(in_reasoning=True),
+    "both": lambda: MessageParser(ReasoningParser(in_reasoning=False), HERMES.parser({}), most_calls=2),
 }
 
 
@@ -233,7 +233,7 @@ def test_every_call_in_a_models_format_is_parsed_with_its_arguments(calls: list[
         assert written is not None
         objects = [json.dumps({"name": n, written.arguments: a}, indent=indent) for n, a in calls]
         one_by_one = written.separator.join(f"{written.begin}{object}{written.end}" for object in objects)
-        parts = read(calls_reader(form.name), f"{written.opening}{one_by_one}{written.closing}")
+        parts = read(calls_parser(form.name), f"{written.opening}{one_by_one}{written.closing}")
         found = [
             (start.name, json.loads(rest.text))
             for start, rest in zip(parts[::2], parts[1::2], strict=True)
