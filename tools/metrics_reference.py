@@ -16,6 +16,7 @@ from pathlib import Path
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
+from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.metrics import Meters
 from megatron_runtime.launch.metrics import PodCollector
 from megatron_runtime.launch.pod_state import PodFacts, RankState, ReplicaGroupState
@@ -180,7 +181,9 @@ QUESTIONS = {
 
 def of_the_operator() -> Iterable[Metric]:
     """The metrics of the operator."""
-    return Meters().registry.collect()
+    meters = Meters()
+    FleetRollout(1, meters, wake=lambda _key: None)
+    return meters.registry.collect()
 
 
 def of_a_pod(*, is_leader: bool = True) -> Iterable[Metric]:

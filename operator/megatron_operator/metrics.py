@@ -62,8 +62,8 @@ class Meters:
         )
         self._fleet_rollout = Gauge(
             "megatron_operator_fleet_rollout_resources",
-            "MegatronInference resources, by the relation of their pods to the operator's default image: current,"
-            " waiting for their turn, paused by their own rollout, or upgrading.",
+            "MegatronInference resources, by the image of their pods: the operator's current default, an earlier one"
+            " (waiting for their turn, or paused by their own rollout), or upgrading.",
             ["state"],
             registry=self.registry,
         )

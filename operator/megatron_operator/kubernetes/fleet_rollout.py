@@ -31,6 +31,7 @@ class FleetRollout:
         self._turns: set[Key] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._has_begun = False
+        self._count()
 
     def start(self, delay: float = FIRST_TURN) -> None:
         """Give the first turns after ``delay`` seconds."""

@@ -134,6 +134,7 @@ MEASURE = """
     from megatron_runtime.config import InferenceConfig
     from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
     from megatron_runtime.model.checkpoint import load_model, load_tokenizer
+    from megatron_runtime.model.host_memory import return_freed_memory
     from megatron_runtime.sampling_params import SamplingParams
 
     def resident():  # without mapped files, which the system takes back by itself
@@ -149,6 +150,7 @@ MEASURE = """
     future = engine.add_request(0, [5, 6, 7], SamplingParams(temperature=0, num_tokens_to_generate=8))
     for _ in range(3):
         engine.step_modern()
+    return_freed_memory()  # suspend() does so as well, and would return more than it releases
     before = resident()
     engine.suspend()
     print(before - resident())
