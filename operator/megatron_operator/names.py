@@ -41,6 +41,19 @@ APPLIED_HASH_ANNOTATION = f"{GROUP}/applied-hash"
 LEADER = "leader"
 WORKER = "worker"
 
+POD_GROUP = "PodGroup.scheduling.k8s.io"
+WORKLOAD = "Workload.scheduling.k8s.io"
+SCHEDULER_PLUGINS_POD_GROUP = "PodGroup.scheduling.x-k8s.io"
+VOLCANO_POD_GROUP = "PodGroup.scheduling.volcano.sh"
+GANG_KINDS = {
+    POD_GROUP: "scheduling.k8s.io/v1alpha2",
+    WORKLOAD: "scheduling.k8s.io/v1alpha1",
+    SCHEDULER_PLUGINS_POD_GROUP: "scheduling.x-k8s.io/v1alpha1",
+    VOLCANO_POD_GROUP: "scheduling.volcano.sh/v1beta1",
+}
+"""Kinds of children that make a scheduler place the pods of an attempt together, each with its API group, because
+several have the kind PodGroup, and with its API version."""
+
 ROUTE_KINDS = ("HTTPRoute", "Ingress")
 """Kinds of children that route external clients to the HTTP Service. Pods do not depend on them."""
 
@@ -129,9 +142,21 @@ def url(resource: str, namespace: str) -> str:
     return f"http://{http_host(resource, namespace)}:{HTTP_PORT}/v1"
 
 
+def kind_of(manifest: Mapping[str, Any]) -> str:
+    """The kind of an object, followed by its API group if several groups have the kind."""
+    group, _, _ = str(manifest.get("apiVersion", "")).rpartition("/")
+    with_group = f"{manifest['kind']}.{group}"
+    return with_group if with_group in GANG_KINDS else str(manifest["kind"])
+
+
+def gang_type(kind: str) -> dict[str, str]:
+    """``apiVersion`` and ``kind`` of an object of one of ``GANG_KINDS``."""
+    return {"apiVersion": GANG_KINDS[kind], "kind": kind.partition(".")[0]}
+
+
 def child_key(manifest: Mapping[str, Any]) -> str:
     """``Kind/name``, the key of ``World.children``."""
-    return f"{manifest['kind']}/{manifest['metadata']['name']}"
+    return f"{kind_of(manifest)}/{manifest['metadata']['name']}"
 
 
 def selector_labels(resource: str) -> dict[str, str]:

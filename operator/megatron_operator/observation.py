@@ -98,6 +98,7 @@ def observed_world(
     children: Mapping[str, str],
     *,
     taken: frozenset[str] = frozenset(),
+    gang_kinds: frozenset[str] = frozenset(),
     url: str | None = None,
 ) -> World:
     """``seen`` is every pod with its answer; None stands for a pod that is not part of a group attempt."""
@@ -108,6 +109,7 @@ def observed_world(
         engine=_engine_of_leader(ours),
         children=children,
         taken=taken,
+        gang_kinds=gang_kinds,
         url=url,
     )
 

@@ -14,7 +14,15 @@ from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
 from megatron_operator.leader_selection import LeaderSelection, leading_group, next_epoch, running_leader
 from megatron_operator.lifecycle import next_signal
 from megatron_operator.names import PodIdentity
-from megatron_operator.render import grace_seconds, image_of, keys_secret, render_children, render_pod
+from megatron_operator.render import (
+    gang_kind,
+    gang_object,
+    grace_seconds,
+    image_of,
+    keys_secret,
+    render_children,
+    render_pod,
+)
 from megatron_operator.replica_groups import (
     STARTUP_TIMEOUT,
     ReplicaGroup,
@@ -71,16 +79,26 @@ class _Planner:
         )
         self.deadlines: list[float] = []
         self.creations = 0
+        self.gang_kind = gang_kind(resource, world.gang_kinds)
+        self.attempts = {names.attempt_name(resource.name, pod.group, pod.attempt) for pod in world.pods}
+        """Attempts whose gang objects are needed."""
 
     def plan(self) -> Plan:
         if self.resource.deleting:
             actions = [*self._delete_all(self.world.pods)]
         elif self.resource.spec.lifecycle is Lifecycle.STOPPED:
-            actions = [*self._children(), *self._delete_all(self.world.pods)]
+            actions = [*self._children(), *self._delete_all(self.world.pods), *self._unused_gangs()]
         elif pods := pods_without_keys(self.resource, self.world):
             actions = [*self._follow_loss_of_keys(pods)]
         else:
-            steps = (self._children(), self._roles(), self._surplus(), self._wished(), self._signal())
+            steps = (
+                self._children(),
+                self._roles(),
+                self._surplus(),
+                self._wished(),
+                self._signal(),
+                self._unused_gangs(),
+            )
             actions = [action for step in steps for action in step]
         return Plan(tuple(actions), self._requeue_after())
 
@@ -99,7 +117,24 @@ class _Planner:
                 yield ApplyChild(manifest)
         for key in sorted(self.world.children.keys() - desired.keys() - {names.keys_child(self.resource.name)}):
             kind, name = key.split("/")
-            yield DeleteChild(kind, name)
+            if kind not in names.GANG_KINDS:
+                yield DeleteChild(kind, name)
+
+    def _gang(self, group: ReplicaGroup, attempt: int) -> Iterator[Action]:
+        """The gang object of an attempt exists before its pods."""
+        self.attempts.add(names.attempt_name(self.resource.name, group.index, attempt))
+        if self.gang_kind is None:
+            return
+        manifest = gang_object(self.resource, self.gang_kind, group.index, attempt)
+        if names.child_key(manifest) not in self.world.children:
+            yield ApplyChild(manifest)
+
+    def _unused_gangs(self) -> Iterator[Action]:
+        """Gang objects stay as long as their attempt has a pod."""
+        for key in sorted(self.world.children):
+            kind, name = key.split("/")
+            if kind in names.GANG_KINDS and name not in self.attempts:
+                yield DeleteChild(kind, name)
 
     # --- who leads
 
@@ -154,8 +189,8 @@ class _Planner:
             yield from self._follow_rollout(group)
             return
         yield from self._create(group, group.attempt, group.restarts, group.missing)
-        if (deadline := group.startup_deadline(self.policy)) is not None:
-            self.deadlines.append(deadline)
+        deadlines = (group.startup_deadline(self.policy), group.gang_deadline(self.policy))
+        self.deadlines += [deadline for deadline in deadlines if deadline is not None]
 
     def _follow_leaving(self, group: ReplicaGroup) -> Iterator[Action]:
         """Delete the rest of the attempt. The next one starts when all its pods are gone, or lost with their node."""
@@ -177,6 +212,8 @@ class _Planner:
         yield from self._delete_all(group.live_pods)
 
     def _create(self, group: ReplicaGroup, attempt: int, restarts: int, indices: Sequence[int]) -> Iterator[Action]:
+        if indices:
+            yield from self._gang(group, attempt)
         for index in indices:
             if self.creations == MAX_CREATIONS:
                 self.deadlines.append(self.world.now)
@@ -185,7 +222,7 @@ class _Planner:
             leads = index == 0 and group.index == self.leader_selection.initial_leader_group
             epoch = next_epoch(self.resource, self.world) if leads else 0
             identity = PodIdentity(group.index, attempt, index, leads, self.template_hash, restarts, epoch)
-            yield CreatePod(render_pod(self.resource, identity, self.settings))
+            yield CreatePod(render_pod(self.resource, identity, self.settings, self.gang_kind))
 
     def _follow_rollout(self, group: ReplicaGroup) -> Iterator[Action]:
         """Replace the group if its turn has come. One that served stays until another group has the leader."""

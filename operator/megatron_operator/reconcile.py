@@ -169,8 +169,8 @@ async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings |
         actions = plan(resource, World(time.time()), settings).actions
     except InvalidResource:
         return
-    if resource.spec.pod_template.spec:
-        return  # The first round checks it by a dry run.
+    if resource.spec.pod_template.spec or resource.spec.pods_per_group > 1:
+        return  # The first round checks the template by a dry run, and the kinds of gang scheduling of the cluster.
     name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
     needed = [action for action in actions if _is_needed_by_pods(action)]
     answers = await asyncio.gather(*(port.apply(name, namespace, each) for each in needed), return_exceptions=True)
@@ -207,6 +207,7 @@ async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort
             raise
         except KindMissing as missing:
             problems.append(str(missing))  # The adapter wakes the loop when the kind is available.
+            child_failed = child_failed or _is_needed_by_pods(action)
         except WorldError as error:
             problems.append(str(error))
             failed += 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_operator import names
@@ -20,6 +21,11 @@ UNSCHEDULABLE = "Unschedulable"
 SCHEDULING_GATED = "SchedulingGated"
 """A scheduling gate holds the pod back, such as the one of a queue."""
 STARTUP_TIMEOUT = "StartupTimeout"
+GANG_TIMEOUT = "GangTimeout"
+"""Reason of a group that gave the nodes of its pods back, because its other pods found none."""
+GANG_PAUSE = 60.0
+"""Seconds from the time at which a group gives its nodes back to its next attempt: enough for its pods to end, and for
+the scheduler to place the pods of another group."""
 LOST_RANK = "LostRank"
 """Reason of a pod whose ranks lost a rank of another pod. It is a consequence, not a cause."""
 RENDEZVOUS_DONE = ("Loading", "Registering", SERVING)
@@ -61,6 +67,8 @@ class ReplicaGroup:
     """Pods of earlier attempts."""
     memory: ReplicaGroupStatus | None = None
     """The group's entry in the last status, if it is about the latest attempt."""
+    may_give_back: bool = False
+    """Whether no other group of the resource gives its nodes back before this one."""
 
     @property
     def next_attempt(self) -> int:
@@ -131,7 +139,33 @@ class ReplicaGroup:
             were = f"{', '.join(pod.name for pod in late)} {'was' if len(late) == 1 else 'were'}"
             words = f"{were} not ready within {policy.startup_timeout.text}"
             return self._failure_of(late[0], Failure(STARTUP_TIMEOUT, words), deadline, policy)
+        if (at := self.gang_deadline(policy)) is not None and at <= now:
+            return self._gang_timeout(policy, now)
         return self.recorded_failure if not self.pods else None
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether some of its pods hold nodes while others are not scheduled."""
+        scheduled = [pod.startup_since is not None for pod in self.live_pods]
+        return any(scheduled) and not all(scheduled)
+
+    def gang_deadline(self, policy: FailurePolicy) -> float | None:
+        """When the group gives its nodes back, because no further pod was scheduled; None if it does not have to.
+
+        The deadline is up to twice the timeout, by the uid of a pod. So groups of several resources that wait for each
+        other's nodes do not give them back at the same time, and one of them completes.
+        """
+        if not (self.may_give_back and self.is_incomplete and policy.gang_timeout > 0):
+            return None
+        last = max(pod.startup_since for pod in self.live_pods if pod.startup_since is not None)
+        return last + policy.gang_timeout * (1 + zlib.crc32(self.pods[0].uid.encode()) / 2**32)
+
+    def _gang_timeout(self, policy: FailurePolicy, now: float) -> ReplicaGroupFailure:
+        """The next attempt waits from ``now`` on, because the pods hold their nodes until then."""
+        holding = [pod for pod in self.live_pods if pod.startup_since is not None]
+        without = ", ".join(pod.name for pod in self.live_pods if pod.startup_since is None)
+        words = f"gives its node back, because {without} found none within {policy.gang_timeout.text} or more"
+        return self._failure_of(holding[0], Failure(GANG_TIMEOUT, words, disruption=True), now, policy)
 
     def startup_deadline(self, policy: FailurePolicy) -> float | None:
         """When unready pods count as failed; None without such pods, or while one is not scheduled.
@@ -194,10 +228,21 @@ def observe_replica_groups(
     pods: dict[int, list[ObservedPod]] = defaultdict(list)
     for pod in sorted(world.pods, key=lambda pod: pod.index):
         pods[pod.group].append(pod)
-    return tuple(
+    groups = [
         _observe_replica_group(resource, world, index, pods.get(index, []), memories.get(index))
         for index in range(resource.spec.replicas if count is None else count)
-    )
+    ]
+    first = _first_to_give_back(groups, world.now)
+    return tuple(replace(group, may_give_back=True) if group is first else group for group in groups)
+
+
+def _first_to_give_back(groups: Sequence[ReplicaGroup], now: float) -> ReplicaGroup | None:
+    """The group whose turn it is to give its nodes back: the incomplete one with the highest index, unless a group has
+    just done so."""
+    recorded = [group.recorded_failure for group in groups]
+    if any(each and each.failure.reason == GANG_TIMEOUT and now < each.time + GANG_PAUSE for each in recorded):
+        return None
+    return next((group for group in reversed(groups) if group.is_incomplete), None)
 
 
 def _observe_replica_group(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_operator.api.v1alpha1 import FailurePolicy
-from megatron_operator.replica_groups import ReplicaGroup, ReplicaGroupFailure
+from megatron_operator.replica_groups import GANG_PAUSE, GANG_TIMEOUT, ReplicaGroup, ReplicaGroupFailure
 
 RESTART_BUDGET_EXCEEDED = "RestartBudgetExceeded"
 BAD_INPUT = "InvalidSpec"
@@ -35,6 +35,8 @@ def restart_decision(
     count; invalid input never restarts; otherwise the budget and an exponential back-off apply."""
     if group.template_hash != template_hash:
         return Retry(at=failed.time, restarts=0)
+    if failed.failure.reason == GANG_TIMEOUT:
+        return Retry(at=failed.time + GANG_PAUSE, restarts=failed.restarts, is_counted=False)
     if failed.failure.disruption:
         return Retry(at=failed.time + backoff(0, policy), restarts=failed.restarts, is_counted=False)
     if failed.failure.bad_input:

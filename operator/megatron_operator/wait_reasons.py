@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_operator.replica_groups import ReplicaGroupFailure, ReplicaGroupState, pod_is_ready
+from megatron_operator.replica_groups import GANG_TIMEOUT, ReplicaGroupFailure, ReplicaGroupState, pod_is_ready
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED, GiveUp, Retry
 from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
 from megatron_operator.timestamps import time_of_day
@@ -59,6 +59,11 @@ def _after_failure(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
             return WaitReason(reason, f"{words}; all {limit} restarts are used up: {fix}")
         case GiveUp(reason=reason):
             return WaitReason(reason, f"{words}; no further attempt until the spec changes")
+        case Retry(at=at) if view.failed.failure.reason == GANG_TIMEOUT:
+            start = f"the next attempt starts {'now' if at <= inputs.world.now else f'at {time_of_day(at)}'}"
+            return WaitReason(
+                GANG_TIMEOUT, f"replica group {index}: {view.failed.pod} {view.failed.failure.message}; {start}"
+            )
         case Retry(at=at, is_counted=False):
             start = "now" if at <= inputs.world.now else f"at {time_of_day(at)}"
             return WaitReason(

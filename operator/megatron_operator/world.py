@@ -188,6 +188,8 @@ class World:
     from (``names.applied_hash``)."""
     taken: frozenset[str] = frozenset()
     """``Kind/name`` of children whose names are taken by objects of other owners."""
+    gang_kinds: frozenset[str] = frozenset()
+    """Kinds of ``names.GANG_KINDS`` that the cluster serves."""
     url: str | None = None
     """Base URL of the HTTP frontend where it differs from the Service's DNS name."""
 

@@ -9,11 +9,18 @@ from chart_support.release import NAME, Release
 from cluster_support import audit
 from cluster_support.audit import Request, Right
 from cluster_support.control_plane import ControlPlane
-from operator_support import gateway_api
+from operator_support import gang_api, gateway_api
 from operator_support.api import Api
 from operator_support.resource import Resource
 from operator_support.scripted_node import ScriptedNode
 
+from megatron_operator import names
+
+BEFORE_1_36 = {
+    names.SCHEDULER_PLUGINS_POD_GROUP: "SchedulerPlugins",
+    names.VOLCANO_POD_GROUP: "Volcano",
+    names.WORKLOAD: "Auto",
+}
 OURS = "inference.megatron.dev"
 ASKED_ON_THE_WAY = {
     # Server-side apply is a patch; if the object does not exist, the API server also requires create.
@@ -21,6 +28,7 @@ ASKED_ON_THE_WAY = {
     Right("networking.k8s.io", "networkpolicies", "create"),
     Right("networking.k8s.io", "ingresses", "create"),
     Right("gateway.networking.k8s.io", "httproutes", "create"),
+    *(Right(kind.partition(".")[2], f"{kind.partition('.')[0].lower()}s", "create") for kind in names.GANG_KINDS),
     # Required to set an ownerReference that blocks deletion, with OwnerReferencesPermissionEnforcement.
     Right(OURS, "megatroninferences/finalizers", "update"),
 }
@@ -62,18 +70,35 @@ async def run_lifecycle(chat: Resource, node: ScriptedNode) -> None:
     await chat.until_phase("Paused")
 
 
+async def run_gang(cluster: ControlPlane, gang: str, kind: str) -> None:
+    """Creates and deletes the gang object of a group of two pods."""
+    model = Resource(cluster, cluster.make_namespace())
+    async with Api(cluster.kubeconfig) as api, ScriptedNode(api, model.namespace):
+        await model.create(scheduling={"gang": gang}, parallelism={"tensor": 2})
+        await model.until_phase("Running")
+        await model.patch({"lifecycle": "Stopped"})
+        while (await model.get(gang_api.plural(kind)))["items"]:  # noqa: ASYNC110  # nothing reports it
+            await asyncio.sleep(0.2)
+        await model.kubectl("delete", "mi", "chat")
+
+
 async def record(release: Release, control_plane: ControlPlane) -> list[Request]:
     release.install()
     gateway_api.install(control_plane)
+    for kind in BEFORE_1_36:
+        gang_api.install(control_plane, kind)
     chat = Resource(control_plane, control_plane.make_namespace())
     async with Api(control_plane.kubeconfig) as api:
         with release.operator():
             await begin_with_a_name_that_is_taken(chat)
             async with ScriptedNode(api, chat.namespace) as node:
                 await run_lifecycle(chat, node)
+            await asyncio.gather(*(run_gang(control_plane, gang, kind) for kind, gang in BEFORE_1_36.items()))
+        gang_api.install(control_plane, names.POD_GROUP)
         release.upgrade("--set=networkPolicy.enabled=false")
         with release.operator():
             await chat.until_gone("networkpolicies")
+            await run_gang(control_plane, "Auto", names.POD_GROUP)
     return list(audit.requests_of(control_plane.logs, NAME, NAMESPACE))
 
 

@@ -39,7 +39,7 @@ def test_no_rule_grants_everything_and_secrets_cannot_be_listed() -> None:
 
 def test_the_page_on_security_lists_the_rules_as_they_are() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
-    rows = re.findall(r"^\| (`[\w.]+`|core) \| `([\w/]+)` \| ([a-z, ]+) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| (`[\w.-]+`|core) \| `([\w/]+)` \| ([a-z, ]+) \|", page, re.MULTILINE)
     listed = {(group.strip("`"), resource): verbs.split(", ") for group, resource, verbs in rows}
     granted: dict[tuple[str, str], list[str]] = {}
     for rule in granted_rules():

@@ -158,7 +158,7 @@ def test_a_pod_that_was_ready_has_the_startup_timeout_to_become_ready_again() ->
 
 
 def test_pods_that_wait_for_one_without_a_place_have_their_time_once_it_has_one() -> None:
-    planning = Planning(failurePolicy={"startupTimeout": "5m"}, parallelism={"tensor": 2})
+    planning = Planning(failurePolicy={"startupTimeout": "5m", "gangTimeout": "0s"}, parallelism={"tensor": 2})
     planning.round()
     cluster = planning.cluster
     cluster.start("chat-0-0-0")

@@ -28,6 +28,9 @@ class Right:
         return f"{self.verb} {self.resource} {self.name}".rstrip()
 
 
+GANG_GROUPS = ("scheduling.x-k8s.io", "scheduling.volcano.sh", "scheduling.k8s.io")
+GANG_VERBS = ("get", "list", "create", "patch", "delete")
+
 RULES = (
     (GROUP, PLURAL, ("get", "list", "watch")),
     (GROUP, f"{PLURAL}/status", ("patch",)),
@@ -38,6 +41,8 @@ RULES = (
     ("networking.k8s.io", "networkpolicies", ("get", "list", "watch", "create", "patch", "delete")),
     ("networking.k8s.io", "ingresses", ("get", "list", "watch", "create", "patch", "delete")),
     ("gateway.networking.k8s.io", "httproutes", ("get", "list", "watch", "create", "patch", "delete")),
+    *((group, "podgroups", GANG_VERBS) for group in GANG_GROUPS),
+    ("scheduling.k8s.io", "workloads", GANG_VERBS),
     ("events.k8s.io", "events", ("create",)),
 )
 """Rights in each watched namespace."""

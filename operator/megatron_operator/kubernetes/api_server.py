@@ -33,8 +33,12 @@ PATHS = {
     "MegatronInference": (f"/apis/{GROUP}/{VERSION}", PLURAL),
     "NetworkPolicy": ("/apis/networking.k8s.io/v1", "networkpolicies"),
     "Pod": ("/api/v1", "pods"),
+    names.POD_GROUP: ("/apis/scheduling.k8s.io/v1alpha2", "podgroups"),
+    names.SCHEDULER_PLUGINS_POD_GROUP: ("/apis/scheduling.x-k8s.io/v1alpha1", "podgroups"),
+    names.VOLCANO_POD_GROUP: ("/apis/scheduling.volcano.sh/v1beta1", "podgroups"),
     "Secret": ("/api/v1", "secrets"),
     "Service": ("/api/v1", "services"),
+    names.WORKLOAD: ("/apis/scheduling.k8s.io/v1alpha1", "workloads"),
 }
 """The kinds that the operator uses, with their API paths."""
 
@@ -130,7 +134,7 @@ class ApiServer:
     async def create(self, manifest: Mapping[str, Any], *, dry_run: bool = False) -> Json:
         """The object as stored, or as a dry run would store it. Raises ServerRefusal with ``conflict`` when the name is
         taken."""
-        path = path_of(manifest["kind"], manifest["metadata"]["namespace"])
+        path = path_of(names.kind_of(manifest), manifest["metadata"]["namespace"])
         query = {"fieldManager": names.MANAGER, **({"dryRun": "All"} if dry_run else {})}
         return await self._request("POST", path, query, body=manifest)
 
@@ -143,7 +147,7 @@ class ApiServer:
     async def apply(self, manifest: Mapping[str, Any]) -> Json:
         """Server-side apply of the fields of the manifest; fields of other managers stay as they are."""
         metadata = manifest["metadata"]
-        path = path_of(manifest["kind"], metadata["namespace"], metadata["name"])
+        path = path_of(names.kind_of(manifest), metadata["namespace"], metadata["name"])
         query = {"fieldManager": names.MANAGER, "force": "true"}
         return await self._request("PATCH", path, query, body=manifest, content_type=APPLY_PATCH)
 

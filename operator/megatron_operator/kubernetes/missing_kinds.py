@@ -9,6 +9,7 @@ import asyncio
 import http
 from collections.abc import Awaitable, Callable
 
+from megatron_operator import names
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError, group_version_plural
 from megatron_operator.world import ActionRefused, KindMissing, WorldError
 
@@ -16,9 +17,14 @@ FIRST_PAUSE = 5.0
 LONGEST_PAUSE = 60.0
 """Seconds between checks for missing kinds, growing from the first value to the second."""
 
+OTHER_GANG = "or set spec.scheduling.gang to another value"
 FIXES = {
     "HTTPRoute": "install the Gateway API, version 1.2 or newer, with a gateway that implements it, or remove"
     " spec.expose.httpRoute",
+    names.POD_GROUP: "upgrade Kubernetes to 1.36 or newer and enable its feature gates GenericWorkload and"
+    f" GangScheduling, {OTHER_GANG}",
+    names.SCHEDULER_PLUGINS_POD_GROUP: f"install scheduler-plugins with its plugin Coscheduling, {OTHER_GANG}",
+    names.VOLCANO_POD_GROUP: f"install Volcano, {OTHER_GANG}",
     "Ingress": "upgrade Kubernetes to 1.19 or newer, or remove spec.expose.ingress",
 }
 
@@ -63,8 +69,8 @@ class MissingKinds:
             self.check(kind, wake)
 
     async def found(self, kind: str) -> None:
-        """An object of the kind exists: watch the kind."""
-        if kind in FIXES:
+        """An object of the kind exists: watch the kind, if it is a kind of routes."""
+        if kind in names.ROUTE_KINDS:
             await self._watch(kind)
 
     def forget(self, wake: Wake) -> None:

@@ -14,6 +14,7 @@ import httpx
 from megatron_operator import names
 from megatron_operator.control_client import ControlClient, PodReport
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError, ServerRefusal
+from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Wake
 from megatron_operator.kubernetes.pod_status import observed_pod
@@ -43,10 +44,19 @@ Object = Mapping[str, Any]
 class KubernetesPort:
     """Only children with the resource's ``uid`` as owner belong to it; those of other owners are never changed."""
 
-    def __init__(self, api: ApiServer, uid: str, client: httpx.AsyncClient, kinds: MissingKinds, wake: Wake) -> None:
+    def __init__(
+        self,
+        api: ApiServer,
+        uid: str,
+        client: httpx.AsyncClient,
+        kinds: MissingKinds,
+        gang_kinds: GangKinds,
+        wake: Wake,
+    ) -> None:
         """``client`` connects to pods. ``wake`` is called when a missing kind appears, or a pod answers late."""
         self._api = api
         self._kinds = kinds
+        self._gang_kinds = gang_kinds
         self._wake = wake
         self._uid = uid
         self._client = client
@@ -57,6 +67,8 @@ class KubernetesPort:
         """Client of the pods' control APIs; replaced when the token is known."""
         self._applied: dict[str, Any] = {}
         """The fields of each child that the operator managed right after it applied them."""
+        self._gangs: set[str] | None = None
+        """Gang kinds that may have objects; None before the first observation."""
         self._routes = set(names.ROUTE_KINDS)
         """Route kinds that may exist: after the first observation, only those that were found or created."""
         self._checked: tuple[str, Mapping[str, Any]] | None = None
@@ -69,18 +81,19 @@ class KubernetesPort:
         report."""
         self._image_volumes.look_again()
         labels = names.selector_labels(name)
-        pods, services, secret, policy, routes = await asyncio.gather(
+        pods, services, secret, policy, routes, gangs = await asyncio.gather(
             self._api.list("Pod", namespace, labels),
             self._api.list("Service", namespace, labels),
             self._api.get("Secret", namespace, names.keys_secret(name)),
             self._api.get("NetworkPolicy", namespace, names.network_policy(name)),
             self._find_routes(name, namespace),
+            self._find_gangs(name, namespace),
         )
         if secret is None and pods:
             # A pod's Secret exists before the pod, so the first read preceded both; this one finds the Secret.
             secret = await self._api.get("Secret", namespace, names.keys_secret(name))
         # Items of a list have no kind.
-        found = [*({**each, "kind": "Service"} for each in services), secret, policy, *routes]
+        found = [*({**each, "kind": "Service"} for each in services), secret, policy, *routes, *gangs]
         # Services of other owners have other labels. Those of a resource whose Services exist are not read again.
         absent = set(names.services(name)) - {each["metadata"]["name"] for each in services}
         found += await asyncio.gather(*(self._api.get("Service", namespace, each) for each in sorted(absent)))
@@ -101,7 +114,10 @@ class KubernetesPort:
             for key, child in children.items()
         }
         return observed_world(
-            zip(map(observed_pod, ours), answers, strict=True), hashes, taken=frozenset(named) - hashes.keys()
+            zip(map(observed_pod, ours), answers, strict=True),
+            hashes,
+            taken=frozenset(named) - hashes.keys(),
+            gang_kinds=await self._gang_kinds.served(),
         )
 
     async def dropped_fields(self, pod: Manifest, override: Manifest) -> Mapping[str, Any]:
@@ -139,6 +155,13 @@ class KubernetesPort:
             # Repeated in every round: a late discovery of kopf may have dropped the kind again.
             await self._kinds.found(kind)
         return routes
+
+    async def _find_gangs(self, name: str, namespace: str) -> list[Object]:
+        """Most resources have no gang object, so each round reads only the kinds that may have some."""
+        kinds = await self._gang_kinds.served() if self._gangs is None else self._gangs
+        found = await self._gang_kinds.objects(name, namespace, kinds)
+        self._gangs = {names.kind_of(each) for each in found}
+        return found
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the port's signature
         """Raises ActionRefused if the API server refuses, SignalRefused if the engine does, WorldError otherwise."""
@@ -191,10 +214,12 @@ class KubernetesPort:
         return await self._poller.poll(self.control_client, pod["metadata"]["uid"], address)
 
     async def _apply_child(self, manifest: Manifest) -> None:
-        kind = manifest["kind"]
+        kind = names.kind_of(manifest)
         self._kinds.check(kind, self._wake)
         await self._check_free(manifest)
         self._routes |= {kind}.intersection(names.ROUTE_KINDS)
+        if kind in names.GANG_KINDS:
+            self._gangs = {*(self._gangs or ()), kind}
         try:
             applied = await self._api.apply(manifest)
         except ServerError as error:
@@ -219,7 +244,7 @@ class KubernetesPort:
 
     async def _check_free(self, manifest: Manifest) -> None:
         """Raises WorldError when an object of another owner has the name."""
-        kind, metadata = manifest["kind"], manifest["metadata"]
+        kind, metadata = names.kind_of(manifest), manifest["metadata"]
         found = await self._api.get(kind, metadata["namespace"], metadata["name"])
         if found is None or self._owns(found):
             return

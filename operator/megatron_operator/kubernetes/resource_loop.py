@@ -14,6 +14,7 @@ from megatron_operator.events import Event
 from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.control_api_watches import ControlApiWatches
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
+from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
 from megatron_operator.kubernetes.missing_kinds import MissingKinds
 from megatron_operator.kubernetes.port import KubernetesPort
@@ -47,6 +48,7 @@ class Shared:
     meters: Meters
     slots: asyncio.Semaphore
     kinds: MissingKinds
+    gang_kinds: GangKinds
     fleet: FleetRollout
 
 
@@ -165,7 +167,8 @@ class ResourceLoop:
         if self._port is None or uid != self._uid:
             await self.close()
             self._uid = uid
-            self._port = KubernetesPort(self._shared.api, uid, self._shared.http, self._shared.kinds, self._wake_up)
+            shared = self._shared
+            self._port = KubernetesPort(shared.api, uid, shared.http, shared.kinds, shared.gang_kinds, self._wake_up)
         return self._port
 
     async def _report(self, obj: Json, result: ReconcileResult) -> bool:

@@ -7,6 +7,7 @@ import asyncio
 from megatron_operator.control_client import pod_http_client
 from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
+from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Watch
 from megatron_operator.kubernetes.resource_loop import ResourceLoop, Shared
 from megatron_operator.metrics import Meters
@@ -24,7 +25,8 @@ class ResourceLoops:
         """``watch`` is called with each optional kind that has an object."""
         slots = asyncio.Semaphore(MAX_CONCURRENT_ROUNDS)
         fleet = FleetRollout(settings.max_concurrent_upgrades, meters, lambda key: self.wake(*key))
-        self._shared = Shared(api, pod_http_client(), settings, meters, slots, MissingKinds(api, watch), fleet)
+        kinds = MissingKinds(api, watch)
+        self._shared = Shared(api, pod_http_client(), settings, meters, slots, kinds, GangKinds(api), fleet)
         self._leading = False
         self._waiting: set[Key] = set()
         """Resources that were seen while this operator does not hold the Lease."""

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import MegatronInference
 from megatron_operator.names import PodIdentity
+from megatron_operator.render.gang import scheduler_name
 
 HOSTNAME = "kubernetes.io/hostname"
 """Label with the name of the node."""
@@ -29,6 +30,8 @@ def placement(resource: MegatronInference, identity: PodIdentity) -> dict[str, A
     spec: dict[str, Any] = {"affinity": affinity}
     if scheduling.priority_class_name is not None:
         spec["priorityClassName"] = scheduling.priority_class_name
+    if (scheduler := scheduler_name(resource)) is not None:
+        spec["schedulerName"] = scheduler
     if scheduling.topology_key is not None and identity.index == 0:
         spec["topologySpreadConstraints"] = [_spread(resource, scheduling.topology_key)]
     if scheduling.topology_key is not None and identity.index > 0:

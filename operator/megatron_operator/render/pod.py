@@ -18,6 +18,7 @@ from megatron_operator.render.command import (
     arguments,
     environment,
 )
+from megatron_operator.render.gang import gang_annotations, gang_labels, gang_spec
 from megatron_operator.render.merge import merged, without
 from megatron_operator.render.metadata import child_metadata
 from megatron_operator.render.placement import placement, queue_annotations, queue_labels
@@ -39,17 +40,23 @@ def grace_seconds(resource: MegatronInference) -> int:
     return math.ceil(resource.spec.rollout.drain_timeout) + GRACE_BEYOND_DRAIN
 
 
-def render_pod(resource: MegatronInference, identity: PodIdentity, settings: Settings) -> dict[str, Any]:
-    """The pod's manifest. Raises InvalidResource when ``spec.podTemplate`` is not a valid partial pod."""
+def render_pod(
+    resource: MegatronInference, identity: PodIdentity, settings: Settings, gang: str | None = None
+) -> dict[str, Any]:
+    """The pod's manifest; ``gang`` is the kind of its gang object, if it has one.
+
+    Raises InvalidResource when ``spec.podTemplate`` is not a valid partial pod.
+    """
     template = resource.spec.pod_template
-    base = _spec(resource, identity, settings)
+    base = {**_spec(resource, identity, settings), **gang_spec(resource, identity, gang)}
     for path in template.remove:
         base = without(base, path) or base
     spec = merged(base, template.spec, "spec.podTemplate.spec")
     metadata = child_metadata(resource, names.pod_name(resource.name, identity.group, identity.attempt, identity.index))
-    queue = queue_labels(resource, identity)
-    labels = {**template.metadata.labels, **metadata["labels"], **_identity_labels(identity), **queue}
+    together = {**queue_labels(resource, identity), **gang_labels(resource, identity, gang)}
+    labels = {**template.metadata.labels, **metadata["labels"], **_identity_labels(identity), **together}
     annotations = {**template.metadata.annotations, **queue_annotations(resource)}
+    annotations |= gang_annotations(resource, identity, gang)
     annotations |= {names.RESTARTS_ANNOTATION: str(identity.restarts), names.EPOCH_ANNOTATION: str(identity.epoch)}
     if resource.spec.image is None:
         annotations[names.DEFAULT_IMAGE_ANNOTATION] = settings.image

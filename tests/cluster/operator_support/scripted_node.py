@@ -24,6 +24,7 @@ class ScriptedNode(SimulatedNode):
         self._address = address
         self.by_itself = by_itself
         self.full = False
+        self.refused: set[str] = set()  # names of pods that do not fit on this node
         self.launchers: dict[str, SimulatedLauncher] = {}
 
     async def start(self, pod: Json) -> None:
@@ -39,8 +40,8 @@ class ScriptedNode(SimulatedNode):
         for launcher in list(self.launchers.values()):
             await launcher.stop()
 
-    def fits(self, pod: Json) -> bool:  # noqa: ARG002
-        return not self.full
+    def fits(self, pod: Json) -> bool:
+        return not self.full and pod["metadata"]["name"] not in self.refused
 
     async def pod(self, name: str) -> Json:
         return await self.api.get(f"{self.pods_path}/{name}")

@@ -7,6 +7,7 @@ from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, Image
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspend,
     FailurePolicy,
+    Gang,
     ImagePullPolicy,
     Lifecycle,
     PodTemplate,
@@ -60,6 +61,7 @@ __all__ = [
     "Expose",
     "FailurePolicy",
     "Frontend",
+    "Gang",
     "HTTPRouteExposure",
     "HuggingFaceSource",
     "ImagePullPolicy",

@@ -28,6 +28,16 @@ class ImagePullPolicy(StrEnum):
     NEVER = "Never"
 
 
+class Gang(StrEnum):
+    """Which scheduler places the pods of a replica group together or not at all."""
+
+    AUTO = "Auto"
+    NONE = "None"
+    KUBERNETES = "Kubernetes"
+    SCHEDULER_PLUGINS = "SchedulerPlugins"
+    VOLCANO = "Volcano"
+
+
 class Scheduling(Part):
     """Scheduling of the pods."""
 
@@ -35,6 +45,14 @@ class Scheduling(Part):
     """PriorityClass of the pods."""
     queue_name: Annotated[DnsName, Field(max_length=63)] | None = None
     """LocalQueue of Kueue. It admits the pods of a replica group together, as a group of plain pods."""
+    scheduler_name: Annotated[DnsName, Field(max_length=63)] | None = None
+    """Scheduler of the pods. Default: volcano for gang Volcano, scheduler-plugins-scheduler for gang SchedulerPlugins,
+    otherwise the cluster's default scheduler."""
+    gang: Gang = Gang.AUTO
+    """What places the pods of a replica group of several pods together or not at all: Kubernetes (PodGroups of
+    scheduling.k8s.io, from 1.36 on, or Workloads in 1.35, both behind feature gates), SchedulerPlugins (PodGroups of
+    the coscheduling plugin), Volcano (its PodGroups), or None. Auto: Kubernetes where the cluster serves that API,
+    otherwise None. See also failurePolicy.gangTimeout."""
     topology_key: LabelKey | None = None
     """Label of nodes, such as topology.kubernetes.io/zone. Replica groups are spread over its values as evenly as
     possible, and the pods of a group share one value. Default: groups only prefer different nodes."""
@@ -56,6 +74,10 @@ class FailurePolicy(Part):
     """A replica group that is scheduled but not ready for this long is restarted. The time begins when its last pod is
     scheduled, and again when an init container ends or the containers start. Waiting for a node or a queue does not
     count."""
+    gang_timeout: Duration = Duration("10m")
+    """A replica group of which some pods have nodes and others have found none for this long, or up to twice as long,
+    gives its nodes back to other replica groups for a minute, one group of a resource at a time. It does not count
+    against maxRestarts. 0s: never."""
     transition_timeout: Duration = Duration("2m")
     """A pause, suspend, resume or unpause that takes longer is reported as Degraded."""
 

@@ -1,0 +1,51 @@
+"""Which kinds of gang scheduling a cluster has, and the objects of these kinds that a resource has."""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megatron_operator import names
+from megatron_operator.kubernetes.api_server import ApiServer, ServerError
+
+REFRESH = 600.0
+"""Seconds after which the API server is queried again: it may have been upgraded."""
+
+Object = Mapping[str, Any]
+
+
+class GangKinds:
+    """The kinds of ``names.GANG_KINDS`` that one cluster serves. All resources share one answer."""
+
+    def __init__(self, api: ApiServer) -> None:
+        self._api = api
+        self._lock = asyncio.Lock()
+        self._served: frozenset[str] = frozenset()
+        self._expires = 0.0
+
+    async def served(self) -> frozenset[str]:
+        """The kinds that the API server serves. Raises WorldError."""
+        async with self._lock:
+            if time.monotonic() >= self._expires:
+                known = await asyncio.gather(*(self._api.knows(kind) for kind in names.GANG_KINDS))
+                self._served = frozenset(kind for kind, found in zip(names.GANG_KINDS, known, strict=True) if found)
+                self._expires = time.monotonic() + REFRESH
+            return self._served
+
+    async def objects(self, name: str, namespace: str, kinds: Collection[str]) -> list[Object]:
+        """The objects of these kinds with the labels of the resource. Raises WorldError."""
+        labels = names.selector_labels(name)
+        listed = await asyncio.gather(*(self._listed(kind, namespace, labels) for kind in sorted(kinds)))
+        return [each for objects in listed for each in objects]
+
+    async def _listed(self, kind: str, namespace: str, labels: Mapping[str, str]) -> list[Object]:
+        try:
+            # Items of a list have no kind.
+            return [{**each, **names.gang_type(kind)} for each in await self._api.list(kind, namespace, labels)]
+        except ServerError as error:
+            if error.status == http.HTTPStatus.NOT_FOUND:
+                return []  # The kind was uninstalled.
+            raise
