@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
-if str(HERE) not in sys.path:
-    sys.path.append(str(HERE))  # suite_support lies here, and importlib mode puts nothing on the path
+for folder in (HERE, HERE / "runtime"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # for suite_support and runtime_support; pytest's importlib mode does not add it
 
 # Workers share the cores: before anything imports torch, which looks once.
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
@@ -44,6 +45,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FileScheduling(config, log)
 
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{{ tools }}"
+"""For a byte-level model."""
+
+
 def cache_folder() -> Path:
     """Where downloads and builds are kept between runs, outside the repository."""
     if chosen := os.environ.get("MEGATRON_CACHE_DIR"):
@@ -58,3 +63,11 @@ def smollm2_path() -> Path:
     if not path.exists():
         pytest.fail(f"{path} is missing: run `make model` once to fetch it")
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights and a byte-level tokenizer, for tests that do not depend on words."""
+    from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), longest=8192, chat_template=CHAT_TEMPLATE)

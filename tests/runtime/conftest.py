@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,21 +12,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-HERE = Path(__file__).parent
-if str(HERE) not in sys.path:
-    sys.path.append(str(HERE))  # runtime_support lies here, and importlib mode puts nothing on the path
-
-from runtime_support.tiny_checkpoint import write_tiny_checkpoint  # noqa: E402
-
-DATA = HERE / "data"
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{{ tools }}"
-"""For models of bytes, whose words mean nothing."""
-
-
-@pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights and a tokenizer of bytes, for whatever does not depend on words."""
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), longest=8192, chat_template=CHAT_TEMPLATE)
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture(scope="session")
