@@ -30,6 +30,8 @@ def write_tiny_checkpoint(
     chat_template: str | None = None,
     hidden: int = 32,
     layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
 ) -> Path:
     """Weights so wide apart that the likeliest token is never in doubt, in Hugging Face's form.
 
@@ -41,8 +43,8 @@ def write_tiny_checkpoint(
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": longest,
         "bos_token_id": None,
         "eos_token_id": END,
@@ -51,7 +53,7 @@ def write_tiny_checkpoint(
     model: Any
     if has_latent_attention:
         config = DeepseekV3Config(
-            **settings | {"num_key_value_heads": 4},
+            **settings | {"num_key_value_heads": heads},
             kv_lora_rank=hidden // 2,
             q_lora_rank=hidden // 2,
             qk_nope_head_dim=hidden // 4,

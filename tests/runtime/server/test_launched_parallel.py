@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.one_rank import answer_of_one_rank
 from runtime_support.processes import is_alive
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
-
-from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.model.checkpoint import load_model, load_tokenizer
-from megatron_runtime.sampling_params import SamplingParams
 
 PROMPT = [5, 6, 7, 8, 9]
 LENGTH = 1500
@@ -45,14 +41,7 @@ def pod(pod_type: type[Any], checkpoint: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def whole(checkpoint: Path) -> str:
-    return answer_of_one_rank(checkpoint)
-
-
-def answer_of_one_rank(checkpoint: Path) -> str:
-    model = load_model(checkpoint, dtype="float32")
-    engine = DynamicInferenceEngine.build(model, load_tokenizer(checkpoint), InferenceConfig(buffer_size_gb=0.01))
-    params = SamplingParams(temperature=0, num_tokens_to_generate=LENGTH, ignore_eos=True)
-    return str(engine.generate([PROMPT], params)[0].merge().generated_text)
+    return answer_of_one_rank(checkpoint, PROMPT, LENGTH)
 
 
 def ask(pod: Any) -> str:
@@ -140,7 +129,7 @@ def test_experts_are_divided_over_the_ranks_of_a_replica_group(
     flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", tensor, "--expert-parallel", "2")
     pod = start_pod(*flags).wait_ready()
     assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 2
-    assert ask(pod) == answer_of_one_rank(checkpoint)
+    assert ask(pod) == answer_of_one_rank(checkpoint, PROMPT, LENGTH)
 
 
 @pytest.mark.model
