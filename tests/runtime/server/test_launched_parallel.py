@@ -17,7 +17,7 @@ from runtime_support.processes import is_alive
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9]
-LENGTH = 1500
+LENGTH = 600
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
