@@ -103,13 +103,14 @@ class DynamicInferenceContext:
         sequence: Sequence,
         params: SamplingParams,
         stop_ids: Collection[int] = (),
+        bad_sequences: Collection[tuple[int, ...]] = (),
         guide: RequestGuide | None = None,
     ) -> None:
-        """Assign a row to a sequence that starts to run; ``stop_ids`` are the tokens that end its answer."""
+        """Assign a row to a sequence that starts to run. The other arguments are those of FilterRequest."""
         assert sequence.row is None, f"request {sequence.request_id} has a row already"
         sequence.row = row = self._free_rows.pop()
         self._num_blocks_known[row] = 0
-        self._sampling.write(row, params, sequence.prompt_length, stop_ids, guide)
+        self._sampling.write(row, params, sequence.prompt_length, stop_ids, bad_sequences, guide)
 
     def vacate(self, sequence: Sequence) -> None:
         """Free the row of a sequence that has stopped running, if it has one."""

@@ -98,7 +98,7 @@ class PassRunner:
             self._requests[sequence.request_id].pause(notes_event=notes_event)
         for sequence in schedule.admitted:
             tracked = self._requests[sequence.request_id]
-            self._context.occupy(sequence, tracked.params, tracked.stop_ids, tracked.guide)
+            self._context.occupy(sequence, tracked.params, tracked.stop_ids, tracked.bad_sequences, tracked.guide)
             is_new = not tracked.was_scheduled
             tracked.enter_context()
             if is_new:

@@ -50,6 +50,7 @@ class TrackedRequest:
         self._detokenizer = tokenizer.incremental()
         self._matcher = StopMatcher(params.stop_words) if params.stop_words else None
         self.stop_ids = _stop_ids(params, tokenizer)
+        self.bad_sequences = _bad_sequences(params, tokenizer)
         self._generated: list[int] = []
         self._log_probs: list[float] = []
         self._top_n: list[dict[str, float]] = []
@@ -283,3 +284,9 @@ def _stop_ids(params: SamplingParams, tokenizer: Tokenizer) -> frozenset[int]:
     if params.termination_id is not None:
         return wanted | {params.termination_id}
     return wanted | tokenizer.eos_token_ids
+
+
+def _bad_sequences(params: SamplingParams, tokenizer: Tokenizer) -> frozenset[tuple[int, ...]]:
+    """The tokens of each bad word at the start of a text and after a space, as in vLLM."""
+    texts = {start + word.lstrip() for word in params.bad_words or () for start in ("", " ")}
+    return frozenset(tuple(tokenizer.tokenize(text)) for text in texts)

@@ -14,6 +14,7 @@ SEEDS = 2**64
 """How many there are."""
 _PRIORITY_LIMIT = 2**31
 _BIASES = Range(-100.0, 100.0)
+_MOST_BAD_WORDS = 1000
 _LONGEST_ID = 18
 """Digits of a token id; Python itself refuses to read some thousands of them."""
 _UNAVAILABLE = {
@@ -62,6 +63,8 @@ class SamplingParams:
     """Most tokens of prompt and answer together; excludes ``num_tokens_to_generate``."""
     min_tokens: Annotated[int, Range(0)] = 0
     """Least tokens of the answer; only its length limit may end it earlier. Stop texts before are ignored."""
+    bad_words: list[str] | None = None
+    """Texts that the answer must not contain, each a token sequence: the token that would complete one is excluded."""
     grammar: str | None = None
     """The answer's grammar; ``megatron_runtime.guides`` makes one of a JSON schema, regex, choices or Lark."""
     termination_id: Annotated[int | None, Range(-1)] = None
@@ -154,6 +157,7 @@ class SamplingParams:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.stop = twin.stop_words = None if self.stop_words is None else [*self.stop_words]
+        twin.bad_words = None if self.bad_words is None else [*self.bad_words]
         twin.stop_token_ids = None if self.stop_token_ids is None else [*self.stop_token_ids]
         twin.logit_bias = None if self.logit_bias is None else {**self.logit_bias}
         return twin
@@ -172,6 +176,7 @@ class SamplingParams:
             if values[name]:
                 raise InvalidRequestError(f"{name}=True: {remedy}", field=name)
         self._check_stops()
+        self._check_bad_words()
         self.logit_bias = _biases(self.logit_bias)
         self._check_combinations()
 
@@ -208,7 +213,7 @@ class SamplingParams:
         if not isinstance(self.grammar, str) or not self.grammar:
             raise InvalidRequestError(f"grammar={self.grammar!r} must be a text that is not empty", field="grammar")
         # Where a grammar ends, nothing but the end of the answer may follow.
-        for name in ("min_tokens", "ignore_eos"):
+        for name in ("min_tokens", "ignore_eos", "bad_words"):
             if value := getattr(self, name):
                 raise InvalidRequestError(f"{name}={value!r} is not possible together with a grammar", field=name)
 
@@ -218,6 +223,20 @@ class SamplingParams:
         ids = self.stop_token_ids
         if ids is not None and not (isinstance(ids, (list, tuple)) and all(is_integer(i) and i >= 0 for i in ids)):
             raise InvalidRequestError(f"stop_token_ids={ids!r} must be a list of token ids", field="stop_token_ids")
+
+    def _check_bad_words(self) -> None:
+        words = self.bad_words
+        if words is None:
+            return
+        if not isinstance(words, (list, tuple)) or any(not isinstance(word, str) or not word.strip() for word in words):
+            raise InvalidRequestError(
+                f"bad_words={words!r} must be a list of texts, none of them blank", field="bad_words"
+            )
+        if len(words) > _MOST_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words has {len(words)} texts; give at most {_MOST_BAD_WORDS}", field="bad_words"
+            )
+        self.bad_words = list(words) or None
 
 
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}

@@ -100,13 +100,14 @@ class SamplingTable:
         params: SamplingParams,
         prompt_length: int,
         stop_ids: Collection[int] = (),
+        bad_sequences: Collection[tuple[int, ...]] = (),
         guide: RequestGuide | None = None,
     ) -> None:
         """Give a row to a request; what the row held before is dropped."""
         assert params.seed is not None, "the engine gives every request a seed"
         self._temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
         self._seed[row] = params.seed
-        request = FilterRequest(params, prompt_length, stop_ids, guide)
+        request = FilterRequest(params, prompt_length, stop_ids, bad_sequences, guide)
         for part in (*self._edits, *self._truncations):
             part.set_row(row, request)
 

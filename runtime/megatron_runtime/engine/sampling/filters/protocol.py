@@ -27,6 +27,8 @@ class FilterRequest:
     prompt_length: int
     stop_ids: Collection[int] = ()
     """Tokens that end the answer; some may be outside the vocabulary."""
+    bad_sequences: Collection[tuple[int, ...]] = ()
+    """Token sequences that the answer must not contain, each of one token or more."""
     guide: RequestGuide | None = None
     """Follows the request's grammar."""
 

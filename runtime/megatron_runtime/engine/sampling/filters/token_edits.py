@@ -1,15 +1,21 @@
-"""Filters that change the logits of single tokens: bias, penalties and forbidden stop tokens."""
+"""Filters that change the logits of single tokens: bias, penalties, stop tokens and bad words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_runtime.engine.sampling.filters.protocol import FilterRequest
-from megatron_runtime.engine.sampling.filters.token_filter import FixedEdit, GrowingEdit, RequestEdit, TokenFilter
+from megatron_runtime.engine.sampling.filters.token_filter import (
+    FixedEdit,
+    GrowingEdit,
+    RequestEdit,
+    TokenFilter,
+    TokenValues,
+)
 
 
 class LogitBias(TokenFilter):
@@ -81,6 +87,42 @@ class MinTokens(TokenFilter):
     def changed(logits: Tensor, values: Tensor) -> Tensor:
         """Values are infinite, and subtracted."""
         return logits - values
+
+
+class BadWords(TokenFilter):
+    """Excludes the token that would complete a bad word in the answer."""
+
+    parameters = ("bad_words",)
+
+    def start(self, request: FilterRequest) -> RequestEdit | None:
+        """The token sequences of the request's bad words."""
+        possible = [tokens for tokens in request.bad_sequences if max(tokens) < self.vocab_size]
+        return _BadWordsEdit(possible, request.prompt_length) if possible else None
+
+    @staticmethod
+    def changed(logits: Tensor, values: Tensor) -> Tensor:
+        """Values are infinite, and subtracted."""
+        return logits - values
+
+
+class _BadWordsEdit:
+    """The last token of each sequence whose other tokens are the last of the answer."""
+
+    def __init__(self, sequences: Collection[tuple[int, ...]], prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._last_tokens: dict[tuple[int, ...], set[int]] = {}
+        for *start, last in sequences:
+            self._last_tokens.setdefault(tuple(start), set()).add(last)
+        self._lengths = sorted({len(start) for start in self._last_tokens})
+
+    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+        """As in RequestEdit."""
+        excluded: set[int] = set()
+        for size in self._lengths:
+            if size > length - self._prompt_length:
+                break
+            excluded |= self._last_tokens.get(tuple(tokens[length - size : length]), set())
+        return np.array(sorted(excluded), np.int64), np.full(len(excluded), np.inf, np.float32)
 
 
 class _RepetitionEdit(GrowingEdit):
