@@ -105,7 +105,7 @@ def route(resource: str) -> str:
 
 
 def keys_child(resource: str) -> str:
-    """The Secret's key in ``World.children``."""
+    """The Secret's key in ``ObservedState.children``."""
     return f"Secret/{keys_secret(resource)}"
 
 
@@ -130,7 +130,7 @@ def url(resource: str, namespace: str) -> str:
 
 
 def child_key(manifest: Mapping[str, Any]) -> str:
-    """``Kind/name``, the key of ``World.children``."""
+    """``Kind/name``, the key of ``ObservedState.children``."""
     return f"{manifest['kind']}/{manifest['metadata']['name']}"
 
 
@@ -187,7 +187,7 @@ def pod_identity(metadata: Mapping[str, Any]) -> PodIdentity | None:
 
 
 def applied_hash(metadata: Mapping[str, Any]) -> str:
-    """The hash annotation of a child, for ``World.children``; empty when it has none."""
+    """The hash annotation of a child, for ``ObservedState.children``; empty when it has none."""
     return str((metadata.get("annotations") or {}).get(APPLIED_HASH_ANNOTATION, ""))
 
 

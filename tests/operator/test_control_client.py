@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_operator.control_client import KEEPALIVE_TIMEOUT, ControlApiUnreachable, ControlClient
-from megatron_operator.world import EngineState, Loading, ObservedReplica, Signal, SignalRefused
+from megatron_operator.observed_state import EngineState, Loading, ObservedReplica, Signal, SignalRefused
 
 HOST = "127.0.0.1"
 KEEPALIVE = "02"

@@ -13,7 +13,7 @@ from planning_support.resources import resource_object
 from planning_support.schema import SCHEMA, VERSION, nodes
 
 from megatron_operator.api.crd import DEFINITIONS, REFERENCE, crd, stale_files
-from megatron_operator.api.v1alpha1 import Status
+from megatron_operator.api.v1alpha1 import MegatronInferenceStatus
 from megatron_operator.status import as_json
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def test_the_schema_is_a_valid_json_schema() -> None:
 
 
 def test_the_schema_takes_a_resource_and_its_status() -> None:
-    obj = {**resource_object(), "status": as_json(Status())}
+    obj = {**resource_object(), "status": as_json(MegatronInferenceStatus())}
     assert [error.message for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(obj)] == []
 
 

@@ -11,9 +11,9 @@ from planning_support.resources import parsed
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.names import PodIdentity
+from megatron_operator.observed_state import ActionRefused
 from megatron_operator.render import render_pod
 from megatron_operator.settings import Settings
-from megatron_operator.world import ActionRefused
 
 Json = dict[str, Any]
 IMAGE = {"image": {"reference": "registry/m:1"}}

@@ -8,9 +8,9 @@ from planning_support.planning import Planning, created, deleted
 
 from megatron_operator.api.v1alpha1 import ConditionType
 from megatron_operator.events import events_between
+from megatron_operator.observed_state import CreateSecret
 from megatron_operator.plan import plan
 from megatron_operator.replica_groups import LOST_AFTER
-from megatron_operator.world import CreateSecret
 
 SECRET = "Secret/chat-keys"
 
@@ -72,8 +72,8 @@ def test_a_pod_that_is_lost_with_its_node_is_not_waited_for() -> None:
 
 def test_pods_are_left_alone_while_a_secret_of_others_has_the_name() -> None:
     planning = without_keys(replicas=1)
-    world = replace(planning.cluster.world(), taken=frozenset({SECRET}))
-    (action,) = plan(planning.resource, world).actions
+    observed = replace(planning.cluster.observed(), taken=frozenset({SECRET}))
+    (action,) = plan(planning.resource, observed).actions
     assert isinstance(action, CreateSecret)  # It is refused with words that say whose the name is.
 
 

@@ -21,7 +21,7 @@ from megatron_operator.kubernetes.api_server import (
 from megatron_operator.kubernetes.kubernetes_event import LONGEST_NOTE, kubernetes_event
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.observation import Answer, NoAnswer, with_report
-from megatron_operator.world import Failure, Loading, NamespaceTerminating, ObservedPod, PodPhase
+from megatron_operator.observed_state import Failure, Loading, NamespaceTerminating, ObservedPod, PodPhase
 
 PREFIX = "inference.megatron.dev"
 CREATED, READY_AT = "2026-11-21T10:00:00Z", "2026-11-21T10:01:00Z"

@@ -6,7 +6,7 @@ from planning_support.planning import Planning, created, deleted
 
 from megatron_operator.events import events_between
 from megatron_operator.leader_selection import FAILOVER_DELAY, RECHECK_INTERVAL
-from megatron_operator.world import Action, CreatePod, EngineState, PodPhase, SendRole, SetRoleLabel
+from megatron_operator.observed_state import Action, CreatePod, EngineState, PodPhase, SendRole, SetRoleLabel
 
 
 def roles(actions: list[Action]) -> list[tuple[str, bool, int | None]]:

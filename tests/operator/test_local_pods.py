@@ -20,7 +20,7 @@ from megatron_operator.local import addresses
 from megatron_operator.local.pod_manifest import PathMap, PodError
 from megatron_operator.local.pods import ProcessPods
 from megatron_operator.local.processes import is_running
-from megatron_operator.world import PodPhase
+from megatron_operator.observed_state import PodPhase
 
 DEADLINE_SECONDS = 30
 

@@ -9,11 +9,19 @@ import pytest
 from rich.console import Console
 
 from megatron_operator.api.parse import parse_resource
-from megatron_operator.api.v1alpha1 import Condition, Phase, Status
+from megatron_operator.api.v1alpha1 import Condition, MegatronInferenceStatus, Phase
 from megatron_operator.local.plain_view import PlainView
 from megatron_operator.local.snapshot import Snapshot
 from megatron_operator.local.table_view import draw
-from megatron_operator.world import EngineState, Loading, ObservedEngine, ObservedPod, ObservedReplica, PodPhase, World
+from megatron_operator.observed_state import (
+    EngineState,
+    Loading,
+    ObservedEngine,
+    ObservedPod,
+    ObservedReplica,
+    ObservedState,
+    PodPhase,
+)
 
 RESOURCE = parse_resource(
     {
@@ -49,15 +57,21 @@ def loading() -> Snapshot:
         message="weights",
         last_transition_time="2026-01-01T00:00:00Z",
     )
-    return Snapshot(RESOURCE, Status(phase=Phase.STARTING, conditions=[ready]), World(now=0.0, pods=(leader,)))
+    return Snapshot(
+        RESOURCE,
+        MegatronInferenceStatus(phase=Phase.STARTING, conditions=[ready]),
+        ObservedState(now=0.0, pods=(leader,)),
+    )
 
 
 @pytest.fixture
 def running(loading: Snapshot) -> Snapshot:
-    pod = replace(loading.world.pods[0], ready=True, rank_phase="Serving", loading=None)
+    pod = replace(loading.observed.pods[0], ready=True, rank_phase="Serving", loading=None)
     engine = ObservedEngine(True, EngineState.RUNNING, (ObservedReplica(0, EngineState.RUNNING),))
-    status = Status(phase=Phase.RUNNING, engine_state="RUNNING", ready_replicas=2, url="http://127.0.0.1:8000/v1")
-    return replace(loading, status=status, world=World(now=0.0, pods=(pod,), engine=engine))
+    status = MegatronInferenceStatus(
+        phase=Phase.RUNNING, engine_state="RUNNING", ready_replicas=2, url="http://127.0.0.1:8000/v1"
+    )
+    return replace(loading, status=status, observed=ObservedState(now=0.0, pods=(pod,), engine=engine))
 
 
 def on_screen(snapshot: Snapshot) -> str:
@@ -96,5 +110,5 @@ def test_plain_lines_say_each_change_once(loading: Snapshot, running: Snapshot) 
     assert output.getvalue().strip("\0") == ""
     view.show(running)
     assert "phase: Running\nengine: RUNNING\nready replicas: 2/2\n" in output.getvalue()
-    view.show(replace(running, world=World(now=1.0)))
+    view.show(replace(running, observed=ObservedState(now=1.0)))
     assert "pod chat-0-1-0: gone" in output.getvalue()

@@ -11,7 +11,7 @@ import pytest
 from megatron_operator.kubernetes import missing_kinds
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError
 from megatron_operator.kubernetes.missing_kinds import MissingKinds
-from megatron_operator.world import ActionRefused, KindMissing
+from megatron_operator.observed_state import ActionRefused, KindMissing
 
 NOT_FOUND = ServerError("PATCH /apis/...: 404 page not found (404)", 404)
 UNDECLARED = ServerError("PATCH /apis/...: .spec.rules[0].timeouts: field not declared in schema (500)", 500)

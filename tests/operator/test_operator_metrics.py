@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from megatron_operator.api.v1alpha1 import Phase
-from megatron_operator.metrics import Meters, MetricsServer, Outcome
+from megatron_operator.metrics import Meters, MetricsServer, RoundOutcome
 
 ROUNDS, RESOURCES = "megatron_operator_reconciles_total", "megatron_operator_resources"
 
@@ -33,7 +33,7 @@ def test_rounds_are_counted_by_how_they_ended() -> None:
     with meters.round():
         pass
     with meters.round() as measured:
-        measured.outcome = Outcome.ERROR
+        measured.outcome = RoundOutcome.ERROR
     assert value(meters.registry, ROUNDS, outcome="success") == 1
     assert value(meters.registry, ROUNDS, outcome="error") == 1
     assert value(meters.registry, ROUNDS, outcome="bug") == 0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from planning_support.planning import Planning, created, deleted, restarts
 
-from megatron_operator.plan import Plan, plan
-from megatron_operator.settings import NetworkPolicies, Settings
-from megatron_operator.world import (
+from megatron_operator.observed_state import (
     ApplyChild,
     CreatePod,
     CreateSecret,
@@ -15,6 +13,8 @@ from megatron_operator.world import (
     Failure,
     PodPhase,
 )
+from megatron_operator.plan import Plan, plan
+from megatron_operator.settings import NetworkPolicies, Settings
 
 TWO_PODS = {"tensor": 2}
 """Ranks of a group, of which a pod has one unless the resource says more."""
@@ -97,9 +97,9 @@ def test_nothing_is_created_for_a_resource_that_is_being_deleted() -> None:
     planning = Planning(replicas=2)
     resource = planning.resource
     going = resource.model_copy(update={"metadata": resource.metadata.model_copy(update={"deletion_timestamp": "now"})})
-    assert plan(going, planning.cluster.world()).actions == ()
+    assert plan(going, planning.cluster.observed()).actions == ()
     planning.settled()
-    actions = plan(going, planning.cluster.world()).actions
+    actions = plan(going, planning.cluster.observed()).actions
     assert deleted(list(actions)) == ["chat-1-0-0", "chat-0-0-0"]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from planning_support.planning import Planning, created, deleted, restarts
 
-from megatron_operator.api.v1alpha1 import ConditionType, Status
+from megatron_operator.api.v1alpha1 import ConditionType, MegatronInferenceStatus
+from megatron_operator.observed_state import Failure, PodPhase
 from megatron_operator.plan import Plan, plan
 from megatron_operator.replica_groups import LOST_AFTER
 from megatron_operator.status import build_status
-from megatron_operator.world import Failure, PodPhase
 
 
 def test_a_failed_group_is_tried_again_after_the_back_off_and_the_others_are_left_alone() -> None:
@@ -63,7 +63,7 @@ def test_a_spent_budget_is_seen_in_the_pods_alone() -> None:
     planning.cluster.change("chat-0-0-0", restarts=1)
     planning.cluster.fail("chat-0-0-0")
     planning.cluster.now += 3600
-    planning.status = Status()
+    planning.status = MegatronInferenceStatus()
     assert created(planning.round()) == []
 
 
@@ -197,7 +197,7 @@ def test_a_creation_decided_twice_is_the_same_creation() -> None:
     planning = Planning().settled()
     planning.cluster.fail("chat-0-0-0")
     planning.cluster.now += 10
-    before = planning.cluster.world()
+    before = planning.cluster.observed()
     first = plan(planning.resource, before).actions
     planning.status = build_status(planning.resource, before)
     assert created(list(plan(planning.resource, before).actions)) == created(list(first))

@@ -8,7 +8,7 @@ from planning_support.simulation import ALLOWED_FROM
 
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.lifecycle import next_signal
-from megatron_operator.world import EngineState
+from megatron_operator.observed_state import EngineState
 
 
 @pytest.mark.parametrize(

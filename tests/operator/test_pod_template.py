@@ -10,11 +10,11 @@ from planning_support.resources import parsed, resource_object
 
 from megatron_operator.api.parse import InvalidResource
 from megatron_operator.names import PodIdentity
+from megatron_operator.observed_state import ActionRefused, Manifest
 from megatron_operator.reconcile import begin, validated
 from megatron_operator.render import render_pod
 from megatron_operator.render.merge import dropped_fields, without
 from megatron_operator.settings import Settings
-from megatron_operator.world import ActionRefused, Manifest
 
 
 def spec_of(**template: Any) -> dict[str, Any]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from planning_support.operating import Operating
 
-from megatron_operator.reconcile import AFTER_TROUBLE, LONGEST_AFTER_TROUBLE, begin, status_patch
-from megatron_operator.world import (
+from megatron_operator.observed_state import (
     ActionRefused,
+    AdapterError,
     ApplyChild,
     CreatePod,
     CreateSecret,
     KindMissing,
     NamespaceTerminating,
-    World,
-    WorldError,
+    ObservedState,
 )
+from megatron_operator.reconcile import AFTER_TROUBLE, LONGEST_AFTER_TROUBLE, begin, status_patch
 
 
 async def test_a_settled_resource_causes_no_writes_no_events_and_no_wake_up() -> None:
@@ -99,7 +99,7 @@ async def test_what_cannot_be_seen_changes_nothing_and_is_tried_again() -> None:
 
 async def test_pods_wait_until_what_they_need_is_there() -> None:
     operating = Operating()
-    operating.cluster.refuses = {CreateSecret: WorldError("secrets: too many requests")}
+    operating.cluster.refuses = {CreateSecret: AdapterError("secrets: too many requests")}
     result = await operating.round()
     assert operating.cluster.pods == {}
     assert result.requeue_after is not None
@@ -163,7 +163,7 @@ async def test_a_kind_that_the_cluster_lacks_is_told_once_and_waited_for_without
 
 async def test_what_else_failed_is_tried_again_though_a_kind_is_missing() -> None:
     operating = Operating(expose={"ingress": {}, "httpRoute": {"parentRefs": [{"name": "public"}]}})
-    missing, busy = KindMissing("HTTPRoute: no such kind"), WorldError("ingresses: too many requests")
+    missing, busy = KindMissing("HTTPRoute: no such kind"), AdapterError("ingresses: too many requests")
     operating.cluster.refuses_kinds = {"HTTPRoute": missing, "Ingress": busy}
     result = await operating.settle()
     assert result.requeue_after == LONGEST_AFTER_TROUBLE
@@ -173,11 +173,11 @@ async def test_a_signal_that_comes_too_late_is_no_trouble() -> None:
     operating = Operating()
     await operating.settle()
     operating.edit(lifecycle="Paused")
-    world = operating.cluster.world()
+    observed = operating.cluster.observed()
     await operating.round()
 
-    async def stale(_name: str, _namespace: str) -> World:
-        return world
+    async def stale(_name: str, _namespace: str) -> ObservedState:
+        return observed
 
     operating.cluster.observe = stale  # type: ignore[method-assign]
     result = await operating.round()

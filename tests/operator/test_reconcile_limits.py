@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from planning_support.operating import Operating
 
+from megatron_operator.observed_state import ActionRefused, AdapterError, CreatePod, PodPhase
 from megatron_operator.plan import MAX_CREATIONS
 from megatron_operator.reconcile import (
     AFTER_TROUBLE,
@@ -13,7 +14,6 @@ from megatron_operator.reconcile import (
     WHILE_PROGRESSING,
     begin,
 )
-from megatron_operator.world import ActionRefused, CreatePod, PodPhase, WorldError
 
 
 async def test_a_resource_that_fails_repeatedly_waits_longer_each_time_until_a_round_succeeds() -> None:
@@ -31,7 +31,7 @@ async def test_a_resource_that_fails_repeatedly_waits_longer_each_time_until_a_r
 async def test_a_failing_action_does_not_delay_what_time_alone_requires() -> None:
     operating = Operating(replicas=2, expose={"ingress": {}})
     await operating.settle()
-    operating.cluster.refuses_kinds = {"Ingress": WorldError("ingresses: too many requests")}
+    operating.cluster.refuses_kinds = {"Ingress": AdapterError("ingresses: too many requests")}
     operating.cluster.children = dict.fromkeys(operating.cluster.children, "")
     for _ in range(3):
         assert (await operating.round()).failed

@@ -12,10 +12,10 @@ from suite_support.kubernetes_schemas import check
 
 from megatron_operator import names
 from megatron_operator.api.quantity import Duration
+from megatron_operator.observed_state import ApplyChild, DeleteChild
 from megatron_operator.render import render_children
 from megatron_operator.render.http_route import gateway_duration
 from megatron_operator.settings import Settings
-from megatron_operator.world import ApplyChild, DeleteChild
 
 FULL_INGRESS = {
     "className": "nginx",

@@ -10,20 +10,20 @@ from planning_support.planning import Planning, created, deleted
 from planning_support.resources import parsed
 
 from megatron_operator.api.v1alpha1 import ConditionType
+from megatron_operator.observed_state import Failure
 from megatron_operator.replica_groups import observe_replica_groups
 from megatron_operator.rollout import RolloutBudget, rollout_budget
 from megatron_operator.settings import Settings
-from megatron_operator.world import Failure
 
 BAD_IMAGE = "registry/broken:1"
 
 
 def ready_groups(planning: Planning) -> set[int]:
-    world, resource = planning.cluster.world(), planning.resource
+    observed, resource = planning.cluster.observed(), planning.resource
     count = resource.spec.replicas + 3
-    groups = observe_replica_groups(resource, world, count)
+    groups = observe_replica_groups(resource, observed, count)
     policy = resource.spec.failure_policy
-    return {group.index for group in groups if group.state(policy, world.now) == "Ready"}
+    return {group.index for group in groups if group.state(policy, observed.now) == "Ready"}
 
 
 def roll(planning: Planning, rounds: int = 40) -> list[str]:

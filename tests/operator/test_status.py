@@ -9,10 +9,10 @@ from planning_support.resources import parsed, resource_object
 from planning_support.simulation import SimulatedCluster
 
 from megatron_operator.api.parse import FieldError
-from megatron_operator.api.v1alpha1 import Condition, ConditionType, Phase, Status
+from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus, Phase
+from megatron_operator.observed_state import EngineState, Failure, Loading
 from megatron_operator.plan import plan
 from megatron_operator.status import as_json, build_status, invalid_status, old_status
-from megatron_operator.world import EngineState, Failure, Loading
 
 
 class Watching:
@@ -21,18 +21,18 @@ class Watching:
     def __init__(self, **spec: Any) -> None:
         self.cluster = SimulatedCluster()
         self.spec = spec
-        self.status = Status()
+        self.status = MegatronInferenceStatus()
 
     def act(self) -> None:
         """Plans and acts; the status is as it was seen before."""
-        resource, world = parsed(self.status, **self.spec), self.cluster.world()
-        self.status = build_status(resource, world)
-        for action in plan(resource, world).actions:
+        resource, observed = parsed(self.status, **self.spec), self.cluster.observed()
+        self.status = build_status(resource, observed)
+        for action in plan(resource, observed).actions:
             self.cluster.carry_out(action)
 
-    def look(self, problems: tuple[str, ...] = ()) -> Status:
+    def look(self, problems: tuple[str, ...] = ()) -> MegatronInferenceStatus:
         """Writes the status of now."""
-        self.status = build_status(parsed(self.status, **self.spec), self.cluster.world(), problems=problems)
+        self.status = build_status(parsed(self.status, **self.spec), self.cluster.observed(), problems=problems)
         return self.status
 
     def settled(self) -> Watching:
@@ -44,13 +44,13 @@ class Watching:
         return self
 
 
-def shown(status: Status) -> dict[str, str]:
+def shown(status: MegatronInferenceStatus) -> dict[str, str]:
     """The conditions that are not False, and Ready, with their reasons."""
     kept = [each for each in status.conditions if each.status != "False" or each.type == ConditionType.READY]
     return {f"{each.type}={each.status}": each.reason for each in kept}
 
 
-def message(status: Status, kind: ConditionType) -> str:
+def message(status: MegatronInferenceStatus, kind: ConditionType) -> str:
     found = status.condition(kind)
     assert found is not None
     return found.message
@@ -333,4 +333,4 @@ def test_an_invalid_edit_of_a_serving_resource_keeps_what_was_known() -> None:
 
 
 def test_a_status_that_makes_no_sense_counts_as_none() -> None:
-    assert old_status({"status": {"phase": 3}}) == Status()
+    assert old_status({"status": {"phase": 3}}) == MegatronInferenceStatus()

@@ -19,7 +19,7 @@ from megatron_runtime.errors import (
 from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.metrics import create_exposition
-from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, ReplicaGroupState
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RegisteredReplicaGroup
 
 
 class Engines:
@@ -69,7 +69,7 @@ def registered(*groups: int, state: str = "RUNNING") -> dict[str, Any]:
     """The changes of the pod's state when these replica groups are registered."""
     return {
         "engine_state": state,
-        "replica_groups": tuple(ReplicaGroupState(group, state, 2, 3, 8, 2) for group in groups),
+        "replica_groups": tuple(RegisteredReplicaGroup(group, state, 2, 3, 8, 2) for group in groups),
     }
 
 
@@ -155,9 +155,9 @@ async def test_a_revision_from_before_a_restart_is_answered_at_once(client: http
 
 
 async def test_a_change_of_load_makes_no_new_revision(state: PodState) -> None:
-    state.update(replica_groups=(ReplicaGroupState(0, "RUNNING", running_requests=1),))
+    state.update(replica_groups=(RegisteredReplicaGroup(0, "RUNNING", running_requests=1),))
     revision = state.revision
-    state.update(replica_groups=(ReplicaGroupState(0, "RUNNING", running_requests=5),))
+    state.update(replica_groups=(RegisteredReplicaGroup(0, "RUNNING", running_requests=5),))
     assert state.revision == revision
     assert state.body()["requests"]["running"] == 5
 

@@ -12,7 +12,7 @@ from megatron_runtime.data_parallel_inference_coordinator.routing_trace import R
 from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage
-from megatron_runtime.wire.items import Assignment, Failure, Finished, Forwarded, Progress, Submission
+from megatron_runtime.wire.items import Assignment, Finished, Forwarded, Progress, RequestFailure, Submission
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
 
 CLAIM_SECONDS = 30.0
@@ -101,7 +101,7 @@ class Dispatcher:
         if previous is not None and previous is not client:
             previous.owned.discard(entry.uuid)
             reason = "another client has submitted the same request"
-            failure = Failure(entry.uuid, CoordinatorError.__name__, reason)
+            failure = RequestFailure(entry.uuid, CoordinatorError.__name__, reason)
             self._outbox.add(previous.identity, Headers.REQUEST_FAILED, failure)
         self._orphans.pop(entry.uuid, None)
         entry.client = client.identity
@@ -255,7 +255,7 @@ class Dispatcher:
     def fail(self, entry: RequestEntry, error: Exception) -> None:
         """End a request with an error for its client."""
         if entry.client:
-            failure = Failure(entry.uuid, type(error).__name__, str(error))
+            failure = RequestFailure(entry.uuid, type(error).__name__, str(error))
             self._outbox.add(entry.client, Headers.REQUEST_FAILED, failure)
         self._drop(entry)
 

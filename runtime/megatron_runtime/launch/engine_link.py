@@ -12,7 +12,7 @@ from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch.auto_suspend import AutoSuspend
 from megatron_runtime.launch.identity import Lifecycle
-from megatron_runtime.launch.pod_state import PodState, ReplicaGroupState
+from megatron_runtime.launch.pod_state import PodState, RegisteredReplicaGroup
 from megatron_runtime.lifecycle import TARGET_OF_STATE, CoordinatorState
 from megatron_runtime.wire.service_state import ServiceState
 
@@ -124,7 +124,7 @@ class EngineLink:
         if (target := TARGET_OF_STATE[state]) is not CoordinatorState.STOPPING:
             self.target = target
         groups = tuple(
-            ReplicaGroupState(
+            RegisteredReplicaGroup(
                 index=engine.replica_group,
                 state=engine.state,
                 running_requests=engine.running,

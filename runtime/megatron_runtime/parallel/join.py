@@ -14,9 +14,9 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.failure_detector import FailureDetector
 from megatron_runtime.parallel.interface import address_towards, use_interface_towards
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
+from megatron_runtime.parallel.multiple_ranks import MultipleRanks, ProcessGroups
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.rendezvous import Rendezvous
-from megatron_runtime.parallel.replica_group import ProcessGroups, ReplicaGroup
 from megatron_runtime.parallel.single_rank import SingleRank
 from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TIMEOUT
 
@@ -64,7 +64,7 @@ def join_replica(
     groups = _make_groups([position.replica], position, device_type, limit, owns_world=True)
     address = address_towards(host) or host
     failure_detector = FailureDetector(rendezvous, position)
-    return ReplicaGroup(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
+    return MultipleRanks(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
 
 
 def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT) -> Ranks:
@@ -92,7 +92,7 @@ def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout:
     rendezvous = _open_rendezvous(position, address, groups)
     rendezvous.await_all(timeout)
     failure_detector = FailureDetector(rendezvous, position)
-    return ReplicaGroup(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
+    return MultipleRanks(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
 
 
 def _make_groups(

@@ -8,9 +8,9 @@ from planning_support.resources import resource_object
 from planning_support.simulation import SimulatedCluster
 
 from megatron_operator.events import Event
+from megatron_operator.observed_state import Action, AdapterError, ApplyChild, ObservedState
 from megatron_operator.reconcile import ReconcileResult, reconcile
 from megatron_operator.status import as_json
-from megatron_operator.world import Action, ApplyChild, World, WorldError
 
 
 class Flaky(SimulatedCluster):
@@ -18,16 +18,16 @@ class Flaky(SimulatedCluster):
 
     def __init__(self) -> None:
         super().__init__()
-        self.refuses: dict[type, WorldError] = {}
-        self.refuses_kinds: dict[str, WorldError] = {}
+        self.refuses: dict[type, AdapterError] = {}
+        self.refuses_kinds: dict[str, AdapterError] = {}
         """The same for children of some kinds alone."""
         self.blind = False
         self.asked: list[Action] = []
         """All actions, whether refused or not."""
 
-    async def observe(self, name: str, namespace: str) -> World:
+    async def observe(self, name: str, namespace: str) -> ObservedState:
         if self.blind:
-            raise WorldError("the API server does not answer")
+            raise AdapterError("the API server does not answer")
         return await super().observe(name, namespace)
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 from planning_support.resources import parsed
 from planning_support.simulation import SimulatedCluster
 
-from megatron_operator.api.v1alpha1 import MegatronInference, Status
+from megatron_operator.api.v1alpha1 import MegatronInference, MegatronInferenceStatus
+from megatron_operator.observed_state import Action, CreatePod, DeletePod, SendSignal
 from megatron_operator.plan import Plan, plan
 from megatron_operator.settings import Settings
 from megatron_operator.status import build_status
-from megatron_operator.world import Action, CreatePod, DeletePod, SendSignal
 
 
 class Planning:
@@ -19,7 +19,7 @@ class Planning:
 
     def __init__(self, **spec: Any) -> None:
         self.cluster = SimulatedCluster()
-        self.status = Status()
+        self.status = MegatronInferenceStatus()
         self.spec = spec
         self.settings = Settings(has_spare_nodes=False)
 
@@ -30,13 +30,13 @@ class Planning:
 
     def look(self) -> Plan:
         """Plans without doing anything."""
-        return plan(self.resource, self.cluster.world(), self.settings)
+        return plan(self.resource, self.cluster.observed(), self.settings)
 
     def round(self) -> list[Action]:
         """Plans, acts, and writes the status."""
-        resource, world = self.resource, self.cluster.world()
-        actions = list(plan(resource, world, self.settings).actions)
-        self.status = build_status(resource, world, self.settings)
+        resource, observed = self.resource, self.cluster.observed()
+        actions = list(plan(resource, observed, self.settings).actions)
+        self.status = build_status(resource, observed, self.settings)
         for action in actions:
             self.cluster.carry_out(action)
         return actions

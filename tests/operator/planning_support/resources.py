@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_operator.api.parse import parse_resource
-from megatron_operator.api.v1alpha1 import MegatronInference, Status
+from megatron_operator.api.v1alpha1 import MegatronInference, MegatronInferenceStatus
 from megatron_operator.status import as_json
 
 
@@ -19,7 +19,7 @@ def resource_object(name: str = "chat", **spec: Any) -> dict[str, Any]:
     }
 
 
-def parsed(status: Status | None = None, **spec: Any) -> MegatronInference:
+def parsed(status: MegatronInferenceStatus | None = None, **spec: Any) -> MegatronInference:
     """The same, parsed, with the status that it carries."""
     obj = resource_object(**spec)
     return parse_resource({**obj, "status": as_json(status) if status else {}})

@@ -8,7 +8,7 @@ from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.leader_selection import current_leader
 from megatron_operator.lifecycle import SETTLED_STATE
-from megatron_operator.world import (
+from megatron_operator.observed_state import (
     Action,
     ActionRefused,
     ApplyChild,
@@ -23,13 +23,13 @@ from megatron_operator.world import (
     ObservedEngine,
     ObservedPod,
     ObservedReplica,
+    ObservedState,
     PodPhase,
     SendRole,
     SendSignal,
     SetRoleLabel,
     Signal,
     SignalRefused,
-    World,
 )
 
 ALLOWED_FROM = {
@@ -54,7 +54,7 @@ ARRIVES_AT = {
 
 
 class SimulatedCluster:
-    """A ``WorldPort`` whose outside only changes when a test says so."""
+    """A ``ClusterAdapter`` whose outside only changes when a test says so."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -77,17 +77,17 @@ class SimulatedCluster:
         """Fields that it does not know."""
         return self.unknown_fields
 
-    async def observe(self, _name: str, _namespace: str) -> World:
+    async def observe(self, _name: str, _namespace: str) -> ObservedState:
         """As the adapters see it."""
-        return self.world()
+        return self.observed()
 
     async def apply(self, _name: str, _namespace: str, action: Action) -> None:
         """As the adapters do it."""
         self.carry_out(action)
 
-    def world(self) -> World:
+    def observed(self) -> ObservedState:
         """The current state of everything."""
-        return World(
+        return ObservedState(
             now=self.now,
             pods=tuple(sorted(map(self._as_seen, self.pods.values()), key=lambda pod: pod.name)),
             engine=self._engine(),

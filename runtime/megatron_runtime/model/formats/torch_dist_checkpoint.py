@@ -38,7 +38,7 @@ class _Found:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TensorPart:
     """What makes up one of Hugging Face's tensors, in order of its rows."""
 
     found: tuple[_Found, ...]
@@ -114,7 +114,7 @@ class TorchDistWeights:
             to[place : place + len(rows)] = values.to(device=to.device, dtype=to.dtype)
 
     @cached_property
-    def _parts(self) -> dict[str, _Part]:
+    def _parts(self) -> dict[str, _TensorPart]:
         """By Hugging Face's name."""
         config, names = self._config, self._names
         outer = [
@@ -123,7 +123,7 @@ class TorchDistWeights:
             ("decoder.final_layernorm.", names.final_norm, config.hidden_size),
             ("output_layer.", names.head, 0 if config.tie_word_embeddings else config.vocab_size),
         ]
-        parts: dict[str, _Part] = {}
+        parts: dict[str, _TensorPart] = {}
         for megatron, name, total in outer:
             if total:
                 parts |= self._entry(whole(megatron, name, total), None)
@@ -132,7 +132,7 @@ class TorchDistWeights:
                 parts |= self._entry(entry, layer)
         return parts
 
-    def _entry(self, entry: Entry, layer: int | None) -> Iterator[tuple[str, _Part]]:
+    def _entry(self, entry: Entry, layer: int | None) -> Iterator[tuple[str, _TensorPart]]:
         """Weight and bias of ``entry``, as far as there are any, in the first way in which there are all pieces."""
         prefix = "" if layer is None else self._names.layer.format(layer)
         for kind in ("weight", "bias"):
@@ -141,7 +141,10 @@ class TorchDistWeights:
                 if None not in found:
                     present = tuple(filter(None, found))
                     matrix = layer is not None and bool(present[0].width)
-                    yield f"{prefix}{entry.name}{entry.joint}{kind}", _Part(present, self._names.transposed and matrix)
+                    yield (
+                        f"{prefix}{entry.name}{entry.joint}{kind}",
+                        _TensorPart(present, self._names.transposed and matrix),
+                    )
                     break
 
     def _locate(self, piece: Piece, kind: str, layer: int | None) -> _Found | None:

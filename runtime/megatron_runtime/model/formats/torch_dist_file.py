@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.formats.torch_dist_metadata import Metadata, TensorStorageMetadata, read_metadata
+from megatron_runtime.model.formats.torch_dist_metadata import PickledMetadata, TensorStorageMetadata, read_metadata
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +66,7 @@ class TorchDistFile:
             )
         return whole[(0,) * len(index)]
 
-    def _take(self, found: Metadata) -> None:
+    def _take(self, found: PickledMetadata) -> None:
         for name, stored in found.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
                 self.tensors[name] = stored

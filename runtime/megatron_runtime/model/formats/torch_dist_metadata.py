@@ -23,7 +23,7 @@ _DTYPE = re.compile(r"bool|(?:bfloat|float|complex|u?int|qu?int|bits)(\d+)\w*")
 
 
 @dataclass(frozen=True)
-class DType:
+class PickledDType:
     """A type of numbers by the name that torch gives it."""
 
     name: str
@@ -31,7 +31,7 @@ class DType:
     """Bytes of a number."""
 
 
-class Metadata:
+class PickledMetadata:
     """What the file says. Like the other records here it has the attributes that were pickled, whatever they are."""
 
     state_dict_metadata: dict[str, Any]
@@ -49,11 +49,11 @@ class TensorStorageMetadata:
 class TensorProperties:
     """What a tensor is besides its size."""
 
-    dtype: DType
+    dtype: PickledDType
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]
-        if not isinstance(self.dtype, DType):
+        if not isinstance(self.dtype, PickledDType):
             raise TypeError("a tensor's type is none")
 
 
@@ -83,7 +83,7 @@ class _Nothing:
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    (_RECORDS, "Metadata"): Metadata,
+    (_RECORDS, "Metadata"): PickledMetadata,
     (_RECORDS, "MetadataIndex"): _MetadataIndex,
     (_RECORDS, "TensorStorageMetadata"): TensorStorageMetadata,
     (_RECORDS, "TensorProperties"): TensorProperties,
@@ -94,7 +94,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     (_OLDER_RECORDS, "TensorProperties"): TensorProperties,
     (_OLDER_RECORDS, "MEM_FORMAT_ENCODING"): _Nothing,
     # Megatron's own subclass, which adds notes on the optimizer:
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): PickledMetadata,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "WindowsPath"): PurePosixPath,
@@ -111,13 +111,13 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         if module == "torch" and (match := _DTYPE.fullmatch(name)):
-            return DType(name, max(int(match[1] or 8) // 8, 1))
+            return PickledDType(name, max(int(match[1] or 8) // 8, 1))
         if module.startswith(_PASSED_OVER):
             return _Nothing
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no such file needs")
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path) -> PickledMetadata:
     """What ``folder`` holds; CheckpointError when its metadata is missing, damaged or asks for anything unusual."""
     path = folder / TORCH_DIST_METADATA
     try:
@@ -128,6 +128,6 @@ def read_metadata(folder: Path) -> Metadata:
         raise CheckpointError(
             f"{path}: is no metadata of torch.distributed.checkpoint ({error}). Fetch the file again"
         ) from None
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+    if not isinstance(found, PickledMetadata) or not isinstance(found.storage_data, dict):
         raise CheckpointError(f"{path}: holds no metadata of torch.distributed.checkpoint. Fetch the file again")
     return found

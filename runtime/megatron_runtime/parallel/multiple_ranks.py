@@ -45,7 +45,7 @@ class ProcessGroups:
     """Whether torch's world was made for this replica, and ends with it."""
 
 
-class ReplicaGroup:
+class MultipleRanks:
     """The `Ranks` of a replica that has several; made by `join_replica` or `replica_of_world`.
 
     Args:
@@ -280,7 +280,7 @@ class ReplicaGroup:
 
 
 class SharedOutcome:
-    """What `ReplicaGroup.share_outcome` gives."""
+    """What `MultipleRanks.share_outcome` gives."""
 
     def __init__(self, wait: Callable[[], bytes]) -> None:
         self.wait = wait
