@@ -97,14 +97,14 @@ def test_the_rules_of_a_node_hold_for_its_literal_default(path: str) -> None:
     assert list(broken_rules(node, node["default"])) == []
 
 
-def test_a_rule_about_a_field_that_a_default_leaves_out_would_be_found() -> None:
+def test_the_check_of_defaults_finds_a_rule_about_a_field_without_a_default() -> None:
     parallelism = dict(nodes(SCHEMA))[".spec.parallelism"]
     with pytest.raises(KeyError, match="tensor"):
         list(broken_rules(parallelism, {}))
 
 
 @given(names, specs)
-def test_an_api_server_and_the_operator_refuse_the_same_resources(name: str, spec: dict[str, Any]) -> None:
+def test_the_api_server_and_the_operator_reject_the_same_resources(name: str, spec: dict[str, Any]) -> None:
     obj = resource_object(name=name, **spec)
     by_rules, by_operator = refused_by_rules(obj), refused_by_operator(obj)
     assert bool(by_rules) == bool(by_operator)
@@ -127,6 +127,6 @@ def test_an_api_server_and_the_operator_refuse_the_same_resources(name: str, spe
         ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers"),
     ],
 )
-def test_each_rule_of_the_spec_refuses_what_it_is_for(spec: dict[str, Any], field: str) -> None:
+def test_each_rule_of_the_spec_rejects_its_invalid_values(spec: dict[str, Any], field: str) -> None:
     assert refused_by_rules(resource_object()) == set()
     assert refused_by_rules(resource_object(**spec)) == {field}

@@ -80,7 +80,7 @@ def on_screen(snapshot: Snapshot) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def test_the_table_shows_how_far_the_weights_are(loading: Snapshot) -> None:
+def test_the_table_shows_the_progress_of_the_weights(loading: Snapshot) -> None:
     screen = on_screen(loading)
     for words in ("Starting", "0/2", "ModelLoading", "chat-0-1-0", "127.64.0.1", "Loading", "30/100 MB", "━"):
         assert words in screen
@@ -92,14 +92,14 @@ def test_the_table_shows_phase_engine_and_url(running: Snapshot) -> None:
         assert words in screen
 
 
-def test_the_table_shows_a_refused_edit_and_the_ending(running: Snapshot) -> None:
+def test_the_table_shows_a_rejected_edit_and_the_shutdown(running: Snapshot) -> None:
     screen = on_screen(replace(running, problems=("spec.x: 1: unknown field",), ending=True))
     assert "refused: spec.x: 1: unknown field" in screen
     assert "Ctrl-C again kills the pods at once" in screen
     assert "Terminating" in screen
 
 
-def test_plain_lines_say_each_change_once(loading: Snapshot, running: Snapshot) -> None:
+def test_plain_output_reports_each_change_once(loading: Snapshot, running: Snapshot) -> None:
     output = io.StringIO()
     view = PlainView(Console(file=output, width=40))
     view.show(loading)

@@ -16,7 +16,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(name, labels)
 
 
-def test_resources_are_counted_by_phase_until_they_are_gone() -> None:
+def test_resources_are_counted_by_phase_until_their_deletion() -> None:
     meters = Meters()
     meters.phase("ns", "a", Phase.STARTING)
     meters.phase("ns", "b", Phase.RUNNING)
@@ -28,7 +28,7 @@ def test_resources_are_counted_by_phase_until_they_are_gone() -> None:
     assert value(meters.registry, RESOURCES, phase="Running") == 1
 
 
-def test_rounds_are_counted_by_how_they_ended() -> None:
+def test_rounds_are_counted_by_outcome() -> None:
     meters = Meters()
     with meters.round():
         pass

@@ -274,7 +274,7 @@ class TestThePlanSettlesWhateverHappens(RandomHistory.TestCase):  # type: ignore
 
 
 @pytest.mark.parametrize("lifecycle", list(Lifecycle))
-def test_an_undisturbed_resource_settles_in_its_wished_state(lifecycle: Lifecycle) -> None:
+def test_an_undisturbed_resource_settles_in_its_desired_state(lifecycle: Lifecycle) -> None:
     cluster, obj = SimulatedCluster(), resource_object(replicas=3, lifecycle=lifecycle.value)
     for _ in range(10):
         result = asyncio.run(reconcile(obj, cluster))
