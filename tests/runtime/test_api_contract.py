@@ -59,7 +59,7 @@ def test_the_serve_config_has_its_defaults() -> None:
     assert (config.verbose, config.frontend_replicas) == (False, 4)
 
 
-def test_the_serve_config_takes_one_parser_of_each_kind() -> None:
+def test_the_serve_config_accepts_one_parser_of_each_kind() -> None:
     assert ServeConfig(parsers=["qwen3", "hermes"]).http.parsers == ("qwen3", "hermes")
     with pytest.raises(ConfigurationError, match="'gpt' is unknown; use hermes, "):
         ServeConfig(parsers=["gpt"])
@@ -68,7 +68,7 @@ def test_the_serve_config_takes_one_parser_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("address", [{"inference_coordinator_port": 5557}, {"inference_coordinator_address": 5557}])
-def test_the_client_takes_a_port_by_either_name(address: dict[str, int]) -> None:
+def test_the_client_accepts_a_port_by_either_name(address: dict[str, int]) -> None:
     assert InferenceClient(**address)._dealer.address == InferenceClient(5557)._dealer.address
 
 

@@ -88,7 +88,9 @@ def test_beside_others(model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers
 
 
 @pytest.mark.parametrize("max_tokens", [10, 11, 64])
-def test_with_prompts_in_pieces(max_tokens: int, model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers) -> None:
+def test_tokens_are_the_same_with_chunked_prefill(
+    max_tokens: int, model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers
+) -> None:
     pieces = {"max_tokens": max_tokens, "max_requests": 10, "enable_chunked_prefill": True}
     assert serve(model, byte_tokenizer, PROMPTS, **pieces)[0] == alone
 

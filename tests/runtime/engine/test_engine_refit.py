@@ -52,7 +52,7 @@ def run(engine: DynamicInferenceEngine) -> None:
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-def test_new_weights_answer_as_an_engine_that_never_had_others(
+def test_an_engine_with_updated_weights_answers_like_one_that_loaded_them(
     make_own: MakeEngine, other_weights: dict[str, Tensor], suspended: bool
 ) -> None:
     expected = make_own(other_weights).generate([PROMPT], GREEDY)[0].merge().generated_tokens
@@ -71,7 +71,7 @@ def test_new_weights_answer_as_an_engine_that_never_had_others(
 
 
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
-def test_a_request_in_flight_goes_on_with_the_new_weights_and_counts_its_age(
+def test_a_request_in_flight_continues_with_the_new_weights_and_counts_its_staleness(
     make_own: MakeEngine, other_weights: dict[str, Tensor], mode: KVCacheManagementMode
 ) -> None:
     engine = make_own(kv_cache_management_mode=mode)
@@ -109,7 +109,7 @@ def test_weights_that_do_not_fit_change_nothing(make_own: MakeEngine, other_weig
     assert (again.generated_tokens, again.weight_version) == (expected, 0)
 
 
-def test_offloading_keeps_what_is_held_and_nothing_else(make_engine: MakeEngine) -> None:
+def test_offloading_keeps_exactly_the_blocks_in_use(make_engine: MakeEngine) -> None:
     engine = make_engine(64, kv_cache_management_mode="offload", enable_prefix_caching=True)
     engine.generate([PROMPT], GREEDY)
     engine.add_request(0, [9, 8, 7, 6, 5], GREEDY)
@@ -184,7 +184,7 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (KVCacheManagementMode.RECOMPUTE, True),
     ],
 )
-def test_a_suspended_process_is_smaller_by_what_was_given_back(
+def test_a_suspended_process_returns_the_released_memory(
     large_checkpoint: Path, mode: KVCacheManagementMode, offload_weights: bool
 ) -> None:
     command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(large_checkpoint), mode.value, str(offload_weights)]

@@ -63,7 +63,7 @@ def test_top_k_keeps_the_k_most_likely_tokens(top_k: int) -> None:
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.01, 1), (0.4, 2), (0.8, 3), (0.97, 4), (1.0, 7), (0.0, 7)])
-def test_top_p_keeps_the_fewest_most_likely_tokens_that_reach_it(top_p: float, kept: int) -> None:
+def test_top_p_keeps_the_fewest_most_likely_tokens_with_that_probability(top_p: float, kept: int) -> None:
     tokens = LOGITS.topk(kept).indices
     expected = torch.zeros(7)
     expected[tokens] = LOGITS[tokens].softmax(-1)

@@ -71,9 +71,7 @@ def exact_answers(exact_model: LlamaForCausalLM, prompt_ids: dict[str, list[int]
         return {prompt: exact_logits(exact_model, tokens) for prompt, tokens in prompt_ids.items()}
 
 
-def test_every_weight_is_what_transformers_reads_from_the_same_file(
-    decoder: Decoder, reference_model: LlamaForCausalLM
-) -> None:
+def test_every_weight_equals_that_read_by_transformers(decoder: Decoder, reference_model: LlamaForCausalLM) -> None:
     expected = reference_model.state_dict()
     for name, tensor in decoder.destinations().items():
         assert torch.equal(tensor, expected[name]), name
@@ -87,7 +85,7 @@ def test_prefill_logits_are_those_of_transformers(
         torch.testing.assert_close(logits, exact_answers[prompt], **CLOSE_PACKED)
 
 
-def test_prefill_logits_of_plain_matrices_are_as_exact_as_transformers_own_in_float32(
+def test_prefill_logits_of_unpacked_matrices_are_as_exact_as_those_of_transformers_in_float32(
     plain_decoder: Decoder,
     prompt_ids: dict[str, list[int]],
     exact_answers: dict[str, torch.Tensor],
@@ -135,7 +133,7 @@ def test_prefill_in_chunks_beside_decoding_requests_changes_no_logits(
         torch.testing.assert_close(torch.cat(seen[name]), exact_logits(exact_model, tokens), **CLOSE_PACKED)
 
 
-def test_twenty_prompts_continued_together_say_what_transformers_says(
+def test_twenty_prompts_in_a_batch_have_the_tokens_of_transformers(
     decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
 ) -> None:
     assert len(prompt_ids) == 20
@@ -144,7 +142,7 @@ def test_twenty_prompts_continued_together_say_what_transformers_says(
         assert_most_likely(reference_model, tokens, made[prompt])
 
 
-def test_a_prompt_continued_alone_says_what_transformers_says(
+def test_a_single_prompt_has_the_tokens_of_transformers(
     decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
 ) -> None:
     for prompt, tokens in list(prompt_ids.items())[:5]:

@@ -190,7 +190,9 @@ def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path, save
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_can_not_be_served_is_refused_by_its_field(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_unsupported_configuration_is_refused_by_its_field(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=re.escape(said)):
         read_config(tmp_path, V3 | fields)
 

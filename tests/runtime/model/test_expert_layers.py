@@ -91,7 +91,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", LAYERS)
 @torch.inference_mode()
-def test_a_layer_gives_what_that_of_transformers_gives(name: str, tmp_path: Path) -> None:
+def test_a_layer_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
     experts, layer = LAYERS[name](tmp_path)
     torch.manual_seed(0)
     for tensor in [*layer.parameters(), *layer.buffers()]:

@@ -80,7 +80,7 @@ def test_values_are_the_ends_of_the_keys(kind: str, heads: int, new: int, contex
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_query_sees_the_same_bits_in_a_prefill_and_by_itself(dtype: torch.dtype) -> None:
+def test_a_query_has_the_same_bits_in_a_prefill_and_alone(dtype: torch.dtype) -> None:
     rows = torch.randn(70, 2 * HEADS_TOGETHER + 1, ROTATED + RANK, dtype=dtype)
     together, keys = attend(rows, 70, kind="cpu")
     for position in (0, 17, 69):

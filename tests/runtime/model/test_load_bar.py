@@ -36,7 +36,7 @@ def test_the_rate_is_that_of_all_bytes_so_far() -> None:
     assert LoadProgress(30, 90, 0.0).bytes_per_second > 0
 
 
-def test_a_failed_load_leaves_the_terminal_usable() -> None:
+def test_a_failed_load_restores_the_terminal() -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     with pytest.raises(RuntimeError, match="broken off"), LoadBar(console):
         raise RuntimeError("broken off")

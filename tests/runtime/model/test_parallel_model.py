@@ -159,7 +159,7 @@ def test_ranks_with_copies_of_the_dense_layers_choose_the_same_experts(
         assert heard["together"]["weights"].equal(first["weights"])
 
 
-def test_ranks_with_copies_of_the_dense_layers_take_new_weights(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+def test_ranks_with_copies_of_the_dense_layers_load_new_weights(tmp_path: Path, save_model: Callable[..., Any]) -> None:
     for number, std in enumerate((0.2, 0.5)):
         save_model(tmp_path / str(number), "Glm4Moe", std=std, **(SIZES | GLM_4_5))
     paths = [tmp_path / name for name in ("0", "1", "nowhere")]
@@ -190,7 +190,7 @@ def test_every_format_can_be_shared(
         assert_same([answer[index] for answer in answers], expected, sizes, SHORT)
 
 
-def test_ranks_take_their_part_of_new_weights_all_or_none(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+def test_ranks_load_their_part_of_new_weights_all_or_none(tmp_path: Path, save_model: Callable[..., Any]) -> None:
     for number, std in enumerate((0.2, 0.5)):
         save_model(tmp_path / str(number), "Llama", std=std, **SIZES)
     shutil.copytree(tmp_path / "0", tmp_path / "broken")

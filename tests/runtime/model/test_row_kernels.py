@@ -65,7 +65,7 @@ def test_a_row_has_the_same_bits_in_any_company(kernel: Rows, plain: Rows, dtype
 @KERNELS
 @TYPES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_comes_out_as_such(kernel: Rows, plain: Rows, dtype: torch.dtype, bad: float) -> None:
+def test_values_that_are_not_finite_stay_not_finite(kernel: Rows, plain: Rows, dtype: torch.dtype, bad: float) -> None:
     rows = random_rows(3, dtype)
     rows[1, 5] = bad
     assert torch.equal(kernel(rows).isfinite().all(-1), plain(rows).isfinite().all(-1))
@@ -77,6 +77,6 @@ def test_a_norm_is_over_the_last_of_any_dimensions(shape: tuple[int, ...]) -> No
     assert torch.equal(normalized(rows), normalized(rows.view(-1, SIZE)).view(shape))
 
 
-def test_a_norm_takes_rows_that_lie_apart() -> None:
+def test_a_norm_accepts_rows_that_are_not_contiguous() -> None:
     rows = torch.randn(5, 3 * SIZE)[:, SIZE : 2 * SIZE]
     assert torch.equal(normalized(rows), normalized(rows.contiguous()))

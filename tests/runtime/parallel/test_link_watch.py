@@ -38,7 +38,7 @@ def reset(end: socket.socket) -> None:
     end.close()
 
 
-def test_a_connection_that_breaks_is_told(ends: Ends) -> None:
+def test_a_broken_connection_is_reported(ends: Ends) -> None:
     here, there = ends
     told: queue.Queue[OSError] = queue.Queue()
     watch = LinkWatch([here], told.put)
@@ -47,7 +47,7 @@ def test_a_connection_that_breaks_is_told(ends: Ends) -> None:
     watch.close()
 
 
-def test_the_end_of_what_was_sent_is_no_break(ends: Ends) -> None:
+def test_the_end_of_a_stream_is_not_a_broken_connection(ends: Ends) -> None:
     here, there = ends
     told: queue.Queue[OSError] = queue.Queue()
     watch = LinkWatch([here], told.put)
@@ -57,7 +57,7 @@ def test_the_end_of_what_was_sent_is_no_break(ends: Ends) -> None:
     watch.close()
 
 
-def test_who_leaves_in_time_is_not_told_and_what_is_left_to_read_gives_more_time(ends: Ends) -> None:
+def test_a_rank_that_leaves_in_order_is_not_reported_and_unread_messages_extend_the_timeout(ends: Ends) -> None:
     here, there = ends
     told: queue.Queue[OSError] = queue.Queue()
     watch = LinkWatch([here], told.put)

@@ -118,7 +118,7 @@ def test_ranks_without_requests_use_no_processor(tiny: Path) -> None:
     assert max(used) < 0.3
 
 
-def test_a_request_timeout_is_refused_since_ranks_have_no_common_clock(tiny: Path) -> None:
+def test_a_request_timeout_is_refused_because_ranks_have_no_common_clock(tiny: Path) -> None:
     engine = lock_step_scenarios.build(tiny, request_timeout=3.0)
     with pytest.raises(
         ConfigurationError, match=r"request_timeout=3\.0: the ranks of a replica group have no common clock"

@@ -99,13 +99,15 @@ def test_a_replica_is_the_smallest_world_that_megatron_lays_out_with_these_sizes
         ({"tensor": 4, "expert": 6}, "expert", "size is 6, .* use one of 1, 2, 4, or a multiple of 4"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_with_the_mend(settings: dict[str, int], field: str, complaint: str) -> None:
+def test_impossible_parallel_sizes_are_refused_with_the_remedy(
+    settings: dict[str, int], field: str, complaint: str
+) -> None:
     with pytest.raises(ConfigurationError, match=complaint) as refused:
         ParallelSizes(**settings)
     assert refused.value.field == field
 
 
-def test_ranks_that_there_are_not_are_refused() -> None:
+def test_unknown_ranks_are_refused() -> None:
     sizes = ParallelSizes(tensor=2, data=2)
     with pytest.raises(ConfigurationError, match="rank is 4, expected 0 to 3 in a world of 4"):
         sizes.position(4)

@@ -14,7 +14,7 @@ from megatron_runtime.parallel.rendezvous import Rendezvous, meet_world
 FIRST, SECOND = (ParallelSizes(tensor=2).position_in_replica(rank) for rank in (0, 1))
 
 
-def test_replicas_meet_at_the_same_port_of_different_addresses() -> None:
+def test_replica_groups_use_the_same_port_at_different_addresses() -> None:
     here = Rendezvous(FIRST, "127.0.0.1", 0)
     there = Rendezvous(FIRST, "127.0.0.2", here.port)
     for place in (here, there):
