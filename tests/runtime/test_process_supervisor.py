@@ -198,7 +198,7 @@ async def test_a_child_that_falls_silent_is_killed_and_started_again(program: st
     )
     end = await asyncio.wait_for(supervisor.run(), 60)
     assert (supervisor.restarts, end.exit_code) == (1, -signal.SIGKILL)
-    assert end.message == "dummy gave no sign of life for 1 s and was killed"
+    assert end.message == "dummy sent no heartbeat for 1 s and was killed"
     assert [report.get("phase") for report in reports.all] == ["Serving"] * 2
 
 

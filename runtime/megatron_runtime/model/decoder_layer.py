@@ -19,9 +19,9 @@ from megatron_runtime.parallel.ranks import Ranks
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward beside a residual path, normalized on the way in, on the way out, or both.
+    """Attention and feed-forward on a residual path, with norms of their inputs, their outputs, or both.
 
-    Each rank that shares the layer has the whole residual path, and computes parts of what is added to it.
+    Each rank that shares the layer has the whole residual path, and computes parts of the values that are added to it.
     """
 
     def __init__(self, shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> None:
@@ -56,7 +56,7 @@ class DecoderLayer(nn.Module):
 
 
 def make_attention(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> SelfAttention | MLASelfAttention:
-    """The attention of a layer, of the kind that the model has; its weights are uninitialized."""
+    """The attention module for the kind of attention of the model. Its weights are uninitialized."""
     if isinstance(shard.attention, MultiHeadLatentAttention):
         return MLASelfAttention(shard, layer, dtype)
     return SelfAttention(shard, layer, dtype, ranks)

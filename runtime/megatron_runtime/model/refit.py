@@ -1,4 +1,4 @@
-"""Other weights for a decoder that is in use, and weights that make room for a while."""
+"""Replaces the weights of a decoder in use, and releases their memory during a suspension."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from megatron_runtime.model.formats.tensor_names import name_of_tied_head
 from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
 
 Weights = Path | str | Mapping[str, Tensor]
-"""A checkpoint's path, or all of a model's tensors by the names that Hugging Face gives them: in memory, or the path of
-one safetensors file, which may lie in shared memory."""
+"""The path of a checkpoint or of one safetensors file (which may be in shared memory), or all tensors of a model by
+their Hugging Face names.
+"""
 _TENSORS_SUFFIX = ".safetensors"
 
 
 class NamedTensors:
-    """Tensors in memory as a source of weights. A head that is tied to the embedding may be among them, as a copy."""
+    """Tensors in memory as a source of weights. A copy of a head that is tied to the embedding may be among them."""
 
     def __init__(self, given: Mapping[str, Tensor], config: ModelConfig) -> None:
         copy = name_of_tied_head(config)
@@ -58,15 +59,16 @@ READ_TIMEOUT = 1800.0
 
 
 def update_weights(model: Decoder, weights: Weights) -> None:
-    """Give a decoder the weights of another checkpoint of the same architecture, all of them or, on an error, none.
+    """Replace the weights of a decoder by those of another checkpoint of the same architecture; on an error none
+    changes.
 
-    They are read and checked beside the present ones, on the host, which needs room for both for that time. On a GPU
-    the new ones are then copied to where the old ones lie. Of a replica of several ranks all call this, with the same
-    weights; each takes its part, and an error on one of them is an error on all.
+    They are read and checked in host memory beside the present ones, which needs room for both during the update. On a
+    GPU the new weights are then copied over the old ones. All ranks of a replica group call this, with the same
+    weights; each reads its part, and an error on one rank is an error on all.
 
     Raises:
-        CheckpointError: It can't be read, is of another configuration, lacks tensors, has others, or misshapen ones, or
-            some that hold NaN or infinity; each named.
+        CheckpointError: The weights can't be read, have another configuration, missing, unknown or misshapen tensors,
+            or NaN or infinity; it names them.
     """
     fresh = _read(model, weights)
     if model.device.type in ("cpu", "meta"):
@@ -78,10 +80,10 @@ def update_weights(model: Decoder, weights: Weights) -> None:
 
 
 def offload_weights(model: Decoder) -> None:
-    """Make room where the model computes.
+    """Release the weights' memory on the device.
 
-    From a GPU the weights move to the host. A CPU has no other place for them: they are released, to be read again from
-    the checkpoint's files; weights that are in no checkpoint, having come as named tensors, stay.
+    On a GPU the weights move to the host. On a CPU they are released, to be read again from the checkpoint's files;
+    weights that came as named tensors, without a file, are kept.
     """
     if model.device.type != "cpu":
         model.to("cpu")
@@ -95,7 +97,7 @@ def bring_weights_back(model: Decoder, device: torch.device) -> None:
     """Undo `offload_weights`.
 
     Raises:
-        CheckpointError: The files that released weights came from have changed, or can't be read any more.
+        CheckpointError: The files of released weights have changed, or can't be read.
     """
     if model.device.type != "meta":
         model.to(device)
@@ -113,7 +115,7 @@ def _read(model: Decoder, weights: Weights) -> Decoder:
     failure: Exception | None = None
     try:
         fresh = _read_here(model, weights)
-    except Exception as error:  # whatever it is, the other ranks must not take what this one can't
+    except Exception as error:  # Any error, so that the other ranks do not apply weights that this rank can't.
         failure = error
     own = None if failure is None else str(failure)
     shared = model.ranks.first_error(own, READ_TIMEOUT)
@@ -155,10 +157,10 @@ def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
 
 
 def _read_tensors(model: Decoder, source: WeightSource) -> Decoder:
-    """Without an origin: a file of tensors alone is made for one update, and rarely there when weights are released."""
+    """Without an origin: a file of tensors alone is written for one update, and may be deleted afterwards."""
     check_fit(model.config, source)
     fresh = Decoder(model.config, dtype=model.dtype, device="cpu", ranks=model.ranks)
     fill(fresh, source, None, check_finite=True)
-    # What files say about positions beyond the configuration is in no tensor with a name.
+    # Position tables beyond the configuration have no tensor name.
     fresh.positions = model.positions
     return fresh

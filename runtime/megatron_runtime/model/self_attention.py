@@ -30,7 +30,7 @@ class SelfAttention(nn.Module):
         self.window = config.window(layer)
         self.soft_cap = config.attention_soft_cap
         self.clip = config.query_key_value_clip
-        # The kernels divide by the square root of the head dimension; what a model wants instead goes into the queries.
+        # The kernels divide by the square root of the head dimension; another scale is applied to the queries.
         scale = config.attention_scale
         self.query_multiplier = None if scale is None else scale * math.sqrt(config.head_dim)
         attention_size = config.num_attention_heads * config.head_dim
@@ -46,7 +46,7 @@ class SelfAttention(nn.Module):
             self.key_norm = make_norm(config, key_heads * config.head_dim, dtype, among)
 
     def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
-        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys aren't turned."""
+        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys are not rotated."""
         heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys, values = heads.split(self.heads, dim=1)

@@ -1,4 +1,4 @@
-"""Joins the ranks of a replica group: rendezvous, process groups and failure detector, chosen here alone."""
+"""Joins the ranks of a replica group: creates its rendezvous, process groups and failure detector."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def join_replica(
     timeout: float = COLLECTIVE_TIMEOUT,
     rendezvous_timeout: float = RENDEZVOUS_TIMEOUT,
 ) -> Ranks:
-    """Meet the other ranks of a replica that is a world of its own. A replica of one rank starts nothing.
+    """Join the other ranks of a replica group that is a separate world. A group of one rank starts nothing.
 
     Args:
-        position: Who this is.
-        host: Where the replica's first rank is, as this rank sees it; on the first one the address to listen at.
-        port: Where it listens.
-        attempt: Which try of this replica it is; ranks of another one are not met.
-        device_type: ``cpu``, or ``cuda``, where the current device is this rank's.
-        timeout: Seconds that another rank may be late in anything later.
-        rendezvous_timeout: Seconds within which all have to come.
+        position: The place of this rank.
+        host: Address of the group's first rank; on the first rank itself the address to listen on.
+        port: Port of the first rank.
+        attempt: Number of this start of the group; ranks of another attempt are not joined.
+        device_type: ``cpu``, or ``cuda`` with the current device of this rank.
+        timeout: Seconds that another rank may be late in later operations.
+        rendezvous_timeout: Seconds within which all ranks have to join.
 
     Raises:
-        LostRankError: Ranks didn't come; they are named.
-        ConfigurationError: The port can't be listened at.
+        LostRankError: Some ranks, which it names, didn't join.
+        ConfigurationError: The port can't be listened on.
     """
     if position.sizes.ranks_per_replica == 1:
         return SingleRank(position.replica)
     rendezvous = Rendezvous(position, host, port, attempt=attempt)
     store, limit = rendezvous.await_all(rendezvous_timeout), timedelta(seconds=timeout)
-    store.set_timeout(limit)  # from here on nobody waits as long as for those who may still have to be started
-    use_interface_towards(host)  # whose name may not have been known before
+    store.set_timeout(limit)  # The longer time-out is only for ranks that may still have to be started.
+    use_interface_towards(host)  # The name may have been unknown before.
     dist.init_process_group(
         "gloo",
         store=PrefixStore("torch", store),
@@ -68,10 +68,10 @@ def join_replica(
 
 
 def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT) -> Ranks:
-    """This rank's replica in a world over all replicas, which the caller has initialised; to be called on all ranks.
+    """This rank's replica group in a world over all groups, which the caller has initialized. Called on all ranks.
 
     Raises:
-        ConfigurationError: The world is not there, or has another size than ``sizes`` need.
+        ConfigurationError: The world is missing, or its size is not the one that ``sizes`` need.
     """
     if not dist.is_initialized() and sizes.world_size > 1:
         raise ConfigurationError(
@@ -98,7 +98,7 @@ def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout:
 def _make_groups(
     replicas: Iterable[int], mine: RankPosition, device_type: str, timeout: timedelta, *, owns_world: bool
 ) -> ProcessGroups:
-    """The groups of this rank; all ranks of torch's world make the groups of all, as it demands."""
+    """The process groups of this rank. All ranks of torch's world create the groups of all ranks, as torch requires."""
     backend = "nccl" if device_type == "cuda" else "gloo"
     size, stage, tensor = mine.sizes.ranks_per_replica, mine.sizes.ranks_per_stage, mine.sizes.tensor
     made: dict[int, ProcessGroups] = {}
@@ -116,7 +116,7 @@ def _make_groups(
 
 
 def _open_rendezvous(position: RankPosition, address: str, groups: ProcessGroups) -> Rendezvous:
-    """A meeting place for one replica of several; where it is goes through the process group that there is already."""
+    """A rendezvous for one replica group of several. Its address is broadcast through the existing process group."""
     message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
     opened = None
     if position.is_first:

@@ -1,4 +1,4 @@
-"""A replica of several ranks, over torch.distributed."""
+"""A replica group of several ranks, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from megatron_runtime.parallel.link_watch import LinkWatch
 T = TypeVar("T")
 
 _CARD = 512
-"""Bytes that each rank brings to a meeting."""
+"""Bytes that each rank contributes to a synchronization."""
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """What torch.distributed made for a rank, and where its replica begins in torch's world."""
+    """The process groups of a rank, and the position of its replica group in torch's world."""
 
     control: dist.ProcessGroup
-    """All ranks of the replica, over gloo."""
+    """All ranks of the replica group, over gloo."""
     pipeline: dist.ProcessGroup
     """The same, for activations."""
     tensor: dist.ProcessGroup
@@ -40,19 +40,19 @@ class ProcessGroups:
     expert: dist.ProcessGroup
     """The ranks that share experts: those of a stage. The same group, unless dense layers have copies."""
     first: int
-    """Number of the replica's rank 0 in torch's world."""
+    """Number of the replica group's rank 0 in torch's world."""
     owns_world: bool
-    """Whether torch's world was made for this replica, and ends with it."""
+    """Whether torch's world was created for this replica group, and ends with it."""
 
 
 class MultipleRanks:
-    """The `Ranks` of a replica that has several; made by `join_replica` or `replica_of_world`.
+    """The `Ranks` of a replica group with several; created by `join_replica` or `replica_of_world`.
 
     Args:
-        position: Who this is.
+        position: The place of this rank.
         groups: Its process groups.
-        failure_detector: Finds out who is missing.
-        address: Of this machine, as the other ranks see it.
+        failure_detector: Finds lost ranks.
+        address: Of this machine, as the other ranks reach it.
         device_type: ``cuda`` or ``cpu``.
         timeout: Seconds after which another rank is late.
     """
@@ -112,15 +112,15 @@ class MultipleRanks:
         return min(int(card) for card in self._meet("finding the least number", str(number).encode()))
 
     def first_error(self, error: str | None, timeout: float | None = None) -> str | None:
-        """As in Ranks; a long error is cut."""
+        """As in Ranks; a long error is truncated."""
         cards = self._meet("sharing errors", (error or "").encode(), timeout)
         return next((card.decode(errors="ignore") for card in cards if card), None)
 
     def sum(self, part: Tensor) -> Tensor:
         """As in Ranks.
 
-        On a CPU the parts are added in the order of the ranks: a ring, which is what gloo's reduction is, begins at
-        another rank for each chunk of a tensor, and a row's bits would depend on the rows beside it.
+        On a CPU the parts are added in the order of the ranks. A ring, as in gloo's reduction, begins at another rank
+        for each chunk of a tensor, so that a row's bits would depend on the rows beside it.
         """
         if self.position.sizes.tensor == 1:
             return part
@@ -158,7 +158,7 @@ class MultipleRanks:
         self._watch = LinkWatch([*self._inbox.ends, *self._outcome.ends], tell)
 
     def close(self) -> None:
-        """As in Ranks. What was sent is delivered before, if it is taken within the timeout."""
+        """As in Ranks. Messages that were sent are delivered first, if they are read within the timeout."""
         if self._closed:
             return
         self._closed = True
@@ -168,8 +168,8 @@ class MultipleRanks:
             while self._sent:
                 self._sent.popleft()[0].wait()
         except RuntimeError:
-            pass  # somebody is gone, who needs nothing any more
-        self._failure_detector.close()  # first, so that whoever finds a connection closed finds nobody who answers
+            pass  # A lost rank needs no message.
+        self._failure_detector.close()  # first, so that a rank with a closed connection gets no answer here
         for opened in (self._inbox, self._outcome, self._exchange, self._expert_exchange):
             if opened is not None:
                 opened.close()
@@ -193,7 +193,7 @@ class MultipleRanks:
         return self._do(f"opening the connections of the {name}", opening)
 
     def _do(self, doing: str, operation: Callable[..., T], *args: Any) -> T:
-        """Run what may wait for others; what torch.distributed raises becomes an error that names who is missing."""
+        """Run an operation that may wait for others. Errors of torch.distributed become errors with the lost ranks."""
         self._failure_detector.doing = doing
         try:
             return operation(*args)
@@ -239,7 +239,9 @@ class MultipleRanks:
             self._sent.popleft()[0].wait()
 
     def _meet(self, doing: str, card: bytes, timeout: float | None = None) -> list[bytes]:
-        """Everybody's card, by rank. Who comes leaves a note in the store, to be found by those who wait in vain."""
+        """The contributions of all ranks, by rank. Each rank first leaves a note in the store, so that missing ones can
+        be named.
+        """
         self._meetings += 1
         prefix, seconds = f"meeting/{self._meetings}/", self._timeout if timeout is None else timeout
         self._failure_detector.doing = f"in {doing}"
@@ -272,7 +274,7 @@ class MultipleRanks:
         return [cards[rank].numpy().tobytes().rstrip(b"\0") for rank in sorted(cards)]
 
     def _absent(self, prefix: str) -> list[int]:
-        """Who has left no note."""
+        """The ranks without a note."""
         try:
             return [rank for rank in self._others if not self._failure_detector.store.check([f"{prefix}{rank}"])]
         except RuntimeError:
@@ -280,7 +282,7 @@ class MultipleRanks:
 
 
 class SharedOutcome:
-    """What `MultipleRanks.share_outcome` gives."""
+    """The result of `MultipleRanks.share_outcome`."""
 
     def __init__(self, wait: Callable[[], bytes]) -> None:
         self.wait = wait

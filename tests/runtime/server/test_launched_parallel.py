@@ -101,7 +101,7 @@ def test_a_hanging_rank_is_restarted_with_its_replica_group_which_continues_the_
         os.kill(before[1], signal.SIGSTOP)
         assert [answer.result(60) for answer in answers] == [whole] * 2
     assert not any(is_alive(pid) for pid in before.values())
-    assert "rank 1 gave no sign of life for 5 s and was killed" in pod.log.read_text()
+    assert "rank 1 sent no heartbeat for 5 s and was killed" in pod.log.read_text()
 
 
 def test_the_last_output_of_a_killed_rank_is_in_the_message_and_a_stop_ends_all(
@@ -114,7 +114,7 @@ def test_the_last_output_of_a_killed_rank_is_in_the_message_and_a_stop_ends_all(
     assert killed.process.wait(10) == 1
     reason = json.loads(killed.termination_log.read_text())
     assert (reason["reason"], reason["rank"], reason["exitCode"]) == ("RankFailed", 1, -signal.SIGKILL)
-    assert reason["message"].startswith("rank 1 was ended by SIGKILL; its last words:\n")
+    assert reason["message"].startswith("rank 1 was ended by SIGKILL; its last output:\n")
     assert "Loaded" in reason["message"]
     stopped.wait_ready()
     stopped.process.send_signal(signal.SIGTERM)

@@ -14,11 +14,11 @@ from megatron_runtime.parallel.ranks import Ranks
 
 
 class Experts(nn.Module):
-    """Takes the place of a `FeedForward`: the weighted sum of a token's chosen experts, and the shared expert.
+    """Replaces a `FeedForward`: the weighted sum of a token's selected experts, and the shared expert.
 
     Tokens are sorted by expert, so that each expert runs once per pass. A rank holds some of the experts, or a slice of
-    each, and returns its part of their sum. All ranks choose alike. Where dense layers have copies, which differ in the
-    last bits if their processors do, one rank chooses for all.
+    each, and returns its part of their sum. All ranks select the same experts. Copies of the dense layers may differ in
+    the last bits on different processors, so then one rank selects for all.
     """
 
     def __init__(self, shard: Shard, experts: ExpertsConfig, dtype: torch.dtype, ranks: Ranks) -> None:
@@ -51,8 +51,8 @@ class Experts(nn.Module):
             inputs = inputs * weights.flatten()[order, None]
         visitors = torch.split(inputs, counts)
         results = [network(rows) for network, rows in zip(self.networks, visitors, strict=True) if len(rows)]
-        # Back in the order of the choices: a token's sum doesn't depend on the experts of other tokens.
-        # An expert that another rank holds adds nothing here.
+        # In the order of the selection again, so that a token's sum doesn't depend on the experts of other tokens. An
+        # expert on another rank adds nothing here.
         make = torch.empty if len(order) == len(visits) else torch.zeros
         visited = make(len(visits), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
         if results:
@@ -65,7 +65,7 @@ class Experts(nn.Module):
         if position.stage_peers == position.tensor_peers:
             routing: Routing = self.router(hidden)
             return routing
-        # The sum with zeros is exact, also for numbers of experts in float32.
+        # The sum with zeros is exact, also for expert indices in float32.
         mine = torch.zeros(len(hidden), 2 * self.per_token, device=hidden.device)
         if position.stage_rank == 0:
             mine = torch.cat(self.router(hidden), dim=-1)

@@ -1,6 +1,6 @@
-"""The ``.metadata`` file of ``torch.distributed.checkpoint``, read without executing what a pickle may ask for.
+"""The ``.metadata`` file of ``torch.distributed.checkpoint``, read without executing pickled code.
 
-Nor is torch imported: plain records stand in for its classes.
+It needs no torch: plain records replace its classes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPE = re.compile(r"bool|(?:bfloat|float|complex|u?int|qu?int|bits)(\d+)\w*")
 
 @dataclass(frozen=True)
 class PickledDType:
-    """A type of numbers by the name that torch gives it."""
+    """A dtype by its name in torch."""
 
     name: str
     itemsize: int
@@ -32,7 +32,7 @@ class PickledDType:
 
 
 class PickledMetadata:
-    """What the file says. Like the other records here it has the attributes that were pickled, whatever they are."""
+    """The contents of the file. Like the other records here, it has the pickled attributes without checks."""
 
     state_dict_metadata: dict[str, Any]
     storage_data: dict[Any, Any]
@@ -47,7 +47,7 @@ class TensorStorageMetadata:
 
 
 class TensorProperties:
-    """What a tensor is besides its size."""
+    """Properties of a tensor besides its size."""
 
     dtype: PickledDType
 
@@ -58,7 +58,7 @@ class TensorProperties:
 
 
 class _MetadataIndex:
-    """Names a chunk of a tensor; a key of ``storage_data``."""
+    """The key of a chunk in ``storage_data``."""
 
     fqn: str
     offset: tuple[int, ...] | None = None
@@ -75,7 +75,7 @@ class _Record:
 
 
 class _Nothing:
-    """What stands in for a record that is of no use: it takes whatever it is made of, and keeps nothing."""
+    """Replaces a record that is not needed: accepts any state, and keeps none."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -93,17 +93,17 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     (_OLDER_RECORDS, "TensorProperties"): TensorProperties,
     (_OLDER_RECORDS, "MEM_FORMAT_ENCODING"): _Nothing,
-    # Megatron's own subclass, which adds notes on the optimizer:
+    # Megatron's own subclass, with additional data of the optimizer:
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): PickledMetadata,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "WindowsPath"): PurePosixPath,
 }
-"""What stands in for all that such a file names and that is read. None does anything when made."""
+"""The replacements of all classes that such a file may name. None of them executes code."""
 
 
 _PASSED_OVER = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-"""Modules whose other records aren't needed: Megatron adds the plan by which each rank saved its part."""
+"""Modules of records that are not needed: Megatron adds the plan by which each rank saved its part."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -118,13 +118,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> PickledMetadata:
-    """What ``folder`` holds; CheckpointError when its metadata is missing, damaged or asks for anything unusual."""
+    """The metadata of ``folder``. Raises CheckpointError if it is missing, damaged or contains unknown classes."""
     path = folder / TORCH_DIST_METADATA
     try:
         found = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read ({error.strerror}). Check the path and its permissions") from None
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:  # a damaged pickle may raise any exception
         raise CheckpointError(
             f"{path}: is no metadata of torch.distributed.checkpoint ({error}). Fetch the file again"
         ) from None
