@@ -8,39 +8,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from planning_support.process_pods import WEB, pod, until, web_pod
 
 from megatron_operator.local import addresses
 from megatron_operator.local.pod_manifest import PathMap, PodError
 from megatron_operator.local.pods import ProcessPods
 from megatron_operator.local.processes import is_running
 from megatron_operator.observed_state import PodPhase
-
-DEADLINE_SECONDS = 30
-
-WEB_SERVER = """
-import http.server, os, pathlib
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        ready = self.path != "/readyz" or pathlib.Path(os.environ["READY_FILE"]).exists()
-        self.send_response(200 if ready else 503)
-        self.end_headers()
-        self.wfile.write(os.environ["POD_NAME"].encode())
-    def log_message(self, *args): pass
-http.server.ThreadingHTTPServer((os.environ["POD_IP"], 8000), Handler).serve_forever()
-"""
-
-WEB = {
-    "metadata": {"name": "web"},
-    "spec": {"selector": {"app": "dummy"}, "ports": [{"port": 8000, "targetPort": "http"}]},
-}
-"""The Service of such pods."""
 
 STUBBORN_PARENT = """
 import os, signal, subprocess, sys, time
@@ -49,31 +29,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 time.sleep(600)
 """
-
-
-async def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        await asyncio.sleep(0.02)
-    return value
-
-
-def pod(code: str, name: str = "dummy", **container: Any) -> dict[str, Any]:
-    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 20}
-    main = {"name": "main", "command": [sys.executable, "-c", code], **container}
-    return {"metadata": {"name": name, "labels": {"app": "dummy"}}, "spec": {**spec, "containers": [main]}}
-
-
-def web_pod(name: str, ready_file: Path, **container: Any) -> dict[str, Any]:
-    env = [
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "READY_FILE", "value": str(ready_file)},
-    ]
-    probe = {"httpGet": {"path": "/readyz", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1}
-    ports = [{"name": "http", "containerPort": 8000}]
-    return pod(WEB_SERVER, name, env=env, ports=ports, readinessProbe=probe, **container)
 
 
 @pytest.fixture

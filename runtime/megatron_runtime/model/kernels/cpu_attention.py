@@ -65,7 +65,7 @@ class CpuAttention:
         return seen
 
     def _pairs_of(self, window: int | None, groups: int) -> NDArray[np.int64]:
-        """Start and end of each thread's share of the pairs of a tile and a group of heads, weighted by their contexts."""
+        """Start and end of each thread's share of the pairs of a tile and a group of heads, by their contexts."""
         known = self._pairs.get(window)
         if known is None:
             ends = self._tiles[:, 2] + self._tiles[:, 3]
