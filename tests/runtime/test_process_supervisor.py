@@ -16,7 +16,7 @@ import pytest
 from runtime_support.processes import is_alive
 
 from megatron_runtime.processes.child import Child, ChildTask
-from megatron_runtime.processes.replica_supervisor import ReplicaSupervisor
+from megatron_runtime.processes.replica_group_supervisor import ReplicaGroupSupervisor
 from megatron_runtime.processes.supervisor import RestartBudget, Supervisor
 
 PROGRAM = """
@@ -230,7 +230,7 @@ async def test_the_ranks_of_a_replica_end_together_and_start_again_together(prog
             await serving.wait_for(lambda: all(len(seen) == count for seen in pids.values()))
 
     notices: list[asyncio.Task[None]] = []
-    supervisor = ReplicaSupervisor(
+    supervisor = ReplicaGroupSupervisor(
         lambda: [task(program, "wait"), task(program, "wait")], RestartBudget(1), on_report=hear, log=io.StringIO()
     )
     run = asyncio.create_task(supervisor.run())
@@ -249,7 +249,7 @@ async def test_the_ranks_of_a_replica_end_together_and_start_again_together(prog
 async def test_a_rank_that_exits_with_zero_does_not_stop_the_others(program: str) -> None:
     tasks = [task(program, "end"), task(program, "end", code=5)]
     for order in (tasks, tasks[::-1]):
-        supervisor = ReplicaSupervisor(lambda order=order: order, RestartBudget(0), log=io.StringIO())  # type: ignore[misc]
+        supervisor = ReplicaGroupSupervisor(lambda order=order: order, RestartBudget(0), log=io.StringIO())  # type: ignore[misc]
         end = await asyncio.wait_for(supervisor.run(), 30)
         assert (end.exit_code, order[supervisor.culprit]) == (5, tasks[1])
 

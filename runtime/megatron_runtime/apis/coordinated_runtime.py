@@ -200,7 +200,7 @@ class CoordinatedRuntime:
             await self.close()
             self._raise_failure()
             return
-        if self._client is not None and (self._world.replicas > 1 or not self._attached.task.done()):
+        if self._client is not None and (self._world.replica_groups > 1 or not self._attached.task.done()):
             with contextlib.suppress(MegatronInferenceError):
                 state = await self._client.service_state()
                 if state.state == "RUNNING":
@@ -256,7 +256,7 @@ class CoordinatedRuntime:
         assert self._client is not None
         state = await self._client.service_state()
         async with asyncio.timeout(READY_SECONDS):
-            while sum(engine.ready for engine in state.engines) < self._world.replicas:
+            while sum(engine.ready for engine in state.engines) < self._world.replica_groups:
                 self._raise_failure()
                 state = await self._client.wait_for_state_change(state.revision, 1.0)
 
@@ -265,7 +265,7 @@ class CoordinatedRuntime:
         assert self._attached is not None
         await asyncio.wait({self._attached.task})
         failure = self._failure()
-        if failure is not None and self._client is not None and self._world.replicas == 1:
+        if failure is not None and self._client is not None and self._world.replica_groups == 1:
             self._client.fail_outstanding(failure)
 
     async def _watch_primary(self) -> None:
@@ -283,7 +283,7 @@ class CoordinatedRuntime:
 
     def _healthy_client(self) -> InferenceClient:
         assert self._client is not None
-        if self._world.replicas == 1:
+        if self._world.replica_groups == 1:
             self._raise_failure()
         return self._client
 

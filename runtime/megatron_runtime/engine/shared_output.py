@@ -21,7 +21,7 @@ PendingOutput = Callable[[], StepOutput]
 
 def share_output(ranks: Ranks, slices: Slices[SequenceSlice], output: StepOutput) -> PendingOutput:
     """Send the output of this rank, which samples, to the other ranks of the replica group."""
-    if ranks.position.sizes.ranks_per_replica > 1:
+    if ranks.position.sizes.ranks_per_replica_group > 1:
         ranks.share_outcome(_pack(output), checksum=schedule_checksum(slices))
     return lambda: output
 

@@ -44,7 +44,7 @@ class Channel:
         self, store: Store, name: str, position: RankPosition, *, source: int, address: str, timeout: float
     ) -> None:
         if position.rank == source:
-            others = position.sizes.ranks_per_replica - 1
+            others = position.sizes.ranks_per_replica_group - 1
             self.ends = list(Listener(store, name, address, timeout).accept(others).values())
         else:
             self.ends = [connect(store, name, position.rank, timeout)]

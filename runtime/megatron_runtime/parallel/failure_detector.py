@@ -158,4 +158,4 @@ def _read(verdict: str) -> list[int]:
 
 
 def _full_name(me: RankPosition, rank: int) -> str:
-    return me.sizes.position_in_replica(rank, me.replica).name
+    return me.sizes.position_in_replica_group(rank, me.replica_group).name

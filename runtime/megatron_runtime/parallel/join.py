@@ -23,7 +23,7 @@ from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TI
 _ADDRESS_BYTES = 128
 
 
-def join_replica(
+def join_replica_group(
     position: RankPosition,
     *,
     host: str,
@@ -48,8 +48,8 @@ def join_replica(
         LostRankError: Some ranks, which it names, didn't join.
         ConfigurationError: The port can't be listened on.
     """
-    if position.sizes.ranks_per_replica == 1:
-        return SingleRank(position.replica)
+    if position.sizes.ranks_per_replica_group == 1:
+        return SingleRank(position.replica_group)
     rendezvous = Rendezvous(position, host, port, attempt=attempt)
     store, limit = rendezvous.await_all(rendezvous_timeout), timedelta(seconds=timeout)
     store.set_timeout(limit)  # The longer time-out is only for ranks that may still have to be started.
@@ -58,16 +58,18 @@ def join_replica(
         "gloo",
         store=PrefixStore("torch", store),
         rank=position.rank,
-        world_size=position.sizes.ranks_per_replica,
+        world_size=position.sizes.ranks_per_replica_group,
         timeout=limit,
     )
-    groups = _make_groups([position.replica], position, device_type, limit, owns_world=True)
+    groups = _make_groups([position.replica_group], position, device_type, limit, owns_world=True)
     address = address_towards(host) or host
     failure_detector = FailureDetector(rendezvous, position)
     return MultipleRanks(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
 
 
-def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT) -> Ranks:
+def replica_group_of_world(
+    sizes: ParallelSizes, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT
+) -> Ranks:
     """This rank's replica group in a world over all groups, which the caller has initialized. Called on all ranks.
 
     Raises:
@@ -83,8 +85,8 @@ def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout:
     if dist.is_initialized():
         sizes.check_world(dist.get_world_size())
         position = sizes.position(dist.get_rank())
-    if sizes.ranks_per_replica == 1:
-        return SingleRank(position.replica)
+    if sizes.ranks_per_replica_group == 1:
+        return SingleRank(position.replica_group)
     towards = os.environ.get("MASTER_ADDR", "127.0.0.1")
     use_interface_towards(towards)
     groups = _make_groups(range(sizes.data), position, device_type, timedelta(seconds=timeout), owns_world=False)
@@ -96,13 +98,13 @@ def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout:
 
 
 def _make_groups(
-    replicas: Iterable[int], mine: RankPosition, device_type: str, timeout: timedelta, *, owns_world: bool
+    replica_groups: Iterable[int], mine: RankPosition, device_type: str, timeout: timedelta, *, owns_world: bool
 ) -> ProcessGroups:
     """The process groups of this rank. All ranks of torch's world create the groups of all ranks, as torch requires."""
     backend = "nccl" if device_type == "cuda" else "gloo"
-    size, stage, tensor = mine.sizes.ranks_per_replica, mine.sizes.ranks_per_stage, mine.sizes.tensor
+    size, stage, tensor = mine.sizes.ranks_per_replica_group, mine.sizes.ranks_per_stage, mine.sizes.tensor
     made: dict[int, ProcessGroups] = {}
-    for place, replica in enumerate(replicas):
+    for place, replica_group in enumerate(replica_groups):
         ranks = range(place * size, (place + 1) * size)
         control = dist.new_group(ranks, timeout, "gloo")
         pipeline = dist.new_group(ranks, timeout, backend)
@@ -111,8 +113,8 @@ def _make_groups(
         if stage != tensor:
             stages = [dist.new_group(ranks[start : start + stage], timeout, backend) for start in range(0, size, stage)]
         layer, experts = layers[mine.rank // tensor], stages[mine.stage]
-        made[replica] = ProcessGroups(control, pipeline, layer, experts, ranks[0], owns_world)
-    return made[mine.replica]
+        made[replica_group] = ProcessGroups(control, pipeline, layer, experts, ranks[0], owns_world)
+    return made[mine.replica_group]
 
 
 def _open_rendezvous(position: RankPosition, address: str, groups: ProcessGroups) -> Rendezvous:

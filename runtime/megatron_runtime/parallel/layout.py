@@ -65,20 +65,20 @@ class ParallelSizes:
         return max(self.tensor, self.expert)
 
     @property
-    def ranks_per_replica(self) -> int:
+    def ranks_per_replica_group(self) -> int:
         """Ranks of one replica group."""
         return self.ranks_per_stage * self.pipeline
 
     @property
     def factors(self) -> str:
-        """The factors of ``ranks_per_replica``, for messages."""
+        """The factors of ``ranks_per_replica_group``, for messages."""
         name = "tensor" if self.tensor >= self.expert else "expert"
         return f"{name} {self.ranks_per_stage} x pipeline {self.pipeline}"
 
     @property
     def world_size(self) -> int:
         """Ranks of all replica groups."""
-        return self.ranks_per_replica * self.data
+        return self.ranks_per_replica_group * self.data
 
     def check_world(self, world_size: int) -> None:
         """Raise ConfigurationError unless a world over all replica groups has the size that these sizes need."""
@@ -95,14 +95,14 @@ class ParallelSizes:
         Raises:
             ConfigurationError: The world has too few or too many ranks.
         """
-        copies, left = divmod(world_size, self.ranks_per_replica)
+        groups, left = divmod(world_size, self.ranks_per_replica_group)
         if left and self.data == 1:
             raise ConfigurationError(
-                f"the world has {world_size} ranks, but {self.factors} take {self.ranks_per_replica} for each copy of "
-                "the model; start a multiple of that, or change a size",
+                f"the world has {world_size} ranks, but {self.factors} take {self.ranks_per_replica_group} for each "
+                "replica group; start a multiple of that, or change a size",
                 field="world_size",
             )
-        filled = replace(self, data=copies) if self.data == 1 else self
+        filled = replace(self, data=groups) if self.data == 1 else self
         filled.check_world(world_size)
         return filled
 
@@ -113,22 +113,22 @@ class ParallelSizes:
                 f"rank is {world_rank}, expected 0 to {self.world_size - 1} in a world of {self.world_size}",
                 field="rank",
             )
-        return RankPosition(self, *reversed(divmod(world_rank, self.ranks_per_replica)))
+        return RankPosition(self, *reversed(divmod(world_rank, self.ranks_per_replica_group)))
 
-    def position_in_replica(self, rank: int, replica: int = 0) -> RankPosition:
-        """The place of a rank in the world of one replica group; ``replica`` is its data parallel rank.
+    def position_in_replica_group(self, rank: int, replica_group: int = 0) -> RankPosition:
+        """The place of a rank in the world of one replica group; ``replica_group`` is its data parallel rank.
 
         The index may exceed ``data``, because replica groups can be added while others serve.
         """
-        if not 0 <= rank < self.ranks_per_replica:
+        if not 0 <= rank < self.ranks_per_replica_group:
             raise ConfigurationError(
-                f"rank is {rank}, expected 0 to {self.ranks_per_replica - 1}, since {self.factors} are "
-                f"{self.ranks_per_replica} ranks",
+                f"rank is {rank}, expected 0 to {self.ranks_per_replica_group - 1}, since {self.factors} are "
+                f"{self.ranks_per_replica_group} ranks",
                 field="rank",
             )
-        if replica < 0:
-            raise ConfigurationError(f"data parallel rank is {replica}, expected 0 or more", field="replica")
-        return RankPosition(self, rank, replica)
+        if replica_group < 0:
+            raise ConfigurationError(f"replica group is {replica_group}, expected 0 or more", field="replica_group")
+        return RankPosition(self, rank, replica_group)
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ class RankPosition:
 
     sizes: ParallelSizes = ParallelSizes()
     rank: int = 0
-    replica: int = 0
+    replica_group: int = 0
     """The data parallel rank."""
 
     def __str__(self) -> str:
-        return f"{self.name} of replica {self.replica}"
+        return f"{self.name} of replica group {self.replica_group}"
 
     @property
     def name(self) -> str:
@@ -199,7 +199,7 @@ class RankPosition:
     @property
     def others(self) -> list[int]:
         """All other ranks of the replica group."""
-        return [rank for rank in range(self.sizes.ranks_per_replica) if rank != self.rank]
+        return [rank for rank in range(self.sizes.ranks_per_replica_group) if rank != self.rank]
 
     @property
     def is_first(self) -> bool:
@@ -209,7 +209,7 @@ class RankPosition:
     @property
     def is_primary(self) -> bool:
         """Whether this is global rank 0."""
-        return self.is_first and self.replica == 0
+        return self.is_first and self.replica_group == 0
 
     @property
     def is_first_stage(self) -> bool:
@@ -234,7 +234,7 @@ class RankPosition:
     @property
     def sampler(self) -> int:
         """The rank that samples: the first of the last stage."""
-        return self.sizes.ranks_per_replica - self.sizes.ranks_per_stage
+        return self.sizes.ranks_per_replica_group - self.sizes.ranks_per_stage
 
 
 def share(total: int, parts: int, index: int) -> range:

@@ -46,7 +46,7 @@ class ProcessGroups:
 
 
 class MultipleRanks:
-    """The `Ranks` of a replica group with several; created by `join_replica` or `replica_of_world`.
+    """The `Ranks` of a replica group with several; created by `join_replica_group` or `replica_group_of_world`.
 
     Args:
         position: The place of this rank.

@@ -61,7 +61,7 @@ class Rendezvous:
         """Wait until every rank has joined. Raises LostRankError with the missing ranks after ``timeout`` seconds."""
         position = self._position
         where = f"{position}: rendezvous at {self.address}"
-        meeting = StoreBarrier(position.rank, position.sizes.ranks_per_replica, where, timeout)
+        meeting = StoreBarrier(position.rank, position.sizes.ranks_per_replica_group, where, timeout)
         store = meeting.reach(lambda patience: self._connect(patience, timeout))
         meeting.await_all(store)
         return store

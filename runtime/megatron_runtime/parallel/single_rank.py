@@ -26,8 +26,8 @@ class Done:
 class SingleRank:
     """The `Ranks` of a replica group with one. It creates no process group."""
 
-    def __init__(self, replica: int = 0) -> None:
-        self.position = RankPosition(ParallelSizes(), 0, replica)
+    def __init__(self, replica_group: int = 0) -> None:
+        self.position = RankPosition(ParallelSizes(), 0, replica_group)
 
     def share_inbox(self, inbox: bytes | None) -> bytes:
         """The argument."""

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.interface import use_interface_towards
-from megatron_runtime.parallel.join import replica_of_world
+from megatron_runtime.parallel.join import replica_group_of_world
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.rendezvous import StoreBarrier, meet_world
@@ -55,7 +55,7 @@ def join_world(
         # Checked before the ranks connect: a rank that fails later would break the connections of the others.
         wanted = wanted.filling(int(os.environ["WORLD_SIZE"]))
         _join_torchrun(rendezvous_timeout)
-    return replica_of_world(wanted, device_type=device_type, timeout=timeout)
+    return replica_group_of_world(wanted, device_type=device_type, timeout=timeout)
 
 
 def _join_torchrun(timeout: float) -> None:
@@ -73,7 +73,7 @@ class World:
 
     rank: int
     size: int
-    ranks_per_replica: int = 1
+    ranks_per_replica_group: int = 1
 
     @classmethod
     def current(cls, position: RankPosition | None = None) -> World:
@@ -85,12 +85,13 @@ class World:
         position = position or RankPosition()
         found = cls(0, 1)
         if dist.is_available() and dist.is_initialized():
-            found = cls(dist.get_rank(), dist.get_world_size(), position.sizes.ranks_per_replica)
+            found = cls(dist.get_rank(), dist.get_world_size(), position.sizes.ranks_per_replica_group)
         position.sizes.filling(found.size)
-        if found.rank % found.ranks_per_replica != position.rank:
+        if found.rank % found.ranks_per_replica_group != position.rank:
             raise ConfigurationError(
-                f"the model's part is that of rank {position.rank} of a replica, but rank {found.rank} of this world "
-                f"is rank {found.rank % found.ranks_per_replica} of its replica; load it with the ranks of join_world",
+                f"the model's part is that of rank {position.rank} of a replica group, but rank {found.rank} of this "
+                f"world is rank {found.rank % found.ranks_per_replica_group} of its group; load the model with the "
+                "ranks of join_world",
                 field="model",
             )
         return found
@@ -101,14 +102,14 @@ class World:
         return self.rank == 0
 
     @property
-    def replica(self) -> int:
+    def replica_group(self) -> int:
         """Index of this rank's replica group: its data parallel rank."""
-        return self.rank // self.ranks_per_replica
+        return self.rank // self.ranks_per_replica_group
 
     @property
-    def replicas(self) -> int:
+    def replica_groups(self) -> int:
         """Number of replica groups."""
-        return self.size // self.ranks_per_replica
+        return self.size // self.ranks_per_replica_group
 
     def meet(self, occasion: str, timeout: float) -> Store:
         """Wait until all ranks have called this. Raises LostRankError with the missing ranks after ``timeout`` seconds.

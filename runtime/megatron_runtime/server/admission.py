@@ -68,7 +68,7 @@ class AdmissionController:
     @property
     def is_ready(self) -> bool:
         """Whether a request would be admitted now."""
-        return not self._draining and self._has_replica() and not self._is_refusing()
+        return not self._draining and self._has_replica_group() and not self._is_refusing()
 
     async def admit(self, answers: int) -> None:
         """Returns once a replica group can serve a request with this number of answers.
@@ -78,7 +78,7 @@ class AdmissionController:
         """
         self._refuse_if_closed()
         self._refuse_if_full(answers)
-        if not self._has_replica():
+        if not self._has_replica_group():
             await self._wait_for_replica(answers)
 
     def enter(self, request: InFlightRequest) -> None:
@@ -121,12 +121,12 @@ class AdmissionController:
         self._waiting += answers
         try:
             async with asyncio.timeout(self._replica_wait):
-                while not self._has_replica():
+                while not self._has_replica_group():
                     await self._changed.wait()
                     self._refuse_if_closed()
         except TimeoutError:
             message = f"no replica group has registered within {self._replica_wait:.0f} seconds"
-            raise unavailable(message, retry_after=self._retry_after, code="no_replica") from None
+            raise unavailable(message, retry_after=self._retry_after, code="no_replica_group") from None
         finally:
             self._waiting -= answers
 
@@ -146,7 +146,7 @@ class AdmissionController:
     def _shutting_down(self) -> ApiError:
         return unavailable("the server is shutting down", retry_after=self._retry_after, code="draining")
 
-    def _has_replica(self) -> bool:
+    def _has_replica_group(self) -> bool:
         return self._service is not None and bool(self._service.engines)
 
     def _is_refusing(self) -> bool:

@@ -52,7 +52,7 @@ def test_a_rank_peaks_at_its_part_and_one_shard(
             model.save_pretrained(tmp_path / name, max_shard_size=SHARD)
             shards = [path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")]
     assert form == "gguf" or len(shards) > 4
-    ranks = sizes.ranks_per_replica
+    ranks = sizes.ranks_per_replica_group
     part = 4 * models["large"].num_parameters() / ranks
     paths = (tmp_path / "small", tmp_path / "large")
     for measured in run_ranks(model_scenarios.measure_load, ranks, sizes, free_port(), *paths):

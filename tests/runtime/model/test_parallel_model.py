@@ -141,7 +141,7 @@ def test_ranks_that_share_a_model_answer_as_one_rank_does(
     sizes, names = LAYOUTS[layout]
     steps = [LONG if name in (names[0], *WITH_SHARED_EXPERTS) else SHORT for name in names]
     models = list(zip(map(folders, names), steps, strict=True))
-    answers = run_ranks(model_scenarios.answer_all, sizes.ranks_per_replica, sizes, free_port(), models)
+    answers = run_ranks(model_scenarios.answer_all, sizes.ranks_per_replica_group, sizes, free_port(), models)
     for index, name in enumerate(names):
         assert_same([answer[index] for answer in answers], alone(name, steps[index]), sizes, steps[index])
 
@@ -151,7 +151,7 @@ def test_ranks_with_copies_of_the_dense_layers_choose_the_same_experts(
     sizes: ParallelSizes, folders: Callable[[str], Path]
 ) -> None:
     path = folders("glm 4.5")
-    said = run_ranks(model_scenarios.choose_experts, sizes.ranks_per_replica, sizes, free_port(), path)
+    said = run_ranks(model_scenarios.choose_experts, sizes.ranks_per_replica_group, sizes, free_port(), path)
     first = said[0]["alone"]
     assert not said[-1]["alone"]["chosen"].equal(first["chosen"])
     for heard in said:

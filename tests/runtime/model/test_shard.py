@@ -31,7 +31,7 @@ EXPERTS = ExpertsConfig(count=6, per_token=2, intermediate_size=24)
 
 def shards(sizes: ParallelSizes, **changes: Any) -> list[Shard]:
     config = ModelConfig(**(vars(SMOLLM2) | changes))
-    return [Shard(config, sizes.position_in_replica(rank)) for rank in range(sizes.ranks_per_replica)]
+    return [Shard(config, sizes.position_in_replica_group(rank)) for rank in range(sizes.ranks_per_replica_group)]
 
 
 def test_query_heads_are_on_the_rank_of_their_key_heads() -> None:

@@ -81,7 +81,9 @@ def test_ranks_that_cache_latents_answer_as_one_does(latent: Path, sizes: Parall
 
 
 def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
-    results = run_ranks(lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica, sizes, free_port(), path, mode)
+    results = run_ranks(
+        lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica_group, sizes, free_port(), path, mode
+    )
     assert results[0]["answers"] == alone(path)
     assert [answer.reason for answer in results[0]["answers"][-2:]] == ["stop", "error"]
     assert results[0]["evictions"] > 0

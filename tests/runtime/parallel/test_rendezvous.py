@@ -11,7 +11,7 @@ from megatron_runtime.errors import ConfigurationError, LostRankError
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.rendezvous import Rendezvous, meet_world
 
-FIRST, SECOND = (ParallelSizes(tensor=2).position_in_replica(rank) for rank in (0, 1))
+FIRST, SECOND = (ParallelSizes(tensor=2).position_in_replica_group(rank) for rank in (0, 1))
 
 
 def test_replica_groups_use_the_same_port_at_different_addresses() -> None:

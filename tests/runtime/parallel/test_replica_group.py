@@ -13,14 +13,14 @@ from runtime_support.rank_processes import run_ranks
 from suite_support.worker import free_port
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.parallel.join import join_replica, replica_of_world
+from megatron_runtime.parallel.join import join_replica_group, replica_group_of_world
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.single_rank import SingleRank
 
 
 @cache
 def said_by(sizes: ParallelSizes) -> list[Any]:
-    return run_ranks(group_scenarios.speak, sizes.ranks_per_replica, sizes, free_port())
+    return run_ranks(group_scenarios.speak, sizes.ranks_per_replica_group, sizes, free_port())
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def said_by(sizes: ParallelSizes) -> list[Any]:
 def test_ranks_exchange_objects(sizes: ParallelSizes) -> None:
     said = said_by(sizes)
     for rank, heard in enumerate(said):
-        place = sizes.position_in_replica(rank)
+        place = sizes.position_in_replica_group(rank)
         assert heard["inbox"] == b"short"
         assert heard["large inbox"] == bytes(range(256)) * 100
         assert heard["empty inbox"] == b""
@@ -68,7 +68,7 @@ def test_replica_groups_of_one_world_are_independent() -> None:
     sizes = ParallelSizes(tensor=2, pipeline=1, data=2)
     said = run_ranks(group_scenarios.speak_in_world, 4, sizes, free_port())
     assert [heard["name"] for heard in said] == [str(sizes.position(rank)) for rank in range(4)]
-    assert [heard["inbox"].decode() for heard in said] == [f"inbox of replica {rank // 2}" for rank in range(4)]
+    assert [heard["inbox"].decode() for heard in said] == [f"inbox of replica group {rank // 2}" for rank in range(4)]
     assert [heard["least"] for heard in said] == [0, 0, 2, 2]
     assert [heard["sum"] for heard in said] == [1.0, 1.0, 5.0, 5.0]
 
@@ -78,7 +78,7 @@ def test_a_killed_rank_is_reported_by_all_others_at_once(victim: int) -> None:
     sizes = ParallelSizes(tensor=2, pipeline=2)
     found = run_ranks(group_scenarios.fail, 4, sizes, free_port(), "death", victim)
     assert found.pop(victim) is None
-    place = sizes.position_in_replica(victim)
+    place = sizes.position_in_replica_group(victim)
     for noticed in found:
         assert noticed["missing"] == [victim], noticed
         assert f"rank {victim} (tensor {place.tensor_rank}, stage {place.stage}) is missing" in noticed["message"]
@@ -117,10 +117,10 @@ def test_waiting_ranks_use_no_processor() -> None:
 
 
 def test_a_single_rank_starts_no_processes_or_sockets() -> None:
-    ranks = join_replica(ParallelSizes().position_in_replica(0, 5), host="nowhere.invalid", port=1)
+    ranks = join_replica_group(ParallelSizes().position_in_replica_group(0, 5), host="nowhere.invalid", port=1)
     assert isinstance(ranks, SingleRank)
-    assert ranks.position.replica == 5
-    assert isinstance(replica_of_world(ParallelSizes()), SingleRank)
+    assert ranks.position.replica_group == 5
+    assert isinstance(replica_group_of_world(ParallelSizes()), SingleRank)
     assert not torch.distributed.is_initialized()
     part = torch.ones(2, 3)
     assert ranks.sum(part) is part
@@ -135,7 +135,7 @@ def test_a_single_rank_starts_no_processes_or_sockets() -> None:
 
 def test_a_missing_torch_distributed_world_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"2 ranks are asked for, but torch\.distributed has no world"):
-        replica_of_world(ParallelSizes(tensor=2))
+        replica_group_of_world(ParallelSizes(tensor=2))
 
 
 def test_a_port_in_use_is_refused() -> None:
@@ -144,4 +144,4 @@ def test_a_port_in_use_is_refused() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"rendezvous at 127.0.0.1:{port}: can't listen there"):
-            join_replica(ParallelSizes(tensor=2).position(0), host="127.0.0.1", port=port)
+            join_replica_group(ParallelSizes(tensor=2).position(0), host="127.0.0.1", port=port)

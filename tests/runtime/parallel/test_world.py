@@ -53,7 +53,7 @@ def test_in_direct_mode_all_ranks_generate_the_same(
         assert result["primary"]
         assert (result["greedy"], result["drawn"]) == (old["GREEDY"], old["DRAWN"])
         assert result["without seed"] == results[0]["without seed"]
-        assert "rank 1 (tensor 1, stage 0) of replica 0 has other arguments than rank 0" in result["error"]
+        assert "rank 1 (tensor 1, stage 0) of replica group 0 has other arguments than rank 0" in result["error"]
         assert (result["version"], result["renewed"]) == (1, new["GREEDY"]), rank
         assert result["parameters"] < 0.6 * old["parameters"]
 
@@ -104,12 +104,12 @@ def test_replica_groups_give_equal_answers_through_eviction_pause_and_suspension
         world_scenarios.serve_with_interruptions, world_size, world_size, free_port(), sizes, path, mode
     )
     expected = lock_step_scenarios.serve(lock_step_scenarios.build(path))
-    copies = world_size // sizes.ranks_per_replica
+    copies = world_size // sizes.ranks_per_replica_group
     assert results[0]["is streaming"]
     assert results[0]["answers"] == [expected] * copies
-    for first in range(0, world_size, sizes.ranks_per_replica):
+    for first in range(0, world_size, sizes.ranks_per_replica_group):
         stats = results[first]["stats"]
-        assert all(result["stats"] == stats for result in results[first : first + sizes.ranks_per_replica])
+        assert all(result["stats"] == stats for result in results[first : first + sizes.ranks_per_replica_group])
     assert sum(result["stats"].evictions_total for result in results) > 0
     assert sum(result["stats"].prefix_hits_total for result in results) > 0
 
@@ -215,7 +215,7 @@ def test_a_rank_killed_before_the_start_is_detected_at_once_by_its_replica_group
 
 def test_a_world_that_does_not_fit_the_sizes_is_refused_by_each_rank_before_the_rendezvous() -> None:
     (results,) = run_ranks(world_scenarios.refuse, 1, 3, free_port(), TENSOR)
-    words = "the world has 3 ranks, but tensor 2 x pipeline 1 take 2 for each copy of the model; start a multiple"
+    words = "the world has 3 ranks, but tensor 2 x pipeline 1 take 2 for each replica group; start a multiple"
     assert words in results
     with pytest.raises(ConfigurationError, match="the world has 4 ranks, but tensor 2 x pipeline 1 x data 3 need 6"):
         ParallelSizes(tensor=2, data=3).filling(4)
@@ -227,7 +227,7 @@ def test_a_world_that_does_not_fit_the_sizes_is_refused_by_each_rank_before_the_
 
 def test_ranks_of_a_world_have_their_replica_group_and_position() -> None:
     world = World(5, 8, 2)
-    assert (world.replica, world.replicas, world.is_primary) == (2, 4, False)
+    assert (world.replica_group, world.replica_groups, world.is_primary) == (2, 4, False)
     assert World.current() == World(0, 1)
     with pytest.raises(ConfigurationError, match="the world has 1 ranks, but tensor 2 x pipeline 1"):
-        World.current(TENSOR.position_in_replica(1))
+        World.current(TENSOR.position_in_replica_group(1))

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_runtime.errors import LockStepError, LostRankError
-from megatron_runtime.parallel.join import join_replica, replica_of_world
+from megatron_runtime.parallel.join import join_replica_group, replica_group_of_world
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.ranks import Ranks
 
 
 def join(sizes: ParallelSizes, rank: int, port: int, **settings: Any) -> Ranks:
     """A replica on this machine."""
-    return join_replica(sizes.position_in_replica(rank), host="127.0.0.1", port=port, **settings)
+    return join_replica_group(sizes.position_in_replica_group(rank), host="127.0.0.1", port=port, **settings)
 
 
 def speak(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
@@ -71,9 +71,9 @@ def speak_in_world(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]
     """The same in one world over all replicas."""
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=sizes.world_size)
-    ranks = replica_of_world(sizes)
+    ranks = replica_group_of_world(sizes)
     position = ranks.position
-    mine = f"inbox of replica {position.replica}".encode()
+    mine = f"inbox of replica group {position.replica_group}".encode()
     said = {
         "name": str(position),
         "inbox": ranks.share_inbox(mine if position.is_first else None),

@@ -183,7 +183,7 @@ def miss_suspension(rank: int, sizes: ParallelSizes, port: int, path: Path) -> s
     ranks = join(sizes, rank, port, timeout=1.5)
     engine = build(path, ranks)
     try:
-        if rank == sizes.ranks_per_replica - 1:
+        if rank == sizes.ranks_per_replica_group - 1:
             engine.suspend = lambda: time.sleep(6.0)  # type: ignore[method-assign]
         if rank:
             run_follower(engine, ranks)

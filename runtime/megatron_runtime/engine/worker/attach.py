@@ -121,13 +121,15 @@ def _make_loop(
 ) -> tuple[EngineLoop | FollowerLoop, Coroutine[Any, Any, None]]:
     """The loop of this rank, and the coroutine that runs it."""
     lock_step: LockStepEngine | None = None
-    if world.ranks_per_replica > 1:
+    if world.ranks_per_replica_group > 1:
         refuse_request_timeout(engine.config)
         if not engine.ranks.position.is_first:
             follower = FollowerLoop(engine, engine.ranks, **options)
             return follower, follower.run()
         lock_step = LockStepEngine(engine, engine.ranks, accepts_tensors=True)
-    loop = EngineLoop(lock_step or engine, coordinator_address=address, replica_group=world.replica, key=key, **options)
+    loop = EngineLoop(
+        lock_step or engine, coordinator_address=address, replica_group=world.replica_group, key=key, **options
+    )
     return loop, loop.run() if lock_step is None else _run_in_lock_step(loop, lock_step)
 
 
@@ -180,7 +182,7 @@ def _coordinator_options(
 ) -> CoordinatorOptions:
     config = engine.config
     return CoordinatorOptions(
-        data_parallel_size=world.replicas,
+        data_parallel_size=world.replica_groups,
         inference_coordinator_port=port,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         block_size_tokens=config.block_size_tokens,

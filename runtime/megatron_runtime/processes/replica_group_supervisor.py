@@ -16,7 +16,7 @@ FAREWELL_SECONDS = 10.0
 """Seconds that the other ranks may run after a rank exited with 0."""
 
 
-class ReplicaSupervisor(Restarter):
+class ReplicaGroupSupervisor(Restarter):
     """Supervises the ranks of a replica group. When one ends, the others are stopped, and all start again together.
 
     Ranks that were not stopped would detect the loss themselves, but later, each with an error about another rank.
