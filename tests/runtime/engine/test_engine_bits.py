@@ -17,7 +17,7 @@ from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
-NEW, PROMPTS = 40, [[(31 * row + 7 * column) % 256 for column in range(1 + 9 * row)] for row in range(10)]
+NEW, PROMPTS = 20, [[(31 * row + 7 * column) % 256 for column in range(1 + 9 * row)] for row in range(10)]
 SHARED = [[*range(70), row, row + 1] for row in range(4)]
 
 
