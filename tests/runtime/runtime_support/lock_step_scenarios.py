@@ -28,11 +28,11 @@ BLOCK = 4
 STEM = list(range(40, 61))
 PROMPTS: list[Any] = [[*STEM, 1], [*STEM, 2, 3], "as text", [7] * 11, [9], [8, 8], [5]]
 PARAMS = [
-    SamplingParams(temperature=0, num_tokens_to_generate=64, return_log_probs=True, top_n_logprobs=2),
-    SamplingParams(seed=5, temperature=1.5, top_p=0.9, num_tokens_to_generate=64),
+    SamplingParams(temperature=0, num_tokens_to_generate=40, return_log_probs=True, top_n_logprobs=2),
+    SamplingParams(seed=5, temperature=1.5, top_p=0.9, num_tokens_to_generate=40),
     SamplingParams(temperature=0, num_tokens_to_generate=30, repetition_penalty=1.4, skip_prompt_log_probs=True),
     SamplingParams(seed=6, min_p=0.01, num_tokens_to_generate=20, return_log_probs=True, skip_prompt_log_probs=False),
-    SamplingParams(temperature=0, num_tokens_to_generate=64, stop_token_ids=[3]),
+    SamplingParams(temperature=0, num_tokens_to_generate=40, stop_token_ids=[3]),
     SamplingParams(seed=7, grammar=regex_grammar("[ab]{20}")),
     SamplingParams(temperature=0, grammar=lark_grammar('start: "a" start')),
 ]

@@ -39,8 +39,8 @@ from megatron_runtime.sampling_params import SamplingParams
 PROMPTS = [[*range(40, 61), 1], [*range(40, 61), 2, 3], [7] * 11, [9]]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, seed=5, n=2, num_tokens_to_generate=16)
-STREAMED = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True, streaming=True)
-ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True)
+STREAMED = SamplingParams(temperature=0, num_tokens_to_generate=200, ignore_eos=True, streaming=True)
+ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=200, ignore_eos=True)
 
 
 def enter(rank: int, world_size: int, port: int, sizes: ParallelSizes, rendezvous_timeout: float = 60.0) -> Ranks:
