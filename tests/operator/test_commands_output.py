@@ -1,4 +1,4 @@
-"""What the commands say, from what the API server says."""
+"""The output of the commands for answers of the API server."""
 
 from __future__ import annotations
 

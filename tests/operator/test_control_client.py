@@ -1,4 +1,4 @@
-"""The client of the control API, against a server that answers as told."""
+"""The client of the control API, against a server with configured answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_operator.observed_state import EngineState, Loading, ObservedRepli
 
 HOST = "127.0.0.1"
 KEEPALIVE = "02"
-"""A timer's kind in /proc."""
+"""The kind of a timer in /proc."""
 STATE = {
     "revision": 17,
     "role": "leader",
@@ -37,7 +37,7 @@ STATE = {
 
 
 class Launcher(ThreadingHTTPServer):
-    """Gives one answer to everything, and keeps what it was asked."""
+    """Gives one answer to all requests, and records them."""
 
     daemon_threads = True
 
@@ -49,7 +49,7 @@ class Launcher(ThreadingHTTPServer):
         self.has_news.set()
 
     def answer(self, status: int, body: Any) -> None:
-        """What it says from now on."""
+        """Sets the next answers."""
         self.status, self.body = status, body if isinstance(body, str) else json.dumps(body)
 
 
@@ -67,11 +67,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET  # noqa: N815  # the name that the standard library looks for
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        """Logs nothing."""
 
 
 def timer_of_connection_to(port: int) -> tuple[str, int]:
-    """The kernel's kind of timer, and the hundredths of a second until it fires."""
+    """The kind of the kernel's timer, and the hundredths of a second until it fires."""
     connections = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     kind, left = next(fields[5] for fields in connections if fields[2].endswith(f":{port:04X}")).split(":")
     return kind, int(left, 16)

@@ -46,7 +46,8 @@ def test_the_schema_is_structural() -> None:
         assert "type" in node or node.get("x-kubernetes-int-or-string"), path
         if not node.get("x-kubernetes-int-or-string"):
             assert "anyOf" not in node, path
-        # Pruning takes the place of a ban: an API server that checks strictly refuses what it would prune.
+        # Pruning replaces additionalProperties: an API server with strict validation rejects fields that it would
+        # prune.
         assert node.get("additionalProperties") is not False, path
 
 

@@ -1,4 +1,4 @@
-"""What `doctor` concludes from what the API server says."""
+"""The findings of `doctor` for answers of the API server."""
 
 from __future__ import annotations
 

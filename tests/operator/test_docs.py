@@ -1,4 +1,4 @@
-"""What docs/ says about the operator is so."""
+"""The docs agree with the operator."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_reason_of_a_condition_is_in_the_docs() -> None:
 
 
 def manifests_told() -> list[dict[str, Any]]:
-    """The objects in the pages, written out as YAML."""
+    """The objects in the pages, as YAML."""
     blocks = [block for page in PAGES for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)]
     return [obj for block in blocks for obj in yaml.safe_load_all(block)]
 

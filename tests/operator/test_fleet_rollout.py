@@ -1,4 +1,4 @@
-"""A new default image reaches the running resources a few at a time, or with their next edit."""
+"""A new default image reaches running resources a few at a time, or with their next edit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD, NEW = Settings("registry/runtime:1"), Settings("registry/runtime:2")
 
 
 class Model:
-    """One resource, whose rounds are those of an operator with some default image."""
+    """One resource, with rounds of an operator with a given default image."""
 
     def __init__(self, **spec: object) -> None:
         self.cluster = SimulatedCluster()
@@ -121,7 +121,7 @@ async def test_a_paused_rollout_keeps_its_image_and_takes_no_turn() -> None:
 
 
 class Fleet:
-    """The turns of resources that do in a round what they are told."""
+    """The turns of resources with given states."""
 
     def __init__(self, max_concurrent: int = 1) -> None:
         self.woken: list[Key] = []

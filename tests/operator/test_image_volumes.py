@@ -1,4 +1,4 @@
-"""Whether an API server keeps volumes that are images, judged by its answers."""
+"""Detection of support for image volumes from the answers of an API server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGE = {"image": {"reference": "registry/m:1"}}
 
 
 class Server:
-    """Answers as API servers of several ages do; it only stands in for what is not here, a recent one."""
+    """Gives the answers of API servers of several versions; a recent one is not available here."""
 
     def __init__(self, answer: Callable[[Json], Json]) -> None:
         self.answer = answer
@@ -37,7 +37,7 @@ def recent(pod: Json) -> Json:
 
 
 def before_1_31(pod: Json) -> Json:
-    """Does not know the field, and gives each volume without one an empty folder."""
+    """Does not know the field, and stores a volume without source as an emptyDir."""
     volumes = [each if "image" not in each else {"name": each["name"], "emptyDir": {}} for each in volumes_of(pod)]
     return {**pod, "spec": {**pod["spec"], "volumes": volumes}}
 

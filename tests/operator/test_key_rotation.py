@@ -1,4 +1,4 @@
-"""Whoever wants new keys removes the Secret: all pods end, then others start with new ones."""
+"""A deleted Secret rotates the keys: all pods end, then others start with new ones."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SECRET = "Secret/chat-keys"
 
 
 def without_keys(replicas: int) -> Planning:
-    """All is up, and somebody has removed the Secret."""
+    """A running resource whose Secret was deleted."""
     planning = Planning(replicas=replicas).settled()
     del planning.cluster.children[SECRET]
     return planning
 
 
 def made_keys(planning: Planning) -> tuple[bool, list[str]]:
-    """Whether the next round makes the Secret, and the pods that it creates."""
+    """Whether the next round creates the Secret, and the pods that it creates."""
     actions = planning.round()
     return any(isinstance(action, CreateSecret) for action in actions), created(actions)
 
@@ -74,7 +74,7 @@ def test_pods_are_kept_while_a_secret_of_another_owner_has_the_name() -> None:
     planning = without_keys(replicas=1)
     observed = replace(planning.cluster.observed(), taken=frozenset({SECRET}))
     (action,) = plan(planning.resource, observed).actions
-    assert isinstance(action, CreateSecret)  # It is refused with words that say whose the name is.
+    assert isinstance(action, CreateSecret)  # The rejection names the owner.
 
 
 def test_a_stopped_resource_gets_new_keys_at_once() -> None:

@@ -1,4 +1,4 @@
-"""How objects of the API server become what the planner sees, and back."""
+"""Translation between objects of the API server and the observed state."""
 
 from __future__ import annotations
 

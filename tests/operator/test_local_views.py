@@ -1,4 +1,4 @@
-"""What a person sees of a local session."""
+"""The output of a local session."""
 
 from __future__ import annotations
 

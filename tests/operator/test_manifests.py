@@ -1,4 +1,4 @@
-"""The manifests that are applied by hand; tests/cluster/test_chart_rendering.py holds the chart to them."""
+"""The manifests that are applied by hand; tests/cluster/test_chart_rendering.py compares the chart with them."""
 
 from __future__ import annotations
 

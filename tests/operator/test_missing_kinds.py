@@ -1,4 +1,4 @@
-"""Kinds that a cluster lacks: missed once, looked for by one for all, and told when they come."""
+"""Kinds that a cluster lacks: one poll for all resources, which wake up when the kind is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOOKS = 0.01
 
 
 class Server:
-    """Says whether it knows a kind; only stands in, to count how often it is asked."""
+    """Reports whether a kind exists, and counts the requests."""
 
     def __init__(self) -> None:
         self.known = False
@@ -35,7 +35,7 @@ class Server:
 
 
 async def nobody_watches(kind: str) -> None:
-    """For tests that make no object of the kind."""
+    """For tests without objects of the kind."""
     raise AssertionError(f"there is no {kind} to be watched")
 
 
@@ -54,7 +54,7 @@ async def kinds(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def missed(kinds: MissingKinds) -> asyncio.Event:
-    """Somebody who met that the kind is missing, and waits for it."""
+    """A resource that waits for a missing kind."""
     woken = asyncio.Event()
     with pytest.raises(KindMissing, match=r"install the Gateway API, version 1\.2 or newer"):
         await kinds.explain("HTTPRoute", NOT_FOUND, woken.set)

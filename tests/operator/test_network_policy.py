@@ -1,4 +1,4 @@
-"""Who reaches which port of a resource's pods, as the rendered policy says."""
+"""Which peers reach which port of a resource's pods, by the rendered policy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def is_peer(peer: dict[str, Any], pod: Pod) -> bool:
-    """As Kubernetes says: without a namespaceSelector a peer is in the policy's own namespace."""
+    """As in Kubernetes: without a namespaceSelector a peer is in the policy's own namespace."""
     namespace, labels = pod
     if "namespaceSelector" not in peer:
         return namespace == OWN_NAMESPACE and selects(peer["podSelector"], labels)

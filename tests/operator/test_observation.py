@@ -1,4 +1,4 @@
-"""Who is silent, since when, and how little that holds up a look."""
+"""Unreachable pods: since when, and without delaying observations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_operator.observation import ControlApiPoller, NoAnswer
 
 
 class Launchers(ControlClient):
-    """Of one pod, which answers when the test says so."""
+    """Of one pod, which answers when the test lets it."""
 
     def __init__(self) -> None:
         super().__init__(None)

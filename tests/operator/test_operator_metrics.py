@@ -1,4 +1,4 @@
-"""What the operator says of itself."""
+"""The metrics of the operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users write, and what they are told when it cannot be served."""
+"""Parsing of resources, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = sorted((Path(__file__).parents[2] / "manifests" / "samples").glob("*.y
 
 
 def mistakes(obj: Any) -> dict[str, str]:
-    """Field to value and mend, of a resource that must be refused."""
+    """Field to value and remedy, of an invalid resource."""
     with pytest.raises(InvalidResource) as caught:
         parse_resource(obj)
     return {error.field: f"{error.value!r}: {error.message}" for error in caught.value.errors}

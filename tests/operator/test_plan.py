@@ -17,7 +17,7 @@ from megatron_operator.plan import Plan, plan
 from megatron_operator.settings import NetworkPolicies, Settings
 
 TWO_PODS = {"tensor": 2}
-"""Ranks of a group, of which a pod has one unless the resource says more."""
+"""Ranks of a group, one per pod unless the resource says otherwise."""
 
 
 def test_the_first_round_creates_secret_and_services_before_pods() -> None:
@@ -170,7 +170,7 @@ def test_the_last_failure_is_that_of_the_failed_rank_and_not_of_its_peers() -> N
     assert group.last_failure is not None
     assert (group.last_failure.pod, group.last_failure.rank) == ("chat-0-0-0", 1)
     cluster.now += 1
-    cluster.change("chat-0-0-1", deletion_deadline=None)  # It ended by itself before it was asked to.
+    cluster.change("chat-0-0-1", deletion_deadline=None)  # It exited before it was stopped.
     cluster.fail("chat-0-0-1", exit_code=137)
     planning.round()
     (group,) = planning.status.replica_groups
@@ -180,7 +180,7 @@ def test_the_last_failure_is_that_of_the_failed_rank_and_not_of_its_peers() -> N
     assert (group.ready_pods, group.total_pods) == (0, 3)
 
 
-# --- roll-outs
+# --- rollouts
 
 
 def test_a_changed_template_replaces_one_group_at_a_time_with_the_leader_last() -> None:

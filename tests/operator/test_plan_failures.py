@@ -1,4 +1,4 @@
-"""What the plan does about pods that fail, hang or are deleted."""
+"""Plans for pods that fail, hang or are deleted."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_repeated_creation_has_the_same_pod_name() -> None:
     assert created(list(plan(planning.resource, before).actions)) == created(list(first))
 
 
-# --- pods that the cluster ends
+# --- disruptions
 
 
 def test_a_preempted_pod_does_not_count_against_the_budget() -> None:
@@ -231,7 +231,7 @@ def test_restarts_before_a_preemption_still_count_after_it() -> None:
     cluster.run_up()
     cluster.preempt("chat-0-1-0")
     planning.round()
-    cluster.remove("chat-0-1-0")  # The failure is in the status only.
+    cluster.remove("chat-0-1-0")  # Only the status has the failure.
     cluster.now += 10
     assert restarts(planning.round()) == ["1"]
     cluster.run_up()

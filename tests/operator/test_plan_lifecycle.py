@@ -1,4 +1,4 @@
-"""The signals by which the plan walks the engine to the wished state."""
+"""The signals by which the plan reaches the desired lifecycle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan over random histories: whatever happens on the way, it settles in the wished state."""
+"""Plans over random histories: every history settles in the desired state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIFECYCLES = st.sampled_from([each.value for each in Lifecycle])
 
 
 class RandomHistory(RuleBasedStateMachine):
-    """Rules are things that happen; the operator's own rounds are among them, carried out well or badly."""
+    """Rules are events; rounds of the operator are among them, with failing actions or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class RandomHistory(RuleBasedStateMachine):
         self.last_seen: ObservedState | None = None
         self.pods_per_group = 1
         self.surge = 0
-        """Groups that may run beyond the wished ones: none, unless the operator was shown an old picture."""
+        """Groups beyond the desired number: none, unless the operator had an outdated observation."""
 
     @initialize(replicas=st.integers(1, 3), lifecycle=LIFECYCLES, pods_per_group=st.integers(1, 2), rollout=ROLLOUTS)
     def someone_applies_a_resource(
@@ -79,7 +79,7 @@ class RandomHistory(RuleBasedStateMachine):
     @rule()
     def the_operator_restarts_without_a_status(self) -> None:
         self.obj["status"] = {}
-        self.last_seen = None  # It lists the pods anew.
+        self.last_seen = None  # It lists the pods again.
 
     def _round(self, observed: ObservedState, lost: frozenset[int], repeated: frozenset[int], order: Any) -> None:
         resource = self._resource()
@@ -101,10 +101,10 @@ class RandomHistory(RuleBasedStateMachine):
             assert observed.engine.reachable, "a signal was sent to an engine that nobody could see"
             now = (self.cluster.engine_state, self.cluster.auto_suspended)
             if now != (observed.engine.state, observed.engine.auto_suspended):
-                return  # Sent a second time: the engine has taken the first, and answers 409.
+                return  # The second of two equal signals: the engine has accepted the first, and answers 409.
         self.cluster.carry_out(action)
 
-    # --- the outside
+    # --- the cluster
 
     @rule(choice=st.integers(0, 99))
     def a_pod_gets_on(self, choice: int) -> None:
@@ -169,7 +169,7 @@ class RandomHistory(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         self.cluster.now += seconds
 
-    # --- people
+    # --- users
 
     @rule(replicas=st.integers(1, 4))
     def someone_scales(self, replicas: int) -> None:
@@ -192,7 +192,7 @@ class RandomHistory(RuleBasedStateMachine):
         self.obj["spec"] = {**self.obj["spec"], **fields}
         self.obj["metadata"]["generation"] += 1
 
-    # --- what always holds
+    # --- invariants
 
     @invariant()
     def no_forbidden_signal_was_sent(self) -> None:
@@ -210,7 +210,7 @@ class RandomHistory(RuleBasedStateMachine):
         assert len(self.cluster.selected()) <= 1 + self.surge
 
     def teardown(self) -> None:
-        """From here on nothing goes wrong any more."""
+        """From here on nothing fails."""
         self.cluster.reachable = True
         self.cluster.still.clear()
         for _ in range(ROUNDS_TO_SETTLE):
@@ -270,7 +270,7 @@ RandomHistory.TestCase.settings = settings(
 
 @pytest.mark.repetition
 class TestThePlanSettlesWhateverHappens(RandomHistory.TestCase):  # type: ignore[misc]
-    """hypothesis looks for a history that ends elsewhere."""
+    """Hypothesis searches for a history that ends elsewhere."""
 
 
 @pytest.mark.parametrize("lifecycle", list(Lifecycle))

@@ -1,4 +1,4 @@
-"""What spec.podTemplate removes from a pod, and what the cluster does not know of it."""
+"""Fields that spec.podTemplate removes from a pod, and fields unknown to the cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantities and durations as they are written in a resource."""
+"""Quantities and durations in a resource."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole rounds: look, decide, act, report."""
+"""Whole rounds: observe, plan, apply, report."""
 
 from __future__ import annotations
 

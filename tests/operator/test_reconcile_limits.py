@@ -1,4 +1,4 @@
-"""Rounds of resources that are large, that fail again and again, or whose names are taken."""
+"""Rounds of resources that are large, fail repeatedly, or have names of other owners."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_a_failing_action_does_not_delay_what_time_alone_requires() -> Non
         assert (await operating.round()).failed
     operating.cluster.fail("chat-1-0-0")
     result = await operating.round()
-    assert result.requeue_after == 10  # the back-off of the failed replica group
+    assert result.requeue_after == 10  # the backoff of the failed replica group
 
 
 async def test_a_large_resource_gets_its_pods_in_several_rounds() -> None:

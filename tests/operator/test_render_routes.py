@@ -1,4 +1,4 @@
-"""What leads clients from outside to the HTTP Service."""
+"""Objects that route external clients to the HTTP Service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts: the budget, the surge, pauses and canaries, and what a template that does not work leaves alone."""
+"""Rollouts: budget, surge, pause and canary, and templates that do not work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ready_groups(planning: Planning) -> set[int]:
 
 
 def roll(planning: Planning, rounds: int = 40) -> list[str]:
-    """Rounds in which every pod starts; the names of the deleted pods."""
+    """Rounds in which every pod starts; returns the names of the deleted pods."""
     gone: list[str] = []
     for _ in range(rounds):
         gone += deleted(planning.round())
@@ -37,7 +37,7 @@ def roll(planning: Planning, rounds: int = 40) -> list[str]:
 
 
 def fail_to_pull(planning: Planning) -> None:
-    """Every new pod waits for an image that does not exist."""
+    """Every new pod waits for a missing image."""
     for name, pod in planning.cluster.pods.items():
         if pod.phase == "Pending":
             planning.cluster.change(name, waiting=Failure("ImagePull", f"image {BAD_IMAGE}: not found"))
@@ -191,7 +191,7 @@ def test_scaling_down_removes_groups_during_a_surge() -> None:
     assert deleted(planning.round()) == ["chat-2-0-0"]
 
 
-# --- pauses and canaries
+# --- pause and canary
 
 
 def test_a_paused_rollout_replaces_nothing_until_it_is_resumed() -> None:
@@ -229,7 +229,7 @@ def test_fields_that_need_no_restart_replace_no_pods(change: dict[str, Any]) -> 
     assert roll(planning, 5) == []
 
 
-# --- the budget, whatever happens
+# --- the budget in random histories
 
 
 @pytest.mark.parametrize("seed", range(30))

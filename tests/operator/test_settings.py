@@ -1,4 +1,4 @@
-"""What the operator is told by its environment."""
+"""The settings from the operator's environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_policies_allow_the_namespace_of_the_operator_and_the_scraper() -> None:
         ("MEGATRON_METRICS_FROM", "prometheus", "'prometheus' is not such a list; set it to a JSON list of peers"),
         ("MEGATRON_FLEET_ROLLOUT_MAX_CONCURRENT", "many", "'many' is not a count; set it to a whole number like 1"),
         ("MEGATRON_METRICS_FROM", "{}", "set it to a JSON list of peers"),
-        # A peer that is empty would let everyone in.
+        # An empty peer would allow all connections.
         ("MEGATRON_METRICS_FROM", "[{}]", "set it to a JSON list of peers"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the status says in each situation."""
+"""The status in each situation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_operator.status import as_json, build_status, invalid_status, old_
 
 
 class Watching:
-    """A resource whose status is written after every look."""
+    """A resource whose status is written after every observation."""
 
     def __init__(self, **spec: Any) -> None:
         self.cluster = SimulatedCluster()
@@ -24,14 +24,14 @@ class Watching:
         self.status = MegatronInferenceStatus()
 
     def act(self) -> None:
-        """Plans and acts; the status is as it was seen before."""
+        """Plans and applies; keeps the previous status."""
         resource, observed = parsed(self.status, **self.spec), self.cluster.observed()
         self.status = build_status(resource, observed)
         for action in plan(resource, observed).actions:
             self.cluster.carry_out(action)
 
     def look(self, problems: tuple[str, ...] = ()) -> MegatronInferenceStatus:
-        """Writes the status of now."""
+        """Writes the current status."""
         self.status = build_status(parsed(self.status, **self.spec), self.cluster.observed(), problems=problems)
         return self.status
 

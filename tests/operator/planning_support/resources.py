@@ -1,4 +1,4 @@
-"""Resources as users write them, for tests."""
+"""Resources in the form that users write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_operator.status import as_json
 
 
 def resource_object(name: str = "chat", **spec: Any) -> dict[str, Any]:
-    """A small resource, with ``spec``'s fields over it."""
+    """A minimal resource with these fields of its spec."""
     return {
         "apiVersion": "inference.megatron.dev/v1alpha1",
         "kind": "MegatronInference",
@@ -20,6 +20,6 @@ def resource_object(name: str = "chat", **spec: Any) -> dict[str, Any]:
 
 
 def parsed(status: MegatronInferenceStatus | None = None, **spec: Any) -> MegatronInference:
-    """The same, parsed, with the status that it carries."""
+    """The same, parsed, with its status."""
     obj = resource_object(**spec)
     return parse_resource({**obj, "status": as_json(status) if status else {}})
