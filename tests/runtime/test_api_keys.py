@@ -1,4 +1,4 @@
-"""The file of API keys: followed while it is there, and not missed while it is not."""
+"""The file of API keys: changes take effect, and a missing file keeps the last keys."""
 
 from __future__ import annotations
 

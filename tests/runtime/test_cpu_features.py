@@ -1,4 +1,4 @@
-"""Which processors compute in bfloat16, and in tiles."""
+"""Detection of bfloat16 and tile instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Children of the launcher: what they say, how they are started again, and how they end."""
+"""Children of the launcher: their reports, restarts and ends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def task(program: str, act: str, **options: Any) -> ChildTask:
-    """A child that does as told."""
+    """A child that follows its options."""
     return ChildTask(role="dummy", module=program, options={"name": "the child", "act": act, **options})
 
 
@@ -87,7 +87,7 @@ class Reports:
         self._news.set()
 
     async def phase(self, name: str, times: int = 1) -> int:
-        """The pid in the report, once this phase was reported so often."""
+        """The pid in the report, once this phase was reported this number of times."""
         async with asyncio.timeout(30):
             while sum(report.get("phase") == name for report in self.all) < times:
                 self._news.clear()
@@ -177,7 +177,7 @@ def test_a_child_detects_a_hanging_parent_and_ignores_its_own_pauses(tmp_path: P
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
-        time.sleep(1.5)  # so that the first sign has come
+        time.sleep(1.5)  # so that the first heartbeat has arrived
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in (process.pid, child):
                 os.kill(pid, number)

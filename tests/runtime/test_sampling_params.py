@@ -1,4 +1,4 @@
-"""Sampling parameters: validated when made, named when refused, the same after a journey."""
+"""Sampling parameters: validation, errors by name, and serialization."""
 
 from __future__ import annotations
 

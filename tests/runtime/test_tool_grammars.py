@@ -1,4 +1,4 @@
-"""Grammars of calls and of thoughts: what they let through is what the readers find, with a real vocabulary."""
+"""Grammars of calls and of reasoning agree with the parsers, with a real vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUNCTIONS: dict[str, Mapping[str, Any]] = {
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 IMAGINED = "<|im_start|>"
-"""A special token of the model's, in the place of a mark."""
+"""A special token of the model, instead of a text mark."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The block allocator over random sequences of what a scheduler does."""
+"""The block allocator over random sequences of operations."""
 
 from __future__ import annotations
 

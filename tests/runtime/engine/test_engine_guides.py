@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar, whoever shares their passes and wherever they go on."""
+"""Answers match their grammar, in any batch and when they continue on another engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that skips the beginnings of prompts answers as one that computes them."""
+"""An engine with cached prefixes gives the answers of one without."""
 
 from __future__ import annotations
 

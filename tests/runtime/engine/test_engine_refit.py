@@ -1,4 +1,4 @@
-"""New weights in an engine that has requests, and memory that a suspended engine really gives back."""
+"""New weights in an engine with requests, and the memory that a suspended engine returns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12, ignore_eos=Tru
 
 @pytest.fixture
 def make_own(make_engine: MakeEngine, tiny_model: Decoder) -> MakeEngine:
-    """As ``make_engine``, but each engine has a model of its own, whose weights may be changed."""
+    """Like ``make_engine``, but each engine has a separate model, whose weights may change."""
 
     def make(weights: dict[str, Tensor] | None = None, **settings: object) -> DynamicInferenceEngine:
         engine = make_engine(**settings)
@@ -161,16 +161,16 @@ MEASURE = """
 """
 POOL = 128 * 2**20
 WEIGHTS = 4 * 2 * 11_943_936
-"""Of the 2 layers of ``large_checkpoint`` as float32; its embedding and head come on top."""
+"""Of the 2 layers of ``large_checkpoint`` as float32, without embedding and head."""
 SLACK = 16 * 2**20
 
 
 @pytest.fixture(scope="module")
 def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough that its weights are told from what a process gains and loses beside them."""
+    """Large enough to distinguish its weights from other changes of a process's memory."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("large"), hidden=1152, layers=2)
     weights = load_file(folder / "model.safetensors")
-    # Other than in memory, so that they are read into it and not mapped.
+    # Another dtype than in memory, so that they are read and not mapped.
     save_file({name: weight.bfloat16() for name, weight in weights.items()}, folder / "model.safetensors")
     return folder
 

@@ -1,4 +1,4 @@
-"""The ends of requests, their reports, and refused requests."""
+"""The end of requests, their reports, and rejected requests."""
 
 from __future__ import annotations
 

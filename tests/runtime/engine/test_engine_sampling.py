@@ -1,4 +1,4 @@
-"""What each sampling field does to whole answers, the same under pressure as in peace."""
+"""The effect of each sampling field on whole answers, alone and under load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL: dict[str, Any] = {
 
 
 def edited(logits: torch.Tensor, params: SamplingParams, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """The logits of one place after the edits, token by token as the fields are defined."""
+    """The logits of one position after the edits, by the definitions of the fields."""
     logits = logits.clone()
     counts = Counter(answer)
     for token in range(len(logits)):
@@ -44,7 +44,7 @@ def edited(logits: torch.Tensor, params: SamplingParams, prompt: list[int], answ
 
 
 def oracle(naive_logits: NaiveLogits, params: SamplingParams, count: int) -> list[int]:
-    """The likeliest tokens, everything computed afresh for each."""
+    """The most likely tokens, each from a single pass."""
     answer: list[int] = []
     while len(answer) < count:
         answer.append(int(edited(naive_logits(PROMPT + answer)[-1], params, PROMPT, answer).argmax()))
@@ -58,7 +58,7 @@ def serve(engine: DynamicInferenceEngine, params: SamplingParams) -> DynamicInfe
 def serve_under_pressure(
     make_engine: MakeEngine, params: list[SamplingParams], **settings: Any
 ) -> list[DynamicInferenceRequest]:
-    """Every request with the same prompt, prefilled in pieces, through a pool that is too small for them."""
+    """Every request with the same prompt, prefilled in chunks, in a pool that is too small for them."""
     engine = make_engine(10, max_tokens=4, max_requests=4, **settings)
     requests = [record.merge() for record in engine.generate([PROMPT] * len(params), params)]
     engine.check_integrity()

@@ -1,4 +1,4 @@
-"""Effects of settings that show only in a running engine."""
+"""Settings with an effect only in a running engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM2's greedy answers, token for token as transformers gives them, however they were scheduled."""
+"""SmolLM2's greedy answers equal those of transformers token by token, in any schedule."""
 
 from __future__ import annotations
 

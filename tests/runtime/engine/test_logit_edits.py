@@ -169,7 +169,7 @@ def test_top_k_values_are_those_of_a_sort(vocabulary: int, count: int) -> None:
 
 
 def reference(logits: torch.Tensor, temperature: float, k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """[vocab], the log probabilities after the filters, by a sort of everything in double precision."""
+    """[vocab], the log probabilities after the filters, by a full sort in double precision."""
     scaled = (logits.double() - logits.max()) / temperature
     if k:
         scaled[scaled < scaled.sort(descending=True).values[min(k, len(scaled)) - 1]] = -torch.inf

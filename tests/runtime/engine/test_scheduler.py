@@ -1,4 +1,4 @@
-"""The scheduler over random lives of requests; no tensors, no model."""
+"""The scheduler over random histories of requests; without tensors or a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sequence_of(request_id: int, prompt: int, answer: int, priority: int = 0) ->
 class RandomLives(SchedulerLives):
     """Adds, passes, aborts and suspensions in any order."""
 
-    passes_per_token = 2  # as many as computing everything one by one would take
+    passes_per_token = 2  # as many as for one request after the other
 
     @initialize(
         blocks=st.integers(4, 24),

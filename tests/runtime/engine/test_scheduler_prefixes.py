@@ -1,4 +1,4 @@
-"""Shared prefixes over random lives of requests, with hashes that collide; no tensors, no model."""
+"""Shared prefixes over random histories of requests, with hash collisions; without tensors or a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ scheduler_of = partial(scheduling.scheduler_of, policy=LRU, block_size=BLOCK, ma
 def sequence_of(
     request_id: int, prompt: list[int], answer: int = 1, *, block_size: int = BLOCK, num_hashes: int | None = None
 ) -> Sequence:
-    """With hashes that are as good as perfect, or that take only a few values."""
+    """With hashes that practically never collide, or that have only a few values."""
     hashes = []
     for end in range(block_size, len(prompt) + 1, block_size):
         perfect = hash(tuple(prompt[:end]))
@@ -33,7 +33,7 @@ def sequence_of(
 
 
 class Memory:
-    """What the KV blocks hold: for every slot the tokens that its keys and values were computed from, and when."""
+    """The contents of the KV blocks: for every slot the tokens that its keys and values were computed from, and when."""
 
     def __init__(self, block_size: int) -> None:
         self.weights = 0
@@ -58,7 +58,7 @@ class Memory:
                 self._slots[slot] = tuple(part.sequence.tokens[: position + 1]), self.weights
 
     def clear(self) -> None:
-        """The contents are lost."""
+        """Drops the contents."""
         self._slots.clear()
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def starts_of(schedule: Schedule) -> dict[int, int]:
 
 
 class RandomSharing(SchedulerLives):
-    """Adds, passes, aborts, suspensions and changes of weights in any order, over prompts that begin alike."""
+    """Submissions, passes, aborts, suspensions and weight updates in any order, over prompts with common prefixes."""
 
     passes_per_token = 3
 

@@ -1,4 +1,4 @@
-"""Small random checkpoints of every known family, written by transformers, give the logits that transformers gives."""
+"""Small random checkpoints of every family, written by transformers, have the logits of transformers."""
 
 from __future__ import annotations
 

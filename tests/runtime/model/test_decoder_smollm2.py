@@ -1,4 +1,4 @@
-"""SmolLM2's real weights: the same numbers as transformers, whatever shape the batch has."""
+"""SmolLM2's real weights have the logits of transformers, in batches of any shape."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.model
 
 CLOSE_PLAIN = {"atol": 1.5e-4, "rtol": 0.0}
-"""Logits reach 38 here, of which this is 4e-6. Beside transformers in float64, ours of plain matrices are off by 0.9e-4
-to 1.1e-4, by processor, and by 0.8e-4 even where the matrices alone are multiplied in float64; transformers' own in
-float32 by 0.9e-4 to 1.3e-4, by processor and number of threads, so that they are no yardstick for the last digit."""
+"""Logits reach 38 here, of which this is 4e-6. Compared with transformers in float64, unpacked matrices differ by
+0.9e-4 to 1.1e-4, depending on the processor, and by 0.8e-4 even with matrix products in float64. Transformers in
+float32 differs by 0.9e-4 to 1.3e-4, depending on processor and threads, so it is no reference for the last digit.
+"""
 CLOSE_PACKED = {"atol": 3e-4, "rtol": 0.0}
-"""oneDNN's kernels add in another order, as do those for a single row: ours are off by up to 2.2e-4, most of it at the
-first token."""
+"""oneDNN's kernels add in another order, as do those for a single row: the difference is up to 2.2e-4, most of it at
+the first token.
+"""
 CONTINUATION = 32
 
 
@@ -37,7 +39,7 @@ def decoder(smollm2_path: Path) -> Decoder:
 
 @pytest.fixture(scope="module")
 def plain_decoder(smollm2_path: Path) -> Decoder:
-    """The same with its matrices as they were read."""
+    """The same with unpacked matrices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "prepare", lambda _: None)
         return load_model(smollm2_path, dtype="float32")
@@ -50,7 +52,7 @@ def exact_model(reference_model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def exact_logits(exact_model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
-    """What ours in float32 would be if nothing were rounded on the way, [tokens, vocab]."""
+    """The result of float32 weights without rounding, [tokens, vocab]."""
     return logits_of(exact_model, tokens).float()
 
 

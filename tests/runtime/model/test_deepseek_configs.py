@@ -1,4 +1,4 @@
-"""What the published configurations of DeepSeek and Kimi say, and what is refused of their kind."""
+"""The published configurations of DeepSeek and Kimi, and unsupported ones of these families."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ SMALL = {
 
 
 def read_config(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    """What is made of a ``config.json`` with nothing but ``fields``."""
+    """The configuration from a ``config.json`` with only ``fields``."""
     path = folder / "config.json"
     path.write_text(json.dumps(fields))
     return hugging_face_config(path)

@@ -1,4 +1,4 @@
-"""Routers choose the experts that those of transformers choose, with the same weights."""
+"""Routers select the experts of transformers, with the same weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def randomize(router: Any) -> None:
 
 
 def per_expert(chosen: Tensor, weights: Tensor) -> Tensor:
-    """[T, experts], zero for experts that aren't chosen."""
+    """[T, experts], zero for experts that aren't selected."""
     return torch.zeros(len(chosen), EXPERTS).scatter(1, chosen, weights.float())
 
 

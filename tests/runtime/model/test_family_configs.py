@@ -1,4 +1,4 @@
-"""What the families' configurations may say, in newer and older spelling, and what is refused with which words."""
+"""The configurations of the families, in newer and older spelling, and the errors of unsupported ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GLM_4_5 = {
 
 
 def read_config(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    """What is made of a ``config.json`` with nothing but ``fields``."""
+    """The configuration from a ``config.json`` with only ``fields``."""
     path = folder / "config.json"
     path.write_text(json.dumps(fields))
     return hugging_face_config(path)

@@ -1,4 +1,4 @@
-"""GGUF files: the same model as in the folder they were made of, and errors that name the file and the mend."""
+"""GGUF files: the same model as in the original folder, and errors that name file and remedy."""
 
 from __future__ import annotations
 

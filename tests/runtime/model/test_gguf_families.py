@@ -1,4 +1,4 @@
-"""GGUF files of every known architecture, as llama.cpp's converter writes them, give the logits of transformers."""
+"""GGUF files of every architecture, as written by llama.cpp's converter, have the logits of transformers."""
 
 from __future__ import annotations
 

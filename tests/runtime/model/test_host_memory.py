@@ -1,4 +1,4 @@
-"""Memory of the host is taken so that it can be given back."""
+"""Host memory is allocated so that it can return to the system."""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ def seed() -> None:
 def attend(
     rows: Tensor, context: int, *, kind: str, known: Tensor | None = None, soft_cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What the last ``len(rows)`` tokens of a context see, and the pool; ``known`` are the keys before them."""
+    """The attention output of the last ``len(rows)`` tokens of a context, and the pool; ``known`` are the keys before
+    them.
+    """
     new, blocks = len(rows), -(-context // BLOCK)
     positions = torch.arange(context - new, context)
     table = torch.randperm(blocks + 3)[:blocks]
@@ -54,7 +56,7 @@ def attend(
 
 
 def plain(rows: Tensor, keys: Tensor, soft_cap: float | None) -> Tensor:
-    """The definition, in float64: ``keys`` are turned, and hold the values; ``rows`` are not turned yet."""
+    """The definition, in float64: ``keys`` are rotated, and contain the values; ``rows`` are not rotated yet."""
     context, new = len(keys), len(rows)
     positions = torch.arange(context - new, context)
     queries = rotate(rows[:, :-1].double(), *rotation(positions, torch.tensor([1.0, 0.1]), torch.float64))

@@ -1,4 +1,4 @@
-"""Whoever loads a model in a terminal sees how far it is, at which rate, and how it ended."""
+"""The progress bar shows progress, rate and result of loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading takes at most the memory of the model and of one shard, measured from outside Python's own accounts."""
+"""Loading needs at most the memory of the model and of one shard, as measured by the kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from megatron_runtime.parallel.layout import ParallelSizes
 MIB = 2**20
 SHARD = 20 * MIB
 SLACK = 12 * MIB
-"""For a piece of a tensor on its way, and large pages that are not full; less than a second shard, which would be seen,
-and than the holes that packed matrices would leave in the C library's heap."""
+"""For a chunk of a tensor, and large pages that are not full. Less than a second shard, and than the holes of packed
+matrices in the C library's heap.
+"""
 LARGE = {
     "vocab_size": 2000,
     "hidden_size": 512,

@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron itself wrote give the logits that Megatron itself computed."""
+"""Checkpoints that Megatron wrote have the logits that Megatron computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITERATION = "iter_0000010"
 
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
-    """The folder of a training: a configuration, the number of the latest iteration, and the folder of that."""
+    """The folder of a training: a configuration, the number of the latest iteration, and its folder."""
     shutil.unpack_archive(WRITTEN / "training.zip", tmp_path)
     return tmp_path
 

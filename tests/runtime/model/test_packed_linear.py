@@ -1,4 +1,4 @@
-"""Matrices in oneDNN's order: the same numbers, held once."""
+"""Packed matrices: the same results, stored once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that several ranks share answers as on one."""
+"""A model that several ranks divide has the answers of one rank."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., 
 
 @pytest.fixture(scope="module")
 def alone(folders: Callable[[str], Path]) -> Callable[[str, int], Answers]:
-    """What one rank answers in so many steps."""
+    """The answers of one rank over this number of steps."""
     return cache(lambda name, steps: model_scenarios.answer(folders(name), steps=steps))
 
 

@@ -1,4 +1,4 @@
-"""The preflight expects of a rank the weights that it then holds."""
+"""The preflight computes the bytes of the weights that a rank then has."""
 
 from __future__ import annotations
 

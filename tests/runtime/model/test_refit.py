@@ -1,4 +1,4 @@
-"""Other weights in a decoder that is in use: all of them or none, wherever they come from."""
+"""New weights in a decoder in use: all or none, from any source."""
 
 from __future__ import annotations
 

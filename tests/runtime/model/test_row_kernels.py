@@ -1,4 +1,4 @@
-"""Kernels over rows: what PyTorch's operators give, and the same bits for a row in any company."""
+"""Kernels over rows: the results of PyTorch's operators, with the same bits for a row in any batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def random_rows(count: int, dtype: torch.dtype) -> Tensor:
 @TYPES
 def test_a_kernel_computes_its_formula(kernel: Rows, plain: Rows, dtype: torch.dtype) -> None:
     rows = random_rows(7, dtype)
-    # A bfloat16 that lies in the middle of two may go either way.
+    # A value in the middle of two bfloat16 values may be rounded to either.
     close = {"atol": 2e-5, "rtol": 1e-6} if dtype is torch.float32 else {"atol": 0.0, "rtol": 2**-7}
     torch.testing.assert_close(kernel(rows).double(), plain(rows), **close)
 

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint folder is said with the file, what was found, what was expected and the remedy."""
+"""Errors in a checkpoint folder are reported with the file, the actual and expected value, and the remedy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 
 
 def complaint(folder: Path) -> str:
-    """What both ways to open the checkpoint say about it."""
+    """The errors of both ways to open the checkpoint."""
     with pytest.raises(CheckpointError) as inspected:
         inspect_checkpoint(folder)
     with pytest.raises(CheckpointError) as loaded:

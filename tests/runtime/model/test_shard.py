@@ -1,4 +1,4 @@
-"""Which part of a model each rank has, and which divisions are refused."""
+"""The part of a model on each rank, and unsupported divisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threads of our own kernels and of PyTorch are the same, and as many as the user wants."""
+"""Compiled kernels and PyTorch use the same threads, and the number that the user sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers of other families in GGUF files, against what transformers builds from the same file."""
+"""Tokenizers of other families in GGUF files, compared with those of transformers for the same file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train_bytes() -> tuple[list[str], list[str]]:
 
 
 def write(path: Path, change: Callable[[GGUFWriter], None], pre: str | None = "llama-bpe") -> Path:
-    """A GGUF file with a tokenizer and nothing else; ``change`` adds the keys under test."""
+    """A GGUF file with only a tokenizer; ``change`` adds the tested keys."""
     tokens, merges = train_bytes()
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
@@ -69,7 +69,7 @@ def reference(path: Path) -> Any:
 def test_each_kind_cuts_the_mixed_text_as_transformers_does(pre: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", ends, pre)
     ours, theirs = load_tokenizer(path), reference(path)
-    # Left at their defaults by transformers' reader; these are what the families' tokenizer.json files say.
+    # Defaults in transformers' reader; these are the values of the families' tokenizer.json files.
     theirs.backend_tokenizer.model.ignore_merges = pre in ("llama-bpe", "tekken")
     for line in MIXED.split("\n"):
         text = unicodedata.normalize("NFC", line) if pre == "qwen2" else line
@@ -183,6 +183,6 @@ def test_an_unknown_kind_of_tokenizer_is_refused_with_the_known_ones(tmp_path: P
 
 
 def test_text_after_a_special_token_begins_with_a_space_again_as_in_llama_2(tmp_path: Path) -> None:
-    """Its published tokenizer.json and llama.cpp do so; transformers' own class, no longer ``legacy``, does not."""
+    """As in its published tokenizer.json and llama.cpp; transformers' own class, no longer ``legacy``, differs."""
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "model.gguf"))
     assert tokenizer.tokenize("</s>the") == [2, *tokenizer.tokenize("the")]

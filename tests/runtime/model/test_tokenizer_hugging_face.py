@@ -1,4 +1,4 @@
-"""Tokenizers in Hugging Face folders, and what the files beside tokenizer.json add."""
+"""Tokenizers in Hugging Face folders, and the effect of the files beside tokenizer.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "hello <b> & 'é'"}]
 
 
 def train(byte_level: bool = True) -> Backend:
-    """A tiny tokenizer: byte-level BPE, or SentencePiece's kind with bytes to fall back on."""
+    """A tiny tokenizer: byte-level BPE, or SentencePiece with byte fallback."""
     if byte_level:
         backend = Backend(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

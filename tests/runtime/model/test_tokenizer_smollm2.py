@@ -1,4 +1,4 @@
-"""SmolLM2's tokenizer, built from the GGUF alone, against transformers: see ``reference_tokenizer`` for which."""
+"""SmolLM2's tokenizer from the GGUF alone, compared with ``reference_tokenizer``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's ``torch_dist`` folders, written by torch.distributed.checkpoint: the same model, and nothing executed."""
+"""Megatron's ``torch_dist`` folders, written by torch.distributed.checkpoint: the same model, without executing code."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_two_ranks_is_joined(
 
 
 class Intruder:
-    """What a pickle would have the reader do."""
+    """A pickle that executes code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

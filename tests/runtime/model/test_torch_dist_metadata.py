@@ -1,4 +1,4 @@
-"""The metadata of a torch_dist folder is read whoever wrote it, and nothing that it asks for is executed."""
+"""The metadata of a torch_dist folder is read for every writer, without executing code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same_tensors(folder: Path) -> None:
 
 
 class Intruder:
-    """What a pickle would have the reader do."""
+    """A pickle that executes code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Connections between ranks, at a port that anybody can reach."""
+"""Connections between ranks, at a port that others can reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken connections that a rank is told of although it waits for something else."""
+"""A rank detects broken connections while it waits for something else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ends() -> Iterator[Ends]:
 
 
 def reset(end: socket.socket) -> None:
-    """As the kernel of a host does that knows nothing of the connection any more."""
+    """Like the kernel of a host that has lost the state of the connection."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     end.close()
 

@@ -1,4 +1,4 @@
-"""Who is who among the ranks."""
+"""The layout of the ranks."""
 
 from __future__ import annotations
 

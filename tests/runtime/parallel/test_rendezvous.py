@@ -1,4 +1,4 @@
-"""Where the ranks of a replica find each other."""
+"""The rendezvous of the ranks of a replica group."""
 
 from __future__ import annotations
 

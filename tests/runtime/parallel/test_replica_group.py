@@ -1,4 +1,4 @@
-"""What the ranks of a replica say to each other, in real processes over gloo."""
+"""Communication between the ranks of a replica group, in real processes over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small real checkpoint that loads at once: a random model of two layers, and a tokenizer of bytes."""
+"""A small random checkpoint that loads at once, with a byte-level tokenizer."""
 
 from __future__ import annotations
 
