@@ -16,6 +16,7 @@ from megatron_runtime.data_parallel_inference_coordinator import DataParallelInf
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from megatron_runtime.sampling_params import SamplingParams
 
 COORDINATOR = [
     "data_parallel_size",
@@ -51,6 +52,35 @@ def test_the_llm_classes_have_their_methods_and_parameters(kind: type) -> None:
         assert name not in LIFECYCLE or parameters(method) == []
     for name in ("engine", "context", "controller", "is_primary_rank"):
         assert isinstance(getattr(kind, name), property)
+
+
+def test_sampling_params_have_the_positional_order_of_megatron() -> None:
+    params = SamplingParams(
+        0.5, 7, 0.9, True, True, False, 20, None, 5, 3, None, True, ["end"], True, True, True, 2, False
+    )
+    given = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "return_log_probs": True,
+        "skip_prompt_log_probs": True,
+        "return_segments": False,
+        "num_tokens_to_generate": 20,
+        "num_tokens_total": None,
+        "termination_id": 5,
+        "top_n_logprobs": 3,
+        "return_prompt_top_n_logprobs": False,
+        "add_BOS": True,
+        "stop_words": ["end"],
+        "detokenize_stop_sequence": True,
+        "return_prompt_tokens": True,
+        "streaming": True,
+        "streaming_interval": 2,
+        "do_kv_handoff": False,
+    }
+    assert {name: getattr(params, name) for name in given} == given
+    params.add_attributes({"temperature": 0.0, "top_k": 1})
+    assert (params.temperature, params.top_k, params.top_p) == (0.0, 1, 0.9)
 
 
 def test_the_serve_config_has_its_defaults() -> None:

@@ -27,7 +27,8 @@ _UNAVAILABLE = {
 class SamplingParams:
     """How the tokens of one answer are sampled, when it ends and what is reported.
 
-    The fields of HTTP requests take their ranges from here.
+    The fields of HTTP requests take their ranges from here. The fields up to ``do_kv_handoff`` have the order of
+    Megatron's class.
 
     Raises:
         InvalidRequestError: A value out of its range, naming field, value and range.
@@ -39,6 +40,36 @@ class SamplingParams:
     """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
     top_p: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Keep the fewest most likely tokens that together have this probability; 0 and 1 keep all."""
+    return_log_probs: bool = False
+    """Reports the log probability of every token."""
+    skip_prompt_log_probs: bool = False
+    """Leaves the prompt's tokens out of the log probabilities."""
+    return_segments: bool = False
+    """Only False: texts of single tokens are not reported; ``top_n_logprobs`` has those of the most likely."""
+    num_tokens_to_generate: Annotated[int | None, Range(0)] = None
+    """Most tokens to generate; None means as many as the engine's sequence length leaves. 0 only scores the prompt."""
+    num_tokens_total: Annotated[int | None, Range(1)] = None
+    """Most tokens of prompt and answer together; excludes ``num_tokens_to_generate``."""
+    termination_id: Annotated[int | None, Range(-1)] = None
+    """A token that ends the answer, instead of the tokenizer's own; -1 means none."""
+    top_n_logprobs: Annotated[int, Range(0)] = 0
+    """With ``return_log_probs``, also reports this many of the most likely tokens per position."""
+    return_prompt_top_n_logprobs: bool | None = None
+    """Whether these are reported for the prompt too. Leave it out: it follows from ``skip_prompt_log_probs``."""
+    add_BOS: bool = False  # noqa: N815 - the name that Megatron's users know
+    """Puts the tokenizer's start token before a prompt that is given as text."""
+    stop_words: list[str] | None = None
+    """Texts that end the answer wherever they appear in it."""
+    detokenize_stop_sequence: bool = False
+    """Keeps the stop text, or the text of the token that ended the answer, in the generated text."""
+    return_prompt_tokens: bool = False
+    """Sends the prompt's tokens back with the reply."""
+    streaming: bool = False
+    """Reports tokens as they are generated."""
+    streaming_interval: Annotated[int, Range(1)] = 1
+    """With ``streaming``, reports at least this many tokens at a time."""
+    do_kv_handoff: bool = False
+    """Only False: prompts and answers are computed by the same engine, which has no keys and values to hand over."""
     min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Keep tokens whose probability is at least this fraction of the highest; 0 keeps all."""
     top_n_sigma: Annotated[float, Range(0.0)] = 0.0
@@ -57,48 +88,18 @@ class SamplingParams:
     """Answers per prompt of ``generate``, one request each, as ``samples`` says."""
     seed: Annotated[int | None, Range(0, SEEDS - 1)] = None
     """Determines the noise; with None the engine chooses a seed when the request is submitted."""
-    num_tokens_to_generate: Annotated[int | None, Range(0)] = None
-    """Most tokens to generate; None means as many as the engine's sequence length leaves. 0 only scores the prompt."""
-    num_tokens_total: Annotated[int | None, Range(1)] = None
-    """Most tokens of prompt and answer together; excludes ``num_tokens_to_generate``."""
     min_tokens: Annotated[int, Range(0)] = 0
     """Least tokens of the answer; only its length limit may end it earlier. Stop texts before are ignored."""
     bad_words: list[str] | None = None
     """Texts that the answer must not contain, each a token sequence: the token that would complete one is excluded."""
     grammar: str | None = None
     """The answer's grammar; ``megatron_runtime.guides`` makes one of a JSON schema, regex, choices or Lark."""
-    termination_id: Annotated[int | None, Range(-1)] = None
-    """A token that ends the answer, instead of the tokenizer's own; -1 means none."""
     ignore_eos: bool = False
     """Continue after the tokenizer's end token."""
-    stop_words: list[str] | None = None
-    """Texts that end the answer wherever they appear in it."""
     stop: list[str] | None = None
     """Another name of ``stop_words``."""
     stop_token_ids: list[int] | None = None
     """Further tokens that end the answer, also with ``ignore_eos``."""
-    detokenize_stop_sequence: bool = False
-    """Keeps the stop text, or the text of the token that ended the answer, in the generated text."""
-    return_log_probs: bool = False
-    """Reports the log probability of every token."""
-    skip_prompt_log_probs: bool = False
-    """Leaves the prompt's tokens out of the log probabilities."""
-    top_n_logprobs: Annotated[int, Range(0)] = 0
-    """With ``return_log_probs``, also reports this many of the most likely tokens per position."""
-    return_prompt_top_n_logprobs: bool | None = None
-    """Whether these are reported for the prompt too. Leave it out: it follows from ``skip_prompt_log_probs``."""
-    add_BOS: bool = False  # noqa: N815 - the name that Megatron's users know
-    """Puts the tokenizer's start token before a prompt that is given as text."""
-    return_prompt_tokens: bool = False
-    """Sends the prompt's tokens back with the reply."""
-    streaming: bool = False
-    """Reports tokens as they are generated."""
-    streaming_interval: Annotated[int, Range(1)] = 1
-    """With ``streaming``, reports at least this many tokens at a time."""
-    return_segments: bool = False
-    """Only False: texts of single tokens are not reported; ``top_n_logprobs`` has those of the most likely."""
-    do_kv_handoff: bool = False
-    """Only False: prompts and answers are computed by the same engine, which has no keys and values to hand over."""
 
     def __post_init__(self) -> None:
         self._join_stop_names(self.stop, self.stop_words)

@@ -33,7 +33,7 @@ def sequence_of(
 
 
 class Memory:
-    """The contents of the KV blocks: for every slot the tokens that its keys and values were computed from, and when."""
+    """The contents of the KV blocks: for each slot the tokens that its keys and values were computed from, and when."""
 
     def __init__(self, block_size: int) -> None:
         self.weights = 0

@@ -1,4 +1,4 @@
-"""Megatron's ``torch_dist`` folders, written by torch.distributed.checkpoint: the same model, without executing code."""
+"""Megatron's ``torch_dist`` folders, written by torch.distributed.checkpoint: the same model, no code executed."""
 
 from __future__ import annotations
 
