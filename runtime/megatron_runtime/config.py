@@ -110,7 +110,7 @@ class InferenceConfig(UnavailableSettings):
     """Never computes logits of prompts, and fails requests with log probabilities of them. Otherwise only the requested
     ones are computed."""
     static_kv_memory_pointers: bool = False
-    """Requires that the KV cache keeps its address during a suspension, which only PERSIST does."""
+    """Requires that the KV cache keeps its address during a suspension, which only PERSIST supports."""
     sampling_backend: str = "torch"
     """"torch"; "flashinfer" logs a warning and is replaced by it."""
     logging_step_interval: int = 0

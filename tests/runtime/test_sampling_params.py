@@ -70,9 +70,9 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> N
     [
         ([1], "must map"),
         (7, "must map"),
-        ({-1: 1.0}, "-1 is no token id"),
-        ({"x": 1.0}, "'x' is no token id"),
-        ({True: 1.0}, "True is no token id"),
+        ({-1: 1.0}, "-1 is not a token id"),
+        ({"x": 1.0}, "'x' is not a token id"),
+        ({True: 1.0}, "True is not a token id"),
         ({3: 101}, "101 for token 3"),
         ({3: math.nan}, "nan for token 3"),
         ({3: "1"}, "'1' for token 3"),

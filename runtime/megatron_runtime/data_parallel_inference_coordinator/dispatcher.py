@@ -21,9 +21,9 @@ LINGER_SECONDS = 30.0
 """Time for which a request with a name-based UUID is kept after its client was lost: any client that knows the name may
 submit it again."""
 MAX_LOSSES = 10
-"""A request fails after so many of its engines were lost: it counts as the cause of the losses."""
+"""A request fails after this number of its engines were lost, because it is then the likely cause of the losses."""
 FAILURE_WEIGHT = 4
-"""An engine that failed in a step counts as so many lost engines."""
+"""An engine that failed in a step counts as this number of lost engines."""
 
 
 class Dispatcher:

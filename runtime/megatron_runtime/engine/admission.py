@@ -77,7 +77,8 @@ class Admission:
             )
         self._require_known(params.logit_bias or ())
         if params.grammar is not None:
-            from megatron_runtime.guides import check_grammar  # not above: most services are never asked for any
+            # Imported here, because most services never use a grammar.
+            from megatron_runtime.guides import check_grammar
 
             check_grammar(params.grammar)
         tokens = self._prompt_tokens(prompt, params)
@@ -110,7 +111,7 @@ class Admission:
         for token in biased:
             if token >= self._vocab_size:
                 raise InvalidRequestError(
-                    f"logit_bias: {token} is no token id; the model has 0 to {self._vocab_size - 1}",
+                    f"logit_bias: {token} is not a token id; the model has 0 to {self._vocab_size - 1}",
                     field="logit_bias",
                 )
 

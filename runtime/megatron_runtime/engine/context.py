@@ -27,7 +27,7 @@ from megatron_runtime.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class LogProbRows:
-    """The log probabilities that a step reports: P of them, over L rows of logits and S sampled tokens."""
+    """The log probabilities that a step reports: P values over L rows of logits and S sampled tokens."""
 
     rows: Tensor
     """int64 [P], rows of the logits."""
@@ -38,9 +38,9 @@ class LogProbRows:
     top_n: int
     """Most tokens of a top-n list."""
     drawn: Tensor | None = None
-    """int64 [D], those of the P that are of the sampled distribution; None if all are of the model."""
+    """int64 [D], the indices of those that are of the sampled distribution; None if all are of the model."""
     rules: SamplingRules | None = None
-    """The sampling rules of the D."""
+    """The sampling rules of these D values."""
 
 
 class DynamicInferenceContext:
@@ -192,7 +192,7 @@ class DynamicInferenceContext:
         )
 
     def _drawn(self, slices: Slices[SequenceSlice]) -> tuple[Tensor | None, SamplingRules | None]:
-        """Those of the log probabilities that are of the sampled distribution, and its sampling rules."""
+        """The log probabilities that are of the sampled distribution, and their sampling rules."""
         if self.config.logprobs_mode == "raw_logprobs":
             return None, None
         drawn: list[int] = []

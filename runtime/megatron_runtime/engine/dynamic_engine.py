@@ -30,7 +30,7 @@ from megatron_runtime.inference_request import (
 )
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.host_memory import return_freed_memory
-from megatron_runtime.model.refit import Weights, bring_weights_back, offload_weights, update_weights
+from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
@@ -232,7 +232,7 @@ class DynamicInferenceEngine(RunningEngine):
         if not self.is_suspended:
             return
         if self.config.offload_weights:
-            bring_weights_back(self.controller.model, self.context.device)
+            restore_weights(self.controller.model, self.context.device)
         self.context.kv_cache.restore()
         self.is_suspended = False
         self._note_change()

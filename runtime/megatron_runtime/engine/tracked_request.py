@@ -77,7 +77,7 @@ class TrackedRequest:
         return self.record[-1]
 
     def begin(self, sequence: Sequence) -> FinishReason | None:
-        """Start with a sequence, which may have generated tokens; returns the reason if these end the request."""
+        """Start with a sequence, which may have generated tokens. Returns the finish reason if these end it."""
         self.sequence = sequence
         generated = sequence.tokens[sequence.prompt_length :]
         self._num_emitted = len(generated)

@@ -210,7 +210,7 @@ class InferenceClient(ControlCalls):
     # The coordinator
 
     def shutdown_coordinator(self) -> None:
-        """End the coordinator process; engines go on."""
+        """End the coordinator process. The engines keep running."""
         self._require_started()
         self._requests.flush()
         self._dealer.send(Headers.SHUTDOWN)
@@ -225,7 +225,7 @@ class InferenceClient(ControlCalls):
         return self._loop
 
     def _connect_with_inference_coordinator(self) -> None:
-        """Introduce this client, after each (re-)connection, since the coordinator may be another process."""
+        """Introduce this client after each (re-)connection, because the coordinator may be another process."""
         self._hello += 1
         self._dealer.send(Headers.CONNECT, self._hello)
 

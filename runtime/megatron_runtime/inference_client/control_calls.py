@@ -48,7 +48,7 @@ class ControlCalls(ABC):
     def resume_engines(self, timeout: float | None = None) -> Awaitable[None]:
         """SUSPENDED -> PAUSED: engines allocate their memory again; otherwise as `pause_engines`.
 
-        After a suspension that paused a running service it goes on to RUNNING, unless the client has
+        After a suspension that paused a running service, the service continues to RUNNING, unless the client has
         ``strict_signals``.
         """
         return self._send_signal_to_engines(Headers.RESUME, timeout)

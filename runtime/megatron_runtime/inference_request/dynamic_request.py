@@ -169,7 +169,7 @@ class DynamicInferenceRequest(InferenceRequest):
         return self.add_event(DynamicInferenceEventType.PAUSE)
 
     def add_event_evict(self) -> DynamicInferenceEvent:
-        """The request lost its cache and waits to be computed again."""
+        """The request lost its cache and waits to be recomputed."""
         return self.add_event(DynamicInferenceEventType.EVICT)
 
     def add_event_finish(self) -> DynamicInferenceEvent:

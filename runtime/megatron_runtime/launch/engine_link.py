@@ -81,7 +81,7 @@ class EngineLink:
         was_suspended = self._auto_suspend is not None and self._auto_suspend.override()
         self._state.update(auto_suspended=False)
         if was_suspended and signal is Headers.SUSPEND and self.target is CoordinatorState.SUSPENDED:
-            return  # the engines are suspended already, and stay so
+            return  # The engines are suspended already, and stay suspended.
         await self._send_signal(signal, timeout=timeout, wait=wait)
 
     async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:

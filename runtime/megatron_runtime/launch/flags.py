@@ -41,7 +41,7 @@ class EngineFlags:
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
     max_sequence_length: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each layer.")] = EngineOptions.tensor_parallel
-    pipeline_parallel: Annotated[int, typer.Option(help="Stages that the layers are spread over.")] = (
+    pipeline_parallel: Annotated[int, typer.Option(help="Stages that the layers are divided into.")] = (
         EngineOptions.pipeline_parallel
     )
     expert_parallel: Annotated[int, typer.Option(help="Parts that the experts of a layer are divided into.")] = (

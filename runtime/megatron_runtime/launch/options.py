@@ -80,7 +80,7 @@ class EngineOptions:
 
     @property
     def ranks_per_replica_group(self) -> int:
-        """Ranks that hold one copy of the model, as `ParallelSizes.ranks_per_replica_group` counts them."""
+        """Ranks of one replica group, as in `ParallelSizes.ranks_per_replica_group`."""
         return max(self.tensor_parallel, self.expert_parallel) * self.pipeline_parallel
 
 

@@ -16,9 +16,9 @@ from megatron_runtime.processes.replica_group_supervisor import ReplicaGroupSupe
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
 
 DRAIN_GRACE = 3.0
-"""Seconds beyond the time to drain before a rank is killed; it stops computing by itself before."""
+"""Seconds beyond the drain time after which a rank is killed. A rank stops computing at the end of the drain time."""
 FOLLOWER_GRACE = 10.0
-"""The same for ranks whose first rank, in another pod, releases them after its drain."""
+"""The same for ranks whose first rank is in another pod, which releases them after its drain."""
 
 
 class PodRanks:
@@ -41,7 +41,7 @@ class PodRanks:
         self._state = state
         self._on_end = on_end
         self._on_change = on_change
-        # Ranks that are started again can't meet those of other pods, which are at their end too.
+        # Restarted ranks could not join those of the other pods, which end too.
         self._budget = RestartBudget(
             0 if options.spans_pods else options.max_restarts, reset_after=options.restart_reset_after
         )
@@ -54,7 +54,7 @@ class PodRanks:
         return sum(supervisor.restarts for supervisor in self._supervisors.values())
 
     def start(self, plan: PendingPlan, *, key: str | None) -> None:
-        """Starts all ranks of this pod: they import what they need, and load once there is the ``plan``."""
+        """Start all ranks of this pod: they import their modules, and load the checkpoint once ``plan`` is ready."""
         first, size = first_rank(self._options), self._options.local_ranks_per_replica_group
         for start in range(first, first + self._options.local_ranks, size):
             ranks = range(start, start + size)
@@ -68,7 +68,7 @@ class PodRanks:
             self._lives.append(asyncio.create_task(self._live(ranks)))
 
     async def drain(self, timeout: float) -> None:
-        """Has the engines finish what they have; kills what is left after ``timeout`` seconds and a little."""
+        """Let the engines finish their requests; kills the remaining ranks some time after ``timeout`` seconds."""
         for supervisor in self._supervisors.values():
             supervisor.release()
             supervisor.send_signal(signal.SIGTERM)

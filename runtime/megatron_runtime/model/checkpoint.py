@@ -115,7 +115,7 @@ def _limit_length(config: ModelConfig, max_sequence_length: int) -> ModelConfig:
     if not 1 <= max_sequence_length <= config.max_position_embeddings:
         raise ConfigurationError(
             f"max_sequence_length is {max_sequence_length}, expected 1 to {config.max_position_embeddings}, "
-            "the length that the model was made for",
+            "the maximum length of the model",
             field="max_sequence_length",
         )
     return replace(config, max_position_embeddings=max_sequence_length)

@@ -105,8 +105,8 @@ class Decoder(nn.Module):
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
             row_kernels.prepare(self.dtype)
 
-    def become(self, other: Decoder) -> None:
-        """Replace the contents by those of the other decoder, which must not be used afterwards."""
+    def replace_with(self, other: Decoder) -> None:
+        """Replace the contents by those of another decoder, which must not be used afterwards."""
         vars(self).clear()
         vars(self).update(vars(other))
 

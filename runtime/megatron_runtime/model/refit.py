@@ -74,7 +74,7 @@ def update_weights(model: Decoder, weights: Weights) -> None:
     if model.device.type in ("cpu", "meta"):
         if model.is_packed or model.device.type == "meta":
             fresh.prepare()
-        model.become(fresh.eval())
+        model.replace_with(fresh.eval())
     else:
         model.copy_from(fresh)
 
@@ -90,10 +90,10 @@ def offload_weights(model: Decoder) -> None:
     elif model.origin is not None:
         released = Decoder(model.config, dtype=model.dtype, device="meta", ranks=model.ranks)
         released.origin, released.positions = model.origin, model.positions
-        model.become(released)
+        model.replace_with(released)
 
 
-def bring_weights_back(model: Decoder, device: torch.device) -> None:
+def restore_weights(model: Decoder, device: torch.device) -> None:
     """Undo `offload_weights`.
 
     Raises:
@@ -105,7 +105,7 @@ def bring_weights_back(model: Decoder, device: torch.device) -> None:
     assert model.origin is not None
     if not model.origin.is_unchanged():
         raise CheckpointError(
-            f"{model.origin.path}: changed since its weights were released. Load what is there now with update_weights"
+            f"{model.origin.path}: changed since its weights were released. Load the new files with update_weights"
         )
     update_weights(model, model.origin.path)
 

@@ -20,7 +20,7 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
-        return _stretch_slow_frequencies(frequencies, scaling)
+        return _scale_low_frequencies(frequencies, scaling)
     if scaling.kind == "yarn":
         return _blend_by_channel(frequencies, config.rope_theta, scaling)
     if scaling.kind == "longrope":
@@ -42,7 +42,7 @@ def _plain_frequencies(config: ModelConfig, theta: float) -> Tensor:
     return 1.0 / (theta**exponents)
 
 
-def _stretch_slow_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def _scale_low_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1's scaling: low frequencies are divided by the factor, high ones are kept, those between are
     interpolated.
     """

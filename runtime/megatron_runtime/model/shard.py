@@ -159,7 +159,7 @@ class Shard:
         if sizes.stage_layers and sum(sizes.stage_layers) != layers:
             raise ConfigurationError(
                 f"stage_layers are {list(sizes.stage_layers)}, {sum(sizes.stage_layers)} layers together, but the "
-                f"model has {layers}; make them so many",
+                f"model has {layers}; change their sum to that number",
                 field="stage_layers",
             )
 

@@ -23,7 +23,7 @@ COMPUTING = "computing"
 _PAUSE = 0.5
 _FOREVER = timedelta(days=365)
 _CLOSED = "closed"
-_EVERYBODY = "-"
+_NONE_LOST = "-"
 
 
 class FailureDetector:
@@ -118,7 +118,7 @@ class FailureDetector:
         for rank in self._others:
             self.store.set(_call(rank), "")
         missing = self._unanswered() if known is None else known
-        self.store.set("verdict", ",".join(map(str, missing)) or _EVERYBODY)
+        self.store.set("verdict", ",".join(map(str, missing)) or _NONE_LOST)
         return missing
 
     def _unanswered(self) -> list[int]:
@@ -154,7 +154,7 @@ def _call(rank: int) -> str:
 
 
 def _read(verdict: str) -> list[int]:
-    return [] if verdict == _EVERYBODY else [int(rank) for rank in verdict.split(",")]
+    return [] if verdict == _NONE_LOST else [int(rank) for rank in verdict.split(",")]
 
 
 def _full_name(me: RankPosition, rank: int) -> str:

@@ -77,7 +77,7 @@ def replica_group_of_world(
     """
     if not dist.is_initialized() and sizes.world_size > 1:
         raise ConfigurationError(
-            f"{sizes.world_size} ranks are asked for, but torch.distributed has no world; call init_process_group on "
+            f"{sizes.world_size} ranks are configured, but torch.distributed has no world; call init_process_group on "
             "every rank before, as torchrun's programs do",
             field="world_size",
         )

@@ -85,7 +85,7 @@ class ParallelSizes:
         if world_size != self.world_size:
             raise ConfigurationError(
                 f"the world has {world_size} ranks, but {self.factors} x data {self.data} need {self.world_size}; "
-                "start as many, or change a size",
+                "start that number of ranks, or change a size",
                 field="world_size",
             )
 

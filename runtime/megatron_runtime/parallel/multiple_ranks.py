@@ -23,7 +23,7 @@ from megatron_runtime.parallel.link_watch import LinkWatch
 
 T = TypeVar("T")
 
-_CARD = 512
+_CONTRIBUTION = 512
 """Bytes that each rank contributes to a synchronization."""
 
 
@@ -46,7 +46,7 @@ class ProcessGroups:
 
 
 class MultipleRanks:
-    """The `Ranks` of a replica group with several; created by `join_replica_group` or `replica_group_of_world`.
+    """The `Ranks` of a replica group with several ranks; created by `join_replica_group` or `replica_group_of_world`.
 
     Args:
         position: The place of this rank.
@@ -83,7 +83,7 @@ class MultipleRanks:
         if position.stage_peers != position.tensor_peers:
             self._expert_exchange = self._open_exchange("expert-exchange", position.stage_peers, address)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        self._meetings = 0
+        self._synchronizations = 0
         self._closed = False
         self._watch: LinkWatch | None = None
 
@@ -105,16 +105,18 @@ class MultipleRanks:
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
         """As in Ranks."""
-        self._meet(f"barrier {name}", b"", timeout)
+        self._synchronize(f"barrier {name}", b"", timeout)
 
     def least(self, number: int) -> int:
         """As in Ranks."""
-        return min(int(card) for card in self._meet("finding the least number", str(number).encode()))
+        return min(
+            int(contribution) for contribution in self._synchronize("finding the least number", str(number).encode())
+        )
 
     def first_error(self, error: str | None, timeout: float | None = None) -> str | None:
         """As in Ranks; a long error is truncated."""
-        cards = self._meet("sharing errors", (error or "").encode(), timeout)
-        return next((card.decode(errors="ignore") for card in cards if card), None)
+        contributions = self._synchronize("sharing errors", (error or "").encode(), timeout)
+        return next((contribution.decode(errors="ignore") for contribution in contributions if contribution), None)
 
     def sum(self, part: Tensor) -> Tensor:
         """As in Ranks.
@@ -238,40 +240,42 @@ class MultipleRanks:
         while len(self._sent) > self.position.sizes.pipeline:
             self._sent.popleft()[0].wait()
 
-    def _meet(self, doing: str, card: bytes, timeout: float | None = None) -> list[bytes]:
+    def _synchronize(self, doing: str, contribution: bytes, timeout: float | None = None) -> list[bytes]:
         """The contributions of all ranks, by rank. Each rank first leaves a note in the store, so that missing ones can
         be named.
         """
-        self._meetings += 1
-        prefix, seconds = f"meeting/{self._meetings}/", self._timeout if timeout is None else timeout
+        self._synchronizations += 1
+        prefix, seconds = f"synchronization/{self._synchronizations}/", self._timeout if timeout is None else timeout
         self._failure_detector.doing = f"in {doing}"
         try:
             self._failure_detector.store.set(prefix + str(self.position.rank), "")
-            cards = self._swap_cards(doing.encode() + b"\0" + card, time.monotonic() + seconds)
+            contributions = self._exchange_contributions(
+                doing.encode() + b"\0" + contribution, time.monotonic() + seconds
+            )
         except RuntimeError as error:
             what = f"{doing}, for up to {seconds:g} s"
             raise self._failure_detector.lost(what, error, self._absent(prefix) or None) from error
         finally:
             self._failure_detector.doing = COMPUTING
-        meetings = [card.partition(b"\0") for card in cards]
-        for rank, (meeting, _, _) in enumerate(meetings):
-            if meeting != meetings[self.position.rank][0]:
-                raise LockStepError(f"{self.position} is at {doing}, but rank {rank} at {meeting.decode()}")
-        return [brought for _, _, brought in meetings]
+        operations = [contribution.partition(b"\0") for contribution in contributions]
+        for rank, (operation, _, _) in enumerate(operations):
+            if operation != operations[self.position.rank][0]:
+                raise LockStepError(f"{self.position} is at {doing}, but rank {rank} at {operation.decode()}")
+        return [brought for _, _, brought in operations]
 
-    def _swap_cards(self, card: bytes, deadline: float) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(card[:_CARD].ljust(_CARD, b"\0")), dtype=torch.uint8)
-        cards = {rank: torch.empty_like(mine) for rank in self._others}
+    def _exchange_contributions(self, contribution: bytes, deadline: float) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(contribution[:_CONTRIBUTION].ljust(_CONTRIBUTION, b"\0")), dtype=torch.uint8)
+        contributions = {rank: torch.empty_like(mine) for rank in self._others}
         works = [
             work(tensor, self._groups.first + rank, self._groups.control)
-            for work, tensors in ((dist.isend, dict.fromkeys(self._others, mine)), (dist.irecv, cards))
+            for work, tensors in ((dist.isend, dict.fromkeys(self._others, mine)), (dist.irecv, contributions))
             for rank, tensor in tensors.items()
         ]
         for work in works:
             assert work is not None
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        cards[self.position.rank] = mine
-        return [cards[rank].numpy().tobytes().rstrip(b"\0") for rank in sorted(cards)]
+        contributions[self.position.rank] = mine
+        return [contributions[rank].numpy().tobytes().rstrip(b"\0") for rank in sorted(contributions)]
 
     def _absent(self, prefix: str) -> list[int]:
         """The ranks without a note."""

@@ -16,7 +16,7 @@ from megatron_runtime.parallel.layout import RankPosition
 _PAUSE = 0.2
 _GRACE = 5.0
 """Seconds that the first rank's timeout may be later than this rank's."""
-_MISSING, _NOBODY = "missing", "nobody"
+_MISSING, _NONE = "missing", "none"
 _ATTEMPT = 15.0
 """Interval in which a connection is retried. For its log, torch resolves the names of addresses, and a lost answer
 takes 5 seconds.
@@ -61,9 +61,9 @@ class Rendezvous:
         """Wait until every rank has joined. Raises LostRankError with the missing ranks after ``timeout`` seconds."""
         position = self._position
         where = f"{position}: rendezvous at {self.address}"
-        meeting = StoreBarrier(position.rank, position.sizes.ranks_per_replica_group, where, timeout)
-        store = meeting.reach(lambda patience: self._connect(patience, timeout))
-        meeting.await_all(store)
+        barrier = StoreBarrier(position.rank, position.sizes.ranks_per_replica_group, where, timeout)
+        store = barrier.reach(lambda patience: self._connect(patience, timeout))
+        barrier.await_all(store)
         return store
 
     def _connect(self, patience: float, timeout: float) -> Store:
@@ -87,7 +87,7 @@ def meet_world(rank: int, size: int, host: str, port: int, *, timeout: float, is
         LostRankError: Some ranks, which it names, didn't join.
         ConfigurationError: The port can't be listened on.
     """
-    meeting = StoreBarrier(rank, size, f"rank {rank} of the world: rendezvous at {host}:{port}", timeout)
+    barrier = StoreBarrier(rank, size, f"rank {rank} of the world: rendezvous at {host}:{port}", timeout)
     store: Store
     if rank == 0 and not is_kept:
         try:
@@ -95,9 +95,9 @@ def meet_world(rank: int, size: int, host: str, port: int, *, timeout: float, is
         except RuntimeError as error:
             raise _no_port(host, port, error) from None
     else:
-        store = meeting.reach(lambda patience: _client(host, port, patience))
+        store = barrier.reach(lambda patience: _client(host, port, patience))
     store.set_timeout(timedelta(seconds=timeout))
-    meeting.await_all(store)
+    barrier.await_all(store)
     return store
 
 
@@ -134,9 +134,9 @@ class StoreBarrier:
 
     def await_all(self, store: Store) -> None:
         """Wait until every rank has joined. Raises LostRankError with the missing ranks after the timeout."""
-        if missing := self._hear(store) if self._rank else self._count(store):
+        if missing := self._read_missing(store) if self._rank else self._count(store):
             named = ", ".join(f"rank {rank}" for rank in missing)
-            raise LostRankError(f"{self._where}: {named} did not come within {self._timeout:g} s", missing=missing)
+            raise LostRankError(f"{self._where}: {named} did not join within {self._timeout:g} s", missing=missing)
 
     def _count(self, store: Store) -> list[int]:
         """The first rank waits for the others, publishes which ranks are missing, and keeps the store until they have
@@ -146,19 +146,19 @@ class StoreBarrier:
         with contextlib.suppress(DistStoreError):
             store.wait(list(others.values()), _until(self._deadline))
         missing = [rank for rank, key in others.items() if not store.check([key])]
-        store.set(_MISSING, ",".join(map(str, missing)) or _NOBODY)
+        store.set(_MISSING, ",".join(map(str, missing)) or _NONE)
         if missing:
             time.sleep(_PAUSE)
         return missing
 
-    def _hear(self, store: Store) -> list[int]:
+    def _read_missing(self, store: Store) -> list[int]:
         try:
             store.set(_here(self._rank), "")
             store.wait([_MISSING], _until(self._deadline + _GRACE))
             found = store.get(_MISSING).decode()
         except RuntimeError:
             return [0]
-        return [] if found == _NOBODY else [int(rank) for rank in found.split(",")]
+        return [] if found == _NONE else [int(rank) for rank in found.split(",")]
 
 
 def _serve(host: str, port: int) -> TCPStore:

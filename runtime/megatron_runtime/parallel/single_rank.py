@@ -24,7 +24,7 @@ class Done:
 
 
 class SingleRank:
-    """The `Ranks` of a replica group with one. It creates no process group."""
+    """The `Ranks` of a replica group with one rank. It creates no process group."""
 
     def __init__(self, replica_group: int = 0) -> None:
         self.position = RankPosition(ParallelSizes(), 0, replica_group)

@@ -19,7 +19,7 @@ from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.rendezvous import StoreBarrier, meet_world
 from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, LOAD_TIMEOUT, RENDEZVOUS_TIMEOUT
 
-_meetings = count()
+_synchronizations = count()
 """Distinguishes a synchronization from earlier ones: all ranks have the same ones in the same order."""
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -119,7 +119,7 @@ class World:
         Returns:
             A store for this synchronization.
         """
-        place = PrefixStore(f"meeting/{next(_meetings)}", distributed_c10d._get_default_store())
+        place = PrefixStore(f"synchronization/{next(_synchronizations)}", distributed_c10d._get_default_store())
         StoreBarrier(self.rank, self.size, f"rank {self.rank} of the world, at {occasion}", timeout).await_all(place)
         return place
 

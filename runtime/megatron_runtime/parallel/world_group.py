@@ -79,6 +79,6 @@ class WorldGroup:
             with self._primary:
                 read(self._primary, len(_END))
         except OSError as error:
-            end.set_exception(LostRankError(f"rank 0 of the world, which has the coordinator, is gone ({error})"))
+            end.set_exception(LostRankError(f"rank 0 of the world, which has the coordinator, is lost ({error})"))
             return
         end.set_result(None)

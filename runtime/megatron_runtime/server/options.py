@@ -63,7 +63,7 @@ class FrontendOptions:
     """Number of frontend processes."""
     request_timeout: float = 600.0
     """A request that takes longer ends with an error."""
-    replica_wait: float = 30.0
+    replica_group_wait: float = 30.0
     """How long a request waits while no replica group is registered."""
     retry_after: int = 5
     api_keys_file: str | None = None

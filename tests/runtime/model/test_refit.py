@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import load_model
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.refit import Weights, bring_weights_back, offload_weights, update_weights
+from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
 
 CPU = torch.device("cpu")
 SaveModel = Callable[..., Any]
@@ -145,11 +145,11 @@ def test_released_weights_are_read_again_from_their_files(checkpoints: tuple[Pat
     before = tensors(model)
     offload_weights(model)
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
-    bring_weights_back(model, CPU)
+    restore_weights(model, CPU)
     assert_same(model, before)
     offload_weights(model)
     update_weights(model, checkpoints[1])
-    bring_weights_back(model, CPU)
+    restore_weights(model, CPU)
     assert_same(model, tensors(load_model(checkpoints[1], dtype="float32")))
 
 
@@ -159,7 +159,7 @@ def test_files_that_changed_meanwhile_are_not_taken_for_the_old_ones(checkpoints
     weights = checkpoints[0] / "model.safetensors"
     weights.write_bytes((checkpoints[1] / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="changed since its weights were released"):
-        bring_weights_back(model, CPU)
+        restore_weights(model, CPU)
     update_weights(model, checkpoints[0])
     assert_same(model, tensors(load_model(checkpoints[1], dtype="float32")))
 
@@ -169,5 +169,5 @@ def test_weights_that_are_in_no_file_stay(checkpoints: tuple[Path, Path]) -> Non
     update_weights(model, tensors(other))
     offload_weights(model)
     assert_same(model, tensors(other))
-    bring_weights_back(model, CPU)
+    restore_weights(model, CPU)
     assert_same(model, tensors(other))

@@ -66,7 +66,7 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
 
 def test_a_left_over_tensor_is_named(folder: Path) -> None:
     edit_weights(folder, lambda tensors: tensors.update({"model.layers.0.surprise": torch.zeros(1)}))
-    assert "tensor model.layers.0.surprise found that the configuration has no place for" in complaint(folder)
+    assert "tensor model.layers.0.surprise found that the configuration does not have" in complaint(folder)
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:

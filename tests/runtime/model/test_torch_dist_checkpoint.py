@@ -221,7 +221,7 @@ def test_experts_that_do_not_fit_the_configuration_are_named(tmp_path: Path, ran
         "flat": (state | {fc2: torch.ones(3)}, f"{fc2} has 0 experts, but the configuration expects 4"),
         "bias": (
             state | {"decoder.layers.mlp.router.expert_bias": torch.ones(3, 4)},
-            "tensor decoder.layers.mlp.router.expert_bias found that the configuration has no place for",
+            "tensor decoder.layers.mlp.router.expert_bias found that the configuration does not have",
         ),
         "missing": (apart, r"tensor model.layers.2.mlp.experts.3.up_proj.weight missing"),
     }

@@ -31,7 +31,7 @@ def test_ranks_of_another_attempt_are_not_met() -> None:
     before = Rendezvous(SECOND, "127.0.0.1", now.port, attempt=4)
     with ThreadPoolExecutor() as pool:
         late = pool.submit(before.await_all, 0.5)
-        with pytest.raises(LostRankError, match="rank 1 did not come") as caught:
+        with pytest.raises(LostRankError, match="rank 1 did not join") as caught:
             now.await_all(0.5)
         assert caught.value.missing == (1,)
         assert isinstance(late.exception(20.0), LostRankError)

@@ -134,7 +134,7 @@ def test_a_single_rank_starts_no_processes_or_sockets() -> None:
 
 
 def test_a_missing_torch_distributed_world_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"2 ranks are asked for, but torch\.distributed has no world"):
+    with pytest.raises(ConfigurationError, match=r"2 ranks are configured, but torch\.distributed has no world"):
         replica_group_of_world(ParallelSizes(tensor=2))
 
 

@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_join_the_world_is_named_by_the_others(absent: int)
 def test_a_late_rank_is_named_by_the_others(occasion: str, slow: int, checkpoints: tuple[Path, Path]) -> None:
     results = run_ranks(world_scenarios.join_late, 3, slow, free_port(), occasion, checkpoints[0])
     for rank in {0, 1, 2} - {slow}:
-        words = f"rank {rank} of the world, at {occasion}: rank {slow} did not come within 4 s"
+        words = f"rank {rank} of the world, at {occasion}: rank {slow} did not join within 4 s"
         assert results[rank] == f"{words}; ({slow},)"
 
 

@@ -13,7 +13,7 @@ from runtime_support.resident_memory import peak_growth
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import load_model
-from megatron_runtime.model.refit import bring_weights_back, offload_weights, update_weights
+from megatron_runtime.model.refit import offload_weights, restore_weights, update_weights
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -79,7 +79,7 @@ def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path, brok
     update_weights(model, new)
     offload_weights(model)
     said["released"] = {parameter.device.type for parameter in model.parameters()}
-    bring_weights_back(model, torch.device("cpu"))
+    restore_weights(model, torch.device("cpu"))
     said["brought back"] = _ask(model, 4)
     ranks.close()
     return said

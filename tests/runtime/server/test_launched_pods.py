@@ -102,7 +102,7 @@ def test_no_pod_is_ready_before_all_ranks_have_joined_and_the_missing_one_is_nam
     assert alone.process.wait(30) == 1
     reason = last_words(alone)
     assert (reason["reason"], reason["rank"]) == ("LostRank", 1)
-    assert "rank 1 did not come within 6 s" in reason["message"]
+    assert "rank 1 did not join within 6 s" in reason["message"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -102,7 +102,7 @@ def test_unknown_fields_are_ignored(pod: Any) -> None:
         ),
         ("responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_text"),
-        ("responses", {"input": "a", "max_output_tokens": 10**6}, "max_output_tokens", "ask for at most"),
+        ("responses", {"input": "a", "max_output_tokens": 10**6}, "max_output_tokens", "request at most"),
         ("responses", {"input": "a", "tools": [{"type": "web_search", "name": "a"}]}, "tools.0.type", "'function'"),
         ("responses", {"input": "a", "tool_choice": "required"}, "tool_choice", "there are no tools"),
         (

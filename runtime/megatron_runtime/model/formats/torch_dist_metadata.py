@@ -102,7 +102,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
 """The replacements of all classes that such a file may name. None of them executes code."""
 
 
-_PASSED_OVER = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+_IGNORED_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 """Modules of records that are not needed: Megatron adds the plan by which each rank saved its part."""
 
 
@@ -112,7 +112,7 @@ class _Unpickler(pickle.Unpickler):
             return _KNOWN[module, name]
         if module == "torch" and (match := _DTYPE.fullmatch(name)):
             return PickledDType(name, max(int(match[1] or 8) // 8, 1))
-        if module.startswith(_PASSED_OVER):
+        if module.startswith(_IGNORED_MODULES):
             return _Nothing
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no such file needs")
 

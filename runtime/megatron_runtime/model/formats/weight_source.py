@@ -54,11 +54,11 @@ def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]])
     if missing := [name for name in expected if name not in stored]:
         raise CheckpointError(
             f"{source.location}: {_some(missing)} missing, expected by the configuration. "
-            "Fetch the whole checkpoint again, or mend its configuration"
+            "Fetch the whole checkpoint again, or correct its configuration"
         )
     if extra := [name for name in stored if name not in expected]:
         raise CheckpointError(
-            f"{source.location}: {_some(extra)} found that the configuration has no place for. "
+            f"{source.location}: {_some(extra)} found that the configuration does not have. "
             "The configuration belongs to another checkpoint"
         )
     for name, shape in expected.items():
@@ -70,7 +70,7 @@ def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]])
 
 
 def row_pieces(shape: tuple[int, ...]) -> list[slice]:
-    """Row ranges of a tensor, each of about CHUNK_ELEMENTS elements and at least one row."""
+    """Row ranges of a tensor, each with about CHUNK_ELEMENTS elements and at least one row."""
     row_elements = 1
     for size in shape[1:]:
         row_elements *= size

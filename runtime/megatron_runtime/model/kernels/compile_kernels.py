@@ -17,7 +17,7 @@ DTYPES = ("bfloat16", "float32")
 def main() -> None:
     """Compile the kernels for models with these head dimensions and dtypes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="where the kernels go; made if it is not there")
+    parser.add_argument("folder", help="output folder; created if it does not exist")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="of the models to be served")
     parser.add_argument(
         "--latent-dim",

@@ -261,12 +261,12 @@ class ChatCompletionBody(GenerationBody):
 
     @property
     def top_n_log_probs(self) -> int | None:
-        """``top_logprobs``, if ``logprobs`` asks for any."""
+        """``top_logprobs``, if ``logprobs`` is set."""
         return self.top_logprobs if self.logprobs else None
 
     @cached_property
     def tool_use(self) -> ToolUse:
-        """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` say together."""
+        """The combination of ``tools``, ``tool_choice`` and ``parallel_tool_calls``."""
         choice = self.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
         return tool_use(

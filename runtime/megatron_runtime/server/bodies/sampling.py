@@ -67,7 +67,7 @@ def token_limit(prompt_tokens: int, wanted: int | None, longest: int, *, param: 
     if wanted is not None and wanted > left:
         message = (
             f"{param}: {wanted} tokens after a prompt of {prompt_tokens} make {prompt_tokens + wanted}, but prompt and "
-            f"answer together may have {longest}; ask for at most {left}"
+            f"answer together may have {longest}; request at most {left}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return left if wanted is None else wanted

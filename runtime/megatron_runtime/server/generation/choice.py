@@ -62,5 +62,5 @@ def token_log_probs(
     numbers = [float(value) for value in (() if values is None else values)]
     if not numbers:
         return ()
-    likeliest = tops or [{}] * len(tokens)
-    return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, likeliest, strict=False))
+    alternatives = tops or [{}] * len(tokens)
+    return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, alternatives, strict=False))

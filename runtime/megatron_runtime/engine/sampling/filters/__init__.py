@@ -1,4 +1,4 @@
-"""The filters of the sampler, in the order in which they apply. A filter belongs to one or more sampling parameters."""
+"""The filters of the sampler, in the order in which they apply. A filter implements one or more sampling parameters."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def gemma2(fields: ConfigFields) -> ModelConfig:
     return _windows_and_caps(gemma(fields), fields, 2)
 
 
-_GEMMA_3_UNSAID: dict[str, Any] = {
+_GEMMA_3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -52,7 +52,7 @@ def gemma3(fields: ConfigFields) -> ModelConfig:
     """Queries and keys normalized per head; five layers with a window and another rotary base alternate with one
     without.
     """
-    fields = fields.or_else(_GEMMA_3_UNSAID)
+    fields = fields.or_else(_GEMMA_3_DEFAULTS)
     config = gemma(fields, rope_theta=1e6)
     pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6, int), int)
     rope = fields.within("rope_parameters")
