@@ -106,6 +106,10 @@ class HttpFlags:
     page: Annotated[bool, typer.Option(help="Serve a page at / to chat with the model and to watch the service.")] = (
         HttpOptions.page
     )
+    megatron_http: Annotated[
+        bool,
+        typer.Option("--megatron-http", help="Accept requests as Megatron's server does, for any model name."),
+    ] = HttpOptions.megatron_http
 
     def options(self) -> HttpOptions:
         """The same as options; ConfigurationError names a flag whose value can't be parsed."""
@@ -117,6 +121,7 @@ class HttpFlags:
             access_log=self.access_log,
             parsers=tuple(self.parsers or ()),
             page=self.page,
+            megatron_http=self.megatron_http,
         )
 
 

@@ -52,8 +52,8 @@ class FrontendContext:
             self.api_keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError 404 unless ``name`` is the served model."""
-        if name != self.options.served_name:
+        """Raises ApiError 404 unless ``name`` is the served model, or Megatron's clients are served."""
+        if name != self.options.served_name and not self.options.http.megatron_http:
             message = f"model: {name!r} is not served here; the served model is {self.options.served_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -111,5 +111,6 @@ class FrontendContext:
             self.options.max_sequence_length,
             param=body.limit_param,
             prompt_param=body.prompt_param,
+            is_clamped=self.options.http.megatron_http,
         )
         return sampling_params(body, sample=sample, limit=limit, vocab_size=self.tokenizer.vocab_size, grammar=grammar)

@@ -13,7 +13,7 @@ from megatron_runtime.errors import ContextOverflowError, InvalidRequestError
 from megatron_runtime.inference_client import InferenceClient, StreamUpdate
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.server.errors import ApiError, unavailable
+from megatron_runtime.server.errors import ApiError, context_exceeded, unavailable
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta, TokenLogProb, token_log_probs
 from megatron_runtime.server.metrics import ChoiceTimer, FrontendMetrics
 
@@ -174,6 +174,6 @@ def _raise_if_failed(request: DynamicInferenceRequest) -> None:
         case InvalidRequestError():
             raise ApiError(400, str(error), param=error.field)
         case ContextOverflowError(is_transient=False):
-            raise ApiError(400, str(error), code="context_length_exceeded")
+            raise context_exceeded(error)
     message = f"the engine failed on this request: {error or 'unknown reason'}"
     raise ApiError(500, message, kind="server_error", code="engine_error")

@@ -13,7 +13,7 @@ from megatron_runtime.errors import (
     RequestTimeoutError,
 )
 from megatron_runtime.server.admission import AdmissionController
-from megatron_runtime.server.errors import ApiError, too_late, unavailable
+from megatron_runtime.server.errors import ApiError, context_exceeded, too_late, unavailable
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta
 from megatron_runtime.server.generation.choice_run import ChoiceRun, ChoiceRunner
 from megatron_runtime.server.generation.idempotency import already_running
@@ -102,7 +102,7 @@ def as_api_error(error: Exception) -> Exception:
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field)
         case ContextOverflowError(is_transient=False):
-            return ApiError(400, str(error), code="context_length_exceeded")
+            return context_exceeded(error)
         case RequestTimeoutError():
             return too_late(str(error))
         case CoordinatorError():

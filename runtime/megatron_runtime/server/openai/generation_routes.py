@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,13 +15,14 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server import documentation
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody, GenerationBody
 from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
-from megatron_runtime.server.body_route import BodyRoute
+from megatron_runtime.server.body_route import BodyRoute, converting_route
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.generation.choice import Delta
 from megatron_runtime.server.generation.generation import Generation
 from megatron_runtime.server.generation.idempotency import idempotency_key
 from megatron_runtime.server.json_response import JsonResponse
+from megatron_runtime.server.megatron_requests import from_megatron
 from megatron_runtime.server.messages.conversation import chat_prompt, render
 from megatron_runtime.server.messages.message_format import ResponseParsing
 from megatron_runtime.server.openai.answer import Answer
@@ -48,7 +50,7 @@ _RESPONSE = _AnswerFormat("resp", response, ResponseEvents, names_events=True)
 
 def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     """The routes; ``common`` are arguments for APIRouter."""
-    router = APIRouter(tags=["generation"], route_class=BodyRoute, **common)
+    router = APIRouter(tags=["generation"], route_class=_route_class(frontend), **common)
 
     @router.post(
         "/chat/completions",
@@ -88,6 +90,12 @@ def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
         return await _answer(frontend, body, request, [prompt], _RESPONSE, parsing)
 
     return router
+
+
+def _route_class(frontend: FrontendContext) -> type[BodyRoute]:
+    if not frontend.options.http.megatron_http:
+        return BodyRoute
+    return converting_route(partial(from_megatron, served_name=frontend.options.served_name))
 
 
 async def _answer(
