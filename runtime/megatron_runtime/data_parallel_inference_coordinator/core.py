@@ -56,6 +56,8 @@ class Core:
         self.hash_prompt = hash_prompt
         self.epoch = epoch
         self.stopping = False
+        self.generation_epoch: int | None = None
+        """The last epoch that a client has set; engines that register later get it too."""
         self.outbox = Outbox()
         self.protocol_errors = ProtocolErrors(clock)
         self.clients: dict[bytes, ClientEntry] = {}
@@ -121,6 +123,13 @@ class Core:
         self.lifecycle.expire(now)
         self.weights.expire(now)
         self.outbox.release()
+
+    def broadcast(self, header: Headers, *args: int) -> None:
+        """Pass a message on to every engine; engines that register later get only the generation epoch."""
+        if header is Headers.SET_GENERATION_EPOCH:
+            (self.generation_epoch,) = args
+        for engine in self.engines:
+            self.outbox.put(engine.identity, header, *args)
 
     def notify_subscribers(self) -> None:
         """Send the state of the service to the subscribers that have an older revision."""

@@ -305,9 +305,11 @@ class DynamicInferenceEngine(RunningEngine):
 
         Queued requests have no keys and values, and so no staleness of them.
         """
-        for tracked in self._requests:
-            has_cache = tracked.sequence is not None and tracked.sequence.is_running
-            tracked.record.increment_staleness(policy_only=not has_cache)
+        self._requests.increment_staleness()
+
+    def set_generation_epoch(self, epoch: int) -> None:
+        """Stamp unfinished and later requests with this epoch of a training, unless it is the current one."""
+        self._requests.set_generation_epoch(epoch)
 
     def stats(self) -> EngineStats:
         """The load of the engine."""

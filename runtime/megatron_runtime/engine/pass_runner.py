@@ -100,7 +100,7 @@ class PassRunner:
             tracked = self._requests[sequence.request_id]
             self._context.occupy(sequence, tracked.params, tracked.stop_ids, tracked.guide)
             is_new = not tracked.was_scheduled
-            tracked.enter_context()
+            tracked.enter_context(self._requests.generation_epoch)
             if is_new:
                 self.prompt_tokens_total += sequence.prompt_length
                 self.cached_tokens_total += tracked.record[0].num_cached_tokens

@@ -114,12 +114,14 @@ class TrackedRequest:
             self._add_log_prob(value, top_n)
         return reason
 
-    def enter_context(self) -> None:
-        """The request starts to run, for the first time or again."""
+    def enter_context(self, epoch: int | None = None) -> None:
+        """The request starts to run, for the first time or again, in this generation epoch."""
         assert self.sequence is not None
         if not self.was_scheduled:
             self.record[0].num_cached_tokens = min(self.sequence.num_cached, self.sequence.prompt_length)
         self.was_scheduled = True
+        if epoch is not None and self.current.kv_cache_epoch is None:
+            self.current.kv_cache_epoch = [(0, epoch)]
         self.current.add_event_add_context()
 
     def note_time_per_token(self, seconds: float) -> None:
@@ -146,7 +148,7 @@ class TrackedRequest:
             assert self.sequence is not None
             self.sequence.block_hashes = list(self.current.precomputed_block_hashes)
         else:
-            request.kv_cache_staleness = None
+            request.kv_cache_staleness = request.kv_cache_epoch = None
 
     def pop_partial(self, *, final: bool = False) -> PartialOutput | None:
         """The new tokens of a streaming request, if there are enough."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from uuid import uuid4
 
 from fastapi import Request
 
@@ -87,8 +88,8 @@ class FrontendContext:
         timeout = longest if body.timeout is None else min(body.timeout, longest)
         return Generation(runner, tasks, timeout=timeout, admission=self.admission)
 
-    @staticmethod
     def _task(
+        self,
         index: int,
         prompt: list[int],
         params: SamplingParams,
@@ -99,8 +100,14 @@ class FrontendContext:
         if key is not None and params.seed is None:
             params.seed = key.seed(index)
         every_token = body.is_echoed or body.return_token_ids or body.return_tokenized_data
-        uuid = None if key is None else key.uuid(index)
+        uuid = self._uuid(index, key)
         return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token, shown=shown)
+
+    def _uuid(self, index: int, key: IdempotencyKey | None) -> bytes | None:
+        """The UUID of a choice if it is known here: Megatron's answers have it as their id."""
+        if key is not None:
+            return key.uuid(index)
+        return uuid4().bytes if self.options.http.megatron_http else None
 
     def _sampling_params(
         self, body: GenerationBody, prompt: list[int], sample: int, grammar: str | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from uuid import UUID
 
 import httpx
 import pytest
@@ -24,7 +25,8 @@ def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
     config = model / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "bos_token": BOS}))
     flags = "--dtype float32 --kv-cache-memory 16Mi --frontend-replicas 1 --megatron-http"
-    pod = pod_type(folder, "--model", str(model), *flags.split())
+    pod = pod_type(folder, "--model", str(model), *flags.split(), MEGATRON_PROFILE_FOLDER=str(folder / "profiles"))
+    pod.profiles = folder / "profiles"
     try:
         yield pod.wait_ready()
     finally:
@@ -53,6 +55,11 @@ def test_any_model_name_or_none_is_served(pod: Any, named: dict[str, str]) -> No
     answer = ask(pod, "/completions", {"prompt": PROMPT, "max_tokens": 2, **named})
     assert answer.status_code == 200
     assert answer.json()["model"] == (named.get("model") or "chat")
+
+
+def test_the_id_of_an_answer_is_the_uid_of_its_request(pod: Any) -> None:
+    ids = [ask(pod, "/completions", {"prompt": PROMPT, "max_tokens": 1}).json()["id"] for _ in range(2)]
+    assert len({UUID(hex=number) for number in ids}) == 2
 
 
 def test_top_p_0_samples_from_all_tokens_as_in_megatrons_sampler(pod: Any) -> None:
@@ -115,6 +122,17 @@ def test_a_prompt_beyond_the_context_is_refused_with_the_text_that_clients_searc
     assert answer.status_code == 400
     assert "This model's maximum context length was exceeded" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "messages"
+
+
+def test_the_control_api_records_a_trace_of_the_steps(pod: Any) -> None:
+    assert pod.control.post("/start_profile").json() == {"status": "ok", "action": "start_profile"}
+    assert ask(pod, "/completions", {"prompt": PROMPT, "max_tokens": 2}).status_code == 200
+    assert pod.control.post("/v1/stop_profile").json() == {"status": "ok", "action": "stop_profile"}
+    pod.wait_for(lambda _: "wrote the trace" in pod.log.read_text(), seconds=20)
+    (trace,) = pod.profiles.iterdir()
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert any("linear" in str(name) for name in names)
+    assert ask(pod, "/v1/start_profile", {}).status_code == 404, "traces are for operators, not for clients"
 
 
 def test_a_body_that_is_no_object_is_refused(pod: Any) -> None:

@@ -43,9 +43,9 @@ class _AnswerFormat:
     names_events: bool = False
 
 
-_CHAT = _AnswerFormat("chatcmpl", chat_completion, chat_chunks)
-_COMPLETION = _AnswerFormat("cmpl", completion, completion_chunks)
-_RESPONSE = _AnswerFormat("resp", response, ResponseEvents, names_events=True)
+_CHAT = _AnswerFormat("chatcmpl-", chat_completion, chat_chunks)
+_COMPLETION = _AnswerFormat("cmpl-", completion, completion_chunks)
+_RESPONSE = _AnswerFormat("resp_", response, ResponseEvents, names_events=True)
 
 
 def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
@@ -107,7 +107,7 @@ async def _answer(
     parsing: ResponseParsing | None = None,
 ) -> Response:
     generation = frontend.generation(body, prompts, idempotency_key(request, body), parsing)
-    answer = Answer(body, prompts, style.id_prefix, parsing or ResponseParsing())
+    answer = _new_answer(frontend, body, prompts, style, parsing or ResponseParsing(), generation)
     try:
         async with CancelOnDisconnect(request.receive):
             await frontend.admission.admit(generation.size)
@@ -118,6 +118,20 @@ async def _answer(
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     chunks = style.chunks(answer, frontend.tokenizer)
     return EventStream(generation.deltas(), chunks, names_events=style.names_events)
+
+
+def _new_answer(
+    frontend: FrontendContext,
+    body: GenerationBody,
+    prompts: list[list[int]],
+    style: _AnswerFormat,
+    parsing: ResponseParsing,
+    generation: Generation,
+) -> Answer:
+    """The answer with its id: for Megatron's clients the ``uid`` of its first choice, which is its key in ledgers."""
+    if frontend.options.http.megatron_http and generation.first_uuid is not None:
+        return Answer(body, prompts, "", parsing, number=generation.first_uuid.hex())
+    return Answer(body, prompts, style.id_prefix, parsing)
 
 
 async def _collect(generation: Generation) -> list[Delta]:
