@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.errors import (
     BlockOverflowError,
@@ -37,6 +38,7 @@ class Admission:
         chunked_prefill: Whether a prompt may be longer than one pass.
         prefix_caching: Whether requests get block hashes, which identify cached prefixes.
         scores_prompts: Whether requests may have log probabilities of their prompts.
+        routing: Parses the routing that a request replays.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Admission:
         chunked_prefill: bool,
         prefix_caching: bool = False,
         scores_prompts: bool = True,
+        routing: ExpertRouting | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
@@ -55,6 +58,7 @@ class Admission:
         self._chunked_prefill = chunked_prefill
         self._prefix_caching = prefix_caching
         self._scores_prompts = scores_prompts
+        self._routing = routing
 
     def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
         """Set the request's tokens and limits, and return its sequence.
@@ -94,7 +98,10 @@ class Admission:
                 f"generated has {len(generated_tokens)} tokens, more than the {limit} to generate", field="generated"
             )
         self._require_room(request.request_id, len(tokens), limit)
-        hashes = self._block_hashes(tokens + generated_tokens)
+        replayed = None if self._routing is None else self._routing.parse(params.replayed_routing)
+        # The keys and values of a replayed routing are no one else's.
+        hashes = self._block_hashes(tokens + generated_tokens) if replayed is None else []
+        request.enable_prefix_caching = request.enable_prefix_caching and replayed is None
         request.precomputed_block_hashes = hashes[: len(tokens) // self._limits.block_size_tokens]
         return Sequence(
             request_id=request.request_id,
@@ -104,6 +111,7 @@ class Admission:
             priority=params.priority,
             next_log_prob=_first_log_prob(params, len(tokens), limit),
             block_hashes=hashes,
+            replayed_routing=replayed,
         )
 
     def _require_known(self, biased: Iterable[int]) -> None:

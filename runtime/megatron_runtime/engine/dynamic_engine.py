@@ -68,6 +68,7 @@ class DynamicInferenceEngine(RunningEngine):
             chunked_prefill=self.config.enable_chunked_prefill,
             prefix_caching=self.config.enable_prefix_caching,
             scores_prompts=not self.config.materialize_only_last_token_logits,
+            routing=context.routing,
         )
         self._requests = RequestBook(
             self.tokenizer,

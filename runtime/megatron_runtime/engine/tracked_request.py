@@ -6,6 +6,8 @@ import time
 from functools import cached_property
 from typing import Literal
 
+from torch import Tensor
+
 from megatron_runtime.engine.request_future import RequestFuture, resolve
 from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
@@ -46,6 +48,8 @@ class TrackedRequest:
         self.deadline = deadline
         self.sequence: Sequence | None = None
         self.was_scheduled = False
+        self.routing: Tensor | None = None
+        """int32 [computed tokens, layers with experts, experts per token] of a request that ends, if it is recorded."""
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.incremental()
         self._matcher = StopMatcher(params.stop_words) if params.stop_words else None
@@ -174,6 +178,8 @@ class TrackedRequest:
             segment.generated_length = len(segment.generated_tokens)
             segment.finish_reason = reason
         request.generated_text = text
+        if self.routing is not None and len(self.routing) >= request.total_tokens - 1:
+            request.routing_indices = self.routing[: request.total_tokens - 1]
         if error is not None:
             request.add_event_error_nontransient(error)
         completed = reason in ("stop", "length")

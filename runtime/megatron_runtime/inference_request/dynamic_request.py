@@ -47,6 +47,7 @@ class DynamicInferenceRequest(InferenceRequest):
     uid: str | None = None
     """The request's UUID in hexadecimal, if it came from a coordinator."""
     routing_indices: Tensor | None = None
+    """int32 [total tokens - 1, layers with experts, experts per token], with ``moe_enable_routing_replay``."""
     finished_chunk_token_count: int = 0
     """Number of computed prompt tokens."""
     stop_word_ids: list[list[int]] | None = None

@@ -68,6 +68,9 @@ class EngineFlags:
         str,
         typer.Option(help="raw_logprobs: of the model; processed_logprobs: of the distribution that is sampled."),
     ] = EngineOptions.logprobs_mode
+    moe_enable_routing_replay: Annotated[
+        bool, typer.Option("--moe-enable-routing-replay", help="Return the experts of each token with the answer.")
+    ] = EngineOptions.moe_enable_routing_replay
     check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = (
         EngineOptions.check_finite
     )

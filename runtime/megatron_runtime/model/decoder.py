@@ -19,6 +19,7 @@ from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.single_rank import SingleRank
@@ -65,17 +66,17 @@ class Decoder(nn.Module):
         return next(self.parameters()).device
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor | None:
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache, tape: RoutingTape | None = None) -> Tensor | None:
         """Logits of the wanted rows, float32 [L, vocab]; the new tokens' keys and values are written to the cache.
 
         In a pipeline a stage takes the activations of the one before and hands its own on; of a replica of several
-        ranks, the one that samples has the logits, the others None.
+        ranks, the one that samples has the logits, the others None. ``tape`` is for the experts of this stage's layers.
         """
         plan = plan_attention(batch, kv_cache)
         rotations = self.positions(batch.positions)
         hidden = self._begin(batch)
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
-            hidden = layer(hidden, rotations[number], plan, kv_cache.layer(index))
+            hidden = layer(hidden, rotations[number], plan, kv_cache.layer(index), tape)
         if self.head is None:
             if not self.ranks.position.is_last_stage:
                 self.ranks.send(hidden)

@@ -96,6 +96,9 @@ class SamplingParams:
     """Only False: texts of single tokens are not reported; ``top_n_logprobs`` has those of the most likely."""
     do_kv_handoff: bool = False
     """Only False: prompts and answers are computed by the same engine, which has no keys and values to hand over."""
+    replayed_routing: list[list[list[int]]] | None = None
+    """Mixtures of experts: the experts of the first tokens, [tokens][layers with experts][experts per token], as
+    ``routing_indices`` of a result has them. Later tokens are routed as usual."""
 
     def __post_init__(self) -> None:
         self._join_stop_names(self.stop, self.stop_words)

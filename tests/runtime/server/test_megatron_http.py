@@ -21,10 +21,10 @@ CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
 @pytest.fixture(scope="module")
 def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("pod")
-    model = write_tiny_checkpoint(folder / "tiny", longest=LONGEST, marks=(BOS,), chat_template=TEMPLATE)
+    model = write_tiny_checkpoint(folder / "tiny", longest=LONGEST, experts=4, marks=(BOS,), chat_template=TEMPLATE)
     config = model / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "bos_token": BOS}))
-    flags = "--dtype float32 --kv-cache-memory 16Mi --frontend-replicas 1 --megatron-http"
+    flags = "--dtype float32 --kv-cache-memory 16Mi --frontend-replicas 1 --megatron-http --moe-enable-routing-replay"
     pod = pod_type(folder, "--model", str(model), *flags.split(), MEGATRON_PROFILE_FOLDER=str(folder / "profiles"))
     pod.profiles = folder / "profiles"
     try:
@@ -81,6 +81,17 @@ def test_a_chat_answer_has_what_megatrons_rl_code_reads(pod: Any) -> None:
     assert len(message["generation_log_probs"]) == len(message["generation_token_ids"]) == 8
     assert message["raw_text"] == f"{BOS}{PROMPT}:{message['content']}"
     assert "prompt_log_probs" not in choice
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_answers_of_a_mixture_of_experts_have_the_experts_of_each_token(pod: Any, stream: bool) -> None:
+    answer = ask(pod, "/chat/completions", {**CHAT, "stream": stream, "ignore_eos": True})
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+    choice = json.loads(lines[-1])["choices"][0] if stream else answer.json()["choices"][0]
+    prompt = len(f"{BOS}{PROMPT}:") - len(BOS) + 1
+    assert [len(layers) for layers in choice["moe_topk_indices"]] == [2] * (prompt + 8 - 1)
+    assert choice["prompt_moe_topk_indices"] == choice["moe_topk_indices"][:prompt]
+    assert all(0 <= expert < 4 for layers in choice["moe_topk_indices"] for layer in layers for expert in layer)
 
 
 def test_a_chat_without_prevent_retokenization_has_token_ids_only_on_request(pod: Any) -> None:

@@ -133,6 +133,7 @@ class ChoiceRun:
             generated_tokens=len(tokens),
             cached_tokens=min(request.num_cached_tokens, self._most_cached),
             weight_version=request.weight_version,
+            routing=None if request.routing_indices is None else request.routing_indices.tolist(),
         )
         self._timer.stop()
         self._deliver(last)

@@ -28,6 +28,7 @@ def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenize
             "finish_reason": message.builder.finish_reason(delta.finish_reason),
             **ids.of_piece(delta),
             **_prompt_scores(delta),
+            **ids.of_routing(delta),
         }
 
     return answer.whole("chat.completion", deltas, choice) | ids.of_prompt(0)
@@ -52,7 +53,8 @@ def chat_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
                 logprobs, new = None, no_tokens
             yield _piece(delta.choice, change, logprobs) | new
         if delta.finish_reason is not None:
-            yield _piece(delta.choice, whole, finish_reason=message.builder.finish_reason(delta.finish_reason))
+            reason = message.builder.finish_reason(delta.finish_reason)
+            yield _piece(delta.choice, whole, finish_reason=reason) | ids.of_routing(delta)
 
     openings = [
         _piece(choice, {"role": "assistant", "content": ""}) | ids.of_prompt(choice) | no_tokens

@@ -37,6 +37,7 @@ def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) ->
             **ids.of_prompt(delta.choice),
             **ids.of_piece(delta),
             **ids.of_whole(delta),
+            **ids.of_routing(delta),
         }
 
     return answer.whole("text_completion", deltas, choice)
@@ -58,7 +59,7 @@ def completion_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
                 delta, logprobs[delta.choice].body((), delta.prompt_log_probs, answer.prompt_of(delta.choice))
             )
         new = _choice(delta, logprobs[delta.choice].body(delta.log_probs))
-        return {**new, **ids.of_piece(delta), **ids.of_whole(delta)}
+        return {**new, **ids.of_piece(delta), **ids.of_whole(delta), **ids.of_routing(delta)}
 
     def opening(choice: int) -> dict[str, Any]:
         echo = _prompt_text(answer, choice, tokenizer) if answer.body.is_echoed and not is_scored else ""

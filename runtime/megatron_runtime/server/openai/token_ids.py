@@ -36,6 +36,13 @@ class TokenIds:
         """All tokens of a choice, returned for its last delta. Call it with every delta."""
         return self._tokenized(delta) | self._raw_text(delta)
 
+    def of_routing(self, delta: Delta) -> dict[str, Any]:
+        """``moe_topk_indices``, Megatron's field for the experts of each token, and the same for the prompt alone."""
+        if delta.routing is None:
+            return {}
+        prompt = len(self._answer.prompt_of(delta.choice))
+        return {"moe_topk_indices": delta.routing, "prompt_moe_topk_indices": delta.routing[:prompt]}
+
     def _raw_text(self, delta: Delta) -> dict[str, Any]:
         """``raw_text``: the prompt with its special tokens, and the answer before it is parsed."""
         if not self._answer.body.return_raw_text:
