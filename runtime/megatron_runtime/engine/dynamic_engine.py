@@ -272,7 +272,7 @@ class DynamicInferenceEngine(RunningEngine):
         with them; where `suspend` drops the KV cache, everything is computed with the new weights.
 
         Args:
-            weights: The path of a checkpoint or of a safetensors file, or all tensors by their Hugging Face names.
+            weights: As for `refit.update_weights`.
             version: The version of the weights; None: the current version plus 1.
 
         Returns:

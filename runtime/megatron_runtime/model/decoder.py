@@ -56,6 +56,8 @@ class Decoder(nn.Module):
                 self.head = Head(self.shard, dtype, self.ranks, None if tied is None else tied.table)
         self.is_packed = False
         """Whether `prepare` has put the weights into the kernels' order."""
+        self.is_shared = False
+        """Whether the weights are those of a live model, which owns their memory."""
         self.origin: Origin | None = None
         """The files that the weights are in; None for those that were made in memory."""
         self.positions = Positions(config, dtype, device)

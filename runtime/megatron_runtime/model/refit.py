@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import check_fit, fill, open_checkpoint
@@ -19,10 +19,11 @@ from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.safetensors_checkpoint import SafetensorsWeights
 from megatron_runtime.model.formats.tensor_names import name_of_tied_head
 from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
+from megatron_runtime.model.megatron import from_live_model, is_megatron_state
 
-Weights = Path | str | Mapping[str, Tensor]
+Weights = Path | str | Mapping[str, Tensor] | nn.Module
 """A checkpoint's path, or all of a model's tensors by the names that Hugging Face gives them: in memory, or the path of
-one safetensors file, which may lie in shared memory."""
+one safetensors file, which may lie in shared memory. Or a live GPTModel of Megatron Core, or its named tensors."""
 _TENSORS_SUFFIX = ".safetensors"
 
 
@@ -64,10 +65,15 @@ def update_weights(model: Decoder, weights: Weights) -> None:
     the new ones are then copied to where the old ones lie. Of a replica of several ranks all call this, with the same
     weights; each takes its part, and an error on one of them is an error on all.
 
+    The tensors of a live GPTModel are not copied if they have the decoder's type and device: the decoder shares them.
+
     Raises:
         CheckpointError: It can't be read, is of another configuration, lacks tensors, has others, or misshapen ones, or
             some that hold NaN or infinity; each named.
     """
+    if isinstance(weights, nn.Module) or (isinstance(weights, Mapping) and is_megatron_state(weights)):
+        model.become(from_live_model(model, weights))
+        return
     fresh = _read(model, weights)
     if model.device.type in ("cpu", "meta"):
         if model.is_packed or model.device.type == "meta":
@@ -78,11 +84,13 @@ def update_weights(model: Decoder, weights: Weights) -> None:
 
 
 def offload_weights(model: Decoder) -> None:
-    """Make room where the model computes.
+    """Make room where the model computes. Weights of a live model stay: its owner may use them.
 
     From a GPU the weights move to the host. A CPU has no other place for them: they are released, to be read again from
     the checkpoint's files; weights that are in no checkpoint, having come as named tensors, stay.
     """
+    if model.is_shared:
+        return
     if model.device.type != "cpu":
         model.to("cpu")
     elif model.origin is not None:
@@ -108,7 +116,7 @@ def bring_weights_back(model: Decoder, device: torch.device) -> None:
     update_weights(model, model.origin.path)
 
 
-def _read(model: Decoder, weights: Weights) -> Decoder:
+def _read(model: Decoder, weights: Path | str | Mapping[str, Tensor]) -> Decoder:
     fresh: Decoder | None = None
     failure: Exception | None = None
     try:
@@ -124,7 +132,7 @@ def _read(model: Decoder, weights: Weights) -> Decoder:
     return fresh
 
 
-def _read_here(model: Decoder, weights: Weights) -> Decoder:
+def _read_here(model: Decoder, weights: Path | str | Mapping[str, Tensor]) -> Decoder:
     if isinstance(weights, Mapping):
         return _read_tensors(model, NamedTensors(weights, model.config))
     path = Path(weights)
