@@ -109,6 +109,8 @@ class InferenceConfig(UnavailableSettings):
     materialize_only_last_token_logits: bool = False
     """Never computes logits of prompts, and fails requests with log probabilities of them. Otherwise only the requested
     ones are computed."""
+    moe_enable_routing_replay: bool = False
+    """Reports the experts of every token but the last one in ``routing_indices`` of each request."""
     static_kv_memory_pointers: bool = False
     """Requires that the KV cache keeps its address during a suspension, which only PERSIST supports."""
     sampling_backend: str = "torch"

@@ -46,7 +46,13 @@ class Headers(IntEnum):
     UNPAUSE = 41
     SUSPEND = 42
     RESUME = 43
+    SET_GENERATION_EPOCH = 44
+    """client -> coordinator -> engine: requests generate in this epoch of a training from now on."""
     STOP = 45
+    START_CUDA_PROFILER = 46
+    """client -> coordinator -> engine: record a trace of the following steps."""
+    STOP_CUDA_PROFILER = 47
+    """client -> coordinator -> engine: end the trace and write it."""
     STATE = 48
     """engine -> coordinator: the engine has reached this state."""
     SIGNAL_REPLY = 49

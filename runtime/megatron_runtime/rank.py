@@ -187,6 +187,7 @@ def _inference_config(engine: EngineOptions, plan: RankPlan, ranks: Ranks) -> In
         kv_cache_management_mode=KVCacheManagementMode(engine.kv_cache_management),
         offload_weights=engine.offload_weights,
         logprobs_mode=engine.logprobs_mode,
+        moe_enable_routing_replay=engine.moe_enable_routing_replay,
     )
 
 

@@ -37,6 +37,10 @@ class Engines:
         """As the real method."""
         self._take(path, wait)
 
+    async def profile(self, *, start: bool) -> None:
+        """As the real method."""
+        self._take("start profile" if start else "stop profile", True)
+
     def _take(self, call: str, wait: bool) -> None:
         if self.error is not None:
             raise self.error
@@ -166,6 +170,15 @@ async def test_signals_are_passed_on(client: httpx.AsyncClient, engines: Engines
     assert (await client.post("/v1/pause")).status_code == 202
     assert (await client.post("/v1/unpause", params={"wait": "true"})).status_code == 200
     assert engines.taken == [("pause", False), ("unpause", True)]
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_the_profiler_is_started_and_stopped(client: httpx.AsyncClient, engines: Engines, prefix: str) -> None:
+    assert (await client.post(f"{prefix}/start_profile")).json() == {"status": "ok", "action": "start_profile"}
+    assert (await client.post(f"{prefix}/stop_profile")).json() == {"status": "ok", "action": "stop_profile"}
+    assert engines.taken == [("start profile", True), ("stop profile", True)]
+    refused = await client.post(f"{prefix}/start_profile", headers={"Authorization": "Bearer wrong"})
+    assert refused.status_code == 401
 
 
 async def test_weight_updates_are_passed_on(client: httpx.AsyncClient, engines: Engines) -> None:

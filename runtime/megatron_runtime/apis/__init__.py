@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from megatron_runtime.apis.async_llm import MegatronAsyncLLM
+from megatron_runtime.apis.live_model import from_megatron
 from megatron_runtime.apis.llm import MegatronLLM
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.apis.streaming import GenerationUpdate
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.world import join_world
 
-__all__ = ["GenerationUpdate", "MegatronAsyncLLM", "MegatronLLM", "ParallelSizes", "ServeConfig", "join_world"]
+__all__ = [
+    "GenerationUpdate",
+    "MegatronAsyncLLM",
+    "MegatronLLM",
+    "ParallelSizes",
+    "ServeConfig",
+    "from_megatron",
+    "join_world",
+]

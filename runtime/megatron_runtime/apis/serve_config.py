@@ -32,8 +32,8 @@ class ServeConfig:
     """The name of the model in requests and in /v1/models."""
     request_timeout: float = 600.0
     """Seconds after which an unanswered request ends with an error."""
-    http: HttpOptions = field(default_factory=HttpOptions)
-    """Limits of requests, CORS, and the access log."""
+    http: HttpOptions = field(default_factory=lambda: HttpOptions(megatron_http=True))
+    """Limits of requests, CORS, and the access log. By default requests are accepted as by Megatron's server."""
 
     def __post_init__(self) -> None:
         if self.verbose and self.http.access_log == "off":

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules, SamplingTable
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
@@ -78,6 +79,7 @@ class DynamicInferenceContext:
             prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens)
         self.allocator = BlockAllocator(self.limits.num_blocks, prefixes)
         self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device)
+        self.routing = ExpertRouting(model_config, shard, inference_config, self.limits.num_blocks)
         self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
         self._block_tables = np.zeros((self.limits.max_requests, self.limits.max_blocks_per_sequence), np.int32)
         self._num_blocks_known = [0] * self.limits.max_requests

@@ -68,6 +68,7 @@ class DynamicInferenceEngine(RunningEngine):
             chunked_prefill=self.config.enable_chunked_prefill,
             prefix_caching=self.config.enable_prefix_caching,
             scores_prompts=not self.config.materialize_only_last_token_logits,
+            routing=context.routing,
         )
         self._requests = RequestBook(
             self.tokenizer,
@@ -271,7 +272,7 @@ class DynamicInferenceEngine(RunningEngine):
         with them; where `suspend` drops the KV cache, everything is computed with the new weights.
 
         Args:
-            weights: The path of a checkpoint or of a safetensors file, or all tensors by their Hugging Face names.
+            weights: As for `refit.update_weights`.
             version: The version of the weights; None: the current version plus 1.
 
         Returns:
@@ -305,9 +306,11 @@ class DynamicInferenceEngine(RunningEngine):
 
         Queued requests have no keys and values, and so no staleness of them.
         """
-        for tracked in self._requests:
-            has_cache = tracked.sequence is not None and tracked.sequence.is_running
-            tracked.record.increment_staleness(policy_only=not has_cache)
+        self._requests.increment_staleness()
+
+    def set_generation_epoch(self, epoch: int) -> None:
+        """Stamp unfinished and later requests with this epoch of a training, unless it is the current one."""
+        self._requests.set_generation_epoch(epoch)
 
     def stats(self) -> EngineStats:
         """The load of the engine."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_runtime.engine.profiler import StepProfiler
 from megatron_runtime.errors import ConfigurationError, EngineError, InvalidStateError
 from megatron_runtime.headers import EngineState
+from megatron_runtime.inference_request import DynamicInferenceRequest, FinishedRequestRecord
 
 if TYPE_CHECKING:
     from megatron_runtime.engine.worker.protocol import AttachedLoop, RankEngine
@@ -23,6 +26,11 @@ class RunningEngine(ABC):
         self.attached_loop: AttachedLoop | None = None
         """The loop that runs this engine for a coordinator, once it is attached."""
         self._waiting: set[asyncio.Event] = set()
+        self._profiler = StepProfiler()
+        self.local_metadata_ledger_enabled = False
+        """Whether requests of a coordinator are entered in the ledger when they finish."""
+        self.local_metadata_ledger: dict[str, FinishedRequestRecord] = {}
+        """Finished requests by ``uid``. The owner reads it, and replaces it by an empty one."""
 
     @abstractmethod
     def has_unfinished_requests(self) -> bool:
@@ -39,6 +47,23 @@ class RunningEngine(ABC):
     @abstractmethod
     def barrier(self, occasion: str) -> None:
         """Wait until all earlier work is done."""
+
+    def note_finished(self, request: DynamicInferenceRequest) -> None:
+        """Enter a finished request of a coordinator in the ledger, if that is enabled."""
+        if self.local_metadata_ledger_enabled and request.uid is not None and not request.failed():
+            self.local_metadata_ledger[request.uid] = FinishedRequestRecord.from_request(request)
+
+    def start_profiler(self) -> None:
+        """Record a trace of the following steps; call it in their thread."""
+        self._profiler.start()
+
+    def stop_profiler(self) -> Path | None:
+        """Write the trace, and return its path; None if none was recorded.
+
+        Raises:
+            OSError: The folder can't be written.
+        """
+        return self._profiler.stop()
 
     def attach(self, loop: AttachedLoop) -> None:
         """Let this loop run the engine for a coordinator from now on."""

@@ -16,6 +16,7 @@ from megatron_runtime.engine.tracked_request import Scores
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.tokenizer import Tokenizer
 
 
@@ -47,6 +48,7 @@ class TextGenerationController:
         rules: SamplingRules,
         sampled_rows: Tensor | None,
         wanted: LogProbRows | None,
+        tape: RoutingTape | None = None,
     ) -> StepOutput:
         """Compute the batch and sample; for the rank of a replica group that samples.
 
@@ -56,8 +58,9 @@ class TextGenerationController:
             rules: One per sampled row.
             sampled_rows: int64 [S], rows of the logits to sample; None means all.
             wanted: Log probabilities to report.
+            tape: The routing of the pass, if it is recorded or replayed.
         """
-        logits: Tensor | None = self.model(batch, kv_cache)
+        logits: Tensor | None = self.model(batch, kv_cache, tape)
         assert logits is not None, "this rank samples"
         sampled = logits if sampled_rows is None else logits[sampled_rows]
         if rules.changes_logits:

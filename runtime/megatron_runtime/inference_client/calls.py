@@ -104,6 +104,10 @@ class ClientCalls:
         """As `signal`; the awaitable returns the version of the weights."""
         return self._command(lambda content: int(content["version"]), Headers.UPDATE_WEIGHTS, timeout, path)
 
+    def broadcast(self, header: Headers, *args: int) -> Awaitable[None]:
+        """Send a message for all engines now; awaiting waits until the coordinator has passed it on."""
+        return self._command(lambda _: None, header, None, *args)
+
     async def service_state(self, limit: float) -> ServiceState:
         """Request the state of the service, and subscribe to its changes."""
         call = self._start(Headers.SERVICE_STATE, True)

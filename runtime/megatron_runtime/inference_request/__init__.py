@@ -10,6 +10,7 @@ from megatron_runtime.inference_request.block_hashes import (
 )
 from megatron_runtime.inference_request.dynamic_request import DynamicInferenceRequest
 from megatron_runtime.inference_request.event import DynamicInferenceEvent, DynamicInferenceEventType
+from megatron_runtime.inference_request.finished_record import FinishedRequestRecord
 from megatron_runtime.inference_request.record import DynamicInferenceRequestRecord
 from megatron_runtime.inference_request.request import InferenceRequest, Status
 from megatron_runtime.inference_request.tensor_codec import deserialize_tensor, serialize_tensor
@@ -22,6 +23,7 @@ __all__ = [
     "DynamicInferenceEventType",
     "DynamicInferenceRequest",
     "DynamicInferenceRequestRecord",
+    "FinishedRequestRecord",
     "InferenceRequest",
     "Status",
     "VLMInferenceRequest",

@@ -38,9 +38,16 @@ class DynamicInferenceRequest(InferenceRequest):
     """int32 [prompt and generated]: weight updates since each token was chosen."""
     kv_cache_staleness: Tensor | None = None
     """int32 [prompt and generated]: weight updates since each token's keys and values were computed."""
+    policy_epoch: list[tuple[int, int]] | None = None
+    """Generation epochs, each with the index of the token that it begins at; None while no epoch is set."""
+    kv_cache_epoch: list[tuple[int, int]] | None = None
+    """The same for the keys and values, which begin anew with each segment."""
     latency: float | None = None
     """Seconds from submission to the end."""
+    uid: str | None = None
+    """The request's UUID in hexadecimal, if it came from a coordinator."""
     routing_indices: Tensor | None = None
+    """int32 [total tokens - 1, layers with experts, experts per token], with ``moe_enable_routing_replay``."""
     finished_chunk_token_count: int = 0
     """Number of computed prompt tokens."""
     stop_word_ids: list[list[int]] | None = None
@@ -111,6 +118,9 @@ class DynamicInferenceRequest(InferenceRequest):
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
         self.events = [DynamicInferenceEvent.deserialize(event) for event in obj.get("events") or []]
+        for name in ("policy_epoch", "kv_cache_epoch"):
+            stamps = getattr(self, name)
+            setattr(self, name, None if stamps is None else [(start, epoch) for start, epoch in stamps])
         added = (event for event in self.events if event.type is DynamicInferenceEventType.ADD_ENGINE)
         self.event_add_engine = next(added, None)
 

@@ -88,6 +88,11 @@ class EngineLink:
         """See ``control_api.SignalSender``."""
         await self._send("update_weights", partial(self._client.update_weights, path), timeout=timeout, wait=wait)
 
+    async def profile(self, *, start: bool) -> None:
+        """See ``control_api.SignalSender``."""
+        call = self._client.start_cuda_profiler if start else self._client.stop_cuda_profiler
+        await call()
+
     async def _send_for_auto_suspend(self, signal: Headers) -> None:
         await self._send_signal(signal, timeout=AUTO_SUSPEND_TIMEOUT, wait=True)
 

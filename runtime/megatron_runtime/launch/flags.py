@@ -68,6 +68,9 @@ class EngineFlags:
         str,
         typer.Option(help="raw_logprobs: of the model; processed_logprobs: of the distribution that is sampled."),
     ] = EngineOptions.logprobs_mode
+    moe_enable_routing_replay: Annotated[
+        bool, typer.Option("--moe-enable-routing-replay", help="Return the experts of each token with the answer.")
+    ] = EngineOptions.moe_enable_routing_replay
     check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = (
         EngineOptions.check_finite
     )
@@ -106,6 +109,10 @@ class HttpFlags:
     page: Annotated[bool, typer.Option(help="Serve a page at / to chat with the model and to watch the service.")] = (
         HttpOptions.page
     )
+    megatron_http: Annotated[
+        bool,
+        typer.Option("--megatron-http", help="Accept requests as Megatron's server does, for any model name."),
+    ] = HttpOptions.megatron_http
 
     def options(self) -> HttpOptions:
         """The same as options; ConfigurationError names a flag whose value can't be parsed."""
@@ -117,6 +124,7 @@ class HttpFlags:
             access_log=self.access_log,
             parsers=tuple(self.parsers or ()),
             page=self.page,
+            megatron_http=self.megatron_http,
         )
 
 

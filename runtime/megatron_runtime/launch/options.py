@@ -64,6 +64,7 @@ class EngineOptions:
     offload_weights: bool = False
     logprobs_mode: str = "raw_logprobs"
     check_finite: bool = False
+    moe_enable_routing_replay: bool = False
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1

@@ -19,6 +19,7 @@ from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.single_rank import SingleRank
@@ -56,6 +57,8 @@ class Decoder(nn.Module):
                 self.head = Head(self.shard, dtype, self.ranks, None if tied is None else tied.table)
         self.is_packed = False
         """Whether `prepare` has packed the weights for the matrix kernels."""
+        self.is_shared = False
+        """Whether the weights are those of a live model, which owns their memory."""
         self.origin: Origin | None = None
         """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
@@ -66,17 +69,18 @@ class Decoder(nn.Module):
         return next(self.parameters()).device
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor | None:
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache, tape: RoutingTape | None = None) -> Tensor | None:
         """Logits of the requested rows, float32 [L, vocab]. Writes keys and values of the new tokens to the cache.
 
         A pipeline stage receives the activations of the previous stage and sends its own to the next. Of a replica
-        group of several ranks, the rank that samples returns the logits, the others return None.
+        group of several ranks, the rank that samples returns the logits, the others return None. ``tape`` is for the
+        experts of this stage's layers.
         """
         plan = plan_attention(batch, kv_cache)
         rotations = self.positions(batch.positions)
         hidden = self._begin(batch)
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
-            hidden = layer(hidden, rotations[number], plan, kv_cache.layer(index))
+            hidden = layer(hidden, rotations[number], plan, kv_cache.layer(index), tape)
         if self.head is None:
             if not self.ranks.position.is_last_stage:
                 self.ranks.send(hidden)

@@ -13,6 +13,7 @@ from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
@@ -47,11 +48,20 @@ class DecoderLayer(nn.Module):
         self.sum_feed_forward = ranks.sum if experts is None else ranks.sum_experts
         self.feed_forward_output_norm = norm("after", "around")
 
-    def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Rotation | None,
+        plan: AttentionPlan,
+        cache: LayerCache,
+        tape: RoutingTape | None = None,
+    ) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         attended = self.sum_parts(self.attention(self.attention_norm(hidden), rotary, plan, cache))
         hidden = hidden.add(self.attention_output_norm(attended), alpha=self.residual_multiplier)
-        fed = self.sum_feed_forward(self.feed_forward(self.feed_forward_norm(hidden)))
+        normed = self.feed_forward_norm(hidden)
+        is_recorded = tape is not None and isinstance(self.feed_forward, Experts)
+        fed = self.sum_feed_forward(self.feed_forward(normed, tape) if is_recorded else self.feed_forward(normed))
         return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)
 
 

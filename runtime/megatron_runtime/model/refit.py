@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import check_fit, fill, open_checkpoint
@@ -19,10 +19,11 @@ from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.safetensors_checkpoint import SafetensorsWeights
 from megatron_runtime.model.formats.tensor_names import name_of_tied_head
 from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
+from megatron_runtime.model.megatron import from_live_model, is_megatron_state
 
-Weights = Path | str | Mapping[str, Tensor]
+Weights = Path | str | Mapping[str, Tensor] | nn.Module
 """The path of a checkpoint or of one safetensors file (which may be in shared memory), or all tensors of a model by
-their Hugging Face names.
+their Hugging Face names, or a live GPTModel of Megatron Core, or its named tensors.
 """
 _TENSORS_SUFFIX = ".safetensors"
 
@@ -66,10 +67,15 @@ def update_weights(model: Decoder, weights: Weights) -> None:
     GPU the new weights are then copied over the old ones. All ranks of a replica group call this, with the same
     weights; each reads its part, and an error on one rank is an error on all.
 
+    The tensors of a live GPTModel are not copied if they have the decoder's type and device: the decoder shares them.
+
     Raises:
         CheckpointError: The weights can't be read, have another configuration, missing, unknown or misshapen tensors,
             or NaN or infinity; it names them.
     """
+    if isinstance(weights, nn.Module) or (isinstance(weights, Mapping) and is_megatron_state(weights)):
+        model.replace_with(from_live_model(model, weights))
+        return
     fresh = _read(model, weights)
     if model.device.type in ("cpu", "meta"):
         if model.is_packed or model.device.type == "meta":
@@ -80,11 +86,13 @@ def update_weights(model: Decoder, weights: Weights) -> None:
 
 
 def offload_weights(model: Decoder) -> None:
-    """Release the weights' memory on the device.
+    """Release the weights' memory on the device. Weights of a live model are kept, because their owner may use them.
 
     On a GPU the weights move to the host. On a CPU they are released, to be read again from the checkpoint's files;
     weights that came as named tensors, without a file, are kept.
     """
+    if model.is_shared:
+        return
     if model.device.type != "cpu":
         model.to("cpu")
     elif model.origin is not None:
@@ -110,7 +118,7 @@ def restore_weights(model: Decoder, device: torch.device) -> None:
     update_weights(model, model.origin.path)
 
 
-def _read(model: Decoder, weights: Weights) -> Decoder:
+def _read(model: Decoder, weights: Path | str | Mapping[str, Tensor]) -> Decoder:
     fresh: Decoder | None = None
     failure: Exception | None = None
     try:
@@ -126,7 +134,7 @@ def _read(model: Decoder, weights: Weights) -> Decoder:
     return fresh
 
 
-def _read_here(model: Decoder, weights: Weights) -> Decoder:
+def _read_here(model: Decoder, weights: Path | str | Mapping[str, Tensor]) -> Decoder:
     if isinstance(weights, Mapping):
         return _read_tensors(model, NamedTensors(weights, model.config))
     path = Path(weights)

@@ -36,6 +36,8 @@ class SelfAttention(nn.Module):
         attention_size = config.num_attention_heads * config.head_dim
         self.qkv = Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias, dtype=dtype)
         self.output = Linear(attention_size, config.hidden_size, bias=config.attention_output_bias, dtype=dtype)
+        self.head_order: Tensor | None = None
+        """int64 [heads]: where the projection has each query, key and value head; None: in this order."""
         self.norms_whole_projection = config.query_key_norm == "projection"
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
@@ -48,6 +50,8 @@ class SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
         """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys are not rotated."""
         heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
+        if self.head_order is not None:
+            heads = heads.index_select(1, self.head_order)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys, values = heads.split(self.heads, dim=1)
             heads = torch.cat(

@@ -101,6 +101,9 @@ class SamplingParams:
     """Another name of ``stop_words``."""
     stop_token_ids: list[int] | None = None
     """Further tokens that end the answer, also with ``ignore_eos``."""
+    replayed_routing: list[list[list[int]]] | None = None
+    """Mixtures of experts: the experts of the first tokens, [tokens][layers with experts][experts per token], as
+    ``routing_indices`` of a result has them. Later tokens are routed as usual."""
 
     def __post_init__(self) -> None:
         self._join_stop_names(self.stop, self.stop_words)

@@ -9,6 +9,7 @@ from megatron_runtime.model.config import ExpertsConfig
 from megatron_runtime.model.experts.routing import Routing, make_router
 from megatron_runtime.model.experts.shared import SharedExpert
 from megatron_runtime.model.layers import FeedForward
+from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -34,13 +35,15 @@ class Experts(nn.Module):
         self.networks = nn.ModuleList(FeedForward(config, channels, dtype, adds_bias=adds_bias) for _ in self.here)
         self.shared = SharedExpert(shard, experts, dtype) if experts.shared_intermediate_size else None
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[T, hidden] to [T, hidden]."""
-        chosen = self._process_chosen(hidden)
+    def forward(self, hidden: Tensor, tape: RoutingTape | None = None) -> Tensor:
+        """[T, hidden] to [T, hidden]; ``tape`` has the choices to replay, and records them."""
+        chosen = self._process_chosen(hidden, tape)
         return chosen if self.shared is None else chosen + self.shared(hidden)
 
-    def _process_chosen(self, hidden: Tensor) -> Tensor:
-        routing = self._route(hidden)
+    def _process_chosen(self, hidden: Tensor, tape: RoutingTape | None) -> Tensor:
+        routing = self._route(hidden, None if tape is None else tape.replayed())
+        if tape is not None:
+            tape.note(routing.chosen)
         weights, chosen = routing.weights.to(hidden.dtype), routing.chosen
         visits = chosen.flatten()
         counts = visits.bincount(minlength=self.count).tolist()
@@ -60,14 +63,14 @@ class Experts(nn.Module):
         visited = visited.view(*chosen.shape, -1)
         return (visited if self.weights_inputs else visited * weights[..., None]).sum(1)
 
-    def _route(self, hidden: Tensor) -> Routing:
+    def _route(self, hidden: Tensor, replayed: Tensor | None = None) -> Routing:
         position = self.ranks.position
         if position.stage_peers == position.tensor_peers:
-            routing: Routing = self.router(hidden)
+            routing: Routing = self.router(hidden, replayed)
             return routing
         # The sum with zeros is exact, also for expert indices in float32.
         mine = torch.zeros(len(hidden), 2 * self.per_token, device=hidden.device)
         if position.stage_rank == 0:
-            mine = torch.cat(self.router(hidden), dim=-1)
+            mine = torch.cat(self.router(hidden, replayed), dim=-1)
         weights, chosen = self.ranks.sum_experts(mine).chunk(2, dim=-1)
         return Routing(weights, chosen.long())

@@ -53,14 +53,16 @@ class ExpertRouter(nn.Module, ABC):
         del logits
         return scores if self.selection_bias is None else scores + self.selection_bias
 
-    def forward(self, hidden: Tensor) -> Routing:
-        """Route [T, hidden]."""
+    def forward(self, hidden: Tensor, replayed: Tensor | None = None) -> Routing:
+        """Route [T, hidden]; ``replayed`` [T, per_token] has the experts to choose, and -1 where the router chooses."""
         logits = self.linear(hidden.to(self.dtype)).float()
         scores = self.score(logits)
         ranking = self.rank(logits, scores)
         if self.routing.groups > 1:
             ranking = _within_best_groups(ranking, self.routing)
         chosen = ranking.topk(self.per_token, dim=-1).indices
+        if replayed is not None:
+            chosen = torch.where(replayed >= 0, replayed, chosen)
         weights = scores.gather(-1, chosen)
         if self.routing.normalize_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
