@@ -18,17 +18,17 @@ from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
 def from_megatron(model: nn.Module, tokenizer: Any) -> tuple[Decoder, Tokenizer]:
     """The model and tokenizer for an LLM of this library, from a live GPTModel of Megatron Core.
 
-    The decoder computes with the GPTModel's weights where they lie: training that changes them in place changes the
-    results. Call ``update_weights`` with the GPTModel, or ``invalidate_prefix_cache`` of the engine, after each change.
+    The decoder uses the GPTModel's weights in place: if training changes them, the results change too. Call
+    ``update_weights`` with the GPTModel, or ``invalidate_prefix_cache`` of the engine, after each change.
 
     Args:
         model: The GPTModel, or a wrapper of it, on one rank.
         tokenizer: A tokenizer of Megatron or transformers in its fast form, the path of one, or a `Tokenizer`.
 
     Raises:
-        ConfigurationError: The model is no GPTModel, is divided among ranks, or has a feature that the decoder lacks;
-            or the tokenizer can't be read.
-        CheckpointError: A tensor of the model is missing, or has no place in the decoder; names it.
+        ConfigurationError: The model is not a GPTModel, has several ranks, or has a feature that the decoder does not
+            implement; or the tokenizer can't be read.
+        CheckpointError: A tensor of the model is missing or unknown; the message names it.
     """
     if not is_megatron_model(model):
         raise ConfigurationError(
@@ -44,11 +44,11 @@ def _tokenizer(given: Any) -> Tokenizer:
         return given
     if isinstance(given, str | Path):
         return load_tokenizer(given)
-    # Frontends are processes: they read the tokenizer from files.
+    # Frontends are separate processes, which read the tokenizer from files.
     folder = tempfile.TemporaryDirectory(prefix="megatron-tokenizer-")
     try:
         given.save_pretrained(folder.name)
-        Path(folder.name, "config.json").write_text("{}")  # makes it the folder of a checkpoint
+        Path(folder.name, "config.json").write_text("{}")  # Marks the folder as a checkpoint.
         tokenizer = load_tokenizer(folder.name)
     except (AttributeError, ValueError, CheckpointError) as error:
         raise ConfigurationError(

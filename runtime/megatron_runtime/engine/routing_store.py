@@ -1,4 +1,4 @@
-"""The experts that were chosen for each token in the KV cache."""
+"""The selected experts of each token in the KV cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megatron_runtime.model.shard import Shard
 
 
 class ExpertRouting:
-    """Records the routing of tokens, and replays that of requests which bring one.
+    """Records the routing of tokens, and replays the routing of requests that have one.
 
-    The record has a place for each slot of the KV cache, on the host: a block of the prefix cache keeps its routing
-    along with its keys and values.
+    The record has one entry per slot of the KV cache, in host memory. So a block of the prefix cache keeps its routing
+    with its keys and values.
 
     Args:
         model: The sizes of the model.
@@ -30,8 +30,8 @@ class ExpertRouting:
         num_blocks: Blocks of the KV cache.
 
     Raises:
-        ConfigurationError: Routing is to be recorded, but the model has no experts, or its layers are in several
-            pipeline stages.
+        ConfigurationError: Recording is enabled, but the model has no experts, or its layers are in several pipeline
+            stages.
     """
 
     def __init__(self, model: ModelConfig, shard: Shard, config: InferenceConfig, num_blocks: int) -> None:
@@ -50,7 +50,7 @@ class ExpertRouting:
         self._chosen = zeros((slots, self._num_layers, self._experts.per_token), torch.int16)
 
     def parse(self, routing: Any) -> Tensor | None:
-        """The routing that a request brings, int64 [tokens, layers with experts, experts per token]; None: none.
+        """The routing of a request, int64 [tokens, layers with experts, experts per token]; None if it has none.
 
         Raises:
             InvalidRequestError: It does not fit the model.
@@ -81,7 +81,7 @@ class ExpertRouting:
         return None if self._chosen is None else RoutingTape()
 
     def store(self, slots: Tensor, tape: RoutingTape | None) -> None:
-        """Record what a pass has chosen for the tokens in these slots."""
+        """Record the experts of the tokens in these slots, as selected in a pass."""
         if self._chosen is not None and tape is not None:
             self._chosen[slots.cpu()] = tape.chosen()
 
@@ -94,7 +94,7 @@ class ExpertRouting:
         return self._chosen[slots[: sequence.num_computed]].to(torch.int32)
 
     def _replayed(self, part: SequenceSlice) -> Tensor:
-        """int64 [tokens of the slice, layers, experts], -1 behind the end of the sequence's routing."""
+        """int64 [tokens of the slice, layers, experts], -1 after the end of the sequence's routing."""
         assert self._experts is not None
         rows = torch.full((part.length, self._num_layers, self._experts.per_token), -1, dtype=torch.int64)
         routing = part.sequence.replayed_routing
@@ -108,7 +108,7 @@ def _check_experts(routing: Tensor, count: int) -> None:
     if routing.numel() and not 0 <= int(routing.min()) <= int(routing.max()) < count:
         wrong = int(routing[(routing < 0) | (routing >= count)][0])
         raise InvalidRequestError(
-            f"replayed_routing: {wrong} is no expert; the model has 0 to {count - 1}", field="replayed_routing"
+            f"replayed_routing: {wrong} is not an expert; the model has 0 to {count - 1}", field="replayed_routing"
         )
     ordered = routing.sort(dim=-1).values
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):

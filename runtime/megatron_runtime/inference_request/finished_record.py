@@ -1,4 +1,4 @@
-"""What a trainer reads about a finished request beside its answer."""
+"""The record of a finished request for a trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FinishedRequestRecord:
     kv_cache_epoch: list[tuple[int, int]] | None
     """As in DynamicInferenceRequest."""
     num_evictions: int
-    """How often the request lost its cache."""
+    """Number of times that the request lost its cache."""
 
     @classmethod
     def from_request(cls, request: DynamicInferenceRequest) -> FinishedRequestRecord:

@@ -1,4 +1,4 @@
-"""The experts that one forward pass has to choose, and those that it has chosen."""
+"""The experts that one forward pass replays, and those that it selects."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class RoutingTape:
-    """The choices of the routers in one pass over T tokens, layer by layer in their order.
+    """The selections of the routers in one pass over T tokens, in the order of the layers.
 
     Args:
-        replayed: int64 [T, layers with experts, experts per token], the experts to choose; in rows of -1 the router
-            chooses. None: it chooses everywhere.
+        replayed: int64 [T, layers with experts, experts per token], the experts to use; in rows of -1 the router
+            selects them. None: it selects all.
     """
 
     def __init__(self, replayed: Tensor | None = None) -> None:
@@ -23,7 +23,7 @@ class RoutingTape:
         return None if self._replayed is None else self._replayed[:, len(self._chosen)]
 
     def note(self, chosen: Tensor) -> None:
-        """Add the choices of the next layer, int64 [T, experts per token]."""
+        """Add the selection of the next layer, int64 [T, experts per token]."""
         self._chosen.append(chosen)
 
     def chosen(self) -> Tensor:

@@ -1,6 +1,6 @@
 """Requests of clients that were written for Megatron's server, such as those of its RL code (``--megatron-http``).
 
-They give any model name or none, switch nucleus sampling off with ``top_p: 0``, and expect the token ids of every chat
+They have any model name or none, disable nucleus sampling with ``top_p: 0``, and expect the token ids of every chat
 answer.
 """
 
@@ -10,11 +10,10 @@ from typing import Any
 
 
 def from_megatron(body: Any, served_name: str) -> Any:
-    """The same request for the OpenAI endpoints; a body that is no JSON object is returned unchanged.
+    """The same request for the OpenAI endpoints; a body that is not a JSON object is returned unchanged.
 
     Megatron's sampler ignores ``top_p: 0`` unless the request is greedy (``temperature: 0`` or ``top_k: 1``), so it
-    becomes the default of 1. Megatron's chat answers have token ids wherever ``prevent_retokenization`` is on, which is
-    its default.
+    becomes the default of 1. Megatron's chat answers have token ids unless ``prevent_retokenization`` is false.
     """
     if not isinstance(body, dict):
         return body

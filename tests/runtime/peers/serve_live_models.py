@@ -45,7 +45,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build(case: Case) -> GPTModel:
-    """A model over bytes. Weights far apart: the likeliest token is never in doubt."""
+    """A model over bytes. Large weights separate the most likely token from the others."""
     model = peer.build(case).eval()
     with torch.no_grad():
         for parameter in model.parameters():

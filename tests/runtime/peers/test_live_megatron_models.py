@@ -22,11 +22,11 @@ def found() -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
 def test_the_tokens_are_those_of_megatron(found: dict[str, Any], name: str) -> None:
     assert found[name]["served"] == found[name]["expected"]
-    assert len(set(found[name]["expected"])) > 2, "the model says too little"
+    assert len(set(found[name]["expected"])) > 2, "the answer has too few distinct tokens"
 
 
 @pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
-def test_the_weights_are_shared_and_follow_the_training(found: dict[str, Any], name: str) -> None:
+def test_the_weights_are_shared_and_changed_by_training(found: dict[str, Any], name: str) -> None:
     assert found[name]["shared"]
     assert found[name]["served_after_training"] == found[name]["expected_after_training"] != found[name]["expected"]
 
@@ -57,7 +57,7 @@ def test_an_llm_accepts_the_live_model(found: dict[str, Any]) -> None:
     assert found["llm"]["tokens"] == found["llm"]["expected"]
 
 
-def test_an_llm_with_a_coordinator_follows_the_training(found: dict[str, Any]) -> None:
+def test_an_llm_with_a_coordinator_uses_the_trained_weights(found: dict[str, Any]) -> None:
     llm = found["llm"]
     assert llm["trained_tokens"] == llm["expected_after_training"] != llm["expected"]
     assert llm["version"] == 1
@@ -69,13 +69,13 @@ def test_an_llm_with_a_coordinator_follows_the_training(found: dict[str, Any]) -
         ("ranks", "tensor_model_parallel_size=2: a live model is served in place on one rank"),
         ("feature", "attention_output_gate=True"),
         ("tensor", "linear_qkv.bias is missing"),
-        ("unused", "q_layernorm.weight has no place"),
+        ("unused", "q_layernorm.weight is unknown"),
         ("no_model", "model is a Linear"),
         ("tokenizer", "tokenizer.json"),
         ("sizes", "num_kv_heads is 4, but 2"),
     ],
 )
-def test_what_can_not_be_served_is_refused_by_name(found: dict[str, Any], what: str, words: str) -> None:
+def test_the_error_names_an_unsupported_part(found: dict[str, Any], what: str, words: str) -> None:
     assert words in found["refusals"][what]
 
 

@@ -50,7 +50,7 @@ def model_config(model: Any, vocab_size: int) -> ModelConfig:
         vocab_size: Tokens of its tokenizer; Megatron pads the vocabulary beyond them.
 
     Raises:
-        ConfigurationError: The model has a feature that the decoder lacks; names the field.
+        ConfigurationError: The model has a feature that the decoder lacks; the message names the field.
     """
     config = model.config
     _check_neutral(config)
@@ -104,7 +104,7 @@ def _check_neutral(config: Any) -> None:
 
 def _unknown(field: str, value: object) -> ConfigurationError:
     return ConfigurationError(
-        f"{field}={value!r}: the decoder has no such feature; serve a model without it", field=field
+        f"{field}={value!r}: the decoder does not implement it; serve a model without it", field=field
     )
 
 
@@ -126,7 +126,7 @@ def _activation(config: Any) -> Activation:
     if function is functional.silu:
         return "silu"
     if function is functional.gelu:
-        # Megatron's fused kernels approximate it.
+        # Megatron's fused kernels use the tanh approximation.
         return "gelu_tanh" if getattr(config, "bias_activation_fusion", False) else "gelu"
     if getattr(function, "__name__", "") in _TANH_GELUS:
         return "gelu_tanh"
@@ -156,7 +156,7 @@ def _routing(config: Any) -> RoutingConfig:
         raise _unknown("moe_router_score_function", scores)
     is_softmax = scores == "softmax"
     groups = config.moe_router_num_groups if config.moe_router_group_topk else None
-    # A softmax over the chosen logits is the softmax over all, scaled to a sum of one.
+    # A softmax over the selected logits equals the softmax over all logits, normalized to a sum of 1.
     normalizes = not config.moe_router_pre_softmax if is_softmax else config.moe_router_topk > 1
     return RoutingConfig(
         scores=scores,
@@ -172,7 +172,7 @@ def _routing(config: Any) -> RoutingConfig:
 
 
 def _group_scores(config: Any) -> GroupScores:
-    """Megatron sums the highest scores of a group, as many as the token chooses in each of its groups."""
+    """Megatron sums the highest scores of a group, as many as the token selects in each of its groups."""
     match config.moe_router_topk // config.moe_router_group_topk:
         case 1:
             return "max"

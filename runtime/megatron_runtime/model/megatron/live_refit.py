@@ -18,7 +18,7 @@ _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "num
 def from_live_model(model: Decoder, weights: Mapping[str, Tensor] | nn.Module) -> Decoder:
     """A decoder like ``model`` with the weights of a live GPTModel, or with its named tensors.
 
-    It shares their memory if they have the type of the model and are on its device; otherwise they are copied.
+    It shares their memory if they have the data type and the device of the model; otherwise they are copied.
 
     Raises:
         CheckpointError: The sizes differ, a tensor is missing or not finite, or the model has several ranks.
@@ -35,12 +35,12 @@ def from_live_model(model: Decoder, weights: Mapping[str, Tensor] | nn.Module) -
         raise CheckpointError(f"{type(weights).__name__} is not a GPTModel of Megatron Core; give its named tensors")
     for name, parameter in fresh.named_parameters():
         if not bool(parameter.isfinite().all()):
-            raise CheckpointError(f"the Megatron model: {name} has numbers that are NaN or infinite")
+            raise CheckpointError(f"the Megatron model: {name} has values that are NaN or infinite")
     return fresh if (fresh.dtype, fresh.device) == (model.dtype, model.device) else _copy_of(fresh, model)
 
 
 def _copy_of(shared: Decoder, like: Decoder) -> Decoder:
-    """The same weights with the type and on the device of another decoder."""
+    """A copy of the weights with the data type and the device of another decoder."""
     device = "cpu" if like.device.type == "meta" else like.device
     copy = Decoder(shared.config, dtype=like.dtype, device=device)
     for name, parameter in copy.named_parameters():
@@ -59,6 +59,6 @@ def _require_same_sizes(ours: ModelConfig, theirs: ModelConfig) -> None:
     for field in _SIZES:
         if getattr(ours, field) != getattr(theirs, field):
             raise CheckpointError(
-                f"the Megatron model: {field} is {getattr(theirs, field)!r}, but {getattr(ours, field)!r} in the model "
-                "that is served; give a model of the same sizes"
+                f"the Megatron model: {field} is {getattr(theirs, field)!r}, but {getattr(ours, field)!r} in the "
+                "served model; give a model of the same sizes"
             )

@@ -22,9 +22,9 @@ from megatron_runtime.model.self_attention import SelfAttention
 
 _TABLE = "embedding.word_embeddings.weight"
 _NOT_WEIGHTS = ("_extra_state", "local_tokens_per_expert", "inv_freq")
-"""How the names of further entries of a state end."""
+"""Suffixes of entries of a state that are not weights."""
 _NOT_SERVED = ("mtp.",)
-"""How the names of parts begin that do not predict the next token."""
+"""Prefixes of parts that do not predict the next token."""
 
 
 def is_megatron_model(model: object) -> bool:
@@ -39,18 +39,18 @@ def is_megatron_state(tensors: Mapping[str, object]) -> bool:
 
 
 def share_model(model: nn.Module, vocab_size: int | None = None) -> Decoder:
-    """A decoder that computes with the weights of a live GPTModel, where they lie.
+    """A decoder that uses the weights of a live GPTModel in place.
 
-    Changes of the weights in place change its results; cached prefixes have to be invalidated then. Matrices keep their
-    order, so that on a CPU the last bits of a result depend on the other requests of the batch.
+    Changes of the weights in place change its results; cached prefixes must be invalidated then. Matrices keep their
+    layout, so on a CPU the last bits of a result depend on the other requests of the batch.
 
     Args:
         model: The GPTModel, or a wrapper such as Float16Module or DistributedDataParallel.
         vocab_size: Tokens of the tokenizer; None: all rows of the table.
 
     Raises:
-        ConfigurationError: The model has a feature that the decoder lacks, or is divided among ranks.
-        CheckpointError: A tensor is missing, has another shape, or has no place in the decoder; names it.
+        ConfigurationError: The model has a feature that the decoder does not implement, or several ranks.
+        CheckpointError: A tensor is missing, unknown, or has another shape; the message names it.
     """
     inner: Any = _unwrapped(model)
     tensors = dict(inner.named_parameters())
@@ -60,7 +60,7 @@ def share_model(model: nn.Module, vocab_size: int | None = None) -> Decoder:
     decoder = share_tensors(config, tensors)
     rotary = getattr(inner, "rotary_pos_emb", None)
     if rotary is not None:
-        # Scaled as Megatron does it, whatever the release.
+        # Megatron's own frequencies, because their scaling depends on the release.
         factor = getattr(rotary, "seq_len_interpolation_factor", None) or 1.0
         decoder.positions.frequencies = rotary.inv_freq.detach().float().to(decoder.device) / factor
     return decoder
@@ -87,7 +87,7 @@ def share_tensors(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Decoder
         assert isinstance(layer, DecoderLayer)
         _share_layer(layer, source, f"decoder.layers.{number}.")
     if unused := next(source.unused(), None):
-        raise CheckpointError(f"the Megatron model: tensor {unused} has no place in the decoder; remove its layer")
+        raise CheckpointError(f"the Megatron model: tensor {unused} is unknown to the decoder; remove its layer")
     decoder.prepare_kernels()
     return decoder.eval()
 
@@ -107,7 +107,7 @@ class _Tensors:
         return name in self._tensors
 
     def take(self, *names: str) -> Tensor:
-        """The tensor with the first of these names that there is."""
+        """The tensor with the first of these names that exists."""
         for name in names:
             if name in self._tensors:
                 self._used.add(name)
@@ -124,7 +124,7 @@ class _Tensors:
             self.fill(module, kind, *(stem + kind for stem in stems))
 
     def unused(self) -> Iterator[str]:
-        """Names of tensors that have no place."""
+        """Names of tensors that were not used."""
         return (name for name in self._tensors if name not in self._used and not name.startswith(_NOT_SERVED))
 
 
@@ -140,7 +140,7 @@ def place(module: nn.Module, attribute: str, tensor: Tensor, name: str) -> None:
 
 
 class _ConvertingLinear(nn.Module):
-    """A router's matrix of another type than its logits: it is converted in every pass."""
+    """A router's matrix with another data type than its logits, converted in every pass."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _ConvertingLinear(nn.Module):
 
 
 def _share_layer(layer: DecoderLayer, source: _Tensors, prefix: str) -> None:
-    # Transformer Engine keeps a norm with the matrix behind it.
+    # Transformer Engine stores a norm with the matrix that follows it.
     attention, mlp = f"{prefix}self_attention.", f"{prefix}mlp."
     source.fill_all(layer.attention_norm, f"{prefix}input_layernorm.", f"{attention}linear_qkv.layer_norm_")
     source.fill_all(layer.feed_forward_norm, f"{prefix}pre_mlp_layernorm.", f"{mlp}linear_fc1.layer_norm_")
@@ -174,7 +174,7 @@ def _share_attention(attention: SelfAttention, source: _Tensors, stem: str) -> N
 
 
 def _head_order(query_heads: int, kv_heads: int) -> Tensor:
-    """int64 [heads]: where in Megatron's matrix each query, key and value head is; it has them group by group."""
+    """int64 [heads]: positions of query, key and value heads in Megatron's matrix, where they are grouped."""
     width = query_heads // kv_heads + 2
     groups = torch.arange(kv_heads * width).view(kv_heads, width)
     return torch.cat((groups[:, :-2].flatten(), groups[:, -2], groups[:, -1]))
@@ -209,7 +209,7 @@ def _share_experts(experts: Experts, source: _Tensors, stem: str) -> None:
 
 
 def _share_grouped(experts: Experts, source: _Tensors, stem: str) -> None:
-    """Both matrices of all experts, [in, out] of one after the other, as Megatron's own grouped product takes them."""
+    """Both matrices of all experts, concatenated in the layout [in, out] of Megatron's grouped product."""
     hidden = experts.router.linear.weight.shape[1]
     wide, narrow = source.take(f"{stem}experts.weight1"), source.take(f"{stem}experts.weight2")
     wide, narrow = wide.view(experts.count, hidden, -1), narrow.view(experts.count, -1, hidden)
