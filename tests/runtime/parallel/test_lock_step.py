@@ -95,13 +95,26 @@ def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
     assert results[0]["tokens before a pause"] == (1 if sizes.pipeline > 1 else 2)
 
 
-def test_weights_are_loaded_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -> None:
-    other = write_tiny_checkpoint(tmp_path / "other", seed=4)
-    results = run_ranks(lock_step_scenarios.renew, 2, TENSOR, free_port(), tiny, other)
+@pytest.fixture(scope="module")
+def renewed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Another checkpoint, and the results of two ranks that load it."""
+    other = write_tiny_checkpoint(tmp_path_factory.mktemp("renewed") / "other", seed=4)
+    return other, run_ranks(lock_step_scenarios.renew, 2, TENSOR, free_port(), tiny, other)
+
+
+def test_weights_are_loaded_by_all_ranks_or_by_none(tiny: Path, renewed: tuple[Path, list[dict[str, Any]]]) -> None:
+    other, results = renewed
     assert "nowhere" in results[0]["errors"][0]
     assert "loads weights from files; give their path" in results[0]["errors"][1]
     assert results[0]["answers"] == alone(other) != alone(tiny)
     assert (results[0]["version"], results[1]["own version"]) == (1, 1)
+
+
+def test_all_ranks_have_the_epoch_and_write_a_trace(renewed: tuple[Path, list[dict[str, Any]]]) -> None:
+    other, results = renewed
+    assert results[0]["epochs"] == [(0, 3)]
+    assert [result["own epoch"] for result in results] == [3, 3]
+    assert len(list((other.parent / "profiles").iterdir())) == 2
 
 
 def test_a_rank_out_of_step_is_detected(tiny: Path) -> None:
