@@ -123,7 +123,8 @@ def test_the_client_has_its_methods_and_attributes() -> None:
 
 def test_the_coordinator_has_its_methods_and_parameters() -> None:
     assert parameters(DataParallelInferenceCoordinator)[: len(COORDINATOR) + 1] == ["pipe_connection", *COORDINATOR]
-    assert parameters(DataParallelInferenceCoordinator.entrypoint)[:2] == ["pipe_connection", "ready_event"]
+    entrypoint = parameters(DataParallelInferenceCoordinator.entrypoint)
+    assert entrypoint == ["pipe_connection", "ready_event", *COORDINATOR, "options"]
     states = [state.name for state in DataParallelInferenceCoordinator.CoordinatorState]
     assert states == ["RUNNING", "PAUSED", "SUSPENDED", "STOPPING"]
     expected = {
