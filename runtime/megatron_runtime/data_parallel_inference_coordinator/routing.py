@@ -111,7 +111,7 @@ class Router:
         if self.policy is Policy.LOAD_BALANCED:
             return min(candidates, key=lambda entry: len(entry.owned), default=None)
         relevant = self.relevant(hashes)
-        depth, holders = self._prefixes.holders(relevant, candidates)
+        depth, holders = self._prefixes.holders(relevant, candidates) if relevant else (0, {})
         if not holders:
             return self.next_in_turn(candidates, least_loaded=self.policy is not Policy.ROUND_ROBIN)
 
