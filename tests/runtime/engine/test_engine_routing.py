@@ -140,7 +140,7 @@ def test_the_routing_survives_the_wire(make: Callable[..., DynamicInferenceEngin
     ("routing", "words"),
     [
         ([[[0, 1]]], r"shape \[1, 1, 2\], expected \[tokens, 2 layers, 2 experts\]"),
-        ([[[0, 1], [0, 9]]], "9 is no expert; the model has 0 to 3"),
+        ([[[0, 1], [0, 9]]], "9 is not an expert; the model has 0 to 3"),
         ([[[0, 1], [2, 2]]], "an expert twice"),
         ("experts", "replayed_routing"),
     ],

@@ -182,7 +182,7 @@ def test_all_ranks_end_without_the_primary_rank(checkpoints: tuple[Path, Path]) 
     results = run_ranks(world_scenarios.lose, 4, 4, free_port(), TENSOR, checkpoints[0], "coordinated", 0, True)
     assert results[0] is None
     assert "rank 0 (tensor 0, stage 0) is missing" in results[1]["error"]
-    assert "rank 0 of the world, which has the coordinator, is gone" in results[2]["error"]
+    assert "rank 0 of the world, which has the coordinator, is lost" in results[2]["error"]
     assert "rank 0 (tensor 0, stage 0) is missing" in results[3]["error"]
 
 

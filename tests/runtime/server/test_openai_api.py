@@ -61,7 +61,7 @@ def test_unknown_fields_are_ignored(pod: Any) -> None:
         ("completions", {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
         ("completions", {"prompt": [[1], [999999]]}, "prompt", "outside the vocabulary"),
         ("completions", {"prompt": "a", "stop_token_ids": [10**30]}, "stop_token_ids", "outside the vocabulary"),
-        ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id"),
+        ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "not a token id"),
         ("completions", {"prompt": "a", "bad_words": ["no", " "]}, "bad_words", "none of them blank"),
         ("completions", {"prompt": "a", "priority": 2**31}, "priority", "less than"),
         ("completions", {"prompt": "a", "timeout": 0}, "timeout", "greater than 0"),

@@ -8,7 +8,7 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-_BEFORE = """You can call functions. These functions are available, one JSON object per line:
+_BEFORE = """You can call functions. These are there, each as JSON on a line of its own:
 <tools>
 """
 _AFTER = """
@@ -17,7 +17,7 @@ To call one, answer with its name and its arguments as JSON, like this:
 <tool_call>
 {"name": "a_function", "arguments": {"a_parameter": 1}}
 </tool_call>
-The result comes back within <tool_response></tool_response>. Call no function if the answer needs none."""
+The result comes back within <tool_response></tool_response>. Call none where the answer needs none."""
 
 
 def with_tools_as_text(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
