@@ -84,6 +84,23 @@ class DynamicInferenceContext:
         self._block_tables = np.zeros((self.limits.max_requests, self.limits.max_blocks_per_sequence), np.int32)
         self._num_blocks_known = [0] * self.limits.max_requests
         self._sampling = SamplingTable(self.limits.max_requests, model_config.vocab_size)
+        self._prefill_ends = [0] * self.limits.max_requests
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Begin to count passes anew."""
+        self.step_count = 0
+        """Number of passes that were begun."""
+        self.lifetime_prefill_token_count = 0
+        """Tokens that these passes computed of prompts, and again of evicted requests; without cached prefixes."""
+
+    def count_pass(self, slices: Slices[SequenceSlice]) -> None:
+        """Count a pass over slices of running sequences."""
+        self.step_count += 1
+        for part in slices:
+            assert part.sequence.row is not None, f"request {part.sequence.request_id} has no row"
+            end = min(part.end, self._prefill_ends[part.sequence.row])
+            self.lifetime_prefill_token_count += max(0, end - part.start)
 
     @property
     def max_requests(self) -> int:
@@ -112,6 +129,7 @@ class DynamicInferenceContext:
         assert sequence.row is None, f"request {sequence.request_id} has a row already"
         sequence.row = row = self._free_rows.pop()
         self._num_blocks_known[row] = 0
+        self._prefill_ends[row] = len(sequence.tokens)
         self._sampling.write(row, params, sequence.prompt_length, stop_ids, bad_sequences, guide)
 
     def vacate(self, sequence: Sequence) -> None:

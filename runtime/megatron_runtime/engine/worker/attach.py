@@ -94,8 +94,9 @@ async def attach_engine(
     loop, work = _make_loop(
         engine, world, address=address, key=key, prepare_thread=prepare_thread, on_state=reached.note
     )
-    engine.attach(loop)
-    return AttachedEngine(address, key, loop, asyncio.create_task(work), reached, coordinator)
+    task = asyncio.create_task(work)
+    engine.attach(loop, task)
+    return AttachedEngine(address, key, loop, task, reached, coordinator)
 
 
 async def _share_coordinator(
