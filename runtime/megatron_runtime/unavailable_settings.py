@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from megatron_runtime.errors import ConfigurationError
+
+
+class CudaGraphSizingDistribution(StrEnum):
+    """Values of ``cuda_graph_sizing_distribution``."""
+
+    EXPONENTIAL = "exponential"
+    LINEAR = "linear"
+
+
+class AsyncScheduleMode(StrEnum):
+    """Values of ``async_sched_mode``."""
+
+    LEGACY = "legacy"
+    ASYNC = "async"
 
 
 @dataclass(kw_only=True)

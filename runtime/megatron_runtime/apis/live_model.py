@@ -35,11 +35,12 @@ def from_megatron(model: nn.Module, tokenizer: Any) -> tuple[Decoder, Tokenizer]
             f"model is a {type(model).__name__}; give a GPTModel of Megatron Core, or the result of load_model",
             field="model",
         )
-    readable = _tokenizer(tokenizer)
+    readable = readable_tokenizer(tokenizer)
     return share_model(model, readable.vocab_size), readable
 
 
-def _tokenizer(given: Any) -> Tokenizer:
+def readable_tokenizer(given: Any) -> Tokenizer:
+    """The tokenizer as frontends read it: from files. Arguments and errors as for `from_megatron`."""
     if isinstance(given, Tokenizer):
         return given
     if isinstance(given, str | Path):

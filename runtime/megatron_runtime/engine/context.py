@@ -19,6 +19,7 @@ from megatron_runtime.engine.sampling.sampling_table import SamplingRules, Sampl
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
@@ -55,7 +56,8 @@ class DynamicInferenceContext:
         shard: This rank's part of the model; None: the whole model. All ranks have the limits of the largest part.
 
     Raises:
-        ConfigurationError: The settings leave no room for a single block, or the memory can't be allocated.
+        ConfigurationError: The settings leave no room for a single block, the memory can't be allocated, or
+            model_config is of another library.
     """
 
     def __init__(
@@ -67,6 +69,12 @@ class DynamicInferenceContext:
         device: torch.device | str = "cpu",
         shard: Shard | None = None,
     ) -> None:
+        if not isinstance(model_config, ModelConfig):
+            raise ConfigurationError(
+                f"model_config is a {type(model_config).__name__}; give the config of a model from load_model, or of "
+                "the decoder that from_megatron returns for a GPTModel",
+                field="model_config",
+            )
         shard = shard or Shard(model_config)
         self.config = inference_config
         self.device = torch.device(device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.engine.context import LogProbRows
+from megatron_runtime.engine.inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.engine.sampling.log_probs import LogProbs, log_probs
 from megatron_runtime.engine.sampling.sampler import processed_log_probs, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
@@ -35,8 +36,11 @@ class StepOutput:
 class TextGenerationController:
     """A model and its tokenizer, as the engine uses them."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer) -> None:
-        self.model = model
+    def __init__(self, inference_wrapped_model: Decoder | GPTInferenceWrapper, tokenizer: Tokenizer) -> None:
+        if not isinstance(inference_wrapped_model, GPTInferenceWrapper):
+            inference_wrapped_model = GPTInferenceWrapper(inference_wrapped_model)
+        self.inference_wrapped_model = inference_wrapped_model
+        self.model = inference_wrapped_model.model
         self.tokenizer = tokenizer
         self._token_text = lru_cache(maxsize=65536)(self._detokenize_one)
 
