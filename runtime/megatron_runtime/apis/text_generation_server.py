@@ -10,11 +10,11 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_runtime.apis.live_model import readable_tokenizer
 from megatron_runtime.apis.runtime_thread import RuntimeThread
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.engine.worker.attach import engine_at
 from megatron_runtime.errors import ConfigurationError
+from megatron_runtime.model.megatron import readable_tokenizer
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.frontend_group import FrontendGroup
 from megatron_runtime.wire.security import KEY_VARIABLE, coordinator_address

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Slices
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +22,14 @@ from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.sampling_params import SamplingParams
+
+_TRANSFORMER_CONFIG = ("num_layers", "num_attention_heads", "kv_channels")
+"""Fields of Megatron's TransformerConfig."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class DynamicInferenceContext:
     """The device memory of one engine: a paged KV cache, and a row of the tables per running sequence.
 
     Args:
-        model_config: The sizes of the model.
+        model_config: The sizes of the model. With the TransformerConfig of a live GPTModel, which lacks some of them,
+            the memory is allocated when the engine is created, with the model's own type and device.
         inference_config: The limits of memory, requests and tokens.
         dtype: Type of keys and values.
         device: The device of the model.
@@ -62,26 +68,38 @@ class DynamicInferenceContext:
 
     def __init__(
         self,
-        model_config: ModelConfig,
+        model_config: ModelConfig | Any,
         inference_config: InferenceConfig,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shard: Shard | None = None,
     ) -> None:
-        if not isinstance(model_config, ModelConfig):
+        self.config = inference_config
+        self.block_size_tokens = inference_config.block_size_tokens
+        self.is_allocated = False
+        """Whether there is a KV cache, which may be released for a while."""
+        self.reset_counts()
+        if isinstance(model_config, ModelConfig):
+            self._allocate(model_config, dtype, torch.device(device), shard or Shard(model_config))
+        elif not all(hasattr(model_config, name) for name in _TRANSFORMER_CONFIG):
             raise ConfigurationError(
-                f"model_config is a {type(model_config).__name__}; give the config of a model from load_model, or of "
-                "the decoder that from_megatron returns for a GPTModel",
+                f"model_config is a {type(model_config).__name__}; give the config of a model from load_model, or of a "
+                "GPTModel of Megatron Core",
                 field="model_config",
             )
-        shard = shard or Shard(model_config)
-        self.config = inference_config
-        self.device = torch.device(device)
+
+    def allocate_for(self, model: Decoder) -> None:
+        """Allocate the memory for this model, unless that was done. Raises ConfigurationError as the constructor."""
+        if not self.is_allocated:
+            self._allocate(model.config, model.dtype, model.device, model.shard)
+
+    def _allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard) -> None:
+        inference_config = self.config
+        self.device = device
         self.limits = ContextLimits.derive(
             shard.largest_cache_config, inference_config, dtype=dtype, device_type=self.device.type
         )
-        self.block_size_tokens = inference_config.block_size_tokens
         prefixes = None
         if inference_config.enable_prefix_caching:
             prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens)
@@ -93,7 +111,7 @@ class DynamicInferenceContext:
         self._num_blocks_known = [0] * self.limits.max_requests
         self._sampling = SamplingTable(self.limits.max_requests, model_config.vocab_size)
         self._prefill_ends = [0] * self.limits.max_requests
-        self.reset_counts()
+        self.is_allocated = True
 
     def reset_counts(self) -> None:
         """Begin to count passes anew."""

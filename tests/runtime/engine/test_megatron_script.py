@@ -66,18 +66,31 @@ def test_a_suspended_engine_refuses_a_step(make_engine: Callable[..., Engine]) -
         engine.step_modern()
 
 
-def test_a_context_of_another_type_than_the_model_is_refused(tiny_model: Decoder) -> None:
+def test_a_context_of_another_type_than_the_model_is_refused(tiny_model: Decoder, byte_tokenizer: Tokenizer) -> None:
     config = InferenceConfig(kv_cache_memory_bytes=2**20)
     context = DynamicInferenceContext(tiny_model.config, config, dtype=torch.bfloat16)
     with pytest.raises(ConfigurationError, match="inference_context has keys"):
-        GPTInferenceWrapper(tiny_model, context)
+        TextGenerationController(GPTInferenceWrapper(tiny_model, context), byte_tokenizer)
 
 
-def test_the_config_of_a_live_model_is_refused_with_the_way_to_serve_it() -> None:
-    with pytest.raises(ConfigurationError, match="from_megatron"):
-        DynamicInferenceContext(SimpleNamespace(num_layers=2), InferenceConfig())  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="from_megatron"):
-        GPTInferenceWrapper(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+def test_a_model_of_another_library_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="model_config is a SimpleNamespace"):
+        DynamicInferenceContext(SimpleNamespace(num_layers=2), InferenceConfig())
+    with pytest.raises(ConfigurationError, match="model is a Linear"):
+        GPTInferenceWrapper(torch.nn.Linear(2, 2))
+
+
+def test_a_context_with_the_config_of_megatron_is_allocated_with_its_engine(
+    tiny_model: Decoder, byte_tokenizer: Tokenizer
+) -> None:
+    transformer = SimpleNamespace(num_layers=2, num_attention_heads=4, kv_channels=16)
+    context = DynamicInferenceContext(transformer, InferenceConfig(kv_cache_memory_bytes=2**20))
+    assert not context.is_allocated
+    controller = TextGenerationController(GPTInferenceWrapper(tiny_model, context), byte_tokenizer)
+    engine = DynamicInferenceEngine(controller, context)
+    assert context.is_allocated
+    assert (context.kv_cache.dtype, context.device) == (tiny_model.dtype, tiny_model.device)
+    assert engine.generate(["Water"], PARAMS)[0].merge().succeeded()
 
 
 def test_errors_of_requests_become_dicts_and_back() -> None:

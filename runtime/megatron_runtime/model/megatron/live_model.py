@@ -1,4 +1,4 @@
-"""Serves a live model of Megatron Core."""
+"""The model and tokenizer of an engine, from a live model of Megatron Core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.megatron import is_megatron_model, share_model
+from megatron_runtime.model.megatron.sharing import is_megatron_model, share_model
 from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
 
 
