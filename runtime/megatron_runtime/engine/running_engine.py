@@ -16,6 +16,7 @@ from megatron_runtime.lifecycle import EVENTS
 from megatron_runtime.parallel.rank_groups import RankGroups
 
 if TYPE_CHECKING:
+    from megatron_runtime.config import InferenceConfig
     from megatron_runtime.engine.worker.protocol import AttachedLoop, RankEngine
     from megatron_runtime.parallel.ranks import Ranks
 
@@ -24,6 +25,8 @@ _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
 
 class RunningEngine(ABC):
     """Base class of an engine that runs as a task, or for a coordinator."""
+
+    config: InferenceConfig
 
     def __init__(self) -> None:
         self.is_suspended = False
@@ -114,9 +117,12 @@ class RunningEngine(ABC):
         return self._state_events[EngineState.STOPPED]
 
     @property
-    def pg_collection(self) -> RankGroups:
-        """The place of this rank in the groups of ranks that share the model, and among the replica groups."""
-        return RankGroups.of(self.ranks.position)
+    def pg_collection(self) -> RankGroups | Any:
+        """The place of this rank in the groups of ranks that share the model, and among the replica groups; or the
+        process groups of the configuration.
+        """
+        given = self.config.pg_collection
+        return RankGroups.of(self.ranks.position) if given is None else given
 
     async def wait_until(self, state: EngineState) -> None:
         """Wait for a state, in the event loop that runs the engine.

@@ -4,10 +4,13 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.headers import EngineState
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.rank_groups import RankGroup, RankGroups
@@ -86,3 +89,14 @@ def test_a_rank_knows_its_place_in_the_groups_of_its_replica_group(monkeypatch: 
     groups = RankGroups.of(ParallelSizes(tensor=2, pipeline=2, data=2).position(7))
     assert (groups.tp, groups.pp, groups.mp) == (RankGroup(1, 2), RankGroup(1, 2), RankGroup(3, 4))
     assert (groups.ep, groups.dp) == (RankGroup(0, 1), RankGroup(1, 2))
+
+
+def test_the_process_groups_of_a_model_on_one_rank_are_those_of_the_engine(make_engine: MakeEngine) -> None:
+    groups = SimpleNamespace(tp=RankGroup(0, 1), pp=RankGroup(0, 1), ep=None, dp=RankGroup(1, 2))
+    assert make_engine(pg_collection=groups).pg_collection is groups
+
+
+def test_the_process_groups_of_a_divided_model_are_refused() -> None:
+    groups = SimpleNamespace(tp=RankGroup(1, 2), pp=RankGroup(0, 1))
+    with pytest.raises(ConfigurationError, match="pg_collection"):
+        InferenceConfig(pg_collection=groups)
