@@ -9,7 +9,16 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.unavailable_settings import UnavailableSettings
+from megatron_runtime.unavailable_settings import AsyncScheduleMode, CudaGraphSizingDistribution, UnavailableSettings
+
+__all__ = [
+    "AsyncScheduleMode",
+    "CudaGraphSizingDistribution",
+    "InferenceConfig",
+    "KVCacheManagementMode",
+    "PrefixCachingCoordinatorPolicy",
+    "PrefixCachingEvictionPolicy",
+]
 
 _logger = logging.getLogger(__name__)
 

@@ -116,7 +116,9 @@ def test_the_client_has_its_methods_and_attributes() -> None:
         function = getattr(InferenceClient, f"{name}_engines")
         assert all(item.default is None for item in list(inspect.signature(function).parameters.values())[1:])
     client = InferenceClient(5557)
-    assert (client.context, client.socket, client.listener_task) == (None, None, None)
+    assert (client.context, client.socket) == (client._dealer.context, client._dealer.socket)
+    assert client.socket is not None
+    assert client.listener_task is None
     assert (client.completion_futures, client.next_request_id) == ({}, 0)
     client.stop()
 

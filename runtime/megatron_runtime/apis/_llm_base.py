@@ -12,7 +12,6 @@ from torch import nn
 
 from megatron_runtime.apis.coordinated_runtime import CoordinatedRuntime
 from megatron_runtime.apis.direct_runtime import DirectRuntime
-from megatron_runtime.apis.live_model import from_megatron
 from megatron_runtime.apis.runtime_thread import RuntimeThread
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.context import DynamicInferenceContext
@@ -20,6 +19,7 @@ from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
+from megatron_runtime.model.megatron import from_megatron
 from megatron_runtime.parallel.world import World
 
 _Result = TypeVar("_Result")

@@ -30,8 +30,6 @@ from megatron_runtime.parallel.world import World
 from megatron_runtime.parallel.world_group import WorldGroup
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.frontend_group import FrontendGroup
-from megatron_runtime.server.listening_socket import bind
-from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.bodies import Prompt
 from megatron_runtime.wire.security import KEY_VARIABLE
 
@@ -158,17 +156,10 @@ class CoordinatedRuntime:
         if self._frontends is not None:
             raise CoordinatorError("the frontend is already running; shut down first")
         assert self._attached is not None
-        sock = config.sock or bind(config.host, config.port, config.port, flag="port", may_move=False)
-        options = FrontendOptions(
-            coordinator_address=self._attached.address,
-            tokenizer_path=self._engine.tokenizer.location,
-            served_name=config.served_name,
-            max_sequence_length=self._engine.context.limits.max_sequence_length,
-            replicas=config.frontend_replicas,
-            request_timeout=config.request_timeout,
-            http=config.http,
+        options = config.frontend_options(
+            self._attached.address, self._engine.tokenizer, self._engine.context.max_sequence_length
         )
-        self._frontends = FrontendGroup(options, sock, key=self._key)
+        self._frontends = FrontendGroup(options, config.listening_socket(), key=self._key)
         self._frontends.start()
         try:
             await self._frontends.wait_ready(FRONTEND_SECONDS)

@@ -72,6 +72,7 @@ class Admission:
         self._check_parameters(params)
         tokens = self._prompt_tokens(prompt, params)
         request.prompt_tokens = request.remaining_prompt_tokens = torch.tensor(tokens, dtype=torch.int64)
+        request.prompt_length = len(tokens)
         generated_tokens = self._checked("generated", generated)
         if not tokens:
             raise InvalidRequestError("prompt is empty; give at least one token", field="prompt")

@@ -24,10 +24,7 @@ from megatron_runtime.engine.step_result import EngineStats, StepResult
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.engine.worker.weight_updates import require_idle
 from megatron_runtime.errors import EngineSuspendedError, InvalidStateError, MegatronInferenceError
-from megatron_runtime.inference_request import (
-    DynamicInferenceRequest,
-    DynamicInferenceRequestRecord,
-)
+from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.host_memory import return_freed_memory
 from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
@@ -48,6 +45,7 @@ class DynamicInferenceEngine(RunningEngine):
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         super().__init__()
+        context.allocate_for(controller.model)
         self.controller = controller
         self.context = context
         self.tokenizer = controller.tokenizer

@@ -55,6 +55,7 @@ class PassRunner:
         self.evictions_total = 0
         self.cached_tokens_total = 0
         self.prefix_hits_total = 0
+        context.reset_counts()
 
     @property
     def num_in_flight(self) -> int:
@@ -71,6 +72,7 @@ class PassRunner:
         self._apply(schedule)
         if schedule.slices:
             self._in_flight.append(self._begin(schedule.slices))
+            self._context.count_pass(schedule.slices)
         is_full = len(self._in_flight) == self._scheduler.limits.passes_in_flight
         if self._in_flight and (is_full or not schedule.slices or not self._scheduler.has_idle):
             self._settle(self._in_flight.popleft())

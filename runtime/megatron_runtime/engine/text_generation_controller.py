@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_runtime.engine.context import LogProbRows
+from megatron_runtime.engine.inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.engine.sampling.log_probs import LogProbs, log_probs
 from megatron_runtime.engine.sampling.sampler import processed_log_probs, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
@@ -17,7 +19,6 @@ from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.routing_tape import RoutingTape
-from megatron_runtime.model.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,11 @@ class StepOutput:
 class TextGenerationController:
     """A model and its tokenizer, as the engine uses them."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
+    def __init__(self, inference_wrapped_model: GPTInferenceWrapper | Decoder | nn.Module, tokenizer: Any) -> None:
+        if not isinstance(inference_wrapped_model, GPTInferenceWrapper):
+            inference_wrapped_model = GPTInferenceWrapper(inference_wrapped_model)
+        self.inference_wrapped_model = inference_wrapped_model
+        self.model, self.tokenizer = inference_wrapped_model.served(tokenizer)
         self._token_text = lru_cache(maxsize=65536)(self._detokenize_one)
 
     @torch.inference_mode()

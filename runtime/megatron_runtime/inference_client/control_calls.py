@@ -97,6 +97,18 @@ class ControlCalls(ABC):
         self._require_started()
         return self._calls.broadcast(Headers.SET_GENERATION_EPOCH, generation_epoch)
 
+    def increment_staleness(self) -> Awaitable[None]:
+        """In any state: engines count one more weight update in ``policy_staleness`` and ``kv_cache_staleness`` of
+        their unfinished requests, for a trainer that has changed the weights itself. `update_weights` counts too.
+
+        Sent at once, as the signals; the awaitable is done when the coordinator has passed it on.
+
+        Raises:
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        self._require_started()
+        return self._calls.broadcast(Headers.INCREMENT_STALENESS)
+
     def start_cuda_profiler(self) -> Awaitable[None]:
         """In any state: every rank begins a trace of its steps with PyTorch's profiler, of CPU and GPU.
 

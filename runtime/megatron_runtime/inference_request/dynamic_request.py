@@ -32,6 +32,8 @@ class DynamicInferenceRequest(InferenceRequest):
 
     prompt_tokens: Tensor | None = None
     """int64 [prompt length], on the host."""
+    prompt_length: int | None = None
+    """Number of prompt tokens; also in results from a coordinator, which leave out ``prompt_tokens``."""
     remaining_prompt_tokens: Tensor | None = None
     """The rest of the prompt that is not computed yet."""
     policy_staleness: Tensor | None = None
@@ -72,6 +74,7 @@ class DynamicInferenceRequest(InferenceRequest):
         self.sampling_params = copy.deepcopy(self.sampling_params)
         if self.prompt_tokens is None:
             return
+        self.prompt_length = int(self.prompt_tokens.numel())
         if self.remaining_prompt_tokens is None:
             self.remaining_prompt_tokens = self.prompt_tokens
         if self.enable_prefix_caching and self.block_size_tokens and not self.precomputed_block_hashes:

@@ -13,10 +13,11 @@ from runtime_support.rank_processes import run_ranks
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from suite_support.worker import free_port
 
-from megatron_runtime.engine.worker.lock_step import LockStepEngine
+from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_follower
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.single_rank import SingleRank
+from megatron_runtime.sampling_params import SamplingParams
 
 TENSOR, PIPELINE, BOTH = ParallelSizes(tensor=2), ParallelSizes(pipeline=2), ParallelSizes(tensor=2, pipeline=2)
 TENSOR_4 = ParallelSizes(tensor=4)
@@ -139,3 +140,34 @@ def test_a_request_timeout_is_refused_because_ranks_have_no_common_clock(tiny: P
         ConfigurationError, match=r"request_timeout=3\.0: the ranks of a replica group have no common clock"
     ):
         LockStepEngine(engine, SingleRank())
+
+
+class RecordedRank(SingleRank):
+    """Keeps the messages of the first rank for a follower that runs later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+
+    def share_inbox(self, inbox: bytes | None) -> bytes:
+        if inbox is None:
+            return self.sent.pop(0)
+        self.sent.append(inbox)
+        return inbox
+
+
+def test_a_follower_counts_epochs_and_weight_updates_between_the_same_steps(tiny: Path) -> None:
+    first, other = lock_step_scenarios.build(tiny), lock_step_scenarios.build(tiny)
+    ranks = RecordedRank()
+    engine = LockStepEngine(first, ranks)
+    engine.add_request(0, [5, 6, 7], SamplingParams(temperature=0, num_tokens_to_generate=6, ignore_eos=True))
+    engine.step_modern()
+    engine.set_generation_epoch(4)
+    engine.increment_staleness()
+    engine.step_modern()
+    engine.release_followers()
+    run_follower(other, ranks)
+    for request in (first.get_request(0), other.get_request(0)):
+        assert request.policy_epoch == [(0, 4)]
+        assert request.policy_staleness is not None
+        assert request.policy_staleness.tolist() == [1, 1, 1, 1]

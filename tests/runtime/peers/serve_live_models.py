@@ -14,6 +14,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron_cases import CASES, EXPERTS, LLAMA, SHARED_EXPERT, SIGMOID_ROUTING, Case
+from megatron_runtime.contexts.dynamic_context import DynamicInferenceContext
+from megatron_runtime.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from runtime_support.byte_backend import END, END_TEXT, byte_backend
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -189,6 +192,16 @@ def check_llm() -> dict[str, Any]:
     }
 
 
+def check_script() -> dict[str, Any]:
+    """An engine as Megatron's scripts build it, from context, wrapper and controller."""
+    model = build(SERVED["llama"])
+    context = DynamicInferenceContext(model.config, InferenceConfig(kv_cache_memory_bytes=2**20))
+    controller = TextGenerationController(GPTInferenceWrapper(model, context), tokenizer())
+    engine = DynamicInferenceEngine(controller, context)
+    shared = is_shared(engine.controller.model, model)
+    return {"served": tokens_of(engine), "expected": greedy(model), "shared": shared}
+
+
 def error_of(act: Callable[[], object], kind: type[Exception]) -> str:
     try:
         act()
@@ -232,7 +245,7 @@ def main() -> None:
         parallel_state.initialize_model_parallel()
         initialize_rng_tracker(inference_rng_tracker=True)
         found: dict[str, Any] = {name: check(case) for name, case in SERVED.items()}
-        found |= {"refit": check_refit(), "llm": check_llm(), "refusals": check_refusals()}
+        found |= {"refit": check_refit(), "llm": check_llm(), "script": check_script(), "refusals": check_refusals()}
         print(json.dumps(found))
         dist.destroy_process_group()
 

@@ -53,6 +53,11 @@ def test_a_live_model_of_another_type_is_copied(found: dict[str, Any]) -> None:
     assert (dtype, is_shared) == ("torch.float32", False)
 
 
+def test_the_scripts_of_megatron_build_an_engine_for_the_live_model(found: dict[str, Any]) -> None:
+    assert found["script"]["served"] == found["script"]["expected"]
+    assert found["script"]["shared"]
+
+
 def test_an_llm_accepts_the_live_model(found: dict[str, Any]) -> None:
     assert found["llm"]["tokens"] == found["llm"]["expected"]
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -26,7 +27,7 @@ from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.parallel.world import World
 from megatron_runtime.processes.parent_link import EXIT_DRAINED
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
-from megatron_runtime.wire.security import KEY_VARIABLE
+from megatron_runtime.wire.security import KEY_VARIABLE, coordinator_address
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,9 @@ async def attach_engine(
     loop, work = _make_loop(
         engine, world, address=address, key=key, prepare_thread=prepare_thread, on_state=reached.note
     )
-    engine.attach(loop)
-    return AttachedEngine(address, key, loop, asyncio.create_task(work), reached, coordinator)
+    task = asyncio.create_task(work)
+    engine.attach(loop, task)
+    return AttachedEngine(address, key, loop, task, reached, coordinator)
 
 
 async def _share_coordinator(
@@ -197,6 +199,12 @@ def _coordinator_options(
 
 
 _attached: set[asyncio.Task[None]] = set()
+_engines: WeakValueDictionary[str, RankEngine] = WeakValueDictionary()
+
+
+def engine_at(address: str) -> RankEngine | None:
+    """The engine of this process that was last attached to the coordinator at this address, if there is one."""
+    return _engines.get(coordinator_address(address))
 
 
 async def start_listening(engine: RankEngine, **options: Any) -> str:
@@ -206,6 +214,7 @@ async def start_listening(engine: RankEngine, **options: Any) -> str:
         The address of the coordinator.
     """
     attached = await attach_engine(engine, **options)
+    _engines[coordinator_address(attached.address)] = engine
 
     async def end() -> None:
         await asyncio.gather(attached.task, return_exceptions=True)

@@ -17,7 +17,7 @@ from megatron_runtime.engine.worker.loop_requests import LoopRequests
 from megatron_runtime.engine.worker.protocol import Engine
 from megatron_runtime.engine.worker.weight_updates import WeightUpdateQueue
 from megatron_runtime.errors import EngineError
-from megatron_runtime.headers import EngineState, Headers
+from megatron_runtime.headers import REQUEST_MESSAGES, EngineState, Headers
 from megatron_runtime.lifecycle import BROADCASTS, SOURCE_STATES, TRANSITIONAL_STATE, ReachedStates, reached_states
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.wire.bodies import RequestBody
@@ -84,7 +84,8 @@ class EngineLoop:
         self._step_started: float | None = None
         self._draining = False
         self._leave_reason: str | None = None
-        self._reached = ReachedStates()
+        self.reached = ReachedStates()
+        """The states that the engine has reached."""
         self.failure: BaseException | None = None
         """The error that ended the loop, if it failed."""
         self.ended = False
@@ -144,7 +145,7 @@ class EngineLoop:
     @property
     def state(self) -> EngineState:
         """The state that was reached last."""
-        return self._reached.present
+        return self.reached.present
 
     @property
     def registered(self) -> asyncio.Event:
@@ -157,7 +158,7 @@ class EngineLoop:
         Raises:
             EngineError: The loop ended in another state.
         """
-        while (found := self._reached.first_of(states)) is None:
+        while (found := self.reached.first_of(states)) is None:
             if self.ended:
                 raise EngineError(f"the engine loop has ended: {self.failure or 'it has stopped'}") from self.failure
             await self._changed.wait()
@@ -205,7 +206,7 @@ class EngineLoop:
     def _receive(self, message: Message) -> None:
         """Queue a message. This must not use the engine, which may be in a step."""
         match message.header:
-            case Headers.SUBMIT_REQUEST | Headers.ABORT_REQUEST | Headers.REPLY_ACK | Headers.SET_GENERATION_EPOCH:
+            case header if header in REQUEST_MESSAGES:
                 self._inbox.append(message)
             case header if header in SOURCE_STATES or header in BROADCASTS:
                 self._signals.append(message.header)
@@ -228,6 +229,8 @@ class EngineLoop:
             try:
                 if message.header is Headers.SET_GENERATION_EPOCH:
                     self._engine.set_generation_epoch(natural(arguments(message, 1)[0], "epoch"))
+                elif message.header is Headers.INCREMENT_STALENESS:
+                    self._engine.increment_staleness()
                 elif message.header is Headers.SUBMIT_REQUEST:
                     for assignment, body in zip(items(message, Assignment.parse), message.bodies, strict=True):
                         self._add_request(assignment, body)
@@ -296,7 +299,7 @@ class EngineLoop:
         self._connection.report_state(EngineState.STOPPED)
 
     def _reach(self, state: EngineState) -> None:
-        self._reached.add(state)
+        self.reached.add(state)
         if state not in (EngineState.RESUMED, EngineState.STOPPED):
             self._connection.report_state(self.state)
         if self._on_state is not None:

@@ -54,6 +54,7 @@ class _Change(StrEnum):
     ADD = "add"
     ABORT = "abort"
     EPOCH = "epoch"
+    STALENESS = "staleness"
 
 
 class LockStepEngine:
@@ -108,6 +109,11 @@ class LockStepEngine:
         """As DynamicInferenceEngine does."""
         self._changes.append((_Change.EPOCH, epoch))
         self._engine.set_generation_epoch(epoch)
+
+    def increment_staleness(self) -> None:
+        """As DynamicInferenceEngine does."""
+        self._changes.append((_Change.STALENESS, 0))
+        self._engine.increment_staleness()
 
     def note_finished(self, request: DynamicInferenceRequest) -> None:
         """As DynamicInferenceEngine does; only this rank has a ledger."""
@@ -267,6 +273,9 @@ def run_follower(
 def _apply(engine: RankEngine, kind: str, request_id: int, *args: Any) -> None:
     if kind == _Change.EPOCH:
         engine.set_generation_epoch(request_id)
+        return
+    if kind == _Change.STALENESS:
+        engine.increment_staleness()
         return
     if kind == _Change.ABORT:
         engine.abort_request(request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_runtime.engine.request_book import Reports
     from megatron_runtime.engine.request_future import RequestFuture
     from megatron_runtime.engine.step_result import EngineStats, StepResult
+    from megatron_runtime.lifecycle import ReachedStates
     from megatron_runtime.model.refit import Weights
     from megatron_runtime.parallel.ranks import Ranks
 
@@ -47,6 +49,7 @@ class Engine(RequestEngine, WeightEngine, Protocol):
     def barrier(self, occasion: str) -> None: ...
     def stats(self) -> Any: ...
     def set_generation_epoch(self, epoch: int) -> None: ...
+    def increment_staleness(self) -> None: ...
     def start_profiler(self) -> None: ...
     def stop_profiler(self) -> object: ...
 
@@ -54,6 +57,7 @@ class Engine(RequestEngine, WeightEngine, Protocol):
 class AttachedLoop(Protocol):
     """The loop that runs an engine for a coordinator."""
 
+    reached: ReachedStates
     failure: BaseException | None
     ended: bool
 
@@ -87,4 +91,4 @@ class RankEngine(Engine, Protocol):
     def step_modern(self) -> StepResult: ...
     def pop_reports(self) -> Reports: ...
     def stats(self) -> EngineStats: ...
-    def attach(self, loop: AttachedLoop) -> None: ...
+    def attach(self, loop: AttachedLoop, task: asyncio.Task[None]) -> None: ...

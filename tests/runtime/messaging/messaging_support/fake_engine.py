@@ -39,6 +39,7 @@ class FakeEngine:
         weights: Those that it was given, in order.
         refuses: The path of weights that it can't load.
         epochs: Generation epochs that were set.
+        staleness: Weight updates that were counted.
         profiles: Starts and stops of the profiler.
         ledger: The uid of each finished request.
         added: Requests added, in order, with the number of tokens made elsewhere.
@@ -54,6 +55,7 @@ class FakeEngine:
     weight_version: int = 0
     refuses: str | None = None
     epochs: list[int] = field(default_factory=list)
+    staleness: int = 0
     profiles: list[str] = field(default_factory=list)
     ledger: list[str | None] = field(default_factory=list)
     _running: dict[int, _Running] = field(default_factory=dict)
@@ -122,6 +124,9 @@ class FakeEngine:
 
     def set_generation_epoch(self, epoch: int) -> None:
         self.epochs.append(epoch)
+
+    def increment_staleness(self) -> None:
+        self.staleness += 1
 
     def note_finished(self, request: DynamicInferenceRequest) -> None:
         self.ledger.append(request.uid)

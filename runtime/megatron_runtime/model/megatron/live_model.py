@@ -1,4 +1,4 @@
-"""Serves a live model of Megatron Core."""
+"""The model and tokenizer of an engine, from a live model of Megatron Core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_runtime.errors import CheckpointError, ConfigurationError
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.megatron import is_megatron_model, share_model
+from megatron_runtime.model.megatron.sharing import is_megatron_model, share_model
 from megatron_runtime.model.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -35,11 +35,12 @@ def from_megatron(model: nn.Module, tokenizer: Any) -> tuple[Decoder, Tokenizer]
             f"model is a {type(model).__name__}; give a GPTModel of Megatron Core, or the result of load_model",
             field="model",
         )
-    readable = _tokenizer(tokenizer)
+    readable = readable_tokenizer(tokenizer)
     return share_model(model, readable.vocab_size), readable
 
 
-def _tokenizer(given: Any) -> Tokenizer:
+def readable_tokenizer(given: Any) -> Tokenizer:
+    """The tokenizer as frontends read it: from files. Arguments and errors as for `from_megatron`."""
     if isinstance(given, Tokenizer):
         return given
     if isinstance(given, str | Path):
