@@ -40,13 +40,12 @@ class AsyncStream:
     def put(self, item: Any) -> None:
         """Add an item; an exception ends the stream with it. No effect on a finished stream."""
         if not self._finished:
+            self._finished = _is_exception(item)
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
 
     def finish(self, exception: BaseException | type[BaseException] | None = None) -> None:
         """End the stream after its present items, with this exception if there is one. Only the first call counts."""
-        if not self._finished:
-            self.put(STOP_ITERATION if exception is None else exception)
-            self._finished = True
+        self.put(STOP_ITERATION if exception is None else exception)
 
     def __aiter__(self) -> AsyncStream:
         return self
@@ -55,7 +54,7 @@ class AsyncStream:
         if self._ended:
             raise StopAsyncIteration
         item = await self._items.get()
-        if isinstance(item, BaseException) or (isinstance(item, type) and issubclass(item, BaseException)):
+        if _is_exception(item):
             self._ended = True
             if item is STOP_ITERATION:
                 raise StopAsyncIteration
@@ -76,6 +75,10 @@ class AsyncStream:
                 yield item
         finally:
             await self.aclose()
+
+
+def _is_exception(item: Any) -> bool:
+    return isinstance(item, BaseException) or (isinstance(item, type) and issubclass(item, BaseException))
 
 
 class StreamReplies:

@@ -95,6 +95,7 @@ async def test_a_stream_accepts_items_until_it_is_finished() -> None:
     left: list[str] = []
     stream = AsyncStream(7, lambda: left.append("left"))
     await asyncio.to_thread(stream.put, 1)
+    assert not stream.finished
     stream.finish(ValueError("late"))
     stream.put(2)
     assert stream.finished
@@ -112,6 +113,15 @@ async def test_a_generator_that_is_closed_early_cancels_its_request() -> None:
     assert await anext(items) == 1
     await items.aclose()
     assert left == ["left"]
+
+
+async def test_a_generator_that_ends_with_an_error_cancels_nothing() -> None:
+    left: list[str] = []
+    stream = AsyncStream(7, lambda: left.append("left"))
+    stream.put(ValueError)
+    with pytest.raises(ValueError):  # noqa: PT011
+        await anext(stream.generator())
+    assert left == []
 
 
 # The client's socket and task
