@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from megatron_runtime.errors import (
     CheckpointError,
+    ClientStoppedError,
     CoordinatorError,
     InvalidStateError,
     MegatronInferenceError,
@@ -216,5 +217,6 @@ def _are_strings(value: Any) -> bool:
 def _log_ignored_failure(task: SignalTask[Any]) -> None:
     """Log a failure at once that would otherwise be noticed only when the task is collected."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        level = logging.INFO if task.is_awaited else logging.WARNING
+        is_expected = task.is_awaited or isinstance(error, ClientStoppedError)
+        level = logging.INFO if is_expected else logging.WARNING
         logger.log(level, "a control signal failed: %s", error)

@@ -9,7 +9,13 @@ from collections.abc import Awaitable, Callable
 
 import zmq.asyncio
 
-from megatron_runtime.errors import ConfigurationError, CoordinatorError, InvalidStateError, MegatronInferenceError
+from megatron_runtime.errors import (
+    ClientStoppedError,
+    ConfigurationError,
+    CoordinatorError,
+    InvalidStateError,
+    MegatronInferenceError,
+)
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.async_stream import AsyncStream, StreamReplies
 from megatron_runtime.inference_client.calls import ClientCalls
@@ -133,7 +139,7 @@ class InferenceClient(ControlCalls):
         self._loop = None
         for stream in list(self.streams.values()):
             stream.finish()
-        self._fail_everything(CoordinatorError("the client was stopped"))
+        self._fail_everything(ClientStoppedError("the client was stopped"))
 
     def fail_outstanding(self, error: MegatronInferenceError) -> None:
         """End all outstanding requests and calls with this error, for a caller that expects no more answers."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +16,7 @@ from suite_support.worker import free_port
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.world import World
-from megatron_runtime.sampling_params import SamplingParams
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "generate.py"
 TENSOR, BOTH = ParallelSizes(tensor=2), ParallelSizes(tensor=2, pipeline=2)
 
 
@@ -112,22 +107,6 @@ def test_replica_groups_give_equal_answers_through_eviction_pause_and_suspension
         assert all(result["stats"] == stats for result in results[first : first + sizes.ranks_per_replica_group])
     assert sum(result["stats"].evictions_total for result in results) > 0
     assert sum(result["stats"].prefix_hits_total for result in results) > 0
-
-
-def test_torchrun_starts_the_example(checkpoints: tuple[Path, Path]) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [str(EXAMPLE), str(checkpoints[0]), "--dtype", "float32", "--tensor-parallel", "2", "--prompt", "Water"]
-    ended = subprocess.run(
-        [*torchrun, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        timeout=100,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr.decode()
-    greedy = SamplingParams(temperature=0, num_tokens_to_generate=30)
-    (expected,) = world_scenarios.build(checkpoints[0]).generate("Water", greedy)
-    assert ended.stdout.decode() == f"Water{expected.generated_text}\n"
 
 
 def test_an_answer_of_a_replica_group_can_be_streamed(checkpoints: tuple[Path, Path]) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,12 +59,23 @@ def ranks_of(pod: Any) -> dict[int, int]:
     }
 
 
+def begin_and_pause(pod: Any, pool: ThreadPoolExecutor) -> list[Future[str]]:
+    """Four answers that are paused before their end. On a loaded machine the pause may come too late for the first."""
+    for _ in range(5):
+        answers: list[Future[str]] = pod.begin(pool, partial(ask, pod), 4)
+        pod.wait_for(lambda state: state["requests"]["running"] == 4)
+        assert pod.signal("pause").json()["engineState"] == "PAUSED"
+        if not any(answer.done() for answer in answers):
+            return answers
+        assert pod.signal("unpause").json()["engineState"] == "RUNNING"
+    raise AssertionError("every pause came after the end of an answer")
+
+
 def test_divided_models_give_the_answers_of_whole_ones_through_pause_and_suspension(pod: Any, whole: str) -> None:
     assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 4
     with ThreadPoolExecutor() as pool:
-        answers = pod.begin(pool, partial(ask, pod), 4)
-        pod.wait_for(lambda state: state["requests"]["running"] == 4)
-        for signal_name, state in (("pause", "PAUSED"), ("suspend", "SUSPENDED"), ("resume", "PAUSED")):
+        answers = begin_and_pause(pod, pool)
+        for signal_name, state in (("suspend", "SUSPENDED"), ("resume", "PAUSED")):
             assert pod.signal(signal_name).json()["engineState"] == state
         assert not any(answer.done() for answer in answers)
         assert pod.signal("unpause").json()["engineState"] == "RUNNING"
@@ -82,10 +93,9 @@ def test_a_killed_rank_restarts_its_replica_group_and_no_other(pod: Any, whole: 
         os.kill(before[victim], signal.SIGKILL)
         pod.wait_for(lambda _: not any(is_alive(pid) for pid in fellows), seconds=10)
         assert [answer.result(60) for answer in answers] == [whole] * 4
-    pod.wait_for(lambda state: state["restarts"] == restarts + 1 and len(state["replicaGroups"]) == 2)
-    after = ranks_of(pod)
-    assert others.items() <= after.items()
-    assert after.keys() == before.keys()
+    pod.wait_for(lambda state: state["restarts"] == restarts + 1 and ranks_of(pod).keys() == before.keys())
+    pod.wait_for(lambda state: len(state["replicaGroups"]) == 2)
+    assert others.items() <= ranks_of(pod).items()
     assert ask(pod) == whole
 
 
