@@ -77,15 +77,21 @@ def _environment(server: Server, folder: Path) -> Iterator[Server]:
         yield Server(server.name, server.python, server.command, server.checkpoint, server.packages, fresh)
 
 
-def compare(pairs: Sequence[tuple[Server, Server | None]], chosen: argparse.Namespace, folder: Path) -> list[list[str]]:
-    """Rows of the table: ours and, if given, the peer with the same checkpoint, in turn."""
+def compare(
+    pairs: Sequence[tuple[Server, Server | None]], chosen: argparse.Namespace, folder: Path, started: Server
+) -> list[list[str]]:
+    """Rows of the table: ours and, if given, the peer with the same checkpoint, in turn.
+
+    Each first starts once without being measured, except ``started``, which already did.
+    """
     rows = []
     for ours, peer in pairs:
         servers = [ours] if peer is None else [ours, peer]
         versions = {server: listed(server.versions()) for server in servers}
         run = partial(first_answer, chosen.threads, folder)
         for server in servers:
-            run(server, -1)
+            if server is not started:
+                run(server, -1)
         turns = run_in_turn(servers, chosen.rounds, run)
         for server, times in turns.items():
             ratios = [a / b for a, b in zip(turns[ours], times, strict=True) if server is not ours]
@@ -142,7 +148,7 @@ def main() -> None:
             failures.append(str(error))
         for pair in pairs:
             try:
-                rows += compare([pair], chosen, folder)
+                rows += compare([pair], chosen, folder, pairs[0][0])
             except (ContenderError, OSError) as error:
                 failures.append(str(error))
     if rows:

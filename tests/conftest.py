@@ -1,4 +1,4 @@
-"""Fixtures that more than one half of the tests need."""
+"""Fixtures for several folders of tests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
-if str(HERE) not in sys.path:
-    sys.path.append(str(HERE))  # suite_support lies here, and importlib mode puts nothing on the path
+for folder in (HERE, HERE / "runtime"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))  # for suite_support and runtime_support; pytest's importlib mode does not add it
 
-# Workers share the cores: before anything imports torch, which looks once.
+# Workers share the cores. Set before torch is imported, which reads it once.
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
 
-# A machine may stand still for a while, which is no fault of the code. And a test that fails should have passed before
-# the change: whoever wants other examples every time says --hypothesis-profile=explore.
+# No deadline, because a busy machine is no failure. Examples are the same in every run, so that a failure comes from
+# the change; --hypothesis-profile=explore generates others.
 settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", settings.get_profile("explore"), derandomize=True)
 settings.load_profile("repeatable")
@@ -27,7 +28,7 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On workers alone: one after the other, tests run in the order in which they were named."""
+    """Only with workers: a single process runs the tests in the given order."""
     if hasattr(config, "workerinput"):
         from suite_support.schedule import longest_first
 
@@ -44,8 +45,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return FileScheduling(config, log)
 
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{{ tools }}"
+"""For a byte-level model."""
+
+
 def cache_folder() -> Path:
-    """Where downloads and builds are kept between runs, outside the repository."""
+    """The folder of downloads and builds, outside the repository."""
     if chosen := os.environ.get("MEGATRON_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-inference"
@@ -53,8 +58,16 @@ def cache_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """SmolLM2-135M-Instruct as GGUF (Q4_1); fails, never skips, when it was not fetched."""
+    """SmolLM2-135M-Instruct as GGUF (Q4_1). Fails, instead of skipping, when it was not downloaded."""
     path = cache_folder() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if not path.exists():
         pytest.fail(f"{path} is missing: run `make model` once to fetch it")
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights and a byte-level tokenizer, for tests that do not depend on words."""
+    from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), longest=8192, chat_template=CHAT_TEMPLATE)

@@ -13,6 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
+MAX_FUNCTION_LINES = 50
+FOLDERS = ("operator", "runtime", "tests", "benchmarks", "examples", "tools")
+BOTH_SIDES = {"EngineState", "Lifecycle"}
+"""Values in the interface between operator and runtime, which do not import each other."""
 
 
 def sources() -> list[Path]:
@@ -36,9 +40,33 @@ def test_python_started_at_the_root_still_has_its_own_operator_module() -> None:
     assert str(ROOT) not in done.stdout
 
 
-def test_no_source_file_is_too_long() -> None:
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources()}
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_file_and_no_function_is_too_long(folder: str) -> None:
+    too_long = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        if len(text.splitlines()) > MAX_LINES:
+            too_long.append(name)
+        functions = (
+            each for each in ast.walk(ast.parse(text)) if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        )
+        too_long += [f"{name}: {each.name}" for each in functions if lines_of(each) > MAX_FUNCTION_LINES]
+    assert too_long == []
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    assert function.end_lineno is not None
+    return function.end_lineno - function.lineno + 1
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    names = [
+        each.name
+        for path in sources()
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.ClassDef)
+    ]
+    assert {name for name in names if names.count(name) > 1} == BOTH_SIDES
 
 
 def test_every_module_has_a_docstring() -> None:

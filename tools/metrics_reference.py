@@ -19,7 +19,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.metrics import Meters
 from megatron_runtime.launch.metrics import PodCollector
-from megatron_runtime.launch.pod_state import PodFacts, RankState, ReplicaGroupState
+from megatron_runtime.launch.pod_state import PodFacts, RankState, RegisteredReplicaGroup
 from megatron_runtime.server.metrics import FrontendMetrics
 
 PAGE = Path("docs/metrics.md")
@@ -188,7 +188,7 @@ def of_the_operator() -> Iterable[Metric]:
 
 def of_a_pod(*, is_leader: bool = True) -> Iterable[Metric]:
     """The metrics of a launcher; that of the leader pod also exports the engines' metrics."""
-    groups = (ReplicaGroupState(index=0, state="RUNNING"),)
+    groups = (RegisteredReplicaGroup(index=0, state="RUNNING"),)
     facts = PodFacts(is_leader=is_leader, engine_state="RUNNING", replica_groups=groups, ranks={0: RankState(0)})
     return PodCollector(lambda: facts).collect()
 

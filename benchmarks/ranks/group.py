@@ -26,7 +26,7 @@ from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_follower
 from megatron_runtime.launch.ports import free_loopback_port
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
-from megatron_runtime.parallel.join import join_replica
+from megatron_runtime.parallel.join import join_replica_group
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.sampling_params import SamplingParams
 from peers.protocol import answer_requests, versions
@@ -61,7 +61,7 @@ class Group:
     def __init__(self, setup: RankSetup) -> None:
         self._setup = setup
         self._seconds: dict[str, float] = {}
-        self._others = [_start(setup, rank) for rank in range(1, setup.sizes.ranks_per_replica)]
+        self._others = [_start(setup, rank) for rank in range(1, setup.sizes.ranks_per_replica_group)]
         self._engine, self._ranks = _join(setup, 0, self._note)
         self._together = LockStepEngine(self._engine, self._ranks) if self._others else None
 
@@ -107,8 +107,8 @@ def _run_follower(setup: RankSetup, rank: int, clock: Connection) -> None:
 
 def _join(setup: RankSetup, rank: int, on_end: Any) -> tuple[DynamicInferenceEngine, Any]:
     torch.set_num_threads(setup.threads)
-    position = setup.sizes.position_in_replica(rank)
-    ranks = TimedRanks(join_replica(position, host="127.0.0.1", port=setup.port, timeout=PATIENCE), on_end)
+    position = setup.sizes.position_in_replica_group(rank)
+    ranks = TimedRanks(join_replica_group(position, host="127.0.0.1", port=setup.port, timeout=PATIENCE), on_end)
     config = InferenceConfig(
         kv_cache_memory_bytes=1 << 29, max_requests=setup.requests, max_sequence_length=setup.longest
     )

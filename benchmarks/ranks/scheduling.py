@@ -18,6 +18,7 @@ from megatron_runtime.engine.text_generation_controller import StepOutput, TextG
 from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
+from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.sampling_params import SamplingParams
 from offline_throughput import make_prompts
 from peers.turns import ratio_cells, run_in_turn
@@ -39,8 +40,9 @@ class InstantController(TextGenerationController):
         rules: SamplingRules,
         sampled_rows: torch.Tensor | None,
         wanted: LogProbRows | None,
+        tape: RoutingTape | None = None,
     ) -> StepOutput:
-        del kv_cache, rules, wanted
+        del kv_cache, rules, wanted, tape
         return StepOutput([TOKEN] * len(batch.logit_rows if sampled_rows is None else sampled_rows), None)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_operator import names
-from megatron_operator.api.v1alpha1 import Condition, ConditionType, Status
+from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus
 from megatron_operator.api.v1alpha1.status import ConditionStatus
 from megatron_operator.lifecycle import SETTLED_STATE, TRANSITION_REASONS, next_signal
+from megatron_operator.observed_state import EngineState, Signal
 from megatron_operator.replica_groups import ReplicaGroupState
 from megatron_operator.status_inputs import ENGINE_UNREACHABLE, ReplicaGroupView, StatusInputs
 from megatron_operator.timestamps import timestamp
 from megatron_operator.wait_reasons import wait_reason
-from megatron_operator.world import EngineState, Signal
 
 HOLDS_REQUESTS = (EngineState.PAUSED, EngineState.SUSPENDING, EngineState.SUSPENDED, EngineState.RESUMING)
 GROUP_FAILED = "GroupFailed"
@@ -53,13 +53,13 @@ def compute_conditions(inputs: StatusInputs) -> dict[ConditionType, ConditionSta
 
 
 def written(
-    findings: dict[ConditionType, ConditionState], before: Status, generation: int, now: float
+    findings: dict[ConditionType, ConditionState], before: MegatronInferenceStatus, generation: int, now: float
 ) -> list[Condition]:
     """The API objects of the conditions. A condition whose status is unchanged keeps its transition time."""
     return [_written(kind, finding, before.condition(kind), generation, now) for kind, finding in findings.items()]
 
 
-def is_auto_suspended(status: Status) -> bool:
+def is_auto_suspended(status: MegatronInferenceStatus) -> bool:
     """Whether the engine is suspended because it was idle."""
     condition = status.condition(ConditionType.READY)
     return condition is not None and condition.reason == AUTO_SUSPENDED
@@ -93,7 +93,7 @@ def progressing(inputs: StatusInputs) -> ConditionState:
     """True while the resource moves towards its desired state."""
     if not inputs.should_have_pods:
         found = _leaving(inputs)
-        return ConditionState("True" if inputs.world.pods else "False", found.reason, found.message)
+        return ConditionState("True" if inputs.observed.pods else "False", found.reason, found.message)
     if inputs.has_no_keys:
         secret = names.keys_secret(inputs.resource.name)
         words = f"the Secret {secret} was removed: all pods drain and end, then new pods start with new keys"
@@ -137,7 +137,7 @@ def degraded(inputs: StatusInputs) -> ConditionState:
         causes = [wait_reason(view, inputs) for view in inputs.unrecovered_groups]
         given_up = [view.given_up.reason for view in inputs.unrecovered_groups if view.given_up is not None]
         return ConditionState("True", (given_up or [GROUP_FAILED])[0], "; ".join(cause.message for cause in causes))
-    overdue = inputs.world.now - inputs.state_since
+    overdue = inputs.observed.now - inputs.state_since
     if inputs.engine_state in TRANSITION_REASONS and overdue > inputs.policy.transition_timeout:
         since = f"since {timestamp(inputs.state_since)}, longer than {inputs.policy.transition_timeout.text}"
         return ConditionState(
@@ -180,7 +180,7 @@ def _stalled(inputs: StatusInputs) -> ConditionState:
 
 
 def _leaving(inputs: StatusInputs) -> ConditionState:
-    left = ", ".join(pod.name for pod in inputs.world.pods)
+    left = ", ".join(pod.name for pod in inputs.observed.pods)
     if inputs.resource.deleting:
         return ConditionState(
             "False", "Terminating", f"the resource is being deleted; waiting for {left or 'its last children'}"
@@ -194,7 +194,7 @@ def _leaving(inputs: StatusInputs) -> ConditionState:
 
 def _unreachable(inputs: StatusInputs) -> ConditionState:
     assert inputs.leader is not None
-    engine = inputs.world.engine
+    engine = inputs.observed.engine
     cause = engine.message if engine is not None else "its control API has not been polled yet"
     words = f"the leader {inputs.leader.name} runs but its control API does not answer"
     message = f"{words} ({cause}); no signal is sent until it does"
@@ -202,7 +202,7 @@ def _unreachable(inputs: StatusInputs) -> ConditionState:
 
 
 def _not_up_yet(inputs: StatusInputs) -> ConditionState:
-    if inputs.problems and not inputs.world.pods:
+    if inputs.problems and not inputs.observed.pods:
         return ConditionState("False", "ApplyFailed", "; ".join(inputs.problems))
     view = inputs.leading_group
     if inputs.leader is None and inputs.ready_groups:
@@ -283,7 +283,7 @@ def _ready_groups(inputs: StatusInputs) -> str:
 
 def _waiting_for_groups(inputs: StatusInputs) -> str:
     """The replica groups that have not reached the target state, for the message of a transition that hangs."""
-    engine, target = inputs.world.engine, SETTLED_STATE.get(inputs.desired)
+    engine, target = inputs.observed.engine, SETTLED_STATE.get(inputs.desired)
     behind = [replica.group for replica in (engine.replicas if engine else ()) if replica.state is not target]
     return f", waiting for replica group {_listed(behind)}" if behind else ""
 

@@ -12,15 +12,15 @@ import httpx
 
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.names import CONTROL_PORT
-from megatron_operator.world import (
+from megatron_operator.observed_state import (
     RANK_PHASES,
+    AdapterError,
     EngineState,
     Loading,
     ObservedEngine,
     ObservedReplica,
     Signal,
     SignalRefused,
-    WorldError,
 )
 
 CONNECT_TIMEOUT = 2.0
@@ -31,7 +31,7 @@ KEEPALIVE_PROBES = 3
 """Keepalive probes that the kernel sends in that time, one per second."""
 
 
-class ControlApiUnreachable(WorldError):
+class ControlApiUnreachable(AdapterError):
     """The control API did not answer, or sent an invalid answer."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_operator.api.v1alpha1 import Condition, ConditionType, Phase, ReplicaGroupStatus, Status
+from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus, Phase, ReplicaGroupStatus
 from megatron_operator.conditions import GROUP_FAILED
 
 REPORTED_PROGRESS = ("ScalingDown", "RollingOut", "RotatingKeys")
@@ -29,7 +29,7 @@ class Event:
     message: str
 
 
-def events_between(before: Status, after: Status) -> tuple[Event, ...]:
+def events_between(before: MegatronInferenceStatus, after: MegatronInferenceStatus) -> tuple[Event, ...]:
     """The events for the change from ``before`` to ``after``."""
     return (
         *_image_events(before, after),
@@ -41,13 +41,13 @@ def events_between(before: Status, after: Status) -> tuple[Event, ...]:
     )
 
 
-def _image_events(before: Status, after: Status) -> Iterator[Event]:
+def _image_events(before: MegatronInferenceStatus, after: MegatronInferenceStatus) -> Iterator[Event]:
     if before.image is not None and after.image is not None and before.image != after.image:
         words = f"the image of the runtime changes from {before.image} to {after.image}"
         yield Event(EventType.NORMAL, "ImageChanged", words)
 
 
-def _group_events(before: Status, after: Status) -> Iterator[Event]:
+def _group_events(before: MegatronInferenceStatus, after: MegatronInferenceStatus) -> Iterator[Event]:
     known = {group.index: group for group in before.replica_groups}
     for group in after.replica_groups:
         old = known.get(group.index, ReplicaGroupStatus(index=group.index))
@@ -62,7 +62,7 @@ def _group_events(before: Status, after: Status) -> Iterator[Event]:
             yield Event(EventType.NORMAL, "AttemptStarted", words)
 
 
-def _leader_events(before: Status, after: Status) -> Iterator[Event]:
+def _leader_events(before: MegatronInferenceStatus, after: MegatronInferenceStatus) -> Iterator[Event]:
     """The leader moved to another replica group. A new attempt of the same group has its own event."""
     was, now = before.leader, after.leader
     if was is not None and now is not None and was.replica_group != now.replica_group:
@@ -70,7 +70,7 @@ def _leader_events(before: Status, after: Status) -> Iterator[Event]:
         yield Event(EventType.NORMAL, "LeaderMoved", words)
 
 
-def _warnings(before: Status, after: Status) -> Iterator[Event]:
+def _warnings(before: MegatronInferenceStatus, after: MegatronInferenceStatus) -> Iterator[Event]:
     """Conditions that no event of a replica group covers."""
     told: set[str] = {GROUP_FAILED}
     for kind in (ConditionType.FAILED, ConditionType.DEGRADED):
@@ -90,7 +90,7 @@ def _is_news(before: Condition | None, after: Condition) -> bool:
     return after.status == "True" and was != ("True", after.reason)
 
 
-def _engine_events(before: Status, after: Status) -> Iterator[Event]:
+def _engine_events(before: MegatronInferenceStatus, after: MegatronInferenceStatus) -> Iterator[Event]:
     if after.phase is before.phase:
         return
     told = {
@@ -105,7 +105,7 @@ def _engine_events(before: Status, after: Status) -> Iterator[Event]:
         yield Event(EventType.NORMAL, "Available", f"{after.model_name} answers at {after.url}")
 
 
-def _progress_events(before: Status, after: Status) -> Iterator[Event]:
+def _progress_events(before: MegatronInferenceStatus, after: MegatronInferenceStatus) -> Iterator[Event]:
     progress = after.condition(ConditionType.PROGRESSING)
     if (
         progress is not None

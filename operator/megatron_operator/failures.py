@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from megatron_operator.world import BAD_INPUT_EXIT_CODE, Failure
+from megatron_operator.observed_state import BAD_INPUT_EXIT_CODE, Failure
 
 SIGNALLED = 128
 SIGKILL = 9

@@ -28,8 +28,8 @@ from megatron_operator.kubernetes.null_storage import NullDiffBaseStorage, NullP
 from megatron_operator.kubernetes.resource_loops import ResourceLoops
 from megatron_operator.kubernetes.watched_kinds import WatchedKinds
 from megatron_operator.metrics import Meters, MetricsServer
+from megatron_operator.observed_state import AdapterError
 from megatron_operator.settings import LEASE_SECONDS_VARIABLE, LEASE_VARIABLE, WATCH_SILENCE_VARIABLE, Settings
-from megatron_operator.world import WorldError
 
 METRICS_HOST_VARIABLE = "MEGATRON_OPERATOR_METRICS_HOST"
 METRICS_PORT_VARIABLE = "MEGATRON_OPERATOR_METRICS_PORT"
@@ -226,6 +226,6 @@ async def _connected(options: Options) -> ApiServer:
         api = await ApiServer.connect()
         for namespace in options.namespaces:
             await api.list("MegatronInference", namespace, {})
-    except WorldError as error:
+    except AdapterError as error:
         raise kopf.PermanentError(f"cannot start: {error}; is the CustomResourceDefinition applied?") from error
     return api

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
+from megatron_operator.observed_state import Action, ObservedPod, ObservedState, PodPhase, SendRole, SetRoleLabel
 from megatron_operator.replica_groups import SERVING, ReplicaGroup, ReplicaGroupState, is_lost, pod_is_ready
-from megatron_operator.world import Action, ObservedPod, PodPhase, SendRole, SetRoleLabel, World
 
 FAILOVER_DELAY = 4.0
 """Seconds without an answer from the leader before another pod takes over.
@@ -34,27 +34,27 @@ def current_leader(pods: Iterable[ObservedPod]) -> ObservedPod | None:
     return max(labelled, key=lambda pod: (pod.epoch, pod.attempt, -pod.group), default=None)
 
 
-def running_leader(world: World) -> ObservedPod | None:
+def running_leader(observed: ObservedState) -> ObservedPod | None:
     """The leader pod while it runs and is not being deleted."""
-    pod = current_leader(world.pods)
+    pod = current_leader(observed.pods)
     return pod if pod is not None and pod.phase is PodPhase.RUNNING and not pod.deleting else None
 
 
-def leading_group(resource: MegatronInference, world: World, count: int | None = None) -> int:
+def leading_group(resource: MegatronInference, observed: ObservedState, count: int | None = None) -> int:
     """Index of the group whose first pod is the leader, or was the last leader if that group still exists.
 
     ``count`` is the number of groups, by default that of the desired ones.
     """
-    leader, before = current_leader(world.pods), resource.status.leader
+    leader, before = current_leader(observed.pods), resource.status.leader
     known = [leader.group] if leader is not None else []
     known += [before.replica_group] if before is not None else []
     return next((group for group in known if group < (count or resource.spec.replicas)), 0)
 
 
-def next_epoch(resource: MegatronInference, world: World) -> int:
+def next_epoch(resource: MegatronInference, observed: ObservedState) -> int:
     """The epoch of the next decision: greater than any epoch in use."""
     before = resource.status.leader
-    heard = [pod.epoch for pod in world.pods] + [pod.known_epoch for pod in world.pods]
+    heard = [pod.epoch for pod in observed.pods] + [pod.known_epoch for pod in observed.pods]
     return 1 + max([0 if before is None else before.epoch, *heard])
 
 
@@ -68,7 +68,7 @@ class LeaderSelection:
     """
 
     resource: MegatronInference
-    world: World
+    observed: ObservedState
     groups: Sequence[ReplicaGroup]
     states: Sequence[ReplicaGroupState]
     template_hash: str
@@ -77,14 +77,14 @@ class LeaderSelection:
     @property
     def leader(self) -> ObservedPod | None:
         """The pod with the leader label."""
-        return current_leader(self.world.pods)
+        return current_leader(self.observed.pods)
 
     @property
     def initial_leader_group(self) -> int | None:
         """The group whose next first pod starts as the leader; None while a leader or a successor exists."""
         if self.leader is not None or self._successor() is not None:
             return None
-        return leading_group(self.resource, self.world)
+        return leading_group(self.resource, self.observed)
 
     def steps(self) -> Iterator[Action]:
         """The next actions. Each plan decides anew from the observed state."""
@@ -94,14 +94,14 @@ class LeaderSelection:
             return
         if leader is None:
             yield from self._promote(self._successor())
-        elif is_lost(leader, self.world.now) or (self._successor() is not None and self._must_hand_over(leader)):
+        elif is_lost(leader, self.observed.now) or (self._successor() is not None and self._must_hand_over(leader)):
             yield SetRoleLabel(leader.name, leader.uid, leader=False)
         else:
             yield from self._notify(leader)
 
     def is_needed(self, group: int) -> bool:
         """Whether a group to be removed still has to serve until another group has the leader."""
-        pods = [pod for pod in self.world.pods if pod.group == group and (pod.leader or pod.reports_leader)]
+        pods = [pod for pod in self.observed.pods if pod.group == group and (pod.leader or pod.reports_leader)]
         leader = self.leader
         if not any(_is_running(pod) for pod in pods):
             return False
@@ -114,15 +114,15 @@ class LeaderSelection:
         if leader is None or leader.unreachable_since is None or self._successor() is None:
             return None
         at = leader.unreachable_since + FAILOVER_DELAY
-        return at if at > self.world.now else self.world.now + RECHECK_INTERVAL
+        return at if at > self.observed.now else self.observed.now + RECHECK_INTERVAL
 
     def _extra_leaders(self) -> list[ObservedPod]:
         """Pods that have the leader label besides the leader."""
-        return [pod for pod in self.world.pods if pod.leader and self.leader not in (None, pod)]
+        return [pod for pod in self.observed.pods if pod.leader and self.leader not in (None, pod)]
 
     def _promote(self, pod: ObservedPod | None) -> Iterator[Action]:
         if pod is not None:
-            yield SetRoleLabel(pod.name, pod.uid, leader=True, epoch=next_epoch(self.resource, self.world))
+            yield SetRoleLabel(pod.name, pod.uid, leader=True, epoch=next_epoch(self.resource, self.observed))
 
     def _notify(self, leader: ObservedPod) -> Iterator[Action]:
         """Notify pods that do not have the decision yet. The operator retries those that do not answer."""
@@ -137,7 +137,7 @@ class LeaderSelection:
         if leader.known_epoch < leader.epoch:
             yield SendRole(leader.address, leader=True, epoch=leader.epoch, lifecycle=lifecycle)
             return
-        for pod in self.world.pods:
+        for pod in self.observed.pods:
             if pod.reports_leader and pod != leader and pod.address is not None:
                 yield SendRole(pod.address, leader=False, epoch=max(leader.epoch, pod.known_epoch), lifecycle=lifecycle)
 
@@ -155,9 +155,9 @@ class LeaderSelection:
     def _is_cut_off(self, leader: ObservedPod) -> bool:
         """Whether no engine is registered with an unreachable leader. While another pod also acts as leader, engines
         may be registered there."""
-        if leader.unreachable_since is None or self.world.now < leader.unreachable_since + FAILOVER_DELAY:
+        if leader.unreachable_since is None or self.observed.now < leader.unreachable_since + FAILOVER_DELAY:
             return False
-        others = [pod for pod in self.world.pods if pod != leader]
+        others = [pod for pod in self.observed.pods if pod != leader]
         return not any(pod.registered for pod in others) or any(pod.reports_leader for pod in others)
 
     def _is_to_be_removed(self, leader: ObservedPod) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_operator.api.v1alpha1 import Lifecycle
-from megatron_operator.world import EngineState, Signal
+from megatron_operator.observed_state import EngineState, Signal
 
 SETTLED_STATE = {
     Lifecycle.RUNNING: EngineState.RUNNING,

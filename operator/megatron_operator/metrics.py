@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from megatron_operator.api.v1alpha1 import Phase
 
 
-class Outcome(StrEnum):
+class RoundOutcome(StrEnum):
     """Outcome of a reconcile round."""
 
     SUCCESS = "success"
@@ -30,7 +30,7 @@ class Outcome(StrEnum):
 class Measured:
     """A round that is being measured."""
 
-    outcome: Outcome = Outcome.SUCCESS
+    outcome: RoundOutcome = RoundOutcome.SUCCESS
 
 
 class Meters:
@@ -68,7 +68,7 @@ class Meters:
             registry=self.registry,
         )
         self._phases: dict[tuple[str, str], Phase] = {}
-        for outcome in Outcome:
+        for outcome in RoundOutcome:
             self._rounds.labels(outcome.value)
         self._count_phases()
 

@@ -118,7 +118,7 @@ def route(resource: str) -> str:
 
 
 def keys_child(resource: str) -> str:
-    """The Secret's key in ``World.children``."""
+    """The Secret's key in ``ObservedState.children``."""
     return f"Secret/{keys_secret(resource)}"
 
 
@@ -155,7 +155,7 @@ def gang_type(kind: str) -> dict[str, str]:
 
 
 def child_key(manifest: Mapping[str, Any]) -> str:
-    """``Kind/name``, the key of ``World.children``."""
+    """``Kind/name``, the key of ``ObservedState.children``."""
     return f"{kind_of(manifest)}/{manifest['metadata']['name']}"
 
 
@@ -212,7 +212,7 @@ def pod_identity(metadata: Mapping[str, Any]) -> PodIdentity | None:
 
 
 def applied_hash(metadata: Mapping[str, Any]) -> str:
-    """The hash annotation of a child, for ``World.children``; empty when it has none."""
+    """The hash annotation of a child, for ``ObservedState.children``; empty when it has none."""
     return str((metadata.get("annotations") or {}).get(APPLIED_HASH_ANNOTATION, ""))
 
 

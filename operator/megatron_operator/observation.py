@@ -1,4 +1,4 @@
-"""Observation of pods: polls their control APIs, and assembles the ``World`` from the answers.
+"""Observation of pods: polls their control APIs, and assembles the ``ObservedState`` from the answers.
 
 Both adapters use it, ``kubernetes`` and ``local``.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_operator.control_client import ControlApiUnreachable, ControlClient, PodReport
 from megatron_operator.leader_selection import current_leader
-from megatron_operator.world import ObservedEngine, ObservedPod, World
+from megatron_operator.observed_state import ObservedEngine, ObservedPod, ObservedState
 
 RESPONSIVE_WAIT = 3.0
 """Seconds that an observation waits for a pod that answered the previous poll."""
@@ -93,17 +93,17 @@ class ControlApiPoller:
         await asyncio.gather(*polls, return_exceptions=True)
 
 
-def observed_world(
+def observed_state(
     seen: Iterable[tuple[ObservedPod | None, Answer]],
     children: Mapping[str, str],
     *,
     taken: frozenset[str] = frozenset(),
     gang_kinds: frozenset[str] = frozenset(),
     url: str | None = None,
-) -> World:
+) -> ObservedState:
     """``seen`` is every pod with its answer; None stands for a pod that is not part of a group attempt."""
     ours = [(with_report(pod, answer), answer) for pod, answer in seen if pod is not None]
-    return World(
+    return ObservedState(
         now=time.time(),
         pods=tuple(pod for pod, _ in ours),
         engine=_engine_of_leader(ours),

@@ -1,4 +1,4 @@
-"""The next actions, as a pure function of the resource and the observed world: no clock, no client, no memory.
+"""The next actions, as a pure function of the resource and the observed state: no clock, no client, no memory.
 
 The operator computes a plan anew after each observation. A plan that was carried out in part, twice or not at all leads
 to the same end state as one that was carried out once.
@@ -14,6 +14,16 @@ from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
 from megatron_operator.leader_selection import LeaderSelection, leading_group, next_epoch, running_leader
 from megatron_operator.lifecycle import next_signal
 from megatron_operator.names import PodIdentity
+from megatron_operator.observed_state import (
+    Action,
+    ApplyChild,
+    CreatePod,
+    DeleteChild,
+    DeletePod,
+    ObservedPod,
+    ObservedState,
+    SendSignal,
+)
 from megatron_operator.render import (
     gang_kind,
     gang_object,
@@ -33,16 +43,6 @@ from megatron_operator.replica_groups import (
 from megatron_operator.restarts import GiveUp, Retry, restart_decision
 from megatron_operator.rollout import Rollout, rollout_budget
 from megatron_operator.settings import Settings
-from megatron_operator.world import (
-    Action,
-    ApplyChild,
-    CreatePod,
-    DeleteChild,
-    DeletePod,
-    ObservedPod,
-    SendSignal,
-    World,
-)
 
 MAX_CREATIONS = 32
 """Pods that one plan creates at most. The next plan follows at once, after the rounds of other resources."""
@@ -56,39 +56,39 @@ class Plan:
     requeue_after: float | None = None
 
 
-def plan(resource: MegatronInference, world: World, settings: Settings | None = None) -> Plan:
+def plan(resource: MegatronInference, observed: ObservedState, settings: Settings | None = None) -> Plan:
     """The next step towards the desired state. Raises InvalidResource when the pod template is not a valid pod."""
-    return _Planner(resource, world, settings or Settings()).plan()
+    return _Planner(resource, observed, settings or Settings()).plan()
 
 
 class _Planner:
     """State that the steps of one plan share."""
 
-    def __init__(self, resource: MegatronInference, world: World, settings: Settings) -> None:
+    def __init__(self, resource: MegatronInference, observed: ObservedState, settings: Settings) -> None:
         self.resource = resource
-        self.world = world
+        self.observed = observed
         self.settings = settings
         self.policy = resource.spec.failure_policy
         self.template_hash = names.template_hash(resource, image_of(resource, settings))
-        rollout = Rollout(resource, world, self.template_hash, rollout_budget(resource, settings))
+        rollout = Rollout(resource, observed, self.template_hash, rollout_budget(resource, settings))
         self.groups = rollout.groups()
-        self.states = tuple(group.state(self.policy, world.now) for group in self.groups)
-        self.rolling = rollout.replaced(self.groups, leading_group(resource, world))
+        self.states = tuple(group.state(self.policy, observed.now) for group in self.groups)
+        self.rolling = rollout.replaced(self.groups, leading_group(resource, observed))
         self.leader_selection = LeaderSelection(
-            resource, world, self.groups, self.states, self.template_hash, self.rolling
+            resource, observed, self.groups, self.states, self.template_hash, self.rolling
         )
         self.deadlines: list[float] = []
         self.creations = 0
-        self.gang_kind = gang_kind(resource, world.gang_kinds)
-        self.attempts = {names.attempt_name(resource.name, pod.group, pod.attempt) for pod in world.pods}
+        self.gang_kind = gang_kind(resource, observed.gang_kinds)
+        self.attempts = {names.attempt_name(resource.name, pod.group, pod.attempt) for pod in observed.pods}
         """Attempts whose gang objects are needed."""
 
     def plan(self) -> Plan:
         if self.resource.deleting:
-            actions = [*self._delete_all(self.world.pods)]
+            actions = [*self._delete_all(self.observed.pods)]
         elif self.resource.spec.lifecycle is Lifecycle.STOPPED:
-            actions = [*self._children(), *self._delete_all(self.world.pods), *self._unused_gangs()]
-        elif pods := pods_without_keys(self.resource, self.world):
+            actions = [*self._children(), *self._delete_all(self.observed.pods), *self._unused_gangs()]
+        elif pods := pods_without_keys(self.resource, self.observed):
             actions = [*self._follow_loss_of_keys(pods)]
         else:
             steps = (
@@ -103,19 +103,19 @@ class _Planner:
         return Plan(tuple(actions), self._requeue_after())
 
     def _requeue_after(self) -> float | None:
-        return max(0.0, min(self.deadlines) - self.world.now) if self.deadlines else None
+        return max(0.0, min(self.deadlines) - self.observed.now) if self.deadlines else None
 
     # --- children besides pods
 
     def _children(self) -> Iterator[Action]:
         secret = keys_secret(self.resource)
-        if names.keys_child(self.resource.name) not in self.world.children:
+        if names.keys_child(self.resource.name) not in self.observed.children:
             yield secret
         desired = {names.child_key(manifest): manifest for manifest in render_children(self.resource, self.settings)}
         for key, manifest in desired.items():
-            if self.world.children.get(key) != names.applied_hash(manifest["metadata"]):
+            if self.observed.children.get(key) != names.applied_hash(manifest["metadata"]):
                 yield ApplyChild(manifest)
-        for key in sorted(self.world.children.keys() - desired.keys() - {names.keys_child(self.resource.name)}):
+        for key in sorted(self.observed.children.keys() - desired.keys() - {names.keys_child(self.resource.name)}):
             kind, name = key.split("/")
             if kind not in names.GANG_KINDS:
                 yield DeleteChild(kind, name)
@@ -126,12 +126,12 @@ class _Planner:
         if self.gang_kind is None:
             return
         manifest = gang_object(self.resource, self.gang_kind, group.index, attempt)
-        if names.child_key(manifest) not in self.world.children:
+        if names.child_key(manifest) not in self.observed.children:
             yield ApplyChild(manifest)
 
     def _unused_gangs(self) -> Iterator[Action]:
         """Gang objects stay as long as their attempt has a pod."""
-        for key in sorted(self.world.children):
+        for key in sorted(self.observed.children):
             kind, name = key.split("/")
             if kind in names.GANG_KINDS and name not in self.attempts:
                 yield DeleteChild(kind, name)
@@ -158,7 +158,7 @@ class _Planner:
     def _surplus(self) -> Iterator[Action]:
         count = len(self.groups)
         surplus = [
-            pod for pod in self.world.pods if pod.group >= count and not self.leader_selection.is_needed(pod.group)
+            pod for pod in self.observed.pods if pod.group >= count and not self.leader_selection.is_needed(pod.group)
         ]
         old = [pod for group in self.groups for pod in group.old_pods]
         yield from self._delete_all([*surplus, *old])
@@ -199,13 +199,13 @@ class _Planner:
 
     def _follow_failure(self, group: ReplicaGroup) -> Iterator[Action]:
         """Delete the running pods of the attempt. Failed pods stay for inspection until the next attempt exists."""
-        failed = group.failure(self.policy, self.world.now)
+        failed = group.failure(self.policy, self.observed.now)
         assert failed is not None
         decision = restart_decision(group, failed, self.policy, self.template_hash)
         match decision:
             case GiveUp() if failed.failure.reason == STARTUP_TIMEOUT:
                 return  # The pods may still become ready, and nothing would replace them.
-            case Retry(at=at) if at > self.world.now:
+            case Retry(at=at) if at > self.observed.now:
                 self.deadlines.append(at)
             case Retry(restarts=restarts) if not group.live_pods:
                 yield from self._create(group, group.next_attempt, restarts, range(group.size))
@@ -216,11 +216,11 @@ class _Planner:
             yield from self._gang(group, attempt)
         for index in indices:
             if self.creations == MAX_CREATIONS:
-                self.deadlines.append(self.world.now)
+                self.deadlines.append(self.observed.now)
                 return
             self.creations += 1
             leads = index == 0 and group.index == self.leader_selection.initial_leader_group
-            epoch = next_epoch(self.resource, self.world) if leads else 0
+            epoch = next_epoch(self.resource, self.observed) if leads else 0
             identity = PodIdentity(group.index, attempt, index, leads, self.template_hash, restarts, epoch)
             yield CreatePod(render_pod(self.resource, identity, self.settings, self.gang_kind))
 
@@ -235,7 +235,7 @@ class _Planner:
     # --- the engine
 
     def _signal(self) -> Iterator[Action]:
-        engine, leader = self.world.engine, running_leader(self.world)
+        engine, leader = self.observed.engine, running_leader(self.observed)
         if engine is None or not engine.reachable or leader is None or leader.address is None:
             return
         signal = next_signal(self.resource.spec.lifecycle, engine.state, auto_suspended=engine.auto_suspended)

@@ -10,9 +10,23 @@ from typing import Any
 
 from megatron_operator import names
 from megatron_operator.api.parse import FieldError, InvalidResource, parse_resource
-from megatron_operator.api.v1alpha1 import ConditionType, MegatronInference, Status
+from megatron_operator.api.v1alpha1 import ConditionType, MegatronInference, MegatronInferenceStatus
 from megatron_operator.events import Event, events_between
 from megatron_operator.names import PodIdentity
+from megatron_operator.observed_state import (
+    Action,
+    ActionRefused,
+    AdapterError,
+    ApplyChild,
+    ClusterAdapter,
+    CreatePod,
+    CreateSecret,
+    KindMissing,
+    NamespaceTerminating,
+    ObservedState,
+    PodPhase,
+    SignalRefused,
+)
 from megatron_operator.plan import Plan, plan
 from megatron_operator.render import check_removals, image_of, render_pod
 from megatron_operator.replica_groups import pod_is_ready
@@ -20,20 +34,6 @@ from megatron_operator.runtime_image import ImageState, runtime_image
 from megatron_operator.settings import Settings
 from megatron_operator.status import as_json, build_status, invalid_status, old_status
 from megatron_operator.timestamps import timestamp
-from megatron_operator.world import (
-    Action,
-    ActionRefused,
-    ApplyChild,
-    CreatePod,
-    CreateSecret,
-    KindMissing,
-    NamespaceTerminating,
-    PodPhase,
-    SignalRefused,
-    World,
-    WorldError,
-    WorldPort,
-)
 
 AFTER_ACTIONS = 1.0
 """Seconds to the next round after an action, in case no event reports its effect."""
@@ -50,14 +50,14 @@ MAX_FAILED_CREATIONS = 3
 class ReconcileResult:
     """The result of a round."""
 
-    status: Status
+    status: MegatronInferenceStatus
     patch: Mapping[str, Any]
     """The merge patch for the resource's status; empty when the status is unchanged."""
     requeue_after: float | None = None
     """Seconds to the next round at the latest; None to wait for an event."""
     events: tuple[Event, ...] = ()
-    world: World | None = None
-    """The observed world; None when the resource is invalid or the observation failed."""
+    observed: ObservedState | None = None
+    """The observed state; None when the resource is invalid or the observation failed."""
     problems: tuple[str, ...] = ()
     """Failed observations and actions, as messages."""
     failed: bool = False
@@ -89,7 +89,7 @@ def validated(obj: Mapping[str, Any], settings: Settings) -> MegatronInference:
     return resource
 
 
-async def _check_template(resource: MegatronInference, port: WorldPort, settings: Settings) -> None:
+async def _check_template(resource: MegatronInference, adapter: ClusterAdapter, settings: Settings) -> None:
     """Raises InvalidResource when the cluster knows no field of ``spec.podTemplate.spec`` by that name, before any pod
     is replaced."""
     override = resource.spec.pod_template.spec
@@ -99,7 +99,7 @@ async def _check_template(resource: MegatronInference, port: WorldPort, settings
     # No attempt has this name, so the dry run meets no existing pod.
     identity = PodIdentity(resource.spec.replicas, UNUSED_ATTEMPT, 0, False, template_hash, 0)
     try:
-        dropped = await port.dropped_fields(render_pod(resource, identity, settings), override)
+        dropped = await adapter.dropped_fields(render_pod(resource, identity, settings), override)
     except ActionRefused as refused:
         fix = f"the API server refuses the pod; correct it: {refused}"
         raise InvalidResource.of("spec.podTemplate.spec", override, fix) from refused
@@ -110,7 +110,7 @@ async def _check_template(resource: MegatronInference, port: WorldPort, settings
 
 async def reconcile(
     obj: Mapping[str, Any],
-    port: WorldPort,
+    adapter: ClusterAdapter,
     *,
     settings: Settings | None = None,
     failures: int = 0,
@@ -119,44 +119,44 @@ async def reconcile(
     """Run one round. It is idempotent.
 
     ``obj`` is the resource with the status that was last written. For an invalid resource, only the status changes.
-    Never raises WorldError: the status reports failed actions, and the next round retries them after ``requeue_after``
-    seconds, which grows with ``failures``, the number of preceding rounds that failed. Without ``may_upgrade`` the pods
-    keep the default image of an earlier operator.
+    Never raises AdapterError: the status reports failed actions, and the next round retries them after
+    ``requeue_after`` seconds, which grows with ``failures``, the number of preceding rounds that failed. Without
+    ``may_upgrade`` the pods keep the default image of an earlier operator.
     """
     settings = settings or Settings()
     try:
         resource = validated(obj, settings)
-        await _check_template(resource, port, settings)
+        await _check_template(resource, adapter, settings)
     except InvalidResource as invalid:
         return _result(obj, invalid_status(obj, invalid.errors, time.time()))
-    except WorldError as error:
+    except AdapterError as error:
         return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
     try:
-        world = await port.observe(resource.name, resource.namespace)
-    except WorldError as error:
+        observed = await adapter.observe(resource.name, resource.namespace)
+    except AdapterError as error:
         # Without an observation the status stays as it is.
         return ReconcileResult(old_status(obj), patch={}, requeue_after=AFTER_TROUBLE, problems=(str(error),))
-    image = runtime_image(resource, world, settings.image, may_upgrade=may_upgrade)
+    image = runtime_image(resource, observed, settings.image, may_upgrade=may_upgrade)
     settings = replace(settings, image=image.image)
-    planned = plan(resource, world, settings)
+    planned = plan(resource, observed, settings)
     await asyncio.sleep(0)  # Plan and status of a large resource take tens of milliseconds each.
     try:
-        outcome = await _carry_out(resource, planned, port)
+        outcome = await _carry_out(resource, planned, adapter)
     except NamespaceTerminating:
         leaving = _on_its_way_out(obj)
-        return await reconcile(leaving, port, settings=settings, failures=failures, may_upgrade=may_upgrade)
-    status = build_status(resource, world, settings, outcome.problems)
+        return await reconcile(leaving, adapter, settings=settings, failures=failures, may_upgrade=may_upgrade)
+    status = build_status(resource, observed, settings, outcome.problems)
     return replace(
         _result(obj, status),
-        requeue_after=_requeue_after(planned, outcome, status, world, failures),
-        world=world,
+        requeue_after=_requeue_after(planned, outcome, status, observed, failures),
+        observed=observed,
         problems=outcome.problems,
         failed=outcome.failed,
         image_state=image.state,
     )
 
 
-async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings | None = None) -> None:
+async def begin(obj: Mapping[str, Any], adapter: ClusterAdapter, *, settings: Settings | None = None) -> None:
     """Create the children and the first pods of a new resource, before the first round.
 
     No observation precedes this, because existing objects stay as they are. Many new resources thus start their pods
@@ -166,28 +166,28 @@ async def begin(obj: Mapping[str, Any], port: WorldPort, *, settings: Settings |
     settings = settings or Settings()
     try:
         resource = validated(obj, settings)
-        actions = plan(resource, World(time.time()), settings).actions
+        actions = plan(resource, ObservedState(time.time()), settings).actions
     except InvalidResource:
         return
     if resource.spec.pod_template.spec or resource.spec.pods_per_group > 1:
         return  # The first round checks the template by a dry run, and the kinds of gang scheduling of the cluster.
     name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
     needed = [action for action in actions if _is_needed_by_pods(action)]
-    answers = await asyncio.gather(*(port.apply(name, namespace, each) for each in needed), return_exceptions=True)
+    answers = await asyncio.gather(*(adapter.apply(name, namespace, each) for each in needed), return_exceptions=True)
     for answer in answers:
-        if isinstance(answer, WorldError):
+        if isinstance(answer, AdapterError):
             return
         if isinstance(answer, BaseException):
             raise answer
     try:
         for action in actions:
             if isinstance(action, CreatePod):
-                await port.apply(name, namespace, action)
-    except WorldError:
+                await adapter.apply(name, namespace, action)
+    except AdapterError:
         return
 
 
-async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort) -> _Outcome:
+async def _carry_out(resource: MegatronInference, planned: Plan, adapter: ClusterAdapter) -> _Outcome:
     """Carry out all actions in order. Skips pods when a child that they need, or several pods, could not be created.
 
     Raises NamespaceTerminating when the namespace accepts no new objects.
@@ -199,7 +199,7 @@ async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort
         if isinstance(action, CreatePod) and (child_failed or failed_creations == MAX_FAILED_CREATIONS):
             continue
         try:
-            await port.apply(resource.name, resource.namespace, action)
+            await adapter.apply(resource.name, resource.namespace, action)
             done = True
         except SignalRefused:
             done = True  # The engine changed its state after the observation; the next round decides anew.
@@ -208,7 +208,7 @@ async def _carry_out(resource: MegatronInference, planned: Plan, port: WorldPort
         except KindMissing as missing:
             problems.append(str(missing))  # The adapter wakes the loop when the kind is available.
             child_failed = child_failed or _is_needed_by_pods(action)
-        except WorldError as error:
+        except AdapterError as error:
             problems.append(str(error))
             failed += 1
             failed_creations += isinstance(action, CreatePod)
@@ -227,7 +227,9 @@ def _is_needed_by_pods(action: Action) -> bool:
     return isinstance(action, CreateSecret)
 
 
-def _requeue_after(planned: Plan, outcome: _Outcome, status: Status, world: World, failures: int) -> float | None:
+def _requeue_after(
+    planned: Plan, outcome: _Outcome, status: MegatronInferenceStatus, observed: ObservedState, failures: int
+) -> float | None:
     delays = [planned.requeue_after]
     progress = status.condition(ConditionType.PROGRESSING)
     if outcome.failed:
@@ -236,18 +238,18 @@ def _requeue_after(planned: Plan, outcome: _Outcome, status: Status, world: Worl
         delays.append(min(LONGEST_AFTER_TROUBLE, AFTER_TROUBLE * 2.0 ** min(failures, 16)))
     elif outcome.done:
         delays.append(AFTER_ACTIONS)
-    elif progress is not None and progress.status != "False" and not _waits_for_nodes(world):
+    elif progress is not None and progress.status != "False" and not _waits_for_nodes(observed):
         delays.append(WHILE_PROGRESSING)
     return min((delay for delay in delays if delay is not None), default=None)
 
 
-def _waits_for_nodes(world: World) -> bool:
+def _waits_for_nodes(observed: ObservedState) -> bool:
     """Whether all that is missing are pods that have not started. Their events trigger the next round."""
-    unready = [pod for pod in world.pods if not pod_is_ready(pod)]
+    unready = [pod for pod in observed.pods if not pod_is_ready(pod)]
     return bool(unready) and all(pod.phase is PodPhase.PENDING and not pod.deleting for pod in unready)
 
 
-def _result(obj: Mapping[str, Any], status: Status) -> ReconcileResult:
+def _result(obj: Mapping[str, Any], status: MegatronInferenceStatus) -> ReconcileResult:
     return ReconcileResult(
         status=status,
         patch=status_patch(obj.get("status") or {}, as_json(status)),

@@ -10,8 +10,8 @@ from enum import StrEnum
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import FailurePolicy, MegatronInference, ReplicaGroupStatus
+from megatron_operator.observed_state import Failure, ObservedPod, ObservedState, PodPhase
 from megatron_operator.timestamps import seconds
-from megatron_operator.world import Failure, ObservedPod, PodPhase, World
 
 LOST_AFTER = 30.0
 """Seconds after its deletion deadline at which a pod counts as lost with its node."""
@@ -221,18 +221,18 @@ class ReplicaGroup:
 
 
 def observe_replica_groups(
-    resource: MegatronInference, world: World, count: int | None = None
+    resource: MegatronInference, observed: ObservedState, count: int | None = None
 ) -> tuple[ReplicaGroup, ...]:
     """The first ``count`` replica groups, by index; without it, the desired ones."""
     memories = {group.index: group for group in resource.status.replica_groups}
     pods: dict[int, list[ObservedPod]] = defaultdict(list)
-    for pod in sorted(world.pods, key=lambda pod: pod.index):
+    for pod in sorted(observed.pods, key=lambda pod: pod.index):
         pods[pod.group].append(pod)
     groups = [
-        _observe_replica_group(resource, world, index, pods.get(index, []), memories.get(index))
+        _observe_replica_group(resource, observed, index, pods.get(index, []), memories.get(index))
         for index in range(resource.spec.replicas if count is None else count)
     ]
-    first = _first_to_give_back(groups, world.now)
+    first = _first_to_give_back(groups, observed.now)
     return tuple(replace(group, may_give_back=True) if group is first else group for group in groups)
 
 
@@ -247,7 +247,7 @@ def _first_to_give_back(groups: Sequence[ReplicaGroup], now: float) -> ReplicaGr
 
 def _observe_replica_group(
     resource: MegatronInference,
-    world: World,
+    observed: ObservedState,
     index: int,
     pods: Sequence[ObservedPod],
     memory: ReplicaGroupStatus | None,
@@ -259,7 +259,7 @@ def _observe_replica_group(
         index=index,
         size=resource.spec.pods_per_group,
         attempt=attempt,
-        pods=tuple(pod for pod in pods if pod.attempt == attempt and not is_lost(pod, world.now)),
+        pods=tuple(pod for pod in pods if pod.attempt == attempt and not is_lost(pod, observed.now)),
         old_pods=tuple(pod for pod in pods if pod.attempt != attempt),
         memory=memory if remembered == attempt else None,
     )
@@ -288,15 +288,15 @@ def is_lost(pod: ObservedPod, now: float) -> bool:
     return deadline is not None and deadline <= now
 
 
-def pods_without_keys(resource: MegatronInference, world: World) -> tuple[ObservedPod, ...]:
+def pods_without_keys(resource: MegatronInference, observed: ObservedState) -> tuple[ObservedPod, ...]:
     """Pods that use the keys of a removed Secret.
 
     Empty while another owner has a Secret of that name: the operator could not create new keys, so it leaves the pods
     alone.
     """
-    if names.keys_child(resource.name) in {*world.children, *world.taken}:
+    if names.keys_child(resource.name) in {*observed.children, *observed.taken}:
         return ()
-    return tuple(pod for pod in world.pods if not pod.finished and not is_lost(pod, world.now))
+    return tuple(pod for pod in observed.pods if not pod.finished and not is_lost(pod, observed.now))
 
 
 def _is_consequence(pod: ObservedPod) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_operator.api.v1alpha1 import Device, MegatronInference
+from megatron_operator.observed_state import ObservedState
 from megatron_operator.replica_groups import (
     SCHEDULING_GATED,
     UNSCHEDULABLE,
@@ -20,7 +21,6 @@ from megatron_operator.replica_groups import (
 )
 from megatron_operator.restarts import GiveUp, restart_decision
 from megatron_operator.settings import Settings
-from megatron_operator.world import World
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,19 @@ class Rollout:
     """The rollout of a template over the observed groups."""
 
     resource: MegatronInference
-    world: World
+    observed: ObservedState
     template_hash: str
     budget: RolloutBudget
 
     def groups(self) -> tuple[ReplicaGroup, ...]:
         """The desired groups, and behind them those of the surge."""
-        return observe_replica_groups(self.resource, self.world, self.resource.spec.replicas + self.surge())
+        return observe_replica_groups(self.resource, self.observed, self.resource.spec.replicas + self.surge())
 
     def surge(self) -> int:
         """Groups to run beyond ``spec.replicas`` now: while a group that serves waits for its replacement, and until
         all desired groups are ready."""
         replicas = self.resource.spec.replicas
-        groups = observe_replica_groups(self.resource, self.world, replicas + self.budget.max_surge)
+        groups = observe_replica_groups(self.resource, self.observed, replicas + self.budget.max_surge)
         desired, spare = groups[:replicas], groups[replicas:]
         if all(self._is_settled(group) for group in desired):
             return 0
@@ -131,7 +131,7 @@ class Rollout:
         """Whether a group needs no spare one: it is ready and stays, or nothing will make it ready."""
         if self._is_ready(group):
             return self.resource.spec.rollout.paused or not self.is_outdated(group)
-        failed = group.failure(self.resource.spec.failure_policy, self.world.now)
+        failed = group.failure(self.resource.spec.failure_policy, self.observed.now)
         if failed is None:
             return False
         decision = restart_decision(group, failed, self.resource.spec.failure_policy, self.template_hash)
@@ -141,4 +141,4 @@ class Rollout:
         return self._state(group) is ReplicaGroupState.READY
 
     def _state(self, group: ReplicaGroup) -> ReplicaGroupState:
-        return group.state(self.resource.spec.failure_policy, self.world.now)
+        return group.state(self.resource.spec.failure_policy, self.observed.now)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference
-from megatron_operator.world import ObservedPod, World
+from megatron_operator.observed_state import ObservedPod, ObservedState
 
 
 class ImageState(StrEnum):
@@ -36,13 +36,15 @@ class RuntimeImage:
     state: ImageState
 
 
-def runtime_image(resource: MegatronInference, world: World, default: str, *, may_upgrade: bool) -> RuntimeImage:
+def runtime_image(
+    resource: MegatronInference, observed: ObservedState, default: str, *, may_upgrade: bool
+) -> RuntimeImage:
     """``default`` is the operator's image. Without ``may_upgrade`` a resource keeps an earlier one."""
-    kept = [pod for pod in _with_default_image(resource, world) if pod.default_image != default]
+    kept = [pod for pod in _with_default_image(resource, observed) if pod.default_image != default]
     if resource.spec.image is not None or resource.spec.lifecycle is Lifecycle.STOPPED or not kept:
         return RuntimeImage(default, ImageState.CURRENT)
     is_paused = resource.spec.rollout.paused
-    has_begun = any(pod.default_image == default for pod in _with_default_image(resource, world))
+    has_begun = any(pod.default_image == default for pod in _with_default_image(resource, observed))
     if has_begun or (may_upgrade and not is_paused):
         return RuntimeImage(default, ImageState.UPGRADING)
     newest = max(kept, key=lambda pod: (pod.created_at, pod.name))
@@ -50,10 +52,10 @@ def runtime_image(resource: MegatronInference, world: World, default: str, *, ma
     return RuntimeImage(newest.default_image, ImageState.PAUSED if is_paused else ImageState.WAITING)
 
 
-def _with_default_image(resource: MegatronInference, world: World) -> Iterator[ObservedPod]:
+def _with_default_image(resource: MegatronInference, observed: ObservedState) -> Iterator[ObservedPod]:
     """Pods whose template is that of the spec with the default image that they were created with."""
     hashes: dict[str, str] = {}
-    for pod in world.pods:
+    for pod in observed.pods:
         if pod.default_image is not None:
             if pod.default_image not in hashes:
                 hashes[pod.default_image] = names.template_hash(resource, pod.default_image)

@@ -1,4 +1,4 @@
-"""The status of a resource, as a pure function of the resource and the observed world: no clock, no client."""
+"""The status of a resource, as a pure function of the resource and the observed state: no clock, no client."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from megatron_operator.api.v1alpha1 import (
     LeaderStatus,
     Lifecycle,
     MegatronInference,
+    MegatronInferenceStatus,
     Phase,
     ReplicaGroupStatus,
-    Status,
 )
 from megatron_operator.conditions import ConditionState, compute_conditions, written
 from megatron_operator.leader_selection import current_leader
+from megatron_operator.observed_state import EngineState, ObservedState, PodPhase
 from megatron_operator.render import image_of
 from megatron_operator.rollout import rollout_budget
 from megatron_operator.settings import Settings
 from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
 from megatron_operator.timestamps import timestamp
-from megatron_operator.world import EngineState, PodPhase, World
 
 INVALID_SPEC = "InvalidSpec"
 
@@ -46,41 +46,41 @@ _PHASES = {
 
 def build_status(
     resource: MegatronInference,
-    world: World,
+    observed: ObservedState,
     settings: Settings | None = None,
     problems: Sequence[str] = (),
-) -> Status:
-    """The status for ``world``; ``problems`` are messages about failed actions.
+) -> MegatronInferenceStatus:
+    """The status for ``observed``; ``problems`` are messages about failed actions.
 
     ``resource.status`` is the previous status: unchanged conditions keep their times.
     """
     settings = settings or Settings()
     template_hash = names.template_hash(resource, image_of(resource, settings))
-    inputs = StatusInputs(resource, world, template_hash, tuple(problems), rollout_budget(resource, settings))
+    inputs = StatusInputs(resource, observed, template_hash, tuple(problems), rollout_budget(resource, settings))
     generation = resource.metadata.generation
     groups = [_group_status(view, inputs) for view in inputs.all_groups]
     state = inputs.engine_state
     ready = inputs.ready_groups if inputs.should_have_pods else 0
-    return Status(
+    return MegatronInferenceStatus(
         observed_generation=generation,
         phase=_phase(inputs),
         engine_state=state,
         engine_state_time=timestamp(inputs.state_since) if state else None,
         image=image_of(resource, settings),
-        url=world.url or (names.url(resource.name, resource.namespace) if inputs.has_http_service else None),
+        url=observed.url or (names.url(resource.name, resource.namespace) if inputs.has_http_service else None),
         model_name=resource.served_name,
-        replicas=len({pod.group for pod in world.pods}),
+        replicas=len({pod.group for pod in observed.pods}),
         ready_replicas=ready,
         ready=f"{ready}/{resource.spec.replicas}",
         restarts=sum(group.restarts for group in groups),
         selector=names.scale_selector(resource.name),
         leader=_leader_status(inputs),
         replica_groups=groups,
-        conditions=written(compute_conditions(inputs), resource.status, generation, world.now),
+        conditions=written(compute_conditions(inputs), resource.status, generation, observed.now),
     )
 
 
-def invalid_status(obj: Mapping[str, Any], errors: Sequence[FieldError], now: float) -> Status:
+def invalid_status(obj: Mapping[str, Any], errors: Sequence[FieldError], now: float) -> MegatronInferenceStatus:
     """The status of a resource that cannot be parsed: conditions name the errors, the rest stays as it was."""
     before = old_status(obj)
     generation = int((obj.get("metadata") or {}).get("generation") or 0)
@@ -104,15 +104,15 @@ def invalid_status(obj: Mapping[str, Any], errors: Sequence[FieldError], now: fl
     )
 
 
-def old_status(obj: Mapping[str, Any]) -> Status:
+def old_status(obj: Mapping[str, Any]) -> MegatronInferenceStatus:
     """The status that the resource has; an empty one when it cannot be parsed."""
     try:
-        return Status.model_validate(obj.get("status") or {})
+        return MegatronInferenceStatus.model_validate(obj.get("status") or {})
     except ValidationError:
-        return Status()
+        return MegatronInferenceStatus()
 
 
-def as_json(status: Status) -> dict[str, Any]:
+def as_json(status: MegatronInferenceStatus) -> dict[str, Any]:
     """The status as JSON, without unknown values.
 
     Empty strings are left out too: some old API servers read them as null and reject the status.
@@ -129,7 +129,7 @@ def _without_empty_texts(value: Any) -> Any:
 
 def _phase(inputs: StatusInputs) -> Phase:
     if not inputs.should_have_pods:
-        gone = not inputs.world.pods and not inputs.resource.deleting
+        gone = not inputs.observed.pods and not inputs.resource.deleting
         return Phase.STOPPED if gone else Phase.TERMINATING
     if inputs.leading_group.given_up is not None:
         return Phase.FAILED
@@ -147,7 +147,7 @@ def _phase(inputs: StatusInputs) -> Phase:
 
 def _leader_status(inputs: StatusInputs) -> LeaderStatus | None:
     """Kept without a leader pod, because epochs continue from it."""
-    pod = current_leader(inputs.world.pods)
+    pod = current_leader(inputs.observed.pods)
     if pod is None:
         return inputs.resource.status.leader
     return LeaderStatus(pod=pod.name, replica_group=pod.group, epoch=pod.epoch)

@@ -1,4 +1,4 @@
-"""Inputs of the status: the observed world, the desired state, and the values that conditions derive from both."""
+"""Inputs of the status: the observed state, the desired state, and the values that conditions derive from both."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import cached_property
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType, FailurePolicy, LastFailure, Lifecycle, MegatronInference
 from megatron_operator.leader_selection import leading_group, running_leader
+from megatron_operator.observed_state import EngineState, ObservedPod, ObservedState
 from megatron_operator.replica_groups import (
     ReplicaGroup,
     ReplicaGroupFailure,
@@ -17,7 +18,6 @@ from megatron_operator.replica_groups import (
 from megatron_operator.restarts import GiveUp, Retry, restart_decision
 from megatron_operator.rollout import IN_PLACE, Rollout, RolloutBudget
 from megatron_operator.timestamps import seconds
-from megatron_operator.world import EngineState, ObservedPod, World
 
 ENGINE_UNREACHABLE = "EngineUnreachable"
 
@@ -50,7 +50,7 @@ class StatusInputs:
     """All inputs of a status. ``problems`` are messages about failed actions."""
 
     resource: MegatronInference
-    world: World
+    observed: ObservedState
     template_hash: str
     problems: tuple[str, ...] = ()
     rollout_budget: RolloutBudget = IN_PLACE
@@ -78,17 +78,17 @@ class StatusInputs:
     @property
     def has_http_service(self) -> bool:
         """Whether the Service for clients exists and selects the pods of this resource."""
-        return f"Service/{names.http_service(self.resource.name)}" in self.world.children
+        return f"Service/{names.http_service(self.resource.name)}" in self.observed.children
 
     @property
     def taken_services(self) -> tuple[str, ...]:
         """Names of Services that belong to another owner."""
-        return tuple(name for name in names.services(self.resource.name) if f"Service/{name}" in self.world.taken)
+        return tuple(name for name in names.services(self.resource.name) if f"Service/{name}" in self.observed.taken)
 
     @cached_property
     def rollout(self) -> Rollout:
         """The rollout of the current template."""
-        return Rollout(self.resource, self.world, self.template_hash, self.rollout_budget)
+        return Rollout(self.resource, self.observed, self.template_hash, self.rollout_budget)
 
     @cached_property
     def all_groups(self) -> tuple[ReplicaGroupView, ...]:
@@ -109,7 +109,7 @@ class StatusInputs:
     @cached_property
     def leading_group(self) -> ReplicaGroupView:
         """The group whose first pod is the leader, or was last."""
-        return self.all_groups[leading_group(self.resource, self.world, len(self.all_groups))]
+        return self.all_groups[leading_group(self.resource, self.observed, len(self.all_groups))]
 
     @cached_property
     def ready_groups(self) -> int:
@@ -119,12 +119,12 @@ class StatusInputs:
     @property
     def surplus_groups(self) -> tuple[int, ...]:
         """Indices of groups that still have pods but are no longer desired."""
-        return tuple(sorted({pod.group for pod in self.world.pods if pod.group >= len(self.all_groups)}))
+        return tuple(sorted({pod.group for pod in self.observed.pods if pod.group >= len(self.all_groups)}))
 
     @cached_property
     def has_no_keys(self) -> bool:
         """Whether pods have to end because the Secret with their keys was removed."""
-        return bool(pods_without_keys(self.resource, self.world))
+        return bool(pods_without_keys(self.resource, self.observed))
 
     @cached_property
     def outdated_groups(self) -> tuple[int, ...]:
@@ -139,18 +139,18 @@ class StatusInputs:
     @cached_property
     def leader(self) -> ObservedPod | None:
         """The leader pod while it runs."""
-        return running_leader(self.world)
+        return running_leader(self.observed)
 
     @property
     def engine_state(self) -> EngineState | None:
         """The engine state that the leader reports; None when it is unknown."""
-        engine = self.world.engine
+        engine = self.observed.engine
         return engine.state if engine is not None and engine.reachable and self.leader is not None else None
 
     @property
     def is_auto_suspended(self) -> bool:
         """Whether the leader suspended the idle engine, or is suspending or resuming it, while Running is desired."""
-        engine = self.world.engine
+        engine = self.observed.engine
         is_asleep = self.engine_state is not None and engine is not None and engine.auto_suspended
         return is_asleep and self.desired is Lifecycle.RUNNING
 
@@ -162,7 +162,7 @@ class StatusInputs:
     @cached_property
     def is_unreachable(self) -> bool:
         """Whether a leader that was up does not answer. A leader that is still starting is not unreachable."""
-        engine, leader = self.world.engine, self.leader
+        engine, leader = self.observed.engine, self.leader
         if leader is None or (engine is not None and engine.reachable):
             return False
         return leader.ready or self._was_up
@@ -173,7 +173,7 @@ class StatusInputs:
         status = self.resource.status
         if status.engine_state == self.engine_state and status.engine_state_time is not None:
             return seconds(status.engine_state_time)
-        return self.world.now
+        return self.observed.now
 
     @property
     def _was_up(self) -> bool:
@@ -183,6 +183,6 @@ class StatusInputs:
         return was_up and group.memory is not None
 
     def _view(self, group: ReplicaGroup) -> ReplicaGroupView:
-        failed = group.failure(self.policy, self.world.now)
+        failed = group.failure(self.policy, self.observed.now)
         decision = restart_decision(group, failed, self.policy, self.template_hash) if failed else None
-        return ReplicaGroupView(group, group.state(self.policy, self.world.now), failed, decision)
+        return ReplicaGroupView(group, group.state(self.policy, self.observed.now), failed, decision)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_operator.observed_state import RANK_PHASES, Loading, ObservedPod, PodPhase
 from megatron_operator.replica_groups import GANG_TIMEOUT, ReplicaGroupFailure, ReplicaGroupState, pod_is_ready
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED, GiveUp, Retry
 from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
 from megatron_operator.timestamps import time_of_day
-from megatron_operator.world import RANK_PHASES, Loading, ObservedPod, PodPhase
 
 MEBIBYTE = 2**20
 
@@ -60,18 +60,18 @@ def _after_failure(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
         case GiveUp(reason=reason):
             return WaitReason(reason, f"{words}; no further attempt until the spec changes")
         case Retry(at=at) if view.failed.failure.reason == GANG_TIMEOUT:
-            start = f"the next attempt starts {'now' if at <= inputs.world.now else f'at {time_of_day(at)}'}"
+            start = f"the next attempt starts {'now' if at <= inputs.observed.now else f'at {time_of_day(at)}'}"
             return WaitReason(
                 GANG_TIMEOUT, f"replica group {index}: {view.failed.pod} {view.failed.failure.message}; {start}"
             )
         case Retry(at=at, is_counted=False):
-            start = "now" if at <= inputs.world.now else f"at {time_of_day(at)}"
+            start = "now" if at <= inputs.observed.now else f"at {time_of_day(at)}"
             return WaitReason(
                 "Disrupted", f"{words}; the cluster ended the pod, so the restart does not count; it starts {start}"
             )
         case Retry(restarts=0):
             return WaitReason("Restarting", f"{words}; restarted with the changed spec")
-        case Retry(at=at) if at <= inputs.world.now:
+        case Retry(at=at) if at <= inputs.observed.now:
             return WaitReason("Restarting", f"{words}; the next attempt starts now")
         case Retry(at=at, restarts=restarts):
             return WaitReason("BackOff", f"{words}; restart {restarts} of {limit} at {time_of_day(at)}")

@@ -9,7 +9,16 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.unavailable_settings import UnavailableSettings
+from megatron_runtime.unavailable_settings import AsyncScheduleMode, CudaGraphSizingDistribution, UnavailableSettings
+
+__all__ = [
+    "AsyncScheduleMode",
+    "CudaGraphSizingDistribution",
+    "InferenceConfig",
+    "KVCacheManagementMode",
+    "PrefixCachingCoordinatorPolicy",
+    "PrefixCachingEvictionPolicy",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -109,8 +118,10 @@ class InferenceConfig(UnavailableSettings):
     materialize_only_last_token_logits: bool = False
     """Never computes logits of prompts, and fails requests with log probabilities of them. Otherwise only the requested
     ones are computed."""
+    moe_enable_routing_replay: bool = False
+    """Reports the experts of every token but the last one in ``routing_indices`` of each request."""
     static_kv_memory_pointers: bool = False
-    """Requires that the KV cache keeps its address during a suspension, which only PERSIST does."""
+    """Requires that the KV cache keeps its address during a suspension, which only PERSIST supports."""
     sampling_backend: str = "torch"
     """"torch"; "flashinfer" logs a warning and is replaced by it."""
     logging_step_interval: int = 0

@@ -134,6 +134,10 @@ class CoordinatorError(MegatronInferenceError):
     """The coordinator can't be reached, or refused a request."""
 
 
+class ClientStoppedError(CoordinatorError):
+    """The client was stopped before there was an answer."""
+
+
 class ContextOverflowError(MegatronInferenceError):
     """A request exceeds a limit of the context.
 

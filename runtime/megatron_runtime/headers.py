@@ -46,7 +46,13 @@ class Headers(IntEnum):
     UNPAUSE = 41
     SUSPEND = 42
     RESUME = 43
+    SET_GENERATION_EPOCH = 44
+    """client -> coordinator -> engine: requests generate in this epoch of a training from now on."""
     STOP = 45
+    START_CUDA_PROFILER = 46
+    """client -> coordinator -> engine: record a trace of the following steps."""
+    STOP_CUDA_PROFILER = 47
+    """client -> coordinator -> engine: end the trace and write it."""
     STATE = 48
     """engine -> coordinator: the engine has reached this state."""
     SIGNAL_REPLY = 49
@@ -58,6 +64,8 @@ class Headers(IntEnum):
     """client -> coordinator -> engine: load the weights at this path in place."""
     WEIGHTS_UPDATED = 52
     """engine -> coordinator: this version of the weights is loaded, or the old ones are kept because of an error."""
+    INCREMENT_STALENESS = 53
+    """client -> coordinator -> engine: count one more weight update in the staleness of every unfinished request."""
 
     DISCONNECT = 60
     """engine or client -> coordinator: disconnect, with the reason and whether it is a failure."""
@@ -65,6 +73,18 @@ class Headers(IntEnum):
     """client -> coordinator: stop the coordinator; the engines keep running."""
     DRAIN = 62
     """engine -> coordinator: route no new requests to this engine."""
+
+
+REQUEST_MESSAGES = frozenset(
+    {
+        Headers.SUBMIT_REQUEST,
+        Headers.ABORT_REQUEST,
+        Headers.REPLY_ACK,
+        Headers.SET_GENERATION_EPOCH,
+        Headers.INCREMENT_STALENESS,
+    }
+)
+"""Messages that change an engine's requests; the engine applies them in the order of their arrival."""
 
 
 class EngineState(StrEnum):

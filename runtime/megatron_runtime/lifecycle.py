@@ -64,6 +64,16 @@ TRANSITIONAL_STATE: Mapping[Headers, EngineState] = {
 SIGNALS: Mapping[str, Headers] = {signal.name.lower(): signal for signal in TRANSITIONAL_STATE}
 """The signals by their names in the control API and in messages."""
 
+BROADCASTS = frozenset(
+    {
+        Headers.SET_GENERATION_EPOCH,
+        Headers.INCREMENT_STALENESS,
+        Headers.START_CUDA_PROFILER,
+        Headers.STOP_CUDA_PROFILER,
+    }
+)
+"""Messages of clients that the coordinator passes on to all engines, in any state."""
+
 _TARGET: Mapping[Headers, CoordinatorState] = {
     signal: target for edges in EDGES.values() for signal, target in edges.items()
 }

@@ -80,7 +80,7 @@ def _end_with(link: ParentLink, error: Exception, exit_code: int) -> None:
 
 def _end_at_once(link: ParentLink, options: RankOptions, error: LostRankError) -> None:
     """Without cleanup: other threads, and torch at exit, may still wait for the lost rank."""
-    start = options.replica_group * options.engine.sizes.ranks_per_replica
+    start = options.replica_group * options.engine.sizes.ranks_per_replica_group
     link.report(error={**error_report(error), "missing": [start + rank for rank in error.missing]})
     logger.error("%s", error)
     os._exit(EXIT_FAILURE)
@@ -152,18 +152,18 @@ def _choose_device(options: RankOptions) -> torch.device:
 
 def _join_replica_group(link: ParentLink, options: RankOptions) -> Ranks:
     """Connects to the other ranks of the replica group, if there are any."""
-    from megatron_runtime.parallel.join import join_replica
+    from megatron_runtime.parallel.join import join_replica_group
     from megatron_runtime.parallel.single_rank import SingleRank
 
     sizes = options.engine.sizes
-    if sizes.ranks_per_replica == 1:
+    if sizes.ranks_per_replica_group == 1:
         return SingleRank(options.replica_group)
     assert options.rendezvous_address is not None
     host, port = options.rendezvous_address
     _report_phase(link, RankPhase.RENDEZVOUS)
     try:
-        return join_replica(
-            sizes.position_in_replica(options.rank % sizes.ranks_per_replica, options.replica_group),
+        return join_replica_group(
+            sizes.position_in_replica_group(options.rank % sizes.ranks_per_replica_group, options.replica_group),
             host=host,
             port=port,
             attempt=options.attempt,
@@ -187,6 +187,7 @@ def _inference_config(engine: EngineOptions, plan: RankPlan, ranks: Ranks) -> In
         kv_cache_management_mode=KVCacheManagementMode(engine.kv_cache_management),
         offload_weights=engine.offload_weights,
         logprobs_mode=engine.logprobs_mode,
+        moe_enable_routing_replay=engine.moe_enable_routing_replay,
     )
 
 
@@ -204,7 +205,7 @@ async def _serve(link: ParentLink, options: RankOptions, plan: RankPlan, engine:
 
     tracing.start()
     ranks = engine.controller.model.ranks
-    lock_step = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica > 1 else None
+    lock_step = LockStepEngine(engine, ranks) if ranks.position.sizes.ranks_per_replica_group > 1 else None
     loop = EngineLoop(
         lock_step or engine,
         coordinator_address=plan.coordinator_address,

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from megatron_runtime.errors import ConfigurationError
+
+
+class CudaGraphSizingDistribution(StrEnum):
+    """Values of ``cuda_graph_sizing_distribution``."""
+
+    EXPONENTIAL = "exponential"
+    LINEAR = "linear"
+
+
+class AsyncScheduleMode(StrEnum):
+    """Values of ``async_sched_mode``."""
+
+    LEGACY = "legacy"
+    ASYNC = "async"
 
 
 @dataclass(kw_only=True)
@@ -30,6 +45,7 @@ class UnavailableSettings:
     prefix_caching_mamba_gb: float | None = None
     unified_memory_level: int = 0
     pg_collection: Any = None
+    """Megatron's process groups of a model on one rank; ``pg_collection`` of the engine returns them."""
     image_preprocessing_config: Any = None
     use_flashinfer_fused_rope: bool | None = False
     num_speculative_tokens: int = 0
@@ -42,9 +58,18 @@ class UnavailableSettings:
     def _refuse_unavailable(self) -> None:
         for name, (allowed, reason) in _REFUSALS.items():
             value = getattr(self, name)
+            if name == "pg_collection" and _has_one_rank(value):
+                continue
             if not any(value is each or value == each for each in allowed):
                 usual = " or ".join(repr(each) for each in allowed)
                 raise ConfigurationError(f"{name}={value!r}: {reason}; leave it out, or set {usual}", field=name)
+
+
+def _has_one_rank(groups: Any) -> bool:
+    """Whether each of these process groups that divide a model has one rank."""
+    known = [getattr(groups, name, None) for name in ("tp", "pp", "ep")]
+    sizes = [group.size() for group in known if group is not None]
+    return bool(sizes) and max(sizes) == 1
 
 
 _NO_GRAPHS = "CUDA graphs are not supported, every pass runs eagerly"
@@ -64,7 +89,7 @@ _REFUSALS: Mapping[str, tuple[tuple[Any, ...], str]] = {
         (0,),
         "the KV cache is only on the model's device; kv_cache_management_mode='offload' moves it while suspended",
     ),
-    "pg_collection": ((None,), "the engine gets its ranks from torch.distributed"),
+    "pg_collection": ((None,), "the engine gets the ranks of a divided model from torch.distributed"),
     "image_preprocessing_config": ((None,), "only text is supported"),
     "use_flashinfer_fused_rope": ((False, None), "the model itself computes rotary embeddings"),
     "num_speculative_tokens": ((0,), "speculative decoding is not supported"),

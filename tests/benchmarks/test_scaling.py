@@ -39,7 +39,7 @@ def test_time_is_measured_between_the_begin_and_the_end_of_a_turn() -> None:
             return number
 
     ranks = timed.TimedRanks(SlowRank(3), results.append)
-    assert ranks.position.replica == 3
+    assert ranks.position.replica_group == 3
     ranks.least(5)
     ranks.barrier(timed.BEGIN)
     assert ranks.least(5) == 5

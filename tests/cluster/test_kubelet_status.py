@@ -7,7 +7,7 @@ from pathlib import Path
 from operator_support.kubelet_status import kubelet_status
 
 from megatron_operator.local.pod_status import PodStatus
-from megatron_operator.world import PodPhase
+from megatron_operator.observed_state import PodPhase
 
 
 def failed(message: str) -> PodStatus:

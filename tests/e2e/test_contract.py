@@ -20,9 +20,9 @@ from megatron_operator.api.v1alpha1 import Device, KVCacheManagement, Lifecycle,
 from megatron_operator.api.v1alpha1.model import DType
 from megatron_operator.failures import read_failure
 from megatron_operator.names import PodIdentity
+from megatron_operator.observed_state import BAD_INPUT_EXIT_CODE, RANK_PHASES, Signal
 from megatron_operator.render import render_pod
 from megatron_operator.settings import Settings
-from megatron_operator.world import BAD_INPUT_EXIT_CODE, RANK_PHASES, Signal
 from megatron_runtime.cli import app
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.identity import Identity

@@ -11,11 +11,11 @@ import pytest
 import uvicorn
 
 from megatron_operator.control_client import ControlApiUnreachable, ControlClient
-from megatron_operator.world import EngineState, Signal, SignalRefused
+from megatron_operator.observed_state import EngineState, Signal, SignalRefused
 from megatron_runtime.errors import InvalidStateError
 from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
-from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaGroupState
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, RegisteredReplicaGroup
 
 HOST = "127.0.0.1"
 TOKEN = "control-token-of-the-test"
@@ -59,7 +59,7 @@ def facts() -> PodFacts:
     return PodFacts(
         is_leader=True,
         engine_state="RUNNING",
-        replica_groups=(ReplicaGroupState(index=0, state="RUNNING", running_requests=1, waiting_requests=2),),
+        replica_groups=(RegisteredReplicaGroup(index=0, state="RUNNING", running_requests=1, waiting_requests=2),),
         ranks={0: RankState(0, RankPhase.LOADING, 1, 4)},
         frontends_listening=1,
         restarts=2,

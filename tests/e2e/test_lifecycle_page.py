@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.lifecycle import SETTLED_STATE, next_signal
-from megatron_operator.world import EngineState
+from megatron_operator.observed_state import EngineState
 from megatron_runtime.headers import Headers
 from megatron_runtime.lifecycle import EDGES
 

@@ -7,15 +7,16 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-pytestmark = pytest.mark.model
-
 CLIENTS = 4
+PAUSE_SECONDS = 0.1
+"""Between two requests of a client: without it, the clients take the processor from the pods that start."""
 QUESTION: Any = [{"role": "user", "content": "Count from one to fifty in words."}]
 
 
@@ -45,12 +46,12 @@ class Load:
         http = openai.DefaultHttpxClient(trust_env=False)
         with openai.OpenAI(base_url=self._url, api_key="none", timeout=100, max_retries=0, http_client=http) as api:
             for turn in itertools.count(place):
-                if self._ending.is_set():
+                if self._ending.wait(PAUSE_SECONDS):
                     return
                 self._ask(api, is_streamed=bool(turn % 2))
 
     def _ask(self, api: openai.OpenAI, *, is_streamed: bool) -> None:
-        asked: Any = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 60}
+        asked: Any = {"model": "smollm2", "messages": QUESTION, "temperature": 0, "max_tokens": 200}
         try:
             if is_streamed:
                 chunks = list(api.chat.completions.create(**asked, stream=True))
@@ -75,26 +76,33 @@ def load_on(url: str) -> Iterator[Load]:
         load.end()
 
 
-def running_by_group(command: Any) -> dict[str, int]:
-    """Running requests of each replica group, from the leader's metrics."""
+def generated_by_group(command: Any) -> dict[str, int]:
+    """Generated tokens of each replica group, from the leader's metrics."""
     leader = re.findall(r"pod smollm2-0-\d+-0: \S+ at (127\.[\d.]+)", command.text)[-1]
     text = httpx.get(f"http://{leader}:9000/metrics", trust_env=False).text
     return {
         group: int(float(count))
-        for group, count in re.findall(r'requests_running\{replica_group="(\d+)"\} (\S+)', text)
+        for group, count in re.findall(r'replica_group_generation_tokens_total\{replica_group="(\d+)"\} (\S+)', text)
     }
 
 
 @pytest.mark.parametrize("pods", [1, 2])
 def test_new_replica_groups_get_requests_and_removed_ones_lose_none(
-    start_local: Callable[..., Any], wait_until: Callable[..., Any], pods: int
+    start_local: Callable[..., Any], wait_until: Callable[..., Any], tiny_checkpoint: Path, pods: int
 ) -> None:
-    command = start_local(replicas=1, parallelism={"pipeline": pods}, routing={"policy": "LoadBalanced"})
+    command = start_local(
+        tiny_checkpoint.parent,
+        replicas=1,
+        model={"source": {"path": f"/models/{tiny_checkpoint.name}"}},
+        engine={"kvCacheMemory": "32Mi"},
+        parallelism={"pipeline": pods},
+        routing={"policy": "LoadBalanced"},
+    )
     command.wait_for("ready replicas: 1/1")
     with load_on(command.url) as load:
         wait_until(lambda: len(load.answers) >= CLIENTS, "answers of one copy")
         command.wait_for("ready replicas: 2/2", after=command.edit(replicas=2))
-        wait_until(lambda: running_by_group(command).get("1", 0) > 0, "requests at the copy that came")
+        wait_until(lambda: generated_by_group(command).get("1", 0) > 0, "requests at the copy that came")
         after = command.edit(replicas=1)
         for pod in range(pods):
             command.wait_for(rf"pod smollm2-1-0-{pod}: gone", after=after)

@@ -1,4 +1,4 @@
-"""Puts planning_support within reach: importlib mode puts nothing on the path."""
+"""Puts planning_support on the path, which pytest's importlib mode does not."""
 
 from __future__ import annotations
 

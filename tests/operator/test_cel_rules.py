@@ -1,6 +1,6 @@
-"""The definition's CEL rules, evaluated, beside the operator's own.
+"""The CEL rules of the CRD, evaluated and compared with the parser.
 
-tests/cluster/test_definition.py has the rules evaluated by an API server; these tests need none.
+tests/cluster/test_definition.py evaluates them on an API server; these tests need none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TOOLS_OR_REASONING = ["hermes", "mistral", "qwen3", "deepseek_r1"]
 
 
 def defaulted(schema: Schema, value: Any) -> Any:
-    """``value`` with the defaults that an API server fills in before it asks the rules."""
+    """``value`` with the defaults that an API server fills in before it evaluates the rules."""
     if isinstance(value, dict):
         fields = schema.get("properties", {})
         whole = {name: field["default"] for name, field in fields.items() if "default" in field} | value
@@ -33,7 +33,7 @@ def defaulted(schema: Schema, value: Any) -> Any:
 
 
 def broken_rules(schema: Schema, value: Any) -> Iterator[str]:
-    """The messages of all rules, of the object and of what it holds, that do not hold."""
+    """The messages of all violated rules of the object and its parts."""
     for rule in schema.get(RULES, []):
         if not cel.evaluate(rule["rule"], {"self": value}):
             yield rule["message"]
@@ -46,7 +46,7 @@ def broken_rules(schema: Schema, value: Any) -> Iterator[str]:
 
 
 def refused_by_rules(obj: dict[str, Any]) -> set[str]:
-    """The fields that the rules refuse."""
+    """The fields that the rules reject."""
     return {message.partition(": ")[0] for message in broken_rules(SCHEMA, defaulted(SCHEMA, obj))}
 
 
@@ -92,23 +92,23 @@ names = st.text(st.sampled_from("az19-.A"), min_size=1, max_size=50)
 
 @pytest.mark.parametrize("path", [path for path, node in nodes(SCHEMA) if "default" in node])
 def test_the_rules_of_a_node_hold_for_its_literal_default(path: str) -> None:
-    """An API server evaluates them on the default as it is written, and refuses the definition when one fails."""
+    """An API server evaluates them on the literal default, and rejects a CRD whose default violates one."""
     node = dict(nodes(SCHEMA))[path]
     assert list(broken_rules(node, node["default"])) == []
 
 
-def test_a_rule_about_a_field_that_a_default_leaves_out_would_be_found() -> None:
+def test_the_check_of_defaults_finds_a_rule_about_a_field_without_a_default() -> None:
     parallelism = dict(nodes(SCHEMA))[".spec.parallelism"]
     with pytest.raises(KeyError, match="tensor"):
         list(broken_rules(parallelism, {}))
 
 
 @given(names, specs)
-def test_an_api_server_and_the_operator_refuse_the_same_resources(name: str, spec: dict[str, Any]) -> None:
+def test_the_api_server_and_the_operator_reject_the_same_resources(name: str, spec: dict[str, Any]) -> None:
     obj = resource_object(name=name, **spec)
     by_rules, by_operator = refused_by_rules(obj), refused_by_operator(obj)
     assert bool(by_rules) == bool(by_operator)
-    # The operator compares fields once each of them is right by itself.
+    # The operator compares fields only after each of them is valid.
     assert by_operator <= by_rules
 
 
@@ -127,6 +127,6 @@ def test_an_api_server_and_the_operator_refuse_the_same_resources(name: str, spe
         ({"frontend": {"parsers": ["qwen3", "deepseek_r1"]}}, "spec.frontend.parsers"),
     ],
 )
-def test_each_rule_of_the_spec_refuses_what_it_is_for(spec: dict[str, Any], field: str) -> None:
+def test_each_rule_of_the_spec_rejects_its_invalid_values(spec: dict[str, Any], field: str) -> None:
     assert refused_by_rules(resource_object()) == set()
     assert refused_by_rules(resource_object(**spec)) == {field}

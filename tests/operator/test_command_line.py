@@ -1,4 +1,4 @@
-"""The command line itself."""
+"""The command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def test_help_is_there_without_any_library_of_the_cluster() -> None:
+def test_help_needs_no_kubernetes_client() -> None:
     script = (
         "import sys; from typer.testing import CliRunner; from megatron_operator.cli import app; "
         "out = CliRunner().invoke(app, ['--help']).output; print(out); "

@@ -1,4 +1,4 @@
-"""What the commands say, from what the API server says."""
+"""The output of the commands for answers of the API server."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def condition(kind: str, status: str, reason: str, message: str = "") -> dict[st
     return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": BORN}
 
 
-def test_a_resource_that_nobody_has_looked_at_leads_to_the_doctor() -> None:
+def test_a_resource_without_a_status_refers_to_the_doctor_command() -> None:
     told = story(resource())
     assert told.startswith("lab/chat  no operator has reported on it yet")
     assert "megatron-operator doctor" in told
 
 
-def test_a_change_that_the_operator_has_not_seen_is_told() -> None:
+def test_describe_reports_a_change_that_the_operator_has_not_observed() -> None:
     status = {"phase": "Running", "observedGeneration": 1, "conditions": [condition("Ready", "True", "EngineRunning")]}
     told = story(resource(status, lifecycle="Paused"))
     assert "desired   Paused (generation 2)" in told
@@ -54,7 +54,7 @@ def test_a_change_that_the_operator_has_not_seen_is_told() -> None:
     assert "megatron-operator doctor" in told
 
 
-def test_an_invalid_spec_is_told_with_its_field_and_the_way_to_mend_it() -> None:
+def test_describe_reports_an_invalid_spec_with_field_and_remedy() -> None:
     words = "spec.replicas: 0: must be at least 1; raise it"
     conditions = [condition("Ready", "False", "InvalidSpec", words), condition("Failed", "True", "InvalidSpec", words)]
     told = story(resource({"phase": "Failed", "observedGeneration": 2, "conditions": conditions}, replicas=0))
@@ -63,7 +63,7 @@ def test_an_invalid_spec_is_told_with_its_field_and_the_way_to_mend_it() -> None
     assert "kubectl edit mi chat -n lab" in told
 
 
-def test_trouble_comes_before_progress_and_what_is_well_is_not_told() -> None:
+def test_describe_lists_problems_before_progress_and_omits_healthy_conditions() -> None:
     conditions = [
         condition("Ready", "True", "Degraded", "1 of 2 replica groups serve"),
         condition("Progressing", "True", "BackOff", "group 1 waits"),
@@ -85,13 +85,13 @@ def test_trouble_comes_before_progress_and_what_is_well_is_not_told() -> None:
         ("Pending", "ImagePull", "correct spec.image"),
     ],
 )
-def test_the_next_step_follows_from_what_is_wrong(phase: str, reason: str, step: str) -> None:
+def test_the_suggested_command_depends_on_the_problem(phase: str, reason: str, step: str) -> None:
     status = {"phase": phase, "observedGeneration": 2, "conditions": [condition("Ready", "False", reason)]}
     assert step in story(resource(status)).partition("Next\n")[2]
 
 
 @pytest.mark.parametrize(("reason", "there"), [("AutoSuspended", True), ("Suspended", False)])
-def test_an_engine_that_sleeps_until_the_next_request_is_as_running_as_was_wished(reason: str, there: bool) -> None:
+def test_an_auto_suspended_engine_counts_as_running(reason: str, there: bool) -> None:
     ready = condition("Ready", "True" if there else "False", reason)
     status = {"phase": "Suspended", "engineState": "SUSPENDED", "observedGeneration": 2, "conditions": [ready]}
     told = story(resource(status)).partition("Next\n")[2]
@@ -105,12 +105,12 @@ def failure_of(status: int, text: str, path: str = "/apis/inference.megatron.dev
     return in_words(caught.value, CLUSTER)  # type: ignore[arg-type]
 
 
-def test_a_cluster_without_the_definition_is_told_how_to_get_it() -> None:
+def test_a_cluster_without_the_crd_gets_the_installation_command() -> None:
     told = failure_of(404, "404 page not found")
     assert told.startswith("MegatronInference is not defined on the cluster of context dev; install it: ")
 
 
-def test_a_server_in_trouble_is_quoted() -> None:
+def test_an_error_of_the_api_server_is_quoted() -> None:
     assert failure_of(500, '{"message": "etcd is gone"}') == "etcd is gone (500)"
     silence = ServerError("GET /x: the API server cannot be reached: no route")
     words = "the API server https://cluster:6443 of context dev does not answer: no route; is the cluster up"
@@ -119,7 +119,7 @@ def test_a_server_in_trouble_is_quoted() -> None:
 
 @pytest.mark.parametrize("verb", [Verb.START, Verb.STOP])
 @pytest.mark.parametrize("desired", list(Lifecycle))
-def test_start_and_stop_make_sense_from_anywhere(verb: Verb, desired: Lifecycle) -> None:
+def test_start_and_stop_are_allowed_in_every_state(verb: Verb, desired: Lifecycle) -> None:
     check_verb(verb, resource(lifecycle=desired.value))
 
 
@@ -132,12 +132,12 @@ def test_start_and_stop_make_sense_from_anywhere(verb: Verb, desired: Lifecycle)
         (Verb.UNPAUSE, "Stopped", "`start` it"),
     ],
 )
-def test_a_verb_that_makes_no_sense_names_the_one_that_does(verb: Verb, desired: str, hint: str) -> None:
+def test_an_invalid_verb_is_rejected_with_the_valid_one(verb: Verb, desired: str, hint: str) -> None:
     with pytest.raises(CommandFailed, match=hint):
         check_verb(verb, resource(lifecycle=desired))
 
 
-def test_nothing_can_be_wished_of_what_is_being_deleted() -> None:
+def test_a_terminating_resource_rejects_every_verb() -> None:
     obj = resource()
     obj["metadata"]["deletionTimestamp"] = BORN
     with pytest.raises(CommandFailed, match="is being deleted"):
@@ -148,5 +148,5 @@ def test_nothing_can_be_wished_of_what_is_being_deleted() -> None:
     ("seconds", "words"),
     [(-5, "0s"), (119, "119s"), (125, "2m5s"), (180, "3m"), (900, "15m"), (4 * 3600 + 60, "4h1m"), (90000, "25h")],
 )
-def test_ages_are_those_of_kubectl(seconds: float, words: str) -> None:
+def test_ages_are_formatted_as_in_kubectl(seconds: float, words: str) -> None:
     assert age(seconds) == words

@@ -1,4 +1,4 @@
-"""The client of the control API, against a server that answers as told."""
+"""The client of the control API, against a server with configured answers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from megatron_operator.control_client import KEEPALIVE_TIMEOUT, ControlApiUnreachable, ControlClient
-from megatron_operator.world import EngineState, Loading, ObservedReplica, Signal, SignalRefused
+from megatron_operator.observed_state import EngineState, Loading, ObservedReplica, Signal, SignalRefused
 
 HOST = "127.0.0.1"
 KEEPALIVE = "02"
-"""A timer's kind in /proc."""
+"""The kind of a timer in /proc."""
 STATE = {
     "revision": 17,
     "role": "leader",
@@ -37,7 +37,7 @@ STATE = {
 
 
 class Launcher(ThreadingHTTPServer):
-    """Gives one answer to everything, and keeps what it was asked."""
+    """Gives one answer to all requests, and records them."""
 
     daemon_threads = True
 
@@ -49,7 +49,7 @@ class Launcher(ThreadingHTTPServer):
         self.has_news.set()
 
     def answer(self, status: int, body: Any) -> None:
-        """What it says from now on."""
+        """Sets the next answers."""
         self.status, self.body = status, body if isinstance(body, str) else json.dumps(body)
 
 
@@ -67,11 +67,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_GET  # noqa: N815  # the name that the standard library looks for
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        """Logs nothing."""
 
 
 def timer_of_connection_to(port: int) -> tuple[str, int]:
-    """The kernel's kind of timer, and the hundredths of a second until it fires."""
+    """The kind of the kernel's timer, and the hundredths of a second until it fires."""
     connections = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     kind, left = next(fields[5] for fields in connections if fields[2].endswith(f":{port:04X}")).split(":")
     return kind, int(left, 16)
@@ -93,7 +93,7 @@ async def client(launcher: Launcher) -> Any:
         yield made
 
 
-async def test_a_leaders_state_is_read(launcher: Launcher, client: ControlClient) -> None:
+async def test_the_state_of_the_leader_is_parsed(launcher: Launcher, client: ControlClient) -> None:
     report = await client.state(HOST)
     assert report.engine.state is EngineState.RUNNING
     assert report.engine.replicas == (ObservedReplica(0, EngineState.RUNNING),)
@@ -102,13 +102,13 @@ async def test_a_leaders_state_is_read(launcher: Launcher, client: ControlClient
     assert launcher.asked == [("GET", "/v1/state", "Bearer s3cret")]
 
 
-async def test_a_pod_is_as_far_as_its_slowest_rank(client: ControlClient) -> None:
+async def test_the_phase_of_a_pod_is_that_of_its_slowest_rank(client: ControlClient) -> None:
     report = await client.state(HOST)
     assert report.rank_phase == "Loading"
     assert report.loading == Loading(6, 10)
 
 
-async def test_a_worker_that_has_just_started_has_no_engine_state(launcher: Launcher, client: ControlClient) -> None:
+async def test_a_starting_worker_has_no_engine_state(launcher: Launcher, client: ControlClient) -> None:
     launcher.answer(200, {"revision": 1, "role": "worker", "engineState": None, "ranks": [], "error": None})
     report = await client.state(HOST)
     assert report.engine.state is None
@@ -116,26 +116,24 @@ async def test_a_worker_that_has_just_started_has_no_engine_state(launcher: Laun
     assert report.loading is None
 
 
-async def test_a_long_poll_says_what_it_has_seen(launcher: Launcher, client: ControlClient) -> None:
+async def test_a_long_poll_sends_the_last_revision(launcher: Launcher, client: ControlClient) -> None:
     await client.state(HOST, after=17, wait=20)
     assert launcher.asked[0][1] == "/v1/state?after=17&timeout=20"
 
 
-async def test_an_error_of_the_launcher_is_passed_on(launcher: Launcher, client: ControlClient) -> None:
+async def test_an_error_of_the_launcher_is_reported(launcher: Launcher, client: ControlClient) -> None:
     launcher.answer(200, {**STATE, "error": {"reason": "RankFailed", "message": "rank 1 ended"}})
     assert (await client.state(HOST)).engine.message == "rank 1 ended"
 
 
 @pytest.mark.parametrize("body", ["no json", "[]", "{}", '{"revision": "x"}', '{"revision": 1, "engineState": "ODD"}'])
-async def test_an_answer_that_makes_no_sense_counts_as_unreachable(
-    launcher: Launcher, client: ControlClient, body: str
-) -> None:
+async def test_an_invalid_answer_counts_as_unreachable(launcher: Launcher, client: ControlClient, body: str) -> None:
     launcher.answer(200, body)
     with pytest.raises(ControlApiUnreachable, match="invalid state"):
         await client.state(HOST)
 
 
-async def test_a_refused_token_is_told(launcher: Launcher, client: ControlClient) -> None:
+async def test_a_rejected_token_is_reported(launcher: Launcher, client: ControlClient) -> None:
     launcher.answer(401, {"error": {"code": "Unauthorized", "message": "send the control token"}})
     with pytest.raises(ControlApiUnreachable, match="401: send the control token"):
         await client.state(HOST)
@@ -147,7 +145,9 @@ async def test_a_signal_is_accepted(launcher: Launcher, client: ControlClient) -
     assert launcher.asked == [("POST", "/v1/pause", "Bearer s3cret")]
 
 
-async def test_a_signal_in_the_wrong_state_says_what_is_allowed(launcher: Launcher, client: ControlClient) -> None:
+async def test_a_signal_in_the_wrong_state_is_rejected_with_the_allowed_ones(
+    launcher: Launcher, client: ControlClient
+) -> None:
     error = {"code": "InvalidState", "message": "engine is RUNNING", "engineState": "RUNNING", "allowed": ["pause"]}
     launcher.answer(409, {"error": error})
     with pytest.raises(SignalRefused, match="engine is RUNNING") as caught:
@@ -155,14 +155,14 @@ async def test_a_signal_in_the_wrong_state_says_what_is_allowed(launcher: Launch
     assert caught.value.allowed == ("pause",)
 
 
-async def test_a_signal_that_finds_no_engine_is_unreachable(launcher: Launcher, client: ControlClient) -> None:
+async def test_a_signal_without_a_reachable_pod_fails_as_unreachable(launcher: Launcher, client: ControlClient) -> None:
     launcher.answer(503, {"error": {"code": "EngineUnreachable", "message": "no coordinator"}})
     with pytest.raises(ControlApiUnreachable, match="no coordinator"):
         await client.signal(HOST, Signal.PAUSE)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's timers are read from /proc")
-async def test_the_kernel_watches_over_a_poll_that_waits(launcher: Launcher, client: ControlClient) -> None:
+async def test_a_waiting_poll_uses_tcp_keepalive(launcher: Launcher, client: ControlClient) -> None:
     launcher.has_news.clear()
     polling = asyncio.create_task(client.state(HOST, after=17, wait=20))
     assert await asyncio.to_thread(launcher.was_asked.wait, 20)
@@ -174,7 +174,7 @@ async def test_the_kernel_watches_over_a_poll_that_waits(launcher: Launcher, cli
 
 
 @pytest.mark.parametrize(("registered", "heard"), [(True, True), (False, False), (None, False)])
-async def test_a_pod_hears_a_coordinator_when_its_first_rank_does(
+async def test_a_pod_is_registered_when_its_first_rank_is(
     launcher: Launcher, client: ControlClient, registered: bool | None, heard: bool
 ) -> None:
     follower: dict[str, Any] = {"rank": 1, "phase": "Serving"}
@@ -183,7 +183,7 @@ async def test_a_pod_hears_a_coordinator_when_its_first_rank_does(
     assert (await client.state(HOST)).registered is heard
 
 
-async def test_a_pod_that_does_not_listen_is_unreachable(launcher: Launcher) -> None:
+async def test_a_pod_with_a_closed_port_is_unreachable(launcher: Launcher) -> None:
     port = launcher.server_address[1]
     launcher.server_close()
     async with ControlClient(None, port=port) as client:

@@ -13,7 +13,7 @@ from planning_support.resources import resource_object
 from planning_support.schema import SCHEMA, VERSION, nodes
 
 from megatron_operator.api.crd import DEFINITIONS, REFERENCE, crd, stale_files
-from megatron_operator.api.v1alpha1 import Status
+from megatron_operator.api.v1alpha1 import MegatronInferenceStatus
 from megatron_operator.status import as_json
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ def test_the_generated_files_are_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("file", DEFINITIONS, ids=str)
-def test_a_generated_file_is_the_definition(file: Path) -> None:
+def test_the_generated_file_is_the_crd(file: Path) -> None:
     assert yaml.safe_load((ROOT / file).read_text()) == crd()
 
 
@@ -46,7 +46,8 @@ def test_the_schema_is_structural() -> None:
         assert "type" in node or node.get("x-kubernetes-int-or-string"), path
         if not node.get("x-kubernetes-int-or-string"):
             assert "anyOf" not in node, path
-        # Pruning takes the place of a ban: an API server that checks strictly refuses what it would prune.
+        # Pruning replaces additionalProperties: an API server with strict validation rejects fields that it would
+        # prune.
         assert node.get("additionalProperties") is not False, path
 
 
@@ -55,19 +56,19 @@ def test_the_schema_is_a_valid_json_schema() -> None:
     assert [error.message for error in of_schemas.iter_errors(SCHEMA)] == []
 
 
-def test_the_schema_takes_a_resource_and_its_status() -> None:
-    obj = {**resource_object(), "status": as_json(Status())}
+def test_the_schema_accepts_a_resource_and_its_status() -> None:
+    obj = {**resource_object(), "status": as_json(MegatronInferenceStatus())}
     assert [error.message for error in jsonschema.Draft7Validator(SCHEMA).iter_errors(obj)] == []
 
 
 @pytest.mark.parametrize("size", ["0", "0Gi", "0.0Mi", "00", 0, -1, "-1Gi"])
-def test_the_schema_refuses_a_cache_without_memory(size: str | int) -> None:
+def test_the_schema_rejects_a_cache_without_memory(size: str | int) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(resource_object(engine={"kvCacheMemory": size}), SCHEMA)
 
 
 @pytest.mark.parametrize("size", ["1", "0.5Gi", "10Gi", "001", "1.0Mi", 1])
-def test_the_schema_takes_a_cache_with_memory(size: str | int) -> None:
+def test_the_schema_accepts_a_cache_with_memory(size: str | int) -> None:
     jsonschema.validate(resource_object(engine={"kvCacheMemory": size}), SCHEMA)
 
 
@@ -80,12 +81,12 @@ def test_patterns_mean_the_same_in_go_python_and_rust() -> None:
 
 
 @pytest.mark.parametrize("spec", [{"replicas": 0}, {"lifecycle": "x"}, {"engine": {"kvCacheMemory": "lots"}}])
-def test_the_schema_refuses_what_the_parser_refuses(spec: dict[str, Any]) -> None:
+def test_the_schema_rejects_the_values_that_the_parser_rejects(spec: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(resource_object(**spec), SCHEMA)
 
 
-def test_an_object_that_may_be_left_out_defaults_to_all_defaults_of_its_fields() -> None:
+def test_an_optional_object_defaults_to_the_defaults_of_its_fields() -> None:
     engine = SCHEMA["properties"]["spec"]["properties"]["engine"]
     assert engine["default"]["kvCacheMemory"] == engine["properties"]["kvCacheMemory"]["default"] == "1Gi"
     for path, node in nodes(SCHEMA):
@@ -94,18 +95,18 @@ def test_an_object_that_may_be_left_out_defaults_to_all_defaults_of_its_fields()
             assert node["default"] == fields, path
 
 
-def test_each_default_is_what_the_schema_takes() -> None:
+def test_each_default_is_valid_in_the_schema() -> None:
     defaulted = [(path, node) for path, node in nodes(SCHEMA) if "default" in node]
     assert len(defaulted) > 30
     for path, node in defaulted:
         assert [error.message for error in jsonschema.Draft7Validator(node).iter_errors(node["default"])] == [], path
 
 
-def test_the_status_is_never_filled_in() -> None:
+def test_the_status_has_no_defaults() -> None:
     assert [path for path, node in nodes(SCHEMA["properties"]["status"]) if "default" in node] == []
 
 
-def test_rules_name_the_field_and_the_mend() -> None:
+def test_messages_of_rules_name_field_and_remedy() -> None:
     rules = [rule for _, node in nodes(SCHEMA) for rule in node.get("x-kubernetes-validations", [])]
     assert len(rules) >= 4
     for rule in rules:
@@ -114,18 +115,18 @@ def test_rules_name_the_field_and_the_mend() -> None:
         assert any(verb in words for verb in ("set ", "choose "))
 
 
-def test_conditions_are_a_map_by_type() -> None:
+def test_conditions_are_a_list_map_by_type() -> None:
     conditions = SCHEMA["properties"]["status"]["properties"]["conditions"]
     assert conditions["x-kubernetes-list-type"] == "map"
     assert conditions["x-kubernetes-list-map-keys"] == ["type"]
 
 
-def test_the_pod_template_keeps_what_this_version_does_not_know() -> None:
+def test_the_pod_template_preserves_unknown_fields() -> None:
     template = SCHEMA["properties"]["spec"]["properties"]["podTemplate"]["properties"]["spec"]
     assert template["x-kubernetes-preserve-unknown-fields"] is True
 
 
-def test_kubectl_scale_and_get_find_their_fields() -> None:
+def test_the_crd_has_the_fields_of_kubectl_scale_and_get() -> None:
     assert VERSION["subresources"]["scale"]["specReplicasPath"] == ".spec.replicas"
     status = SCHEMA["properties"]["status"]["properties"]
     paths = [column["jsonPath"] for column in VERSION["additionalPrinterColumns"]]

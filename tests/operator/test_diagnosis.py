@@ -1,4 +1,4 @@
-"""What `doctor` concludes from what the API server says."""
+"""The findings of `doctor` for answers of the API server."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def granted(role: dict[str, Any]) -> set[tuple[str, str, str]]:
     }
 
 
-def test_the_rights_that_are_checked_are_those_that_the_roles_grant() -> None:
+def test_the_checked_permissions_are_those_of_the_roles() -> None:
     roles = {each["kind"]: each for each in yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text())}
     rights = set(needed("lab", everywhere=True, lease=LEASE, keys=()))
     asked = {(right.group, right.resource, right.verb) for right in rights}
@@ -64,7 +64,7 @@ def test_the_rights_that_are_checked_are_those_that_the_roles_grant() -> None:
     assert {right.verb for right in named} == set(lease_rule["verbs"])
 
 
-def test_an_operator_of_one_namespace_needs_nothing_beyond_it_but_its_lease() -> None:
+def test_an_operator_of_one_namespace_needs_only_its_lease_outside_of_it() -> None:
     rights = set(needed("lab", everywhere=False, lease=LEASE, keys=()))
     assert {right.namespace for right in rights} == {"lab", "megatron-system"}
     assert {right.resource for right in rights if right.namespace == "megatron-system"} == {"leases"}
@@ -73,7 +73,7 @@ def test_an_operator_of_one_namespace_needs_nothing_beyond_it_but_its_lease() ->
     }
 
 
-def test_secrets_are_asked_for_by_the_names_that_the_operator_reads() -> None:
+def test_permissions_on_secrets_are_checked_by_name() -> None:
     rights = needed("lab", everywhere=True, lease=None, keys=["a-keys", "b-keys"])
     assert [str(right) for right in rights if right.resource == "secrets"] == [
         "get secrets a-keys",
@@ -91,7 +91,7 @@ def test_the_lease_of_an_operator_is_read_from_its_deployment() -> None:
     assert diagnosis.lease_of(deployment("--lease=nonsense")) is None
 
 
-def test_the_secrets_that_models_name_are_told_with_their_keys() -> None:
+def test_referenced_secrets_are_listed_with_their_keys() -> None:
     source = {"huggingFace": {"repo": "a/b", "tokenSecret": {"name": "hub", "key": "token"}}}
     template = {"spec": {"imagePullSecrets": [{"name": "registry"}]}}
     users = {"apiKeysSecret": {"name": "hub", "key": "users"}}
@@ -108,18 +108,18 @@ def test_the_secrets_that_models_name_are_told_with_their_keys() -> None:
         ({"data": {"token": ""}}, Level.OK, "has the keys that models in this namespace use"),
     ],
 )
-def test_a_secret_has_to_hold_the_keys_that_models_ask_for(found: Any, level: Level, words: str) -> None:
+def test_a_missing_key_of_a_referenced_secret_is_an_error(found: Any, level: Level, words: str) -> None:
     finding = diagnosis.secret("hub", ["token"], found)
     assert finding.level is level
     assert words in finding.words
 
 
-def test_the_definition_of_this_version_is_as_it_should_be() -> None:
+def test_the_crd_of_this_version_passes() -> None:
     assert diagnosis.definition(established()).level is Level.OK
     assert diagnosis.definition(None).level is Level.MISSING
 
 
-def test_a_definition_of_another_version_is_told_by_the_first_field_that_differs() -> None:
+def test_a_crd_of_another_version_is_reported_with_the_first_different_field() -> None:
     other = established()
     schema = other["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     del schema["properties"]["spec"]["properties"]["routing"]["properties"]["alpha"]
@@ -127,17 +127,17 @@ def test_a_definition_of_another_version_is_told_by_the_first_field_that_differs
     assert (finding.level, finding.words.rpartition(" ")[2]) == (Level.WARN, "spec.routing.alpha")
 
 
-def test_rules_that_an_old_server_dropped_are_no_difference() -> None:
+def test_rules_that_an_old_api_server_dropped_are_no_difference() -> None:
     assert diagnosis.definition(without_rules(established())).level is Level.OK
 
 
-def test_a_single_rule_that_is_missing_is_a_difference() -> None:
+def test_a_missing_rule_is_a_difference() -> None:
     other = established()
     other["spec"]["versions"][0]["schema"]["openAPIV3Schema"].pop(diagnosis.VALIDATIONS)
     assert diagnosis.definition(other).level is Level.WARN
 
 
-def test_the_resource_that_probes_the_rules_breaks_one_rule_and_nothing_else() -> None:
+def test_the_probe_of_the_rules_violates_exactly_one_rule() -> None:
     with pytest.raises(InvalidResource) as refused:
         parse_resource(diagnosis.RULE_BREAKER)
     assert [error.field for error in refused.value.errors] == [diagnosis.BROKEN_RULE.removesuffix(": ")]
@@ -158,7 +158,7 @@ def test_the_resource_that_probes_the_rules_breaks_one_rule_and_nothing_else() -
         ([deployment(image="localhost:5000/operator")], Level.OK, "runs as localhost:5000/operator"),
     ],
 )
-def test_one_operator_has_to_run_for_the_namespace(found: list[Any], level: Level, words: str) -> None:
+def test_a_namespace_without_an_operator_is_an_error(found: list[Any], level: Level, words: str) -> None:
     first = next(iter(diagnosis.operators(found, "lab", "1")))
     assert first.level is level
     assert words in first.words
@@ -176,13 +176,13 @@ def test_one_operator_has_to_run_for_the_namespace(found: list[Any], level: Leve
         ([], [], True, Level.MISSING),
     ],
 )
-def test_gpus_are_missing_where_models_ask_for_them(
+def test_missing_gpus_are_reported_when_models_request_them(
     nodes: list[Any], asked: list[str], on_cpu: bool, level: Level
 ) -> None:
     assert list(diagnosis.gpus(nodes, asked, resources_on_cpu=on_cpu))[-1].level is level
 
 
-def test_claims_without_a_class_need_a_default_one() -> None:
+def test_claims_without_a_storage_class_need_a_default_class() -> None:
     plain = {"metadata": {"name": "slow"}}
     default = {"metadata": {"name": "fast", "annotations": {diagnosis.DEFAULT_CLASS: "true"}}}
     assert diagnosis.storage([plain]).level is Level.WARN
@@ -191,13 +191,13 @@ def test_claims_without_a_class_need_a_default_one() -> None:
     assert diagnosis.claim("w", {"status": {"phase": "Bound"}}).level is Level.OK
 
 
-def test_a_server_that_does_not_enforce_the_rules_is_a_warning_whatever_its_version() -> None:
+def test_an_api_server_that_does_not_enforce_the_rules_is_a_warning_at_any_version() -> None:
     assert diagnosis.api_server({"gitVersion": "v1.27.3-gke.100", "minor": "27+"}).words == "v1.27.3-gke.100"
     assert diagnosis.rules(enforced=True).level is Level.OK
     assert diagnosis.rules(enforced=False).level is Level.WARN
 
 
-def test_queues_and_levels_are_told_without_judging() -> None:
+def test_queues_and_pod_security_levels_are_listed_without_a_verdict() -> None:
     assert diagnosis.kueue(["apps", "kueue.x-k8s.io"]).words == "is installed"
     labels = {diagnosis.ENFORCED: "restricted"}
     assert "restricted is enforced in lab" in diagnosis.pod_security("lab", {"metadata": {"labels": labels}}).words

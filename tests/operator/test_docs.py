@@ -1,4 +1,4 @@
-"""What docs/ says about the operator is so."""
+"""The docs agree with the operator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reasons_told() -> set[str]:
     return {word for row in rows for word in re.findall(r"`([A-Z]\w+)`", row[1])}
 
 
-def test_every_reason_in_the_docs_is_one_that_the_operator_gives() -> None:
+def test_every_reason_in_the_docs_exists_in_the_operator() -> None:
     source = "".join(path.read_text() for path in OPERATOR.rglob("*.py"))
     assert [reason for reason in sorted(reasons_told()) if f'"{reason}"' not in source] == []
 
@@ -58,7 +58,7 @@ def test_every_reason_of_a_condition_is_in_the_docs() -> None:
 
 
 def manifests_told() -> list[dict[str, Any]]:
-    """The objects in the pages, written out as YAML."""
+    """The objects in the pages, as YAML."""
     blocks = [block for page in PAGES for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)]
     return [obj for block in blocks for obj in yaml.safe_load_all(block)]
 
@@ -70,14 +70,14 @@ def test_the_resources_in_the_docs_are_valid() -> None:
         assert validated(obj, Settings()).name == obj["metadata"]["name"]
 
 
-def test_the_other_objects_in_the_docs_are_kubernetes() -> None:
+def test_the_other_objects_in_the_docs_match_kubernetes_schemas() -> None:
     told = [obj for obj in manifests_told() if "." not in obj["apiVersion"].partition("/")[0]]
     assert {obj["kind"] for obj in told} >= {"HorizontalPodAutoscaler", "PersistentVolumeClaim"}
     for obj in told:
         check(obj)
 
 
-def test_autoscalers_in_the_docs_scale_what_there_is_within_its_limits() -> None:
+def test_autoscalers_in_the_docs_refer_to_existing_fields_and_limits() -> None:
     replicas = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["replicas"]
     resources = {obj["metadata"]["name"] for obj in manifests_told() if obj["kind"] == KIND}
     scalers = {obj["kind"]: obj["spec"] for obj in manifests_told() if "scaleTargetRef" in obj["spec"]}
@@ -95,6 +95,6 @@ def test_autoscalers_in_the_docs_scale_what_there_is_within_its_limits() -> None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_between_pages_have_targets(page: Path) -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []

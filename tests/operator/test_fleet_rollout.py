@@ -1,4 +1,4 @@
-"""A new default image reaches the running resources a few at a time, or with their next edit."""
+"""A new default image reaches running resources a few at a time, or with their next edit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLD, NEW = Settings("registry/runtime:1"), Settings("registry/runtime:2")
 
 
 class Model:
-    """One resource, whose rounds are those of an operator with some default image."""
+    """One resource, with rounds of an operator with a given default image."""
 
     def __init__(self, **spec: object) -> None:
         self.cluster = SimulatedCluster()
@@ -61,7 +61,7 @@ async def test_a_running_resource_keeps_the_image_of_an_earlier_operator_until_i
     assert changes == ["the image of the runtime changes from registry/runtime:1 to registry/runtime:2"]
 
 
-async def test_a_pod_that_fails_meanwhile_and_a_group_that_is_added_have_the_kept_image() -> None:
+async def test_replaced_pods_and_added_groups_use_the_kept_image() -> None:
     model = Model()
     await model.rounds(OLD)
     model.cluster.fail("chat-0-0-0")
@@ -72,7 +72,7 @@ async def test_a_pod_that_fails_meanwhile_and_a_group_that_is_added_have_the_kep
 
 
 @pytest.mark.parametrize("edit", [{"restart": {"id": "now"}}, {"engine": {"maxRequests": 8}}])
-async def test_an_edit_of_the_template_brings_the_new_image_along(edit: dict[str, object]) -> None:
+async def test_an_edit_of_the_template_also_applies_the_new_image(edit: dict[str, object]) -> None:
     model = Model()
     await model.rounds(OLD)
     model.obj["spec"] |= edit
@@ -90,7 +90,7 @@ async def test_a_stopped_resource_starts_with_the_new_image() -> None:
     assert model.images() == [NEW.image, NEW.image]
 
 
-async def test_an_upgrade_that_has_begun_goes_on_under_the_next_operator_and_back_under_the_one_before() -> None:
+async def test_an_upgrade_continues_under_the_next_operator_and_reverts_under_the_previous_one() -> None:
     model = Model()
     await model.rounds(OLD)
     for _ in range(4):
@@ -121,7 +121,7 @@ async def test_a_paused_rollout_keeps_its_image_and_takes_no_turn() -> None:
 
 
 class Fleet:
-    """The turns of resources that do in a round what they are told."""
+    """The turns of resources with given states."""
 
     def __init__(self, max_concurrent: int = 1) -> None:
         self.woken: list[Key] = []
@@ -144,7 +144,7 @@ class Fleet:
         return self.meters.registry.get_sample_value("megatron_operator_fleet_rollout_resources", labels)
 
 
-async def test_one_resource_after_the_other_has_its_turn() -> None:
+async def test_resources_get_their_turns_in_order() -> None:
     fleet = Fleet()
     fleet.waiting("c", "a", "b")
     assert fleet.woken == []
@@ -160,7 +160,7 @@ async def test_one_resource_after_the_other_has_its_turn() -> None:
     assert fleet.having("a", "b", "c") == ["b"]
 
 
-async def test_a_resource_that_was_upgrading_before_the_operator_started_has_the_first_turn() -> None:
+async def test_a_resource_that_was_upgrading_before_an_operator_restart_gets_the_first_turn() -> None:
     fleet = Fleet()
     fleet.waiting("a")
     fleet.turns.observed(("models", "b"), ImageState.UPGRADING, is_settled=False)
@@ -168,7 +168,7 @@ async def test_a_resource_that_was_upgrading_before_the_operator_started_has_the
     assert fleet.having("a", "b") == ["b"]
 
 
-async def test_a_resource_that_is_not_settled_waits_and_one_that_is_gone_frees_its_turn() -> None:
+async def test_an_unsettled_resource_waits_and_a_deleted_one_frees_its_turn() -> None:
     fleet = Fleet()
     await fleet.begin()
     fleet.turns.observed(("models", "a"), ImageState.WAITING, is_settled=False)
@@ -178,7 +178,7 @@ async def test_a_resource_that_is_not_settled_waits_and_one_that_is_gone_frees_i
     assert fleet.having("a", "b", "c") == ["c"]
 
 
-async def test_as_many_have_their_turn_as_the_operator_allows() -> None:
+async def test_max_concurrent_resources_have_a_turn() -> None:
     several, none = Fleet(2), Fleet(0)
     for fleet in (several, none):
         await fleet.begin()

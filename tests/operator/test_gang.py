@@ -13,11 +13,11 @@ from planning_support.resources import parsed
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import ConditionType
 from megatron_operator.names import PodIdentity
+from megatron_operator.observed_state import Action, ApplyChild, CreatePod, DeleteChild, KindMissing
 from megatron_operator.reconcile import begin
 from megatron_operator.render import gang_kind, render_pod
 from megatron_operator.replica_groups import GANG_PAUSE
 from megatron_operator.settings import Settings
-from megatron_operator.world import Action, ApplyChild, CreatePod, DeleteChild, KindMissing
 
 TWO_PODS: dict[str, Any] = {"parallelism": {"tensor": 2}}
 SERVED = (names.POD_GROUP, names.WORKLOAD)

@@ -1,4 +1,4 @@
-"""Whether an API server keeps volumes that are images, judged by its answers."""
+"""Detection of support for image volumes from the answers of an API server."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from planning_support.resources import parsed
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.names import PodIdentity
+from megatron_operator.observed_state import ActionRefused
 from megatron_operator.render import render_pod
 from megatron_operator.settings import Settings
-from megatron_operator.world import ActionRefused
 
 Json = dict[str, Any]
 IMAGE = {"image": {"reference": "registry/m:1"}}
 
 
 class Server:
-    """Answers as API servers of several ages do; it only stands in for what is not here, a recent one."""
+    """Gives the answers of API servers of several versions; a recent one is not available here."""
 
     def __init__(self, answer: Callable[[Json], Json]) -> None:
         self.answer = answer
@@ -37,7 +37,7 @@ def recent(pod: Json) -> Json:
 
 
 def before_1_31(pod: Json) -> Json:
-    """Does not know the field, and gives each volume without one an empty folder."""
+    """Does not know the field, and stores a volume without source as an emptyDir."""
     volumes = [each if "image" not in each else {"name": each["name"], "emptyDir": {}} for each in volumes_of(pod)]
     return {**pod, "spec": {**pod["spec"], "volumes": volumes}}
 
@@ -68,7 +68,7 @@ def checks(server: Server) -> ImageVolumes:
     return ImageVolumes(cast(ApiServer, server))
 
 
-async def test_a_server_that_keeps_images_is_asked_once() -> None:
+async def test_support_for_image_volumes_is_checked_once() -> None:
     server = Server(recent)
     volumes = checks(server)
     for _ in range(3):
@@ -77,14 +77,14 @@ async def test_a_server_that_keeps_images_is_asked_once() -> None:
     assert server.tried == 1
 
 
-async def test_a_pod_without_images_is_never_tried() -> None:
+async def test_a_pod_without_image_volumes_needs_no_check() -> None:
     server = Server(before_1_31)
     await checks(server).check(pod())
     assert server.tried == 0
 
 
 @pytest.mark.parametrize("old", [before_1_31, without_the_gate])
-async def test_a_server_that_drops_images_is_told_with_the_mend_and_asked_once_in_a_round(
+async def test_missing_support_is_reported_with_the_remedy_and_checked_once_per_round(
     old: Callable[[Json], Json],
 ) -> None:
     server = Server(old)
@@ -95,7 +95,7 @@ async def test_a_server_that_drops_images_is_told_with_the_mend_and_asked_once_i
     assert server.tried == 1
 
 
-async def test_a_server_that_was_upgraded_is_believed_in_the_next_round() -> None:
+async def test_an_upgrade_of_the_api_server_takes_effect_in_the_next_round() -> None:
     server = Server(before_1_31)
     volumes = checks(server)
     with pytest.raises(ActionRefused):
@@ -105,12 +105,12 @@ async def test_a_server_that_was_upgraded_is_believed_in_the_next_round() -> Non
     await volumes.check(pod(**IMAGE))
 
 
-async def test_another_refusal_is_told_as_it_is() -> None:
+async def test_other_errors_of_the_dry_run_are_reported_unchanged() -> None:
     with pytest.raises(ServerRefusal, match="exceeded quota"):
         await checks(Server(full)).check(pod(**IMAGE))
 
 
-async def test_a_pod_that_is_there_already_tells_nothing_about_the_next_one() -> None:
+async def test_a_conflict_with_an_existing_pod_does_not_count_as_support() -> None:
     server = Server(there_already)
     volumes = checks(server)
     await volumes.check(pod(**IMAGE))

@@ -1,4 +1,4 @@
-"""Whoever wants new keys removes the Secret: all pods end, then others start with new ones."""
+"""A deleted Secret rotates the keys: all pods end, then others start with new ones."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from planning_support.planning import Planning, created, deleted
 
 from megatron_operator.api.v1alpha1 import ConditionType
 from megatron_operator.events import events_between
+from megatron_operator.observed_state import CreateSecret
 from megatron_operator.plan import plan
 from megatron_operator.replica_groups import LOST_AFTER
-from megatron_operator.world import CreateSecret
 
 SECRET = "Secret/chat-keys"
 
 
 def without_keys(replicas: int) -> Planning:
-    """All is up, and somebody has removed the Secret."""
+    """A running resource whose Secret was deleted."""
     planning = Planning(replicas=replicas).settled()
     del planning.cluster.children[SECRET]
     return planning
 
 
 def made_keys(planning: Planning) -> tuple[bool, list[str]]:
-    """Whether the next round makes the Secret, and the pods that it creates."""
+    """Whether the next round creates the Secret, and the pods that it creates."""
     actions = planning.round()
     return any(isinstance(action, CreateSecret) for action in actions), created(actions)
 
 
-def test_pods_with_old_keys_end_before_new_keys_are_made() -> None:
+def test_pods_with_old_keys_end_before_new_keys_are_created() -> None:
     planning = without_keys(replicas=2)
     actions = planning.round()
     assert deleted(actions) == ["chat-1-0-0", "chat-0-0-0"]
@@ -41,7 +41,7 @@ def test_pods_with_old_keys_end_before_new_keys_are_made() -> None:
     planning.settled()
 
 
-def test_it_is_no_failure_that_counts() -> None:
+def test_a_key_rotation_does_not_use_the_restart_budget() -> None:
     planning = without_keys(replicas=1)
     planning.round()
     planning.cluster.start_all()
@@ -50,7 +50,7 @@ def test_it_is_no_failure_that_counts() -> None:
     assert all(group.last_failure is None for group in planning.status.replica_groups)
 
 
-def test_a_pod_that_failed_is_not_waited_for() -> None:
+def test_a_rotation_does_not_wait_for_failed_pods() -> None:
     planning = without_keys(replicas=2)
     planning.cluster.fail("chat-1-0-0")
     assert deleted(planning.round()) == ["chat-0-0-0"]
@@ -59,7 +59,7 @@ def test_a_pod_that_failed_is_not_waited_for() -> None:
     assert made
 
 
-def test_a_pod_that_is_lost_with_its_node_is_not_waited_for() -> None:
+def test_a_rotation_does_not_wait_for_pods_lost_with_their_node() -> None:
     planning = without_keys(replicas=1)
     planning.round()
     (pod,) = planning.cluster.pods.values()
@@ -70,14 +70,14 @@ def test_a_pod_that_is_lost_with_its_node_is_not_waited_for() -> None:
     assert made_keys(planning) == (True, ["chat-0-1-0"])
 
 
-def test_pods_are_left_alone_while_a_secret_of_others_has_the_name() -> None:
+def test_pods_are_kept_while_a_secret_of_another_owner_has_the_name() -> None:
     planning = without_keys(replicas=1)
-    world = replace(planning.cluster.world(), taken=frozenset({SECRET}))
-    (action,) = plan(planning.resource, world).actions
-    assert isinstance(action, CreateSecret)  # It is refused with words that say whose the name is.
+    observed = replace(planning.cluster.observed(), taken=frozenset({SECRET}))
+    (action,) = plan(planning.resource, observed).actions
+    assert isinstance(action, CreateSecret)  # The rejection names the owner.
 
 
-def test_a_stopped_resource_has_its_keys_made_anew_at_once() -> None:
+def test_a_stopped_resource_gets_new_keys_at_once() -> None:
     planning = Planning().settled()
     planning.spec["lifecycle"] = "Stopped"
     planning.round()
@@ -86,7 +86,7 @@ def test_a_stopped_resource_has_its_keys_made_anew_at_once() -> None:
     assert made_keys(planning) == (True, [])
 
 
-def test_the_status_says_why_all_pods_end_and_one_event_tells() -> None:
+def test_the_status_and_one_event_report_the_rotation() -> None:
     planning = without_keys(replicas=1)
     before = planning.status
     planning.round()

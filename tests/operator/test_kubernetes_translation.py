@@ -1,4 +1,4 @@
-"""How objects of the API server become what the planner sees, and back."""
+"""Translation between objects of the API server and the observed state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_operator.kubernetes.api_server import (
 from megatron_operator.kubernetes.kubernetes_event import LONGEST_NOTE, kubernetes_event
 from megatron_operator.kubernetes.pod_status import observed_pod
 from megatron_operator.observation import Answer, NoAnswer, with_report
-from megatron_operator.world import Failure, Loading, NamespaceTerminating, ObservedPod, PodPhase
+from megatron_operator.observed_state import Failure, Loading, NamespaceTerminating, ObservedPod, PodPhase
 
 PREFIX = "inference.megatron.dev"
 CREATED, READY_AT = "2026-11-21T10:00:00Z", "2026-11-21T10:01:00Z"
@@ -59,7 +59,7 @@ def terminated(exit_code: int, message: str = "", reason: str = "Error", **rest:
     return {"terminated": {"exitCode": exit_code, "reason": reason, "message": message, **rest}}
 
 
-def test_a_running_pod_keeps_its_identity_and_its_times() -> None:
+def test_a_running_pod_is_translated_with_its_identity_and_times() -> None:
     ready = {"type": "Ready", "status": "True", "lastTransitionTime": READY_AT}
     observed = seen({"phase": "Running", "podIP": "10.0.0.1", "conditions": [ready]})
     assert (observed.group, observed.attempt, observed.index, observed.restarts) == (1, 2, 0, 3)
@@ -100,20 +100,20 @@ def condition(kind: str, status: str, minute: int) -> dict[str, Any]:
     ],
     ids=["just bound", "known to its kubelet", "init container ended", "image was pulled"],
 )
-def test_a_start_begins_with_the_node_the_last_init_container_or_the_pulled_image(
+def test_a_start_begins_at_scheduling_after_the_last_init_container_or_the_image_pull(
     status: dict[str, Any], minute: int
 ) -> None:
     assert seen({"phase": "Pending", **status}).startup_since == EPOCH + 60 * minute
 
 
-def test_a_pod_without_a_node_has_not_begun_to_start() -> None:
+def test_a_pod_without_a_node_has_not_started() -> None:
     bare = pod({"conditions": [condition("PodScheduled", "False", 5)]})
     observed = observed_pod({**bare, "spec": {}})
     assert observed is not None
     assert observed.startup_since is None
 
 
-def test_a_pod_without_our_labels_is_not_seen() -> None:
+def test_a_pod_without_the_labels_is_ignored() -> None:
     assert observed_pod(pod(labels={f"{PREFIX}/name": "chat"})) is None
 
 
@@ -122,7 +122,7 @@ def test_a_new_pod_without_any_status_is_pending() -> None:
     assert (observed.phase, observed.ready, observed.address, observed.waiting) == (PodPhase.PENDING, False, None, None)
 
 
-def test_what_the_launcher_says_is_added() -> None:
+def test_the_state_of_the_launcher_is_added() -> None:
     ranks = (RankReport(0, "Serving", registered=True), RankReport(1, "Loading", 20, 100))
     report = PodReport(revision=7, ready=False, ranks=ranks, restarts=1)
     observed = seen({"phase": "Running"}, report)
@@ -130,7 +130,7 @@ def test_what_the_launcher_says_is_added() -> None:
     assert (observed.registered, observed.unreachable_since) == (True, None)
 
 
-def test_a_pod_that_cannot_be_asked_is_silent_since_its_creation_and_one_that_can_since_it_was_asked_in_vain() -> None:
+def test_a_pod_is_unreachable_since_its_creation_or_its_first_failed_poll() -> None:
     assert seen({"phase": "Pending"}).unreachable_since == EPOCH
     assert seen({"phase": "Running"}, NoAnswer(EPOCH + 90, "timed out")).unreachable_since == EPOCH + 90
 
@@ -166,11 +166,11 @@ def test_a_pod_that_cannot_be_asked_is_silent_since_its_creation_and_one_that_ca
         ({"conditions": [{"type": "PodScheduled", "status": "True"}]}, None),
     ],
 )
-def test_a_pending_pod_tells_what_keeps_it(status: dict[str, Any], waiting: Failure | None) -> None:
+def test_a_pending_pod_reports_its_wait_reason(status: dict[str, Any], waiting: Failure | None) -> None:
     assert seen({"phase": "Pending", **status}).waiting == waiting
 
 
-def test_a_pod_that_a_queue_holds_back_names_what_holds_it() -> None:
+def test_a_gated_pod_reports_its_scheduling_gate() -> None:
     held = pod({"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "False"}]})
     held["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
     observed = observed_pod(held)
@@ -178,7 +178,7 @@ def test_a_pod_that_a_queue_holds_back_names_what_holds_it() -> None:
     assert observed.waiting == Failure("SchedulingGated", "held back by kueue.x-k8s.io/admission")
 
 
-def test_an_image_that_is_a_volume_and_cannot_be_fetched_is_named() -> None:
+def test_an_image_volume_that_can_not_be_pulled_is_named() -> None:
     words = 'Back-off pulling image "registry/model:1"'
     waiting = {"reason": "ImagePullBackOff", "message": words}
     waits = pod({"phase": "Pending", "containerStatuses": [container(waiting=waiting)]})
@@ -191,7 +191,7 @@ def test_an_image_that_is_a_volume_and_cannot_be_fetched_is_named() -> None:
     assert observed.waiting == Failure("ImagePull", f"image registry/model:1: {words}")
 
 
-def test_the_last_words_of_the_launcher_are_the_failure() -> None:
+def test_the_termination_message_of_the_launcher_is_the_failure() -> None:
     words = '{"reason": "RankFailed", "message": "CUDA error", "rank": 1, "exitCode": 1}'
     status = {"phase": "Failed", "containerStatuses": [container(**terminated(1, words, finishedAt=READY_AT))]}
     observed = seen(status)
@@ -199,26 +199,26 @@ def test_the_last_words_of_the_launcher_are_the_failure() -> None:
     assert observed.finished_at == EPOCH + 60
 
 
-def test_a_killed_container_is_explained_by_its_reason() -> None:
+def test_the_failure_of_a_killed_container_has_its_reason() -> None:
     failure = seen({"phase": "Failed", "containerStatuses": [container(**terminated(137, reason="OOMKilled"))]}).failure
     assert failure is not None
     assert (failure.reason, failure.exit_code, "memory" in failure.message) == ("OOMKilled", 137, True)
 
 
-def test_our_container_explains_the_failure_better_than_a_sidecar() -> None:
+def test_the_failure_of_the_runtime_container_precedes_that_of_a_sidecar() -> None:
     ended = [container("proxy", **terminated(143)), container(**terminated(1, "no GPU left"))]
     failure = seen({"phase": "Failed", "containerStatuses": ended}).failure
     assert failure == Failure("Error", "no GPU left", exit_code=1)
 
 
-def test_an_evicted_pod_says_so_and_not_what_followed_from_it() -> None:
+def test_an_evicted_pod_reports_the_eviction_and_not_its_consequences() -> None:
     ready = {"type": "Ready", "status": "False", "lastTransitionTime": READY_AT}
     status = {"phase": "Failed", "reason": "Evicted", "message": "low on memory", "conditions": [ready]}
     observed = seen(status)
     assert (observed.failure, observed.finished_at) == (Failure("Evicted", "low on memory"), EPOCH + 60)
 
 
-def test_a_preempted_pod_says_so() -> None:
+def test_a_preempted_pod_reports_the_preemption() -> None:
     disrupted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": "for a-0"}
     status = {"phase": "Failed", "conditions": [disrupted], "containerStatuses": [container(**terminated(143))]}
     assert seen(status).failure == Failure("PreemptionByScheduler", "for a-0", disruption=True)
@@ -235,13 +235,13 @@ def test_a_preempted_pod_says_so() -> None:
         ({"conditions": [{"type": "DisruptionTarget", "status": "False"}]}, False),
     ],
 )
-def test_only_what_the_cluster_does_for_its_own_sake_is_a_disruption(status: dict[str, Any], disrupted: bool) -> None:
+def test_only_evictions_preemptions_and_lost_nodes_are_disruptions(status: dict[str, Any], disrupted: bool) -> None:
     observed = seen({"phase": "Failed", "containerStatuses": [container(**terminated(143))], **status})
     assert observed.failure is not None
     assert (observed.disruption is not None, observed.failure.disruption) == (disrupted, disrupted)
 
 
-def test_a_running_pod_that_is_about_to_be_evicted_is_marked() -> None:
+def test_a_running_pod_with_a_disruption_target_is_marked() -> None:
     words = {"reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}
     status = {"phase": "Running", "conditions": [{"type": "DisruptionTarget", "status": "True", **words}]}
     observed = seen(status, deletionTimestamp=READY_AT)
@@ -249,28 +249,28 @@ def test_a_running_pod_that_is_about_to_be_evicted_is_marked() -> None:
     assert observed.failure is None
 
 
-def test_a_pod_that_failed_without_a_word_is_a_failure_all_the_same() -> None:
+def test_a_pod_that_failed_without_a_message_is_a_failure() -> None:
     failure = seen({"phase": "Failed"}).failure
     assert failure is not None
     assert failure.reason == "PodFailed"
 
 
-def test_a_pod_on_its_way_out_has_a_deadline() -> None:
+def test_a_terminating_pod_has_a_deadline() -> None:
     observed = seen({"phase": "Running"}, deletionTimestamp=READY_AT)
     assert (observed.deleting, observed.deletion_deadline) == (True, EPOCH + 60)
 
 
-def test_a_failed_pod_is_not_ready_whatever_its_conditions_say() -> None:
+def test_a_failed_pod_is_not_ready_with_any_conditions() -> None:
     assert not seen({"phase": "Failed", "conditions": [{"type": "Ready", "status": "True"}]}).ready
 
 
-def test_paths_are_those_of_the_api() -> None:
+def test_paths_follow_the_kubernetes_api() -> None:
     assert path_of("Pod", "ns", "a-0") == "/api/v1/namespaces/ns/pods/a-0"
     assert path_of("Event", "ns") == "/apis/events.k8s.io/v1/namespaces/ns/events"
     assert path_of("MegatronInference", "ns", "x").startswith("/apis/inference.megatron.dev/v1alpha1/namespaces/ns/")
 
 
-def test_a_refusal_is_told_from_a_failure() -> None:
+def test_a_rejection_is_distinguished_from_a_failure() -> None:
     words = '{"kind": "Status", "message": "pods \\"a\\" is forbidden: exceeded quota"}'
     with pytest.raises(ServerRefusal, match="exceeded quota"):
         answer_of("POST /pods", 403, words)
@@ -281,7 +281,7 @@ def test_a_refusal_is_told_from_a_failure() -> None:
         answer_of("GET /pods", 200, "")
 
 
-def test_a_namespace_that_is_being_deleted_is_told_from_other_refusals() -> None:
+def test_a_terminating_namespace_is_distinguished_from_other_rejections() -> None:
     cause = {"reason": "NamespaceTerminating", "message": "namespace lab is being terminated", "field": ""}
     refusal = {"message": "pods is forbidden", "reason": "Forbidden", "code": 403, "details": {"causes": [cause]}}
     with pytest.raises(NamespaceTerminating, match="pods is forbidden"):
@@ -296,13 +296,11 @@ def test_a_namespace_that_is_being_deleted_is_told_from_other_refusals() -> None
     ("status", "retry_after", "delay"),
     [(429, "2", 2.0), (429, "86400", LONGEST_DELAY), (429, None, None), (429, "soon", None), (200, "2", None)],
 )
-def test_a_server_that_is_too_busy_says_when_to_ask_again(
-    status: int, retry_after: str | None, delay: float | None
-) -> None:
+def test_a_retry_after_header_sets_the_delay(status: int, retry_after: str | None, delay: float | None) -> None:
     assert delay_of(status, retry_after) == delay
 
 
-def test_an_event_is_about_the_resource_and_not_too_long() -> None:
+def test_an_event_refers_to_the_resource_and_is_truncated() -> None:
     metadata = {"name": "chat", "namespace": "ns", "uid": "u1", "resourceVersion": "7"}
     obj = {"apiVersion": f"{PREFIX}/v1alpha1", "kind": "MegatronInference", "metadata": metadata}
     event = kubernetes_event(obj, Event(EventType.WARNING, "GroupFailed", "x" * 5000))

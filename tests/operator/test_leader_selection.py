@@ -1,4 +1,4 @@
-"""How the role of the leader goes from one pod to another."""
+"""The role of the leader moves between pods."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from planning_support.planning import Planning, created, deleted
 
 from megatron_operator.events import events_between
 from megatron_operator.leader_selection import FAILOVER_DELAY, RECHECK_INTERVAL
-from megatron_operator.world import Action, CreatePod, EngineState, PodPhase, SendRole, SetRoleLabel
+from megatron_operator.observed_state import Action, CreatePod, EngineState, PodPhase, SendRole, SetRoleLabel
 
 
 def roles(actions: list[Action]) -> list[tuple[str, bool, int | None]]:
@@ -15,26 +15,26 @@ def roles(actions: list[Action]) -> list[tuple[str, bool, int | None]]:
 
 
 def told(actions: list[Action]) -> list[tuple[str, bool, int]]:
-    """What launchers were told."""
+    """Roles that were sent to launchers."""
     return [(each.address, each.leader, each.epoch) for each in actions if isinstance(each, SendRole)]
 
 
 def moved(planning: Planning, rounds: int = 6) -> list[Action]:
-    """Rounds in which nothing comes from outside."""
+    """Rounds without external events."""
     return [action for _ in range(rounds) for action in planning.round()]
 
 
 def leading(planning: Planning) -> list[str]:
-    """Pods that run a coordinator."""
+    """Pods with a coordinator."""
     return [pod.name for pod in planning.cluster.coordinators()]
 
 
 def selected(planning: Planning) -> list[str]:
-    """Pods that the Service of the coordinator leads to."""
+    """Pods that the coordinator's Service selects."""
     return [pod.name for pod in planning.cluster.selected()]
 
 
-def test_the_first_group_leads_from_its_start_on_by_the_first_decision() -> None:
+def test_the_first_group_leads_from_the_start() -> None:
     planning = Planning(replicas=2)
     pods = [action.manifest for action in planning.round() if isinstance(action, CreatePod)]
     labels = [pod["metadata"]["labels"]["inference.megatron.dev/role"] for pod in pods]
@@ -48,7 +48,7 @@ def test_the_first_group_leads_from_its_start_on_by_the_first_decision() -> None
     ]
 
 
-def test_when_the_leaders_pod_fails_another_groups_first_pod_leads_before_a_new_pod_is_there() -> None:
+def test_when_the_leader_pod_fails_another_group_leads_before_a_new_pod_exists() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.fail("chat-0-0-0", 137)
     before = planning.status
@@ -70,7 +70,7 @@ def test_when_the_leaders_pod_fails_another_groups_first_pod_leads_before_a_new_
     ]
 
 
-def test_the_group_that_led_comes_back_as_a_follower() -> None:
+def test_a_former_leader_group_returns_as_a_worker() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.fail("chat-0-0-0")
     moved(planning)
@@ -82,7 +82,7 @@ def test_the_group_that_led_comes_back_as_a_follower() -> None:
     assert planning.cluster.engine_state is EngineState.RUNNING
 
 
-def test_alone_a_group_leads_again_with_its_next_attempt() -> None:
+def test_a_single_group_leads_again_with_its_next_attempt() -> None:
     planning = Planning(replicas=1).settled()
     planning.cluster.fail("chat-0-0-0")
     assert roles(moved(planning)) == []
@@ -91,7 +91,7 @@ def test_alone_a_group_leads_again_with_its_next_attempt() -> None:
     assert (planning.cluster.pods["chat-0-1-0"].leader, planning.cluster.pods["chat-0-1-0"].epoch) == (True, 2)
 
 
-def test_a_leader_that_is_deleted_hands_over_while_it_finishes_its_requests() -> None:
+def test_a_deleted_leader_hands_over_while_it_drains() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.delete("chat-0-0-0", 75)
     assert roles(planning.round()) == [("chat-0-0-0", False, None)]
@@ -101,7 +101,7 @@ def test_a_leader_that_is_deleted_hands_over_while_it_finishes_its_requests() ->
     assert leading(planning) == ["chat-1-0-0"]
 
 
-def test_a_leader_that_falls_silent_loses_the_role_after_a_while() -> None:
+def test_an_unreachable_leader_loses_the_role_after_the_grace_period() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.stand_still("chat-0-0-0")
     assert roles(moved(planning)) == []
@@ -111,7 +111,7 @@ def test_a_leader_that_falls_silent_loses_the_role_after_a_while() -> None:
     assert selected(planning) == ["chat-1-0-0"]
 
 
-def test_a_silent_leader_that_engines_still_hear_keeps_the_role_until_they_do_not() -> None:
+def test_an_unreachable_leader_keeps_the_role_while_engines_are_registered() -> None:
     planning = Planning(replicas=3).settled()
     planning.cluster.reachable = False
     planning.cluster.now += 10 * FAILOVER_DELAY
@@ -124,7 +124,7 @@ def test_a_silent_leader_that_engines_still_hear_keeps_the_role_until_they_do_no
     assert selected(planning) == ["chat-1-0-0"]
 
 
-def test_a_silent_leader_keeps_the_role_while_nobody_else_answers_either() -> None:
+def test_an_unreachable_leader_keeps_the_role_while_all_pods_are_unreachable() -> None:
     planning = Planning(replicas=2).settled()
     for pod in ("chat-0-0-0", "chat-1-0-0"):
         planning.cluster.stand_still(pod)
@@ -135,7 +135,7 @@ def test_a_silent_leader_keeps_the_role_while_nobody_else_answers_either() -> No
     assert selected(planning) == ["chat-1-0-0"]
 
 
-def test_a_leader_that_falls_silent_before_its_predecessor_gave_up_is_followed_although_engines_hear_that_one() -> None:
+def test_an_unreachable_new_leader_is_replaced_while_engines_are_registered_with_its_predecessor() -> None:
     planning = Planning(replicas=3).settled()
     planning.cluster.change("chat-0-0-0", leader=False)
     planning.cluster.change("chat-1-0-0", leader=True, epoch=2)
@@ -145,7 +145,7 @@ def test_a_leader_that_falls_silent_before_its_predecessor_gave_up_is_followed_a
     assert selected(planning) == leading(planning) == ["chat-0-0-0"]
 
 
-def test_of_several_that_wait_for_a_coordinator_the_first_gets_the_role_once() -> None:
+def test_the_first_of_several_unregistered_pods_gets_the_role_once() -> None:
     planning = Planning(replicas=3)
     planning.round()
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_of_several_that_wait_for_a_coordinator_the_first_gets_the_role_once() -
     assert roles(moved(planning)) == [("chat-0-0-0", False, None), ("chat-1-0-0", True, 2)]
 
 
-def test_an_unready_leader_that_answers_keeps_the_role() -> None:
+def test_an_unready_reachable_leader_keeps_the_role() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.unready("chat-0-0-0")
     planning.cluster.now += FAILOVER_DELAY
@@ -163,7 +163,7 @@ def test_an_unready_leader_that_answers_keeps_the_role() -> None:
     assert leading(planning) == ["chat-0-0-0"]
 
 
-def test_a_leader_that_cannot_start_does_not_keep_the_others_from_serving() -> None:
+def test_a_leader_that_can_not_start_does_not_block_the_others() -> None:
     planning = Planning(replicas=2)
     planning.round()
     for _ in range(3):
@@ -174,13 +174,13 @@ def test_a_leader_that_cannot_start_does_not_keep_the_others_from_serving() -> N
     planning.cluster.start("chat-1-0-0")
     assert planning.cluster.pods["chat-1-0-0"].ready
     assert leading(planning) == ["chat-1-0-0"]
-    # The pod was made to lead, and learns that it does not.
+    # The pod was promoted, and is then told that it does not lead.
     planning.cluster.start("chat-0-0-0")
     moved(planning)
     assert leading(planning) == ["chat-1-0-0"]
 
 
-def test_a_former_leader_that_was_cut_off_is_told_when_it_answers_again() -> None:
+def test_a_former_leader_steps_down_when_it_is_reachable_again() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.stand_still("chat-0-0-0")
     planning.cluster.now += FAILOVER_DELAY
@@ -193,7 +193,7 @@ def test_a_former_leader_that_was_cut_off_is_told_when_it_answers_again() -> Non
     assert leading(planning) == ["chat-1-0-0"]
 
 
-def test_a_leader_whose_group_is_scaled_away_hands_over_first() -> None:
+def test_a_leader_hands_over_before_its_group_is_removed_by_scaling() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.fail("chat-0-0-0")
     moved(planning)
@@ -207,7 +207,7 @@ def test_a_leader_whose_group_is_scaled_away_hands_over_first() -> None:
     assert gone == ["chat-1-0-0"]
 
 
-def test_a_roll_out_hands_over_to_a_group_that_is_up_to_date_before_it_replaces_the_leader() -> None:
+def test_a_rollout_hands_over_to_an_updated_group_before_it_replaces_the_leader() -> None:
     planning = Planning(replicas=2).settled()
     planning.spec["restart"] = {"id": "now"}
     for _ in range(40):
@@ -219,7 +219,7 @@ def test_a_roll_out_hands_over_to_a_group_that_is_up_to_date_before_it_replaces_
     assert sorted(planning.cluster.pods) == ["chat-0-1-0", "chat-1-1-0"]
 
 
-def test_the_wish_is_told_with_the_role() -> None:
+def test_the_desired_lifecycle_is_sent_with_the_role() -> None:
     planning = Planning(replicas=2, lifecycle="Paused").settled()
     planning.cluster.fail("chat-0-0-0")
     moved(planning)
@@ -227,7 +227,7 @@ def test_the_wish_is_told_with_the_role() -> None:
     assert planning.status.engine_state == "PAUSED"
 
 
-def test_of_two_that_are_selected_only_that_of_the_last_decision_stays() -> None:
+def test_of_two_leaders_only_that_with_the_latest_epoch_stays() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.change("chat-1-0-0", leader=True, epoch=2)
     assert roles(planning.round()) == [("chat-0-0-0", False, None)]
@@ -235,7 +235,7 @@ def test_of_two_that_are_selected_only_that_of_the_last_decision_stays() -> None
     assert leading(planning) == ["chat-1-0-0"]
 
 
-def test_a_leader_that_knows_of_a_later_decision_gets_another_one() -> None:
+def test_a_leader_with_a_later_epoch_gets_a_new_one() -> None:
     planning = Planning(replicas=1).settled()
     planning.cluster.change("chat-0-0-0", reports_leader=False, known_epoch=7)
     actions = moved(planning)
@@ -243,7 +243,7 @@ def test_a_leader_that_knows_of_a_later_decision_gets_another_one() -> None:
     assert told(actions) == [("10.0.0.0", True, 8)]
 
 
-def test_a_lost_leader_whose_pod_nobody_removes_keeps_nobody_from_leading() -> None:
+def test_a_leader_pod_on_a_lost_node_does_not_block_the_next_leader() -> None:
     planning = Planning(replicas=1).settled()
     planning.cluster.delete("chat-0-0-0")
     planning.cluster.now += 100
@@ -255,7 +255,7 @@ def test_a_lost_leader_whose_pod_nobody_removes_keeps_nobody_from_leading() -> N
     assert planning.cluster.pods["chat-0-1-0"].phase is PodPhase.RUNNING
 
 
-def test_while_nobody_leads_the_status_says_so() -> None:
+def test_the_status_reports_a_missing_leader() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.fail("chat-0-0-0")
     planning.round()

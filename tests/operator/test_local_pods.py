@@ -1,4 +1,4 @@
-"""Pod manifests run as processes: what the kubelet would do, without one."""
+"""Pod manifests that run as processes, without a kubelet."""
 
 from __future__ import annotations
 
@@ -8,39 +8,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from planning_support.process_pods import WEB, pod, until, web_pod
 
 from megatron_operator.local import addresses
 from megatron_operator.local.pod_manifest import PathMap, PodError
 from megatron_operator.local.pods import ProcessPods
 from megatron_operator.local.processes import is_running
-from megatron_operator.world import PodPhase
-
-DEADLINE_SECONDS = 30
-
-WEB_SERVER = """
-import http.server, os, pathlib
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        ready = self.path != "/readyz" or pathlib.Path(os.environ["READY_FILE"]).exists()
-        self.send_response(200 if ready else 503)
-        self.end_headers()
-        self.wfile.write(os.environ["POD_NAME"].encode())
-    def log_message(self, *args): pass
-http.server.ThreadingHTTPServer((os.environ["POD_IP"], 8000), Handler).serve_forever()
-"""
-
-WEB = {
-    "metadata": {"name": "web"},
-    "spec": {"selector": {"app": "dummy"}, "ports": [{"port": 8000, "targetPort": "http"}]},
-}
-"""The Service of such pods."""
+from megatron_operator.observed_state import PodPhase
 
 STUBBORN_PARENT = """
 import os, signal, subprocess, sys, time
@@ -51,31 +31,6 @@ time.sleep(600)
 """
 
 
-async def until(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        await asyncio.sleep(0.02)
-    return value
-
-
-def pod(code: str, name: str = "dummy", **container: Any) -> dict[str, Any]:
-    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 20}
-    main = {"name": "main", "command": [sys.executable, "-c", code], **container}
-    return {"metadata": {"name": name, "labels": {"app": "dummy"}}, "spec": {**spec, "containers": [main]}}
-
-
-def web_pod(name: str, ready_file: Path, **container: Any) -> dict[str, Any]:
-    env = [
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "READY_FILE", "value": str(ready_file)},
-    ]
-    probe = {"httpGet": {"path": "/readyz", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1}
-    ports = [{"name": "http", "containerPort": 8000}]
-    return pod(WEB_SERVER, name, env=env, ports=ports, readinessProbe=probe, **container)
-
-
 @pytest.fixture
 async def pods(tmp_path: Path) -> AsyncIterator[ProcessPods]:
     secrets = {("default", "keys"): {"token": "hidden"}}
@@ -84,7 +39,7 @@ async def pods(tmp_path: Path) -> AsyncIterator[ProcessPods]:
     await running.close(grace_seconds=0)
 
 
-async def test_a_command_that_ends_well_makes_a_pod_that_succeeded(pods: ProcessPods) -> None:
+async def test_exit_code_zero_gives_phase_succeeded(pods: ProcessPods) -> None:
     pods.start(pod("print('done')"))
     await until(lambda: pods.status("dummy").finished, "the end")
     status = pods.status("dummy")
@@ -92,7 +47,7 @@ async def test_a_command_that_ends_well_makes_a_pod_that_succeeded(pods: Process
     assert status.log.read_text() == "done\n"
 
 
-async def test_a_failed_command_leaves_its_exit_code_and_the_end_of_its_log(pods: ProcessPods) -> None:
+async def test_a_failed_command_reports_its_exit_code_and_the_end_of_its_log(pods: ProcessPods) -> None:
     pods.start(pod("import sys; print('no such model'); sys.exit(2)"))
     await until(lambda: pods.status("dummy").finished, "the end")
     status = pods.status("dummy")
@@ -100,7 +55,7 @@ async def test_a_failed_command_leaves_its_exit_code_and_the_end_of_its_log(pods
     assert "no such model" in status.message
 
 
-async def test_the_termination_message_is_read_from_the_file_that_the_manifest_names(pods: ProcessPods) -> None:
+async def test_the_termination_message_is_read_from_the_path_in_the_manifest(pods: ProcessPods) -> None:
     code = "import os, sys; open(os.environ['LOG'], 'w').write('weights are cut off'); sys.exit(1)"
     env = [{"name": "LOG", "value": "/dev/termination-log"}]
     pods.start(pod(code, env=env, terminationMessagePath="/dev/termination-log"))
@@ -108,7 +63,7 @@ async def test_the_termination_message_is_read_from_the_file_that_the_manifest_n
     assert pods.status("dummy").message == "weights are cut off"
 
 
-async def test_a_killed_process_is_reported_with_the_code_that_a_shell_gives(pods: ProcessPods) -> None:
+async def test_a_killed_process_has_exit_code_128_plus_the_signal(pods: ProcessPods) -> None:
     pods.start(pod("import time; time.sleep(600)"))
     pid = await until(lambda: pods.status("dummy").pid, "a pid")
     os.kill(pid, signal.SIGKILL)
@@ -116,7 +71,7 @@ async def test_a_killed_process_is_reported_with_the_code_that_a_shell_gives(pod
     assert pods.status("dummy").exit_code == 137
 
 
-async def test_variables_come_from_values_secrets_and_the_pod_itself(pods: ProcessPods) -> None:
+async def test_variables_take_values_secret_keys_and_fields_of_the_pod(pods: ProcessPods) -> None:
     env = [
         {"name": "NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "APP", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['app']"}}},
@@ -129,7 +84,7 @@ async def test_variables_come_from_values_secrets_and_the_pod_itself(pods: Proce
     assert json.loads(status.log.read_text()) == ["dummy", "dummy-hidden-$(NOBODY)-$(NAME)", "--name=dummy"]
 
 
-async def test_a_missing_secret_key_is_refused_in_words(pods: ProcessPods) -> None:
+async def test_a_missing_secret_key_is_rejected_with_a_message(pods: ProcessPods) -> None:
     env = [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "tokn"}}}]
     with pytest.raises(PodError, match=r"Secret 'keys' has no key 'tokn'; it has: token"):
         pods.start(pod("pass", env=env))
@@ -144,7 +99,7 @@ async def test_a_missing_secret_key_is_refused_in_words(pods: ProcessPods) -> No
         ({"containers": [{"name": "main", "command": ["no-such-program"]}]}, "no-such-program: no such program"),
     ],
 )
-async def test_a_manifest_that_cannot_be_a_process_is_refused(
+async def test_a_manifest_that_can_not_run_as_a_process_is_rejected(
     pods: ProcessPods, change: dict[str, Any], words: str
 ) -> None:
     manifest = pod("pass")
@@ -175,7 +130,7 @@ async def test_a_manifest_that_cannot_be_a_process_is_refused(
         ),
     ],
 )
-async def test_a_field_that_a_pod_lacks_or_spoils_is_named_with_what_stands_there(
+async def test_a_missing_or_invalid_field_is_reported_with_its_value(
     pods: ProcessPods, container: dict[str, Any], words: str
 ) -> None:
     manifest = pod("pass", **container)
@@ -188,7 +143,7 @@ async def test_a_field_that_a_pod_lacks_or_spoils_is_named_with_what_stands_ther
     assert pods.statuses() == []
 
 
-async def test_container_paths_become_paths_of_this_machine(tmp_path: Path) -> None:
+async def test_container_paths_are_mapped_to_local_paths(tmp_path: Path) -> None:
     mapped = ProcessPods(tmp_path / "pods", paths=PathMap().plus("/models", tmp_path / "here"))
     pods_code = "import sys; print(sys.argv[1:])"
     mapped.start(pod(pods_code, args=["--model", "/models/a.gguf", "--path=/models", "/modelsx"]))
@@ -218,7 +173,7 @@ async def test_a_pod_is_ready_when_its_probe_answers_and_unready_when_it_stops(
     await until(lambda: not pods.status("web").ready, "unreadiness")
 
 
-async def test_two_pods_listen_on_the_same_port_at_addresses_of_their_own(pods: ProcessPods, tmp_path: Path) -> None:
+async def test_two_pods_listen_on_the_same_port_at_different_addresses(pods: ProcessPods, tmp_path: Path) -> None:
     (tmp_path / "ready").touch()
     addresses = {pods.start(web_pod(name, tmp_path / "ready")).address for name in ("one", "two")}
     await until(lambda: all(status.ready for status in pods.statuses()), "readiness of both")
@@ -226,7 +181,7 @@ async def test_two_pods_listen_on_the_same_port_at_addresses_of_their_own(pods: 
     assert all(address.startswith("127.") for address in addresses)
 
 
-async def test_a_pod_that_never_starts_to_answer_fails_with_its_probe_named(pods: ProcessPods) -> None:
+async def test_a_pod_that_never_becomes_ready_fails_with_its_startup_probe(pods: ProcessPods) -> None:
     probe = {"httpGet": {"path": "/healthz", "port": 8000}, "periodSeconds": 0.1, "failureThreshold": 2}
     pods.start(pod("import time; time.sleep(600)", startupProbe=probe))
     status = await until(lambda: (s := pods.status("dummy")).finished and s, "the end")
@@ -234,7 +189,7 @@ async def test_a_pod_that_never_starts_to_answer_fails_with_its_probe_named(pods
     assert "/healthz on port 8000" in status.message
 
 
-async def test_a_pod_that_stops_answering_is_ended(pods: ProcessPods, tmp_path: Path) -> None:
+async def test_a_pod_that_fails_its_liveness_probe_is_ended(pods: ProcessPods, tmp_path: Path) -> None:
     (tmp_path / "ready").touch()
     probe = {"httpGet": {"path": "/readyz", "port": 8000}, "periodSeconds": 0.1, "failureThreshold": 2}
     pods.start(web_pod("web", tmp_path / "ready", livenessProbe={**probe, "initialDelaySeconds": 1}))
@@ -244,7 +199,7 @@ async def test_a_pod_that_stops_answering_is_ended(pods: ProcessPods, tmp_path: 
     assert status.reason == "Unhealthy"
 
 
-async def test_stopping_gives_the_process_its_grace(pods: ProcessPods) -> None:
+async def test_stop_waits_for_the_grace_period(pods: ProcessPods) -> None:
     code = """
 import signal, sys, time
 def bye(*_):
@@ -261,7 +216,7 @@ time.sleep(600)
     assert pods.statuses() == []
 
 
-async def test_a_process_that_ignores_the_signal_is_killed_with_its_children(pods: ProcessPods) -> None:
+async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(pods: ProcessPods) -> None:
     log = pods.start(pod(STUBBORN_PARENT)).log
     child = int(await until(lambda: log.exists() and log.read_text().strip(), "the child's pid"))
     assert is_running(child)
@@ -269,7 +224,7 @@ async def test_a_process_that_ignores_the_signal_is_killed_with_its_children(pod
     assert not is_running(child)
 
 
-async def test_a_second_stop_can_shorten_the_grace_of_the_first(pods: ProcessPods) -> None:
+async def test_a_second_stop_can_shorten_the_grace_period(pods: ProcessPods) -> None:
     log = pods.start(pod(STUBBORN_PARENT)).log
     await until(lambda: log.exists() and log.read_text().strip(), "the child's pid")
     slow = asyncio.create_task(pods.stop("dummy", grace_seconds=600))
@@ -279,14 +234,14 @@ async def test_a_second_stop_can_shorten_the_grace_of_the_first(pods: ProcessPod
     assert pods.statuses() == []
 
 
-async def test_children_left_by_a_process_that_ended_are_gone_too(pods: ProcessPods) -> None:
+async def test_children_of_an_ended_process_are_killed(pods: ProcessPods) -> None:
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
     pods.start(pod(code))
     status = await until(lambda: (s := pods.status("dummy")).finished and s, "the end")
     assert not is_running(int(status.log.read_text()))
 
 
-async def test_a_service_leads_to_the_ready_pod_and_keeps_its_address(pods: ProcessPods, tmp_path: Path) -> None:
+async def test_a_service_forwards_to_the_ready_pod_and_keeps_its_address(pods: ProcessPods, tmp_path: Path) -> None:
     address = await pods.network.apply_service(WEB)
     async with httpx.AsyncClient(trust_env=False) as client:
         with pytest.raises(httpx.TransportError):
@@ -300,12 +255,12 @@ async def test_a_service_leads_to_the_ready_pod_and_keeps_its_address(pods: Proc
     assert await pods.network.apply_service(WEB) == address
 
 
-async def test_a_service_that_several_apply_at_once_has_one_address(pods: ProcessPods) -> None:
+async def test_a_service_that_is_applied_concurrently_has_one_address(pods: ProcessPods) -> None:
     addresses = await asyncio.gather(*(pods.network.apply_service(WEB) for _ in range(3)))
     assert set(addresses) == {pods.network.service_address("default", "web")}
 
 
-async def test_connections_that_are_open_at_the_end_end_without_a_word(
+async def test_open_connections_end_without_log_messages(
     pods: ProcessPods, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "ready").touch()
@@ -320,7 +275,7 @@ async def test_connections_that_are_open_at_the_end_end_without_a_word(
     assert caplog.records == []
 
 
-async def test_names_of_services_and_pods_become_addresses(pods: ProcessPods) -> None:
+async def test_names_of_services_and_pods_are_resolved(pods: ProcessPods) -> None:
     service = {"metadata": {"name": "chat", "namespace": "n"}, "spec": {"clusterIP": "None", "ports": [{"port": 5557}]}}
     address = await pods.network.apply_service(service)
     resolve = pods.network.resolve
@@ -338,13 +293,13 @@ async def test_names_of_services_and_pods_become_addresses(pods: ProcessPods) ->
     await pods.stop("chat-0", 0, namespace="n")
 
 
-def test_a_port_that_is_taken_everywhere_is_named_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_taken_on_all_addresses_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_first_busy_port", lambda _address, ports: next(iter(ports)))
     with pytest.raises(addresses.NoAddressError, match=r"port 8000 is taken .* end it"):
         addresses.LoopbackAddresses().take([8000])
 
 
-def test_nothing_outlives_a_killed_owner(tmp_path: Path) -> None:
+def test_no_process_survives_a_killed_owner(tmp_path: Path) -> None:
     script = f"""
 import asyncio, pathlib, sys
 from megatron_operator.local.pods import ProcessPods

@@ -1,4 +1,4 @@
-"""What is known of the processes of this machine."""
+"""Processes of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def parent() -> Iterator[subprocess.Popen[str]]:
-    """A process with a child, in a session of its own; both end when their input does."""
+    """A process with a child, in a separate session; both end when their input does."""
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -31,7 +31,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_children_of_children_are_descendants(parent: subprocess.Popen[str]) -> None:
+def test_descendants_include_children_of_children(parent: subprocess.Popen[str]) -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     below = descendants(os.getpid())
@@ -40,7 +40,7 @@ def test_children_of_children_are_descendants(parent: subprocess.Popen[str]) -> 
     assert all(is_running(pid) and group_is_alive(parent.pid) for pid in (parent.pid, child))
 
 
-def test_a_process_that_ended_is_not_alive_even_before_it_is_reaped(parent: subprocess.Popen[str]) -> None:
+def test_a_zombie_is_not_alive(parent: subprocess.Popen[str]) -> None:
     (process,) = [each for each in descendants(os.getpid()) if each.pid == parent.pid]
     assert is_alive(process)
     parent.kill()
@@ -50,6 +50,6 @@ def test_a_process_that_ended_is_not_alive_even_before_it_is_reaped(parent: subp
     assert process not in descendants(os.getpid())
 
 
-def test_another_process_of_the_same_number_is_not_the_same(parent: subprocess.Popen[str]) -> None:
+def test_a_process_with_a_reused_pid_is_a_different_process(parent: subprocess.Popen[str]) -> None:
     (process,) = [each for each in descendants(os.getpid()) if each.pid == parent.pid]
     assert not is_alive(replace(process, started=process.started + 1))

@@ -1,4 +1,4 @@
-"""The file that `megatron-operator local` serves: read, refused in words, watched."""
+"""The file that `megatron-operator local` serves: reading, rejection, changes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> ResourceFile:
     return ResourceFile(path)
 
 
-def test_the_resource_is_read_with_the_secrets_beside_it(file: ResourceFile) -> None:
+def test_the_resource_is_read_with_the_secrets_in_the_same_file(file: ResourceFile) -> None:
     file.path.write_text(f"{SECRET}---\n{RESOURCE}")
     document = file.read()
     assert document.resource.name == "chat"
@@ -61,19 +61,19 @@ def test_the_resource_is_read_with_the_secrets_beside_it(file: ResourceFile) -> 
         (f"{SECRET.replace('{name: hf}', 'hf')}---{RESOURCE}", "Secret.metadata: (hidden): must be an object"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_words(file: ResourceFile, text: str, words: str) -> None:
+def test_invalid_files_are_rejected_with_a_message(file: ResourceFile, text: str, words: str) -> None:
     file.path.write_text(text)
     with pytest.raises(InvalidResource) as refusal:
         file.read()
     assert words in str(refusal.value)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_by_name(tmp_path: Path) -> None:
     with pytest.raises(InvalidResource, match=r"nowhere\.yaml: No such file or directory"):
         ResourceFile(tmp_path / "nowhere.yaml").read()
 
 
-def test_an_edit_counts_once_it_has_settled(file: ResourceFile) -> None:
+def test_an_edit_takes_effect_when_the_file_stops_changing(file: ResourceFile) -> None:
     file.read()
     assert not file.has_changed()
     file.path.write_text(RESOURCE + "  replicas: 2\n")
@@ -83,7 +83,7 @@ def test_an_edit_counts_once_it_has_settled(file: ResourceFile) -> None:
     assert not file.has_changed()
 
 
-def test_a_file_that_an_editor_replaces_is_not_missed(file: ResourceFile) -> None:
+def test_a_file_that_an_editor_replaces_is_read_again(file: ResourceFile) -> None:
     file.read()
     file.path.unlink()
     assert not file.has_changed()
@@ -93,7 +93,7 @@ def test_a_file_that_an_editor_replaces_is_not_missed(file: ResourceFile) -> Non
     assert file.has_changed()
 
 
-def test_a_refused_edit_is_told_once(file: ResourceFile) -> None:
+def test_a_rejected_edit_is_reported_once(file: ResourceFile) -> None:
     file.read()
     file.path.write_text("a: [")
     file.has_changed()

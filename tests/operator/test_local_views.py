@@ -1,4 +1,4 @@
-"""What a person sees of a local session."""
+"""The output of a local session."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ import pytest
 from rich.console import Console
 
 from megatron_operator.api.parse import parse_resource
-from megatron_operator.api.v1alpha1 import Condition, Phase, Status
+from megatron_operator.api.v1alpha1 import Condition, MegatronInferenceStatus, Phase
 from megatron_operator.local.plain_view import PlainView
 from megatron_operator.local.snapshot import Snapshot
 from megatron_operator.local.table_view import draw
-from megatron_operator.world import EngineState, Loading, ObservedEngine, ObservedPod, ObservedReplica, PodPhase, World
+from megatron_operator.observed_state import (
+    EngineState,
+    Loading,
+    ObservedEngine,
+    ObservedPod,
+    ObservedReplica,
+    ObservedState,
+    PodPhase,
+)
 
 RESOURCE = parse_resource(
     {
@@ -49,15 +57,21 @@ def loading() -> Snapshot:
         message="weights",
         last_transition_time="2026-01-01T00:00:00Z",
     )
-    return Snapshot(RESOURCE, Status(phase=Phase.STARTING, conditions=[ready]), World(now=0.0, pods=(leader,)))
+    return Snapshot(
+        RESOURCE,
+        MegatronInferenceStatus(phase=Phase.STARTING, conditions=[ready]),
+        ObservedState(now=0.0, pods=(leader,)),
+    )
 
 
 @pytest.fixture
 def running(loading: Snapshot) -> Snapshot:
-    pod = replace(loading.world.pods[0], ready=True, rank_phase="Serving", loading=None)
+    pod = replace(loading.observed.pods[0], ready=True, rank_phase="Serving", loading=None)
     engine = ObservedEngine(True, EngineState.RUNNING, (ObservedReplica(0, EngineState.RUNNING),))
-    status = Status(phase=Phase.RUNNING, engine_state="RUNNING", ready_replicas=2, url="http://127.0.0.1:8000/v1")
-    return replace(loading, status=status, world=World(now=0.0, pods=(pod,), engine=engine))
+    status = MegatronInferenceStatus(
+        phase=Phase.RUNNING, engine_state="RUNNING", ready_replicas=2, url="http://127.0.0.1:8000/v1"
+    )
+    return replace(loading, status=status, observed=ObservedState(now=0.0, pods=(pod,), engine=engine))
 
 
 def on_screen(snapshot: Snapshot) -> str:
@@ -66,7 +80,7 @@ def on_screen(snapshot: Snapshot) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def test_the_table_shows_how_far_the_weights_are(loading: Snapshot) -> None:
+def test_the_table_shows_the_progress_of_the_weights(loading: Snapshot) -> None:
     screen = on_screen(loading)
     for words in ("Starting", "0/2", "ModelLoading", "chat-0-1-0", "127.64.0.1", "Loading", "30/100 MB", "━"):
         assert words in screen
@@ -78,14 +92,14 @@ def test_the_table_shows_phase_engine_and_url(running: Snapshot) -> None:
         assert words in screen
 
 
-def test_the_table_shows_a_refused_edit_and_the_ending(running: Snapshot) -> None:
+def test_the_table_shows_a_rejected_edit_and_the_shutdown(running: Snapshot) -> None:
     screen = on_screen(replace(running, problems=("spec.x: 1: unknown field",), ending=True))
     assert "refused: spec.x: 1: unknown field" in screen
     assert "Ctrl-C again kills the pods at once" in screen
     assert "Terminating" in screen
 
 
-def test_plain_lines_say_each_change_once(loading: Snapshot, running: Snapshot) -> None:
+def test_plain_output_reports_each_change_once(loading: Snapshot, running: Snapshot) -> None:
     output = io.StringIO()
     view = PlainView(Console(file=output, width=40))
     view.show(loading)
@@ -96,5 +110,5 @@ def test_plain_lines_say_each_change_once(loading: Snapshot, running: Snapshot) 
     assert output.getvalue().strip("\0") == ""
     view.show(running)
     assert "phase: Running\nengine: RUNNING\nready replicas: 2/2\n" in output.getvalue()
-    view.show(replace(running, world=World(now=1.0)))
+    view.show(replace(running, observed=ObservedState(now=1.0)))
     assert "pod chat-0-1-0: gone" in output.getvalue()

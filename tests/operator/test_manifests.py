@@ -1,4 +1,4 @@
-"""The manifests that are applied by hand; tests/cluster/test_chart_rendering.py holds the chart to them."""
+"""The manifests that are applied by hand; tests/cluster/test_chart_rendering.py compares the chart with them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def granted_rules() -> list[Rule]:
     return [*everywhere["rules"], *at_home["rules"]]
 
 
-def test_no_rule_grants_everything_and_secrets_cannot_be_listed() -> None:
+def test_no_rule_has_a_wildcard_and_secrets_can_not_be_listed() -> None:
     for rule in granted_rules():
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         if "secrets" in rule["resources"]:
             assert set(rule["verbs"]) == {"get", "create"}
 
 
-def test_the_page_on_security_lists_the_rules_as_they_are() -> None:
+def test_the_security_page_lists_the_current_rules() -> None:
     page = (ROOT / "docs" / "security.md").read_text()
     rows = re.findall(r"^\| (`[\w.-]+`|core) \| `([\w/]+)` \| ([a-z, ]+) \|", page, re.MULTILINE)
     listed = {(group.strip("`"), resource): verbs.split(", ") for group, resource, verbs in rows}
@@ -49,7 +49,7 @@ def test_the_page_on_security_lists_the_rules_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(PATHS))
-def test_whatever_the_operator_talks_about_is_in_its_role(kind: str) -> None:
+def test_the_role_has_every_kind_that_the_operator_uses(kind: str) -> None:
     group, _, plural = group_version_plural(kind)
     granted = {
         (api, resource) for rule in granted_rules() for api in rule["apiGroups"] for resource in rule["resources"]
@@ -58,23 +58,23 @@ def test_whatever_the_operator_talks_about_is_in_its_role(kind: str) -> None:
 
 
 @pytest.mark.parametrize("sample", sorted((MANIFESTS / "samples").glob("*.yaml")), ids=lambda sample: sample.stem)
-def test_a_sample_is_taken_as_it_is(sample: Path) -> None:
+def test_every_sample_is_valid(sample: Path) -> None:
     resource = parse_resource(yaml.safe_load(sample.read_text()))
     assert resource.name == sample.stem
 
 
-def test_operators_of_two_versions_never_run_side_by_side() -> None:
+def test_the_deployment_never_runs_two_versions_at_once() -> None:
     (deployment,) = of_kind("Deployment", "operator.yaml")
     assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"})
 
 
-def test_the_kustomization_names_every_file_and_no_other() -> None:
+def test_the_kustomization_lists_exactly_the_files() -> None:
     listed = yaml.safe_load((MANIFESTS / "kustomization.yaml").read_text())["resources"]
     present = {path.name for path in MANIFESTS.glob("*.yaml")} - {"kustomization.yaml"}
     assert set(listed) == present
 
 
-def test_the_versions_of_the_chart_are_that_of_the_distribution() -> None:
+def test_the_chart_has_the_version_of_the_package() -> None:
     from importlib.metadata import version
 
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())

@@ -1,4 +1,4 @@
-"""Kinds that a cluster lacks: missed once, looked for by one for all, and told when they come."""
+"""Kinds that a cluster lacks: one poll for all resources, which wake up when the kind is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from megatron_operator.kubernetes import missing_kinds
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError
 from megatron_operator.kubernetes.missing_kinds import MissingKinds
-from megatron_operator.world import ActionRefused, KindMissing
+from megatron_operator.observed_state import ActionRefused, KindMissing
 
 NOT_FOUND = ServerError("PATCH /apis/...: 404 page not found (404)", 404)
 UNDECLARED = ServerError("PATCH /apis/...: .spec.rules[0].timeouts: field not declared in schema (500)", 500)
@@ -19,7 +19,7 @@ LOOKS = 0.01
 
 
 class Server:
-    """Says whether it knows a kind; only stands in, to count how often it is asked."""
+    """Reports whether a kind exists, and counts the requests."""
 
     def __init__(self) -> None:
         self.known = False
@@ -35,7 +35,7 @@ class Server:
 
 
 async def nobody_watches(kind: str) -> None:
-    """For tests that make no object of the kind."""
+    """For tests without objects of the kind."""
     raise AssertionError(f"there is no {kind} to be watched")
 
 
@@ -54,7 +54,7 @@ async def kinds(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 async def missed(kinds: MissingKinds) -> asyncio.Event:
-    """Somebody who met that the kind is missing, and waits for it."""
+    """A resource that waits for a missing kind."""
     woken = asyncio.Event()
     with pytest.raises(KindMissing, match=r"install the Gateway API, version 1\.2 or newer"):
         await kinds.explain("HTTPRoute", NOT_FOUND, woken.set)
@@ -69,7 +69,7 @@ async def until(is_so: Callable[[], bool]) -> None:
     raise AssertionError("waited in vain")
 
 
-async def test_whoever_waits_is_woken_when_the_kind_has_come(kinds: MissingKinds, server: Server) -> None:
+async def test_waiting_resources_wake_up_when_the_kind_is_installed(kinds: MissingKinds, server: Server) -> None:
     first, second = await missed(kinds), asyncio.Event()
     with pytest.raises(KindMissing):
         kinds.check("HTTPRoute", second.set)
@@ -79,7 +79,7 @@ async def test_whoever_waits_is_woken_when_the_kind_has_come(kinds: MissingKinds
     assert not kinds.is_missing("HTTPRoute")
 
 
-async def test_a_known_miss_is_told_without_asking_again(
+async def test_a_known_missing_kind_is_reported_without_a_request(
     kinds: MissingKinds, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(missing_kinds, "FIRST_PAUSE", 3600)
@@ -90,7 +90,7 @@ async def test_a_known_miss_is_told_without_asking_again(
     assert server.asked == 1
 
 
-async def test_an_api_server_that_does_not_answer_is_asked_again(kinds: MissingKinds, server: Server) -> None:
+async def test_an_unreachable_api_server_is_asked_again(kinds: MissingKinds, server: Server) -> None:
     woken = await missed(kinds)
     server.fails = server.known = True
     await until(lambda: server.asked >= 3)
@@ -99,7 +99,7 @@ async def test_an_api_server_that_does_not_answer_is_asked_again(kinds: MissingK
     await asyncio.wait_for(woken.wait(), 10)
 
 
-async def test_nobody_looks_for_what_nobody_waits_for(kinds: MissingKinds, server: Server) -> None:
+async def test_no_requests_are_sent_when_no_resource_waits(kinds: MissingKinds, server: Server) -> None:
     woken = await missed(kinds)
     kinds.forget(woken.set)
     await until(lambda: not kinds.is_missing("HTTPRoute"))
@@ -107,7 +107,7 @@ async def test_nobody_looks_for_what_nobody_waits_for(kinds: MissingKinds, serve
     assert not (await missed(kinds)).is_set()
 
 
-async def test_another_thing_that_was_not_found_is_no_missing_kind(kinds: MissingKinds, server: Server) -> None:
+async def test_another_404_is_not_a_missing_kind(kinds: MissingKinds, server: Server) -> None:
     server.known = True
     await kinds.explain("HTTPRoute", NOT_FOUND, lambda: None)
     await kinds.explain("Service", NOT_FOUND, lambda: None)
@@ -116,12 +116,12 @@ async def test_another_thing_that_was_not_found_is_no_missing_kind(kinds: Missin
     assert server.asked == 1
 
 
-async def test_a_definition_that_is_too_old_is_refused_with_the_mend(kinds: MissingKinds) -> None:
+async def test_a_crd_that_is_too_old_is_rejected_with_the_remedy(kinds: MissingKinds) -> None:
     with pytest.raises(ActionRefused, match=r"timeouts: field not declared.*; install the Gateway API, version 1\.2"):
         await kinds.explain("HTTPRoute", UNDECLARED, lambda: None)
 
 
-async def test_a_kind_that_there_is_an_object_of_is_watched(server: Server) -> None:
+async def test_a_kind_with_existing_objects_is_watched(server: Server) -> None:
     watched: list[str] = []
 
     async def watch(kind: str) -> None:

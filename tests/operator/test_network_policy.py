@@ -1,4 +1,4 @@
-"""Who reaches which port of a resource's pods, as the rendered policy says."""
+"""Which peers reach which port of a resource's pods, by the rendered policy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def is_peer(peer: dict[str, Any], pod: Pod) -> bool:
-    """As Kubernetes says: without a namespaceSelector a peer is in the policy's own namespace."""
+    """As in Kubernetes: without a namespaceSelector a peer is in the policy's own namespace."""
     namespace, labels = pod
     if "namespaceSelector" not in peer:
         return namespace == OWN_NAMESPACE and selects(peer["podSelector"], labels)
@@ -75,29 +75,29 @@ def lets_in(policy: dict[str, Any], pod: Pod, port: int) -> bool:
     ],
     ids=["anyone", "neighbour", "ingress", "namesake", "impostor", "peer", "operator", "prometheus"],
 )
-def test_each_reaches_what_it_needs_and_nothing_else(pod: Pod, ports: set[int]) -> None:
+def test_each_peer_reaches_exactly_the_ports_that_it_needs(pod: Pod, ports: set[int]) -> None:
     policy = rendered()
     assert {port for port in (HTTP, CONTROL, COORDINATOR, RENDEZVOUS, 45678) if lets_in(policy, pod, port)} == ports
 
 
-def test_pods_of_a_group_that_spans_several_may_meet_on_any_port() -> None:
+def test_pods_of_the_same_group_may_connect_on_any_port() -> None:
     policy = rendered(parallelism={"tensor": 2})
     assert all(lets_in(policy, PEER, port) for port in (COORDINATOR, RENDEZVOUS, 45678))
     assert not lets_in(policy, NEIGHBOUR, RENDEZVOUS)
 
 
-def test_it_is_about_what_comes_in_to_pods_of_this_resource_alone() -> None:
+def test_the_policy_covers_only_ingress_to_pods_of_the_resource() -> None:
     spec = rendered()["spec"]
     assert spec["policyTypes"] == ["Ingress"]
     assert selects(spec["podSelector"], child_labels("chat"))
     assert not selects(spec["podSelector"], child_labels("code"))
 
 
-def test_there_is_none_unless_the_operator_is_told_so() -> None:
+def test_there_is_no_policy_by_default() -> None:
     assert network_policy(parsed(), Settings()) is None
 
 
-def test_the_operators_own_pod_carries_the_labels_by_which_it_is_let_in() -> None:
+def test_the_operator_pod_has_the_labels_that_the_policy_allows() -> None:
     deployment, *_ = yaml.safe_load_all((MANIFESTS / "operator.yaml").read_text())
     template = deployment["spec"]["template"]
     assert OPERATOR.items() <= template["metadata"]["labels"].items()

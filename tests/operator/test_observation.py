@@ -1,4 +1,4 @@
-"""Who is silent, since when, and how little that holds up a look."""
+"""Unreachable pods: since when, and without delaying observations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_operator.observation import ControlApiPoller, NoAnswer
 
 
 class Launchers(ControlClient):
-    """Of one pod, which answers when the test says so."""
+    """Of one pod, which answers when the test lets it."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -42,7 +42,7 @@ def silence(answer: PodReport | NoAnswer) -> NoAnswer:
     return answer
 
 
-async def test_silence_begins_with_the_first_question_that_gets_no_answer(control_client: Launchers) -> None:
+async def test_a_pod_is_unreachable_since_its_first_failed_poll(control_client: Launchers) -> None:
     poller = ControlApiPoller(lambda: None)
     assert await poller.poll(control_client, "a", "10.0.0.1") == PodReport(revision=1, ready=True)
     control_client.refuses = True
@@ -58,7 +58,7 @@ async def test_silence_begins_with_the_first_question_that_gets_no_answer(contro
     await poller.close()
 
 
-async def test_a_pod_that_stands_still_is_asked_one_question_at_a_time_and_its_late_answer_is_told(
+async def test_a_hanging_pod_has_one_poll_at_a_time_and_its_late_answer_is_used(
     control_client: Launchers,
 ) -> None:
     told = asyncio.Event()
@@ -72,7 +72,7 @@ async def test_a_pod_that_stands_still_is_asked_one_question_at_a_time_and_its_l
     await poller.close()
 
 
-async def test_an_answer_that_comes_while_a_later_look_waits_is_that_looks(control_client: Launchers) -> None:
+async def test_a_late_answer_is_used_by_the_next_observation(control_client: Launchers) -> None:
     poller = ControlApiPoller(lambda: None)
     control_client.going_on.clear()
     silence(await poller.poll(control_client, "a", "10.0.0.1"))
@@ -81,7 +81,7 @@ async def test_an_answer_that_comes_while_a_later_look_waits_is_that_looks(contr
     await poller.close()
 
 
-async def test_nothing_is_kept_of_pods_that_are_gone(control_client: Launchers) -> None:
+async def test_state_of_deleted_pods_is_dropped(control_client: Launchers) -> None:
     told: list[bool] = []
     poller = ControlApiPoller(lambda: told.append(True))
     control_client.going_on.clear()

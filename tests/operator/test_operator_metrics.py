@@ -1,4 +1,4 @@
-"""What the operator says of itself."""
+"""The metrics of the operator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from megatron_operator.api.v1alpha1 import Phase
-from megatron_operator.metrics import Meters, MetricsServer, Outcome
+from megatron_operator.metrics import Meters, MetricsServer, RoundOutcome
 
 ROUNDS, RESOURCES = "megatron_operator_reconciles_total", "megatron_operator_resources"
 
@@ -16,7 +16,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(name, labels)
 
 
-def test_resources_are_counted_by_phase_until_they_are_gone() -> None:
+def test_resources_are_counted_by_phase_until_their_deletion() -> None:
     meters = Meters()
     meters.phase("ns", "a", Phase.STARTING)
     meters.phase("ns", "b", Phase.RUNNING)
@@ -28,12 +28,12 @@ def test_resources_are_counted_by_phase_until_they_are_gone() -> None:
     assert value(meters.registry, RESOURCES, phase="Running") == 1
 
 
-def test_rounds_are_counted_by_how_they_ended() -> None:
+def test_rounds_are_counted_by_outcome() -> None:
     meters = Meters()
     with meters.round():
         pass
     with meters.round() as measured:
-        measured.outcome = Outcome.ERROR
+        measured.outcome = RoundOutcome.ERROR
     assert value(meters.registry, ROUNDS, outcome="success") == 1
     assert value(meters.registry, ROUNDS, outcome="error") == 1
     assert value(meters.registry, ROUNDS, outcome="bug") == 0

@@ -1,4 +1,4 @@
-"""What users write, and what they are told when it cannot be served."""
+"""Parsing of resources, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = sorted((Path(__file__).parents[2] / "manifests" / "samples").glob("*.y
 
 
 def mistakes(obj: Any) -> dict[str, str]:
-    """Field to value and mend, of a resource that must be refused."""
+    """Field to value and remedy, of an invalid resource."""
     with pytest.raises(InvalidResource) as caught:
         parse_resource(obj)
     return {error.field: f"{error.value!r}: {error.message}" for error in caught.value.errors}
@@ -28,7 +28,7 @@ def test_a_sample_is_valid(path: Path) -> None:
     assert parse_resource(obj).name == obj["metadata"]["name"]
 
 
-def test_what_is_left_out_gets_its_default() -> None:
+def test_omitted_fields_get_their_defaults() -> None:
     resource = parse_resource(resource_object())
     assert resource.spec.replicas == 1
     assert resource.spec.lifecycle is Lifecycle.RUNNING
@@ -126,46 +126,46 @@ def test_what_is_left_out_gets_its_default() -> None:
         ({"podTemplate": {"metadata": {"labels": {"a": 1}}}}, "spec.podTemplate.metadata.labels.a", "string"),
     ],
 )
-def test_a_mistake_is_named_with_field_value_and_mend(spec: dict[str, Any], field: str, words: str) -> None:
+def test_an_error_names_field_value_and_remedy(spec: dict[str, Any], field: str, words: str) -> None:
     found = mistakes(resource_object(**spec))
     assert list(found) == [field]
     assert words in found[field]
 
 
-def test_two_sources_of_a_model_are_refused_by_name() -> None:
+def test_two_model_sources_are_rejected_by_name() -> None:
     source = {"path": "/m", "huggingFace": {"repo": "a/b"}}
     found = mistakes(resource_object(model={"source": source}))
     assert "not huggingFace and path: remove all but one" in found["spec.model.source"]
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     found = mistakes(resource_object(replicas=0, lifecycle="x", engine={"maxRequests": 0}))
     assert set(found) == {"spec.replicas", "spec.lifecycle", "spec.engine.maxRequests"}
 
 
 @pytest.mark.parametrize("name", ["Chat", "1chat", "chat_1", "chat.eu", "c" * 41])
-def test_a_name_that_pods_and_services_could_not_carry_is_refused(name: str) -> None:
+def test_a_name_that_is_invalid_for_pods_and_services_is_rejected(name: str) -> None:
     assert "choose another name" in mistakes(resource_object(name=name))["metadata.name"]
 
 
 @pytest.mark.parametrize("obj", [None, [], "text", {}, {"kind": "Pod"}, {**resource_object(), "spec": None}])
-def test_what_is_no_such_resource_is_refused(obj: Any) -> None:
+def test_an_object_of_another_kind_is_rejected(obj: Any) -> None:
     assert mistakes(obj)
 
 
-def test_a_value_that_looks_like_a_number_keeps_its_quotes_in_the_message() -> None:
+def test_a_numeric_string_keeps_its_quotes_in_the_message() -> None:
     with pytest.raises(InvalidResource, match=r"spec\.replicas: '2': "):
         parse_resource(resource_object(replicas="2"))
 
 
-def test_a_status_that_another_version_left_does_not_matter() -> None:
+def test_the_status_of_another_version_is_ignored() -> None:
     known = {"phase": "Running", "fieldOfTheFuture": 1}
     assert parse_resource({**resource_object(), "status": known}).status.phase is Phase.RUNNING
     unknown = {"phase": "Dancing"}
     assert parse_resource({**resource_object(), "status": unknown}).status.phase is Phase.PENDING
 
 
-def test_metadata_that_the_operator_does_not_read_is_ignored() -> None:
+def test_unknown_metadata_is_ignored() -> None:
     obj = resource_object()
     obj["metadata"] |= {"labels": {"a": "b"}, "managedFields": []}
     assert parse_resource(obj).name == "chat"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from planning_support.planning import Planning, created, deleted, restarts
 
-from megatron_operator.plan import Plan, plan
-from megatron_operator.settings import NetworkPolicies, Settings
-from megatron_operator.world import (
+from megatron_operator.observed_state import (
     ApplyChild,
     CreatePod,
     CreateSecret,
@@ -15,21 +13,23 @@ from megatron_operator.world import (
     Failure,
     PodPhase,
 )
+from megatron_operator.plan import Plan, plan
+from megatron_operator.settings import NetworkPolicies, Settings
 
 TWO_PODS = {"tensor": 2}
-"""Ranks of a group, of which a pod has one unless the resource says more."""
+"""Ranks of a group, one per pod unless the resource says otherwise."""
 
 
-def test_the_first_round_makes_the_secret_and_the_services_before_the_pods() -> None:
+def test_the_first_round_creates_secret_and_services_before_pods() -> None:
     kinds = [type(action) for action in Planning(replicas=2).round()]
     assert kinds == [CreateSecret, ApplyChild, ApplyChild, ApplyChild, CreatePod, CreatePod]
 
 
-def test_nothing_is_done_once_all_is_as_wished() -> None:
+def test_a_settled_resource_has_no_actions() -> None:
     assert Planning(replicas=2).settled().look() == Plan()
 
 
-def test_a_service_that_someone_deleted_or_changed_is_applied_again() -> None:
+def test_a_deleted_or_changed_service_is_applied_again() -> None:
     planning = Planning().settled()
     del planning.cluster.children["Service/chat"]
     planning.cluster.children["Service/chat-coordinator"] = "edited"
@@ -37,7 +37,7 @@ def test_a_service_that_someone_deleted_or_changed_is_applied_again() -> None:
     assert names == ["chat-coordinator", "chat"]
 
 
-def test_a_network_policy_comes_and_goes_with_the_operators_wish() -> None:
+def test_a_network_policy_follows_the_setting_of_the_operator() -> None:
     planning = Planning().settled()
     planning.settings = Settings(network_policies=NetworkPolicies("megatron-system"))
     (applied,) = planning.round()
@@ -49,13 +49,13 @@ def test_a_network_policy_comes_and_goes_with_the_operators_wish() -> None:
     assert planning.round() == []
 
 
-def test_the_secret_is_made_only_once() -> None:
+def test_the_secret_is_created_only_once() -> None:
     planning = Planning().settled()
     planning.spec["engine"] = {"maxRequests": 3}
     assert not any(isinstance(action, CreateSecret) for action in planning.round())
 
 
-def test_scaling_up_adds_groups_and_leaves_the_others() -> None:
+def test_scaling_up_adds_groups_and_keeps_the_others() -> None:
     planning = Planning(replicas=1).settled()
     planning.spec["replicas"] = 3
     actions = planning.round()
@@ -63,7 +63,7 @@ def test_scaling_up_adds_groups_and_leaves_the_others() -> None:
     assert deleted(actions) == []
 
 
-def test_scaling_down_removes_the_highest_groups_first_and_lets_them_drain() -> None:
+def test_scaling_down_drains_and_removes_the_highest_groups_first() -> None:
     planning = Planning(replicas=3, rollout={"drainTimeout": "20s"}).settled()
     planning.spec["replicas"] = 1
     actions = planning.round()
@@ -80,7 +80,7 @@ def test_stopped_ends_every_pod_and_keeps_the_children() -> None:
     assert "Service/chat" in planning.cluster.children
 
 
-def test_a_start_after_a_stop_is_a_new_attempt_with_a_whole_budget() -> None:
+def test_a_start_after_a_stop_is_a_new_attempt_with_a_full_budget() -> None:
     planning = Planning(failurePolicy={"maxRestarts": 0}).settled()
     planning.cluster.fail("chat-0-0-0")
     planning.round()
@@ -93,20 +93,20 @@ def test_a_start_after_a_stop_is_a_new_attempt_with_a_whole_budget() -> None:
     assert restarts(actions) == ["0"]
 
 
-def test_nothing_is_created_for_a_resource_that_is_being_deleted() -> None:
+def test_nothing_is_created_for_a_terminating_resource() -> None:
     planning = Planning(replicas=2)
     resource = planning.resource
     going = resource.model_copy(update={"metadata": resource.metadata.model_copy(update={"deletion_timestamp": "now"})})
-    assert plan(going, planning.cluster.world()).actions == ()
+    assert plan(going, planning.cluster.observed()).actions == ()
     planning.settled()
-    actions = plan(going, planning.cluster.world()).actions
+    actions = plan(going, planning.cluster.observed()).actions
     assert deleted(list(actions)) == ["chat-1-0-0", "chat-0-0-0"]
 
 
 # --- groups of several pods
 
 
-def test_a_group_fails_as_a_whole_and_starts_again_once_none_of_it_runs() -> None:
+def test_a_group_fails_as_a_whole_and_restarts_when_all_its_pods_have_ended() -> None:
     planning = Planning(parallelism=TWO_PODS).settled()
     planning.cluster.fail("chat-0-0-1")
     assert deleted(planning.round()) == ["chat-0-0-0"]
@@ -135,7 +135,7 @@ def test_a_group_whose_pod_was_deleted_is_replaced_as_a_whole() -> None:
     assert created(planning.round()) == ["chat-0-1-0", "chat-0-1-1"]
 
 
-def test_a_pod_that_vanished_from_a_group_whose_ranks_have_met_is_not_made_again_alone() -> None:
+def test_a_deleted_pod_of_a_running_group_is_not_created_again_alone() -> None:
     planning = Planning(parallelism=TWO_PODS).settled()
     planning.cluster.remove("chat-0-0-1")
     actions = planning.round()
@@ -147,7 +147,7 @@ def test_a_pod_that_vanished_from_a_group_whose_ranks_have_met_is_not_made_again
     assert restarts(actions) == ["0", "0"]
 
 
-def test_ranks_that_their_deleted_first_pod_lets_go_have_not_failed() -> None:
+def test_ranks_that_end_after_the_deletion_of_their_first_pod_have_not_failed() -> None:
     planning = Planning(parallelism=TWO_PODS).settled()
     cluster = planning.cluster
     cluster.remove("chat-0-0-0")
@@ -160,7 +160,7 @@ def test_ranks_that_their_deleted_first_pod_lets_go_have_not_failed() -> None:
     assert planning.status.replica_groups[0].last_failure is None
 
 
-def test_the_last_failure_is_that_of_the_rank_which_failed_and_not_of_those_who_missed_it() -> None:
+def test_the_last_failure_is_that_of_the_failed_rank_and_not_of_its_peers() -> None:
     planning = Planning(parallelism={"tensor": 3}).settled()
     error_line = Failure("LostRank", "rank 0: adding up a layer: rank 1 is missing", rank=1, exit_code=1)
     cluster = planning.cluster
@@ -170,7 +170,7 @@ def test_the_last_failure_is_that_of_the_rank_which_failed_and_not_of_those_who_
     assert group.last_failure is not None
     assert (group.last_failure.pod, group.last_failure.rank) == ("chat-0-0-0", 1)
     cluster.now += 1
-    cluster.change("chat-0-0-1", deletion_deadline=None)  # It ended by itself before it was asked to.
+    cluster.change("chat-0-0-1", deletion_deadline=None)  # It exited before it was stopped.
     cluster.fail("chat-0-0-1", exit_code=137)
     planning.round()
     (group,) = planning.status.replica_groups
@@ -180,10 +180,10 @@ def test_the_last_failure_is_that_of_the_rank_which_failed_and_not_of_those_who_
     assert (group.ready_pods, group.total_pods) == (0, 3)
 
 
-# --- roll-outs
+# --- rollouts
 
 
-def test_a_changed_template_replaces_one_group_at_a_time_and_the_leader_last() -> None:
+def test_a_changed_template_replaces_one_group_at_a_time_with_the_leader_last() -> None:
     planning = Planning(replicas=3).settled()
     planning.spec["restart"] = {"id": "now"}
     order = []
@@ -195,7 +195,7 @@ def test_a_changed_template_replaces_one_group_at_a_time_and_the_leader_last() -
     assert sorted(planning.cluster.pods) == ["chat-0-1-0", "chat-1-1-0", "chat-2-1-0"]
 
 
-def test_a_roll_out_stops_at_the_first_group_that_does_not_come_up() -> None:
+def test_a_rollout_stops_at_the_first_group_that_does_not_become_ready() -> None:
     planning = Planning(replicas=3).settled()
     planning.spec["image"] = "broken:1"
     planning.round()
@@ -205,7 +205,7 @@ def test_a_roll_out_stops_at_the_first_group_that_does_not_come_up() -> None:
     assert sorted(pod.name for pod in planning.cluster.live()) == ["chat-0-0-0", "chat-1-0-0", "chat-2-1-0"]
 
 
-def test_a_group_that_serves_nobody_yet_takes_the_new_template_at_once() -> None:
+def test_an_unready_new_group_gets_the_new_template_at_once() -> None:
     planning = Planning(replicas=2)
     planning.round()
     planning.spec["image"] = "mended:2"

@@ -1,18 +1,18 @@
-"""What the plan does about pods that fail, hang or are deleted."""
+"""Plans for pods that fail, hang or are deleted."""
 
 from __future__ import annotations
 
 import pytest
 from planning_support.planning import Planning, created, deleted, restarts
 
-from megatron_operator.api.v1alpha1 import ConditionType, Status
+from megatron_operator.api.v1alpha1 import ConditionType, MegatronInferenceStatus
+from megatron_operator.observed_state import Failure, PodPhase
 from megatron_operator.plan import Plan, plan
 from megatron_operator.replica_groups import LOST_AFTER
 from megatron_operator.status import build_status
-from megatron_operator.world import Failure, PodPhase
 
 
-def test_a_failed_group_is_tried_again_after_the_back_off_and_the_others_are_left_alone() -> None:
+def test_a_failed_group_restarts_after_the_backoff_and_the_others_are_kept() -> None:
     planning = Planning(replicas=2).settled()
     planning.cluster.fail("chat-1-0-0")
     assert planning.round() == []
@@ -23,7 +23,7 @@ def test_a_failed_group_is_tried_again_after_the_back_off_and_the_others_are_lef
     assert deleted(actions) == []
 
 
-def test_the_pod_that_failed_is_kept_until_its_successor_is_seen() -> None:
+def test_a_failed_pod_is_kept_until_its_successor_is_observed() -> None:
     planning = Planning().settled()
     planning.cluster.fail("chat-0-0-0")
     planning.cluster.now += 10
@@ -32,7 +32,7 @@ def test_the_pod_that_failed_is_kept_until_its_successor_is_seen() -> None:
     assert deleted(planning.round()) == ["chat-0-0-0"]
 
 
-def test_the_back_off_doubles_up_to_its_longest() -> None:
+def test_the_backoff_doubles_up_to_its_maximum() -> None:
     planning = Planning(failurePolicy={"backoff": "10s", "maxBackoff": "60s"})
     planning.round()
     waits = []
@@ -46,7 +46,7 @@ def test_the_back_off_doubles_up_to_its_longest() -> None:
     assert waits == [10, 20, 40, 60, 60]
 
 
-def test_a_group_whose_budget_is_spent_is_given_up() -> None:
+def test_a_group_without_restart_budget_is_not_restarted() -> None:
     planning = Planning(failurePolicy={"maxRestarts": 1}).settled()
     planning.cluster.fail("chat-0-0-0")
     planning.cluster.now += 10
@@ -58,16 +58,16 @@ def test_a_group_whose_budget_is_spent_is_given_up() -> None:
     assert planning.look() == Plan()
 
 
-def test_a_spent_budget_is_seen_in_the_pods_alone() -> None:
+def test_an_exhausted_budget_follows_from_the_pods_alone() -> None:
     planning = Planning(failurePolicy={"maxRestarts": 1}).settled()
     planning.cluster.change("chat-0-0-0", restarts=1)
     planning.cluster.fail("chat-0-0-0")
     planning.cluster.now += 3600
-    planning.status = Status()
+    planning.status = MegatronInferenceStatus()
     assert created(planning.round()) == []
 
 
-def test_a_spent_budget_is_remembered_when_the_pods_are_gone() -> None:
+def test_an_exhausted_budget_is_kept_after_the_deletion_of_the_pods() -> None:
     planning = Planning(failurePolicy={"maxRestarts": 0}).settled()
     planning.cluster.fail("chat-0-0-0")
     planning.round()
@@ -85,7 +85,7 @@ def test_ranks_restarted_in_place_count_against_the_budget() -> None:
     assert created(planning.round()) == []
 
 
-def test_a_group_that_lived_long_has_its_whole_budget_again() -> None:
+def test_a_group_that_ran_long_enough_has_its_full_budget_again() -> None:
     planning = Planning(failurePolicy={"maxRestarts": 1, "resetAfter": "1h"}).settled()
     planning.cluster.change("chat-0-0-0", restarts=1)
     planning.cluster.now += 3600
@@ -96,7 +96,7 @@ def test_a_group_that_lived_long_has_its_whole_budget_again() -> None:
     assert restarts(actions) == ["1"]
 
 
-def test_bad_input_is_not_tried_again_until_the_spec_changes() -> None:
+def test_invalid_input_is_not_retried_until_the_spec_changes() -> None:
     planning = Planning().settled()
     planning.cluster.fail("chat-0-0-0", exit_code=2, reason="CheckpointError")
     planning.cluster.now += 3600
@@ -105,14 +105,14 @@ def test_bad_input_is_not_tried_again_until_the_spec_changes() -> None:
     assert created(planning.round()) == ["chat-0-1-0"]
 
 
-def test_a_pod_that_ends_without_an_error_has_failed_too() -> None:
+def test_a_pod_that_exits_with_zero_has_failed_too() -> None:
     planning = Planning().settled()
     planning.cluster.change("chat-0-0-0", phase=PodPhase.SUCCEEDED, finished_at=planning.cluster.now)
     planning.cluster.now += 10
     assert created(planning.round()) == ["chat-0-1-0"]
 
 
-def test_a_start_that_takes_too_long_is_tried_again_once_its_pods_are_gone() -> None:
+def test_a_start_after_startup_timeout_is_retried_when_its_pods_have_ended() -> None:
     planning = Planning(failurePolicy={"startupTimeout": "5m"})
     planning.round()
     assert planning.look().requeue_after == 300
@@ -127,7 +127,7 @@ def test_a_start_that_takes_too_long_is_tried_again_once_its_pods_are_gone() -> 
 
 
 @pytest.mark.parametrize("reason", ["Unschedulable", "SchedulingGated"])
-def test_a_pod_without_a_place_may_wait_as_long_as_it_takes(reason: str) -> None:
+def test_an_unscheduled_pod_may_wait_without_limit(reason: str) -> None:
     planning = Planning(failurePolicy={"startupTimeout": "5m"})
     planning.round()
     planning.cluster.change("chat-0-0-0", waiting=Failure(reason, "0/3 nodes have a GPU"), startup_since=None)
@@ -157,7 +157,7 @@ def test_a_pod_that_was_ready_has_the_startup_timeout_to_become_ready_again() ->
     assert planning.look() == Plan((), 300)
 
 
-def test_pods_that_wait_for_one_without_a_place_have_their_time_once_it_has_one() -> None:
+def test_the_startup_timeout_of_a_group_begins_when_its_last_pod_is_scheduled() -> None:
     planning = Planning(failurePolicy={"startupTimeout": "5m", "gangTimeout": "0s"}, parallelism={"tensor": 2})
     planning.round()
     cluster = planning.cluster
@@ -175,7 +175,7 @@ def test_pods_that_wait_for_one_without_a_place_have_their_time_once_it_has_one(
     assert group.last_failure.message == "chat-0-0-0, chat-0-0-1 were not ready within 5m"
 
 
-def test_a_pod_that_someone_deleted_is_followed_by_a_new_attempt_that_costs_nothing() -> None:
+def test_a_deleted_pod_is_replaced_without_using_the_budget() -> None:
     planning = Planning().settled()
     planning.cluster.delete("chat-0-0-0")
     assert planning.round() == []
@@ -185,7 +185,7 @@ def test_a_pod_that_someone_deleted_is_followed_by_a_new_attempt_that_costs_noth
     assert restarts(actions) == ["0"]
 
 
-def test_a_pod_that_hangs_on_a_dead_node_is_not_waited_for_for_ever() -> None:
+def test_a_pod_on_a_lost_node_does_not_block_its_replacement() -> None:
     planning = Planning().settled()
     planning.cluster.delete("chat-0-0-0", grace_seconds=30)
     assert planning.look().requeue_after == 30 + LOST_AFTER
@@ -193,17 +193,17 @@ def test_a_pod_that_hangs_on_a_dead_node_is_not_waited_for_for_ever() -> None:
     assert created(planning.round()) == ["chat-0-1-0"]
 
 
-def test_a_creation_decided_twice_is_the_same_creation() -> None:
+def test_a_repeated_creation_has_the_same_pod_name() -> None:
     planning = Planning().settled()
     planning.cluster.fail("chat-0-0-0")
     planning.cluster.now += 10
-    before = planning.cluster.world()
+    before = planning.cluster.observed()
     first = plan(planning.resource, before).actions
     planning.status = build_status(planning.resource, before)
     assert created(list(plan(planning.resource, before).actions)) == created(list(first))
 
 
-# --- pods that the cluster ends
+# --- disruptions
 
 
 def test_a_preempted_pod_does_not_count_against_the_budget() -> None:
@@ -231,7 +231,7 @@ def test_restarts_before_a_preemption_still_count_after_it() -> None:
     cluster.run_up()
     cluster.preempt("chat-0-1-0")
     planning.round()
-    cluster.remove("chat-0-1-0")  # The failure is in the status only.
+    cluster.remove("chat-0-1-0")  # Only the status has the failure.
     cluster.now += 10
     assert restarts(planning.round()) == ["1"]
     cluster.run_up()
@@ -241,7 +241,7 @@ def test_restarts_before_a_preemption_still_count_after_it() -> None:
     assert planning.status.condition(ConditionType.FAILED).reason == "RestartBudgetExceeded"
 
 
-def test_pods_that_lose_a_rank_of_an_evicted_pod_do_not_count() -> None:
+def test_peers_of_an_evicted_pod_do_not_count_against_the_budget() -> None:
     planning = Planning(parallelism={"tensor": 2}, failurePolicy={"maxRestarts": 0}).settled()
     cluster = planning.cluster
     cluster.evict("chat-0-0-1")
@@ -259,7 +259,7 @@ def test_pods_that_lose_a_rank_of_an_evicted_pod_do_not_count() -> None:
     assert (created(actions), restarts(actions)) == (["chat-0-1-0", "chat-0-1-1"], ["0", "0"])
 
 
-def test_a_pod_that_fails_by_itself_in_a_group_with_an_evicted_pod_counts() -> None:
+def test_a_failure_in_a_group_with_an_evicted_pod_counts_against_the_budget() -> None:
     planning = Planning(parallelism={"tensor": 2}, failurePolicy={"maxRestarts": 0}).settled()
     planning.cluster.evict("chat-0-0-1")
     planning.cluster.fail("chat-0-0-0", exit_code=137)

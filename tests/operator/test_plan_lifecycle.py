@@ -1,4 +1,4 @@
-"""The signals by which the plan walks the engine to the wished state."""
+"""The signals by which the plan reaches the desired lifecycle."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from planning_support.simulation import ALLOWED_FROM
 
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.lifecycle import next_signal
-from megatron_operator.world import EngineState
+from megatron_operator.observed_state import EngineState
 
 
 @pytest.mark.parametrize(
     ("desired", "path"),
     [("Paused", ["pause"]), ("Suspended", ["pause", "suspend"])],
 )
-def test_a_wish_is_walked_one_edge_at_a_time_and_back(desired: str, path: list[str]) -> None:
+def test_lifecycle_changes_are_sent_one_signal_at_a_time(desired: str, path: list[str]) -> None:
     planning = Planning().settled()
     back = {"pause": "unpause", "suspend": "resume"}
     for target, expected in ((desired, path), ("Running", [back[signal] for signal in reversed(path)])):
@@ -31,12 +31,12 @@ def test_a_wish_is_walked_one_edge_at_a_time_and_back(desired: str, path: list[s
 
 @pytest.mark.parametrize("desired", list(Lifecycle))
 @pytest.mark.parametrize("state", [*EngineState, None])
-def test_every_signal_is_one_that_the_engine_takes(desired: Lifecycle, state: EngineState | None) -> None:
+def test_every_signal_is_valid_in_the_state_of_the_engine(desired: Lifecycle, state: EngineState | None) -> None:
     signal = next_signal(desired, state)
     assert signal is None or state in ALLOWED_FROM[signal]
 
 
-def test_an_engine_that_sleeps_for_want_of_requests_is_left_alone() -> None:
+def test_an_auto_suspended_engine_gets_no_signal() -> None:
     planning = Planning().settled()
     planning.cluster.fall_asleep()
     assert planning.round() == []
@@ -44,7 +44,7 @@ def test_an_engine_that_sleeps_for_want_of_requests_is_left_alone() -> None:
     assert planning.round() == []
 
 
-def test_who_wishes_for_a_suspended_engine_gets_one_that_no_request_wakes() -> None:
+def test_lifecycle_suspended_prevents_a_resume_by_requests() -> None:
     planning = Planning().settled()
     planning.cluster.fall_asleep()
     planning.spec["lifecycle"] = "Suspended"
@@ -54,7 +54,7 @@ def test_who_wishes_for_a_suspended_engine_gets_one_that_no_request_wakes() -> N
     assert planning.round() == []
 
 
-def test_an_engine_that_sleeps_is_resumed_into_a_pause() -> None:
+def test_an_auto_suspended_engine_is_resumed_before_a_pause() -> None:
     planning = Planning().settled()
     planning.cluster.fall_asleep()
     planning.spec["lifecycle"] = "Paused"
@@ -63,14 +63,14 @@ def test_an_engine_that_sleeps_is_resumed_into_a_pause() -> None:
     assert planning.round() == []
 
 
-def test_no_signal_is_sent_to_an_engine_that_does_not_answer() -> None:
+def test_no_signal_is_sent_to_an_unreachable_engine() -> None:
     planning = Planning().settled()
     planning.cluster.reachable = False
     planning.spec["lifecycle"] = "Paused"
     assert planning.round() == []
 
 
-def test_the_wish_is_applied_again_when_an_engine_comes_back_in_another_state() -> None:
+def test_the_lifecycle_is_applied_again_when_an_engine_restarts_in_another_state() -> None:
     planning = Planning(lifecycle="Suspended").settled()
     planning.cluster.engine_state = EngineState.RUNNING
     assert sent(planning.round()) == ["pause"]

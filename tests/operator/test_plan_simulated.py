@@ -1,4 +1,4 @@
-"""The plan over random histories: whatever happens on the way, it settles in the wished state."""
+"""Plans over random histories: every history settles in the desired state."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megatron_operator.api.parse import parse_resource
 from megatron_operator.api.v1alpha1 import Lifecycle, MegatronInference, Phase
 from megatron_operator.lifecycle import SETTLED_STATE
 from megatron_operator.names import template_hash
+from megatron_operator.observed_state import CreatePod, ObservedState, PodPhase, SendSignal
 from megatron_operator.plan import plan
 from megatron_operator.reconcile import reconcile
 from megatron_operator.render import image_of
@@ -24,7 +25,6 @@ from megatron_operator.replica_groups import ReplicaGroupState
 from megatron_operator.settings import Settings
 from megatron_operator.status import as_json, build_status
 from megatron_operator.status_inputs import StatusInputs
-from megatron_operator.world import CreatePod, PodPhase, SendSignal, World
 
 ROUNDS_TO_SETTLE = 150
 ROLLOUTS = st.sampled_from([{}, {"maxUnavailable": 1}, {"maxUnavailable": 2, "maxSurge": 1}, {"maxSurge": 2}])
@@ -32,16 +32,16 @@ LIFECYCLES = st.sampled_from([each.value for each in Lifecycle])
 
 
 class RandomHistory(RuleBasedStateMachine):
-    """Rules are things that happen; the operator's own rounds are among them, carried out well or badly."""
+    """Rules are events; rounds of the operator are among them, with failing actions or not."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cluster = SimulatedCluster()
         self.obj: dict[str, Any] = resource_object()
-        self.last_seen: World | None = None
+        self.last_seen: ObservedState | None = None
         self.pods_per_group = 1
         self.surge = 0
-        """Groups that may run beyond the wished ones: none, unless the operator was shown an old picture."""
+        """Groups beyond the desired number: none, unless the operator had an outdated observation."""
 
     @initialize(replicas=st.integers(1, 3), lifecycle=LIFECYCLES, pods_per_group=st.integers(1, 2), rollout=ROLLOUTS)
     def someone_applies_a_resource(
@@ -57,52 +57,54 @@ class RandomHistory(RuleBasedStateMachine):
 
     @rule()
     def the_operator_does_a_round(self) -> None:
-        self._round(self.cluster.world(), lost=frozenset(), repeated=frozenset(), order=0)
+        self._round(self.cluster.observed(), lost=frozenset(), repeated=frozenset(), order=0)
 
     @rule(lost=st.frozensets(st.integers(0, 9)), repeated=st.frozensets(st.integers(0, 9)), order=st.randoms())
     def a_round_is_carried_out_in_part_twice_and_in_disorder(
         self, lost: frozenset[int], repeated: frozenset[int], order: Any
     ) -> None:
-        self._round(self.cluster.world(), lost=lost, repeated=repeated, order=order)
+        self._round(self.cluster.observed(), lost=lost, repeated=repeated, order=order)
 
     @precondition(lambda self: self.last_seen is not None)
     @rule()
     def a_round_sees_the_pods_as_they_were_before(self) -> None:
-        now = self.cluster.world()
+        now = self.cluster.observed()
         assert self.last_seen is not None
         self.surge = 1
-        stale = World(now=now.now, pods=self.last_seen.pods, engine=now.engine, children=self.last_seen.children)
+        stale = ObservedState(
+            now=now.now, pods=self.last_seen.pods, engine=now.engine, children=self.last_seen.children
+        )
         self._round(stale, lost=frozenset(), repeated=frozenset(), order=0)
 
     @rule()
     def the_operator_restarts_without_a_status(self) -> None:
         self.obj["status"] = {}
-        self.last_seen = None  # It lists the pods anew.
+        self.last_seen = None  # It lists the pods again.
 
-    def _round(self, world: World, lost: frozenset[int], repeated: frozenset[int], order: Any) -> None:
+    def _round(self, observed: ObservedState, lost: frozenset[int], repeated: frozenset[int], order: Any) -> None:
         resource = self._resource()
-        actions = list(enumerate(plan(resource, world).actions))
+        actions = list(enumerate(plan(resource, observed).actions))
         if order:
             order.shuffle(actions)
         for position, action in actions:
             for _ in range(position not in lost) if position not in repeated else range(2):
-                self._carry_out(resource, world, action)
-        self.obj["status"] = as_json(build_status(resource, world))
-        self.last_seen = world
+                self._carry_out(resource, observed, action)
+        self.obj["status"] = as_json(build_status(resource, observed))
+        self.last_seen = observed
 
-    def _carry_out(self, resource: MegatronInference, world: World, action: Any) -> None:
+    def _carry_out(self, resource: MegatronInference, observed: ObservedState, action: Any) -> None:
         if isinstance(action, CreatePod):
             assert not resource.deleting, "a pod was created for a resource that is being deleted"
             assert resource.spec.lifecycle is not Lifecycle.STOPPED
         if isinstance(action, SendSignal):
-            assert world.engine is not None
-            assert world.engine.reachable, "a signal was sent to an engine that nobody could see"
+            assert observed.engine is not None
+            assert observed.engine.reachable, "a signal was sent to an engine that nobody could see"
             now = (self.cluster.engine_state, self.cluster.auto_suspended)
-            if now != (world.engine.state, world.engine.auto_suspended):
-                return  # Sent a second time: the engine has taken the first, and answers 409.
+            if now != (observed.engine.state, observed.engine.auto_suspended):
+                return  # The second of two equal signals: the engine has accepted the first, and answers 409.
         self.cluster.carry_out(action)
 
-    # --- the outside
+    # --- the cluster
 
     @rule(choice=st.integers(0, 99))
     def a_pod_gets_on(self, choice: int) -> None:
@@ -167,7 +169,7 @@ class RandomHistory(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         self.cluster.now += seconds
 
-    # --- people
+    # --- users
 
     @rule(replicas=st.integers(1, 4))
     def someone_scales(self, replicas: int) -> None:
@@ -190,7 +192,7 @@ class RandomHistory(RuleBasedStateMachine):
         self.obj["spec"] = {**self.obj["spec"], **fields}
         self.obj["metadata"]["generation"] += 1
 
-    # --- what always holds
+    # --- invariants
 
     @invariant()
     def no_forbidden_signal_was_sent(self) -> None:
@@ -208,12 +210,12 @@ class RandomHistory(RuleBasedStateMachine):
         assert len(self.cluster.selected()) <= 1 + self.surge
 
     def teardown(self) -> None:
-        """From here on nothing goes wrong any more."""
+        """From here on nothing fails."""
         self.cluster.reachable = True
         self.cluster.still.clear()
         for _ in range(ROUNDS_TO_SETTLE):
-            self._round(self.cluster.world(), lost=frozenset(), repeated=frozenset(), order=0)
-            if not plan(self._resource(), self.cluster.world()).actions and self._has_arrived():
+            self._round(self.cluster.observed(), lost=frozenset(), repeated=frozenset(), order=0)
+            if not plan(self._resource(), self.cluster.observed()).actions and self._has_arrived():
                 break
             self.cluster.start_all()
             self.cluster.advance_engine()
@@ -233,14 +235,14 @@ class RandomHistory(RuleBasedStateMachine):
         return progress["Progressing"] == "False" and not leaving
 
     def _is_settled(self) -> None:
-        resource, world = self._resource(), self.cluster.world()
-        assert plan(resource, world).actions == ()
+        resource, observed = self._resource(), self.cluster.observed()
+        assert plan(resource, observed).actions == ()
         if resource.deleting or resource.spec.lifecycle is Lifecycle.STOPPED:
-            assert world.pods == ()
+            assert observed.pods == ()
             assert resource.deleting or resource.status.phase is Phase.STOPPED
             return
         hash_now = template_hash(resource, image_of(resource, Settings()))
-        inputs = StatusInputs(resource, world, hash_now)
+        inputs = StatusInputs(resource, observed, hash_now)
         assert inputs.surplus_groups == ()
         for view in inputs.groups:
             assert view.given_up or view.state is ReplicaGroupState.READY
@@ -268,11 +270,11 @@ RandomHistory.TestCase.settings = settings(
 
 @pytest.mark.repetition
 class TestThePlanSettlesWhateverHappens(RandomHistory.TestCase):  # type: ignore[misc]
-    """hypothesis looks for a history that ends elsewhere."""
+    """Hypothesis searches for a history that ends elsewhere."""
 
 
 @pytest.mark.parametrize("lifecycle", list(Lifecycle))
-def test_an_undisturbed_resource_settles_in_its_wished_state(lifecycle: Lifecycle) -> None:
+def test_an_undisturbed_resource_settles_in_its_desired_state(lifecycle: Lifecycle) -> None:
     cluster, obj = SimulatedCluster(), resource_object(replicas=3, lifecycle=lifecycle.value)
     for _ in range(10):
         result = asyncio.run(reconcile(obj, cluster))

@@ -1,4 +1,4 @@
-"""What spec.podTemplate removes from a pod, and what the cluster does not know of it."""
+"""Fields that spec.podTemplate removes from a pod, and fields unknown to the cluster."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from planning_support.resources import parsed, resource_object
 
 from megatron_operator.api.parse import InvalidResource
 from megatron_operator.names import PodIdentity
+from megatron_operator.observed_state import ActionRefused, Manifest
 from megatron_operator.reconcile import begin, validated
 from megatron_operator.render import render_pod
 from megatron_operator.render.merge import dropped_fields, without
 from megatron_operator.settings import Settings
-from megatron_operator.world import ActionRefused, Manifest
 
 
 def spec_of(**template: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def spec_of(**template: Any) -> dict[str, Any]:
     return spec
 
 
-def test_a_field_that_is_removed_is_not_in_the_pod() -> None:
+def test_a_removed_field_is_not_in_the_pod() -> None:
     whole = spec_of()
     assert whole["securityContext"]["runAsUser"] == 65532
     spec = spec_of(remove=["securityContext.runAsUser", "affinity", "containers.megatron.resources.limits"])
@@ -38,7 +38,7 @@ def test_an_item_of_a_list_is_removed_by_its_name() -> None:
     assert [volume["name"] for volume in spec["volumes"]] == ["tmp", "cache"]
 
 
-def test_what_is_removed_can_be_set_anew() -> None:
+def test_a_removed_field_can_be_set_again() -> None:
     affinity = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
     assert spec_of(remove=["affinity"], spec={"affinity": affinity})["affinity"] == affinity
 
@@ -52,13 +52,13 @@ def test_what_is_removed_can_be_set_anew() -> None:
         ("security context", "must be a path of fields"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_refused(path: str, words: str) -> None:
+def test_a_path_without_a_field_is_rejected(path: str, words: str) -> None:
     with pytest.raises(InvalidResource, match=words) as caught:
         validated(resource_object(podTemplate={"remove": [path]}), Settings())
     assert [(error.field, error.value) for error in caught.value.errors] == [("spec.podTemplate.remove[0]", path)]
 
 
-def test_a_field_of_the_other_pods_of_a_group_alone_can_be_removed() -> None:
+def test_a_field_that_only_other_pods_of_a_group_have_can_be_removed() -> None:
     scheduling = {"topologyKey": "topology.kubernetes.io/zone"}
     template = {"remove": ["affinity.podAffinity"]}
     spec = {"parallelism": {"tensor": 2}, "scheduling": scheduling, "podTemplate": template}
@@ -67,7 +67,7 @@ def test_a_field_of_the_other_pods_of_a_group_alone_can_be_removed() -> None:
     assert list(other["spec"]["affinity"]) == ["podAntiAffinity"]
 
 
-def test_removing_does_not_change_what_it_is_removed_from() -> None:
+def test_removal_does_not_change_its_input() -> None:
     base = {"a": {"b": 1, "c": [{"name": "x", "y": 1}]}}
     assert without(base, "a.b") == {"a": {"c": [{"name": "x", "y": 1}]}}
     assert without(base, "a.c.x.y") == {"a": {"b": 1, "c": [{"name": "x"}]}}
@@ -99,7 +99,7 @@ def test_fields_that_were_not_stored_are_found(override: Manifest, stored: Manif
     assert list(dropped_fields(override, stored, "spec")) == dropped
 
 
-async def test_a_field_that_the_cluster_does_not_know_is_refused_before_a_pod_is_replaced() -> None:
+async def test_a_field_unknown_to_the_cluster_is_rejected_before_a_pod_is_replaced() -> None:
     operating = Operating(rollout={"maxUnavailable": 1})
     await operating.settle()
     operating.cluster.unknown_fields = {"spec.podTemplate.spec.nodeSelektor": {"gpu": "a"}}
@@ -118,7 +118,7 @@ async def test_a_field_that_the_cluster_does_not_know_is_refused_before_a_pod_is
     assert list(operating.cluster.pods) == ["chat-0-1-0"]
 
 
-async def test_a_pod_that_the_cluster_refuses_as_invalid_replaces_none() -> None:
+async def test_a_pod_that_the_cluster_rejects_as_invalid_replaces_no_pod() -> None:
     operating = Operating()
     await operating.settle()
 

@@ -1,4 +1,4 @@
-"""Quantities and durations as they are written in a resource."""
+"""Quantities and durations in a resource."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def test_a_quantity_is_a_number_of_bytes(text: str | int, size: int) -> None:
     assert Quantity(text) == size
 
 
-def test_a_quantity_remembers_how_it_was_written() -> None:
+def test_a_quantity_keeps_its_notation() -> None:
     assert Quantity("1.5Gi").text == "1.5Gi"
 
 
 @pytest.mark.parametrize("text", ["0", "0Gi", "0.0", 0])
-def test_a_size_of_memory_is_more_than_nothing(text: str | int) -> None:
+def test_a_memory_size_is_greater_than_zero(text: str | int) -> None:
     with pytest.raises(ValueError, match="must be more than 0"):
         MemorySize(text)
 
 
 @pytest.mark.parametrize("text", ["lots", "-1Gi", "1 Gi", "1GiB", "1e9Gi", "", True, 1.5, None, 2**63])
-def test_what_is_no_amount_of_memory_is_refused_with_an_example(text: object) -> None:
+def test_an_invalid_memory_size_is_rejected_with_an_example(text: object) -> None:
     with pytest.raises(ValueError, match="like 256Mi or 20Gi"):
         Quantity(text)  # type: ignore[arg-type]
 
@@ -48,6 +48,6 @@ def test_a_duration_is_a_number_of_seconds(text: str, length: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["1 minute", "60", "-1s", "", "1d", 60, None])
-def test_what_is_no_time_span_is_refused_with_an_example(text: object) -> None:
+def test_an_invalid_duration_is_rejected_with_an_example(text: object) -> None:
     with pytest.raises(ValueError, match="like 90s, 2m or 1h30m"):
         Duration(text)  # type: ignore[arg-type]

@@ -1,23 +1,23 @@
-"""Whole rounds: look, decide, act, report."""
+"""Whole rounds: observe, plan, apply, report."""
 
 from __future__ import annotations
 
 from planning_support.operating import Operating
 
-from megatron_operator.reconcile import AFTER_TROUBLE, LONGEST_AFTER_TROUBLE, begin, status_patch
-from megatron_operator.world import (
+from megatron_operator.observed_state import (
     ActionRefused,
+    AdapterError,
     ApplyChild,
     CreatePod,
     CreateSecret,
     KindMissing,
     NamespaceTerminating,
-    World,
-    WorldError,
+    ObservedState,
 )
+from megatron_operator.reconcile import AFTER_TROUBLE, LONGEST_AFTER_TROUBLE, begin, status_patch
 
 
-async def test_a_settled_resource_causes_no_writes_no_events_and_no_wake_up() -> None:
+async def test_a_settled_resource_causes_no_writes_events_or_requeues() -> None:
     operating = Operating(replicas=2)
     result = await operating.settle()
     assert result.patch == {}
@@ -25,7 +25,7 @@ async def test_a_settled_resource_causes_no_writes_no_events_and_no_wake_up() ->
     assert result.requeue_after is None
 
 
-async def test_each_transition_is_told_once() -> None:
+async def test_each_transition_has_one_event() -> None:
     operating = Operating()
     await operating.settle()
     assert operating.reasons() == ["AttemptStarted", "Available"]
@@ -40,7 +40,7 @@ async def test_each_transition_is_told_once() -> None:
     assert operating.reasons() == ["Stopped"]
 
 
-async def test_a_failure_is_told_with_its_cause_and_its_recovery() -> None:
+async def test_a_failure_and_its_recovery_have_events() -> None:
     operating = Operating(replicas=2)
     await operating.settle()
     operating.reasons()
@@ -53,7 +53,7 @@ async def test_a_failure_is_told_with_its_cause_and_its_recovery() -> None:
     assert operating.reasons() == ["GroupFailed", "AttemptStarted"]
 
 
-async def test_giving_up_is_told() -> None:
+async def test_an_exhausted_budget_has_an_event() -> None:
     operating = Operating(failurePolicy={"maxRestarts": 0})
     await operating.settle()
     operating.reasons()
@@ -62,7 +62,7 @@ async def test_giving_up_is_told() -> None:
     assert operating.reasons() == ["GroupFailed", "RestartBudgetExceeded"]
 
 
-async def test_an_invalid_edit_touches_no_pod_and_mending_it_goes_on() -> None:
+async def test_an_invalid_edit_changes_no_pod_until_it_is_corrected() -> None:
     operating = Operating(replicas=2)
     await operating.settle()
     operating.reasons()
@@ -78,7 +78,7 @@ async def test_an_invalid_edit_touches_no_pod_and_mending_it_goes_on() -> None:
     assert operating.obj["status"]["phase"] == "Running"
 
 
-async def test_a_pod_template_that_fits_no_pod_is_invalid_before_anything_is_replaced() -> None:
+async def test_an_invalid_pod_template_is_rejected_before_any_pod_is_replaced() -> None:
     operating = Operating()
     await operating.settle()
     operating.edit(podTemplate={"spec": {"containers": "megatron"}})
@@ -88,7 +88,7 @@ async def test_a_pod_template_that_fits_no_pod_is_invalid_before_anything_is_rep
     assert failed[0]["message"].startswith("spec.podTemplate.spec.containers: megatron: must be a list")
 
 
-async def test_what_cannot_be_seen_changes_nothing_and_is_tried_again() -> None:
+async def test_a_failed_observation_changes_nothing_and_is_retried() -> None:
     operating = Operating()
     await operating.settle()
     operating.cluster.blind = True
@@ -97,9 +97,9 @@ async def test_what_cannot_be_seen_changes_nothing_and_is_tried_again() -> None:
     assert result.patch == {}
 
 
-async def test_pods_wait_until_what_they_need_is_there() -> None:
+async def test_pods_are_created_after_the_objects_that_they_need() -> None:
     operating = Operating()
-    operating.cluster.refuses = {CreateSecret: WorldError("secrets: too many requests")}
+    operating.cluster.refuses = {CreateSecret: AdapterError("secrets: too many requests")}
     result = await operating.round()
     assert operating.cluster.pods == {}
     assert result.requeue_after is not None
@@ -110,7 +110,7 @@ async def test_pods_wait_until_what_they_need_is_there() -> None:
     assert list(operating.cluster.pods) == ["chat-0-0-0"]
 
 
-async def test_a_refusal_is_told_and_tried_again_later() -> None:
+async def test_a_rejected_action_is_reported_and_retried_later() -> None:
     operating = Operating()
     operating.cluster.refuses = {CreatePod: ActionRefused("pods is forbidden: exceeded quota")}
     for _ in range(3):
@@ -120,7 +120,7 @@ async def test_a_refusal_is_told_and_tried_again_later() -> None:
     assert operating.reasons() == ["ApplyFailed"]
 
 
-async def test_where_nothing_can_be_made_any_more_all_pods_end_without_a_word_of_trouble() -> None:
+async def test_in_a_terminating_namespace_pods_end_without_error_messages() -> None:
     operating = Operating(replicas=2)
     await operating.settle()
     operating.reasons()
@@ -138,7 +138,7 @@ async def test_where_nothing_can_be_made_any_more_all_pods_end_without_a_word_of
     assert (result.patch, result.requeue_after) == ({}, None)
 
 
-async def test_a_route_that_is_refused_is_told_and_keeps_no_pod_from_serving() -> None:
+async def test_a_rejected_route_is_reported_and_does_not_affect_pods() -> None:
     operating = Operating(expose={"ingress": {"host": "chat.example.com"}})
     operating.cluster.refuses_kinds = {"Ingress": ActionRefused("the host is taken by another Ingress")}
     await operating.settle()
@@ -148,7 +148,7 @@ async def test_a_route_that_is_refused_is_told_and_keeps_no_pod_from_serving() -
     assert (degraded["status"], degraded["message"]) == ("True", "the host is taken by another Ingress")
 
 
-async def test_a_kind_that_the_cluster_lacks_is_told_once_and_waited_for_without_looking() -> None:
+async def test_a_missing_kind_is_reported_once_and_causes_no_polling() -> None:
     operating = Operating(expose={"httpRoute": {"parentRefs": [{"name": "public"}]}})
     operating.cluster.refuses_kinds = {"HTTPRoute": KindMissing("HTTPRoute: no such kind; install it")}
     result = await operating.settle()
@@ -161,23 +161,23 @@ async def test_a_kind_that_the_cluster_lacks_is_told_once_and_waited_for_without
     assert (result.problems, result.requeue_after) == ((), None)
 
 
-async def test_what_else_failed_is_tried_again_though_a_kind_is_missing() -> None:
+async def test_other_failed_actions_are_retried_while_a_kind_is_missing() -> None:
     operating = Operating(expose={"ingress": {}, "httpRoute": {"parentRefs": [{"name": "public"}]}})
-    missing, busy = KindMissing("HTTPRoute: no such kind"), WorldError("ingresses: too many requests")
+    missing, busy = KindMissing("HTTPRoute: no such kind"), AdapterError("ingresses: too many requests")
     operating.cluster.refuses_kinds = {"HTTPRoute": missing, "Ingress": busy}
     result = await operating.settle()
     assert result.requeue_after == LONGEST_AFTER_TROUBLE
 
 
-async def test_a_signal_that_comes_too_late_is_no_trouble() -> None:
+async def test_a_signal_that_arrives_too_late_is_not_an_error() -> None:
     operating = Operating()
     await operating.settle()
     operating.edit(lifecycle="Paused")
-    world = operating.cluster.world()
+    observed = operating.cluster.observed()
     await operating.round()
 
-    async def stale(_name: str, _namespace: str) -> World:
-        return world
+    async def stale(_name: str, _namespace: str) -> ObservedState:
+        return observed
 
     operating.cluster.observe = stale  # type: ignore[method-assign]
     result = await operating.round()
@@ -185,13 +185,13 @@ async def test_a_signal_that_comes_too_late_is_no_trouble() -> None:
     assert all(each.status == "False" for each in result.status.conditions if each.type == "Degraded")
 
 
-def test_a_status_patch_removes_what_is_gone_and_leaves_what_is_equal() -> None:
+def test_a_status_patch_removes_old_fields_and_omits_equal_ones() -> None:
     before = {"phase": "Running", "engineState": "RUNNING", "groups": [1]}
     after = {"phase": "Failed", "groups": [1]}
     assert status_patch(before, after) == {"phase": "Failed", "engineState": None}
 
 
-async def test_a_newborn_resource_has_its_pods_and_their_secret_before_anything_else() -> None:
+async def test_a_new_resource_gets_pods_and_secret_first() -> None:
     operating = Operating(replicas=2)
     operating.cluster.blind = True
     await begin(operating.obj, operating.cluster)
@@ -204,7 +204,7 @@ async def test_a_newborn_resource_has_its_pods_and_their_secret_before_anything_
     assert operating.reasons() == ["AttemptStarted", "AttemptStarted", "Available"]
 
 
-async def test_a_newborn_resource_whose_secret_cannot_be_made_has_no_pods() -> None:
+async def test_a_new_resource_gets_no_pods_when_its_secret_can_not_be_created() -> None:
     operating = Operating()
     operating.cluster.refuses[CreateSecret] = ActionRefused("forbidden")
     await begin(operating.obj, operating.cluster)
@@ -213,7 +213,7 @@ async def test_a_newborn_resource_whose_secret_cannot_be_made_has_no_pods() -> N
     assert result.problems == ("forbidden",)
 
 
-async def test_an_invalid_newborn_resource_is_left_to_the_look_that_follows() -> None:
+async def test_an_invalid_new_resource_is_handled_by_the_first_round() -> None:
     operating = Operating(replicas=-1)
     await begin(operating.obj, operating.cluster)
     assert (operating.cluster.pods, operating.cluster.children) == ({}, {})

@@ -1,10 +1,11 @@
-"""Rounds of resources that are large, that fail again and again, or whose names are taken."""
+"""Rounds of resources that are large, fail repeatedly, or have names of other owners."""
 
 from __future__ import annotations
 
 import pytest
 from planning_support.operating import Operating
 
+from megatron_operator.observed_state import ActionRefused, AdapterError, CreatePod, PodPhase
 from megatron_operator.plan import MAX_CREATIONS
 from megatron_operator.reconcile import (
     AFTER_TROUBLE,
@@ -13,7 +14,6 @@ from megatron_operator.reconcile import (
     WHILE_PROGRESSING,
     begin,
 )
-from megatron_operator.world import ActionRefused, CreatePod, PodPhase, WorldError
 
 
 async def test_a_resource_that_fails_repeatedly_waits_longer_each_time_until_a_round_succeeds() -> None:
@@ -31,13 +31,13 @@ async def test_a_resource_that_fails_repeatedly_waits_longer_each_time_until_a_r
 async def test_a_failing_action_does_not_delay_what_time_alone_requires() -> None:
     operating = Operating(replicas=2, expose={"ingress": {}})
     await operating.settle()
-    operating.cluster.refuses_kinds = {"Ingress": WorldError("ingresses: too many requests")}
+    operating.cluster.refuses_kinds = {"Ingress": AdapterError("ingresses: too many requests")}
     operating.cluster.children = dict.fromkeys(operating.cluster.children, "")
     for _ in range(3):
         assert (await operating.round()).failed
     operating.cluster.fail("chat-1-0-0")
     result = await operating.round()
-    assert result.requeue_after == 10  # the back-off of the failed replica group
+    assert result.requeue_after == 10  # the backoff of the failed replica group
 
 
 async def test_a_large_resource_gets_its_pods_in_several_rounds() -> None:
@@ -53,13 +53,13 @@ async def test_a_large_resource_gets_its_pods_in_several_rounds() -> None:
     assert result.status.restarts == 0
 
 
-async def test_a_plan_that_leaves_pods_to_the_next_one_is_followed_by_it_at_once() -> None:
+async def test_a_plan_with_remaining_pods_is_followed_by_the_next_at_once() -> None:
     operating = Operating(replicas=MAX_CREATIONS + 1)
     assert (await operating.round()).requeue_after == 0
     assert (await operating.round()).requeue_after == 1
 
 
-async def test_a_round_stops_to_create_pods_after_a_few_were_refused() -> None:
+async def test_a_round_stops_creating_pods_after_a_few_rejections() -> None:
     operating = Operating(replicas=20)
     operating.cluster.refuses = {CreatePod: ActionRefused("pods is forbidden: exceeded quota")}
     result = await operating.round()
@@ -99,7 +99,7 @@ async def test_pods_that_run_while_their_service_has_another_owner_are_not_ready
     assert list(operating.cluster.pods) == ["chat-0-0-0"]
 
 
-async def test_a_resource_that_waits_for_a_node_is_left_to_the_events_of_its_pods() -> None:
+async def test_a_resource_that_waits_for_a_node_is_woken_by_events_of_its_pods() -> None:
     operating = Operating(replicas=2)
     operating.cluster.has_room = False
     result = await operating.settle()

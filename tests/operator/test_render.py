@@ -33,27 +33,27 @@ def env(manifest: dict[str, Any]) -> dict[str, Any]:
     return {entry["name"]: entry.get("value", entry.get("valueFrom")) for entry in entries}
 
 
-def test_a_pod_can_be_read_back_as_what_it_was_made_for() -> None:
+def test_the_identity_of_a_pod_can_be_read_from_its_manifest() -> None:
     assert names.pod_identity(pod()["metadata"]) == LEADER
 
 
-def test_a_pod_whose_labels_were_edited_is_none_of_ours() -> None:
+def test_a_pod_with_edited_labels_is_ignored() -> None:
     metadata = pod()["metadata"]
     metadata["labels"][names.GROUP_LABEL] = "first"
     assert names.pod_identity(metadata) is None
 
 
-def test_a_pod_never_restarts_and_has_a_host_name_of_its_own() -> None:
+def test_a_pod_never_restarts_and_has_its_own_hostname() -> None:
     spec = pod()["spec"]
     assert spec["restartPolicy"] == "Never"
     assert (spec["hostname"], spec["subdomain"]) == ("chat-0-2-0", "chat-pods")
 
 
-def test_the_grace_period_is_longer_than_draining() -> None:
+def test_the_grace_period_is_longer_than_the_drain_timeout() -> None:
     assert pod(rollout={"drainTimeout": "90s"})["spec"]["terminationGracePeriodSeconds"] == 105
 
 
-def test_a_pod_knows_its_place_and_where_the_others_are() -> None:
+def test_a_pod_has_its_index_and_the_addresses_of_the_others() -> None:
     found = env(pod(WORKER))
     assert found["MEGATRON_REPLICA_GROUP"] == "1"
     assert found["MEGATRON_LEADER"] == "0"
@@ -62,11 +62,11 @@ def test_a_pod_knows_its_place_and_where_the_others_are() -> None:
     assert found["MEGATRON_CONTROL_TOKEN"] == {"secretKeyRef": {"name": "chat-keys", "key": "control-token"}}
 
 
-def test_a_pod_starts_in_the_wished_lifecycle() -> None:
+def test_a_pod_starts_in_the_desired_lifecycle() -> None:
     assert env(pod(lifecycle="Suspended"))["MEGATRON_LIFECYCLE"] == "Suspended"
 
 
-def test_only_a_groups_first_pod_offers_http_and_the_coordinator() -> None:
+def test_only_the_first_pod_of_a_group_has_http_and_coordinator_ports() -> None:
     for identity in (LEADER, WORKER):
         ports = {port["name"] for port in pod(identity)["spec"]["containers"][0]["ports"]}
         assert ports == {"control", "rendezvous", "http", "coordinator"}
@@ -74,14 +74,14 @@ def test_only_a_groups_first_pod_offers_http_and_the_coordinator() -> None:
     assert {port["name"] for port in further} == {"control"}
 
 
-def test_gpus_are_asked_for_by_rank_and_cpus_not_at_all() -> None:
+def test_pods_request_a_gpu_per_rank_and_no_cpus() -> None:
     assert container(pods={"device": "cuda"})["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
     amd = {"device": "cuda", "gpuResource": "amd.com/gpu"}
     assert container(pods=amd)["resources"] == {"limits": {"amd.com/gpu": "1"}}
     assert container(pods={"device": "cpu"})["resources"] == {}
 
 
-def test_each_pod_of_a_group_asks_for_the_gpus_of_its_own_ranks() -> None:
+def test_each_pod_of_a_group_requests_the_gpus_of_its_ranks() -> None:
     spread = {"parallelism": {"tensor": 3, "pipeline": 3}, "pods": {"device": "cuda", "ranksPerPod": 4}}
     assert parsed(**spread).spec.pods_per_group == 3
     asked = [
@@ -100,7 +100,7 @@ def test_expert_parallel_ranks_beyond_the_tensor_parallel_ones_get_pods() -> Non
     assert parsed(parallelism={"expert": 8}).spec.pods_per_group == 8
 
 
-def test_the_pods_of_a_group_meet_in_its_first_one() -> None:
+def test_the_rendezvous_of_a_group_is_its_first_pod() -> None:
     spread = {"parallelism": {"tensor": 2, "pipeline": 2, "expert": 2}, "pods": {"device": "cpu", "ranksPerPod": 2}}
     first, second = (pod(replace(WORKER, attempt=5, index=index), **spread) for index in (0, 1))
     for manifest in (first, second):
@@ -113,11 +113,11 @@ def test_the_pods_of_a_group_meet_in_its_first_one() -> None:
     assert ports == [{"control", "http", "coordinator", "rendezvous"}, {"control"}]
 
 
-def test_ranks_wait_for_pods_of_their_group_that_wait_for_a_node() -> None:
+def test_ranks_wait_for_unscheduled_pods_of_their_group() -> None:
     assert "--rendezvous-timeout=604800" in container(failurePolicy={"startupTimeout": "90s"})["args"]
 
 
-def test_groups_avoid_each_others_nodes_without_insisting_on_it() -> None:
+def test_groups_prefer_different_nodes() -> None:
     (desired,) = pod()["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     term = desired["podAffinityTerm"]
     assert term["topologyKey"] == "kubernetes.io/hostname"
@@ -160,7 +160,7 @@ def test_the_pods_of_an_attempt_are_queued_together() -> None:
     assert not any("kueue" in key for key in (*pod()["metadata"]["labels"], *pod()["metadata"]["annotations"]))
 
 
-def test_the_launcher_gets_what_is_left_of_the_restart_budget() -> None:
+def test_the_launcher_gets_the_remaining_restart_budget() -> None:
     found = container(failurePolicy={"maxRestarts": 3, "resetAfter": "90m"})["args"]
     assert {"--max-restarts=2", "--restart-reset-after=5400"} <= set(found)
 
@@ -174,7 +174,7 @@ def test_a_model_on_a_claim_is_mounted_read_only() -> None:
     assert "--model=/models/llama" in manifest["spec"]["containers"][0]["args"]
 
 
-def test_a_model_in_an_image_is_mounted_as_it_is() -> None:
+def test_a_model_in_an_image_is_mounted_as_an_image_volume() -> None:
     manifest = pod(model={"source": {"image": {"reference": "registry/m:1", "path": "/llama", "pullPolicy": "Always"}}})
     image = {"reference": "registry/m:1", "pullPolicy": "Always"}
     assert {"name": "model", "image": image} in manifest["spec"]["volumes"]
@@ -184,20 +184,20 @@ def test_a_model_in_an_image_is_mounted_as_it_is() -> None:
     check(manifest, VERSIONS[VERSIONS.index("1.31") :])  # the first with volumes of type image
 
 
-def test_an_image_with_nothing_but_a_model_is_served_from_its_root() -> None:
+def test_an_image_without_a_path_is_served_from_its_root() -> None:
     manifest = pod(model={"source": {"image": {"reference": "registry/m:1"}}})
     assert "--model=/models" in manifest["spec"]["containers"][0]["args"]
     volume = next(each for each in manifest["spec"]["volumes"] if each["name"] == "model")
     assert volume["image"]["pullPolicy"] == "IfNotPresent"
 
 
-def test_a_pod_template_may_put_another_volume_in_the_place_of_the_image() -> None:
+def test_a_pod_template_may_replace_the_image_volume() -> None:
     here = {"spec": {"volumes": [{"name": "model", "hostPath": {"path": "/srv/m"}}]}}
     manifest = pod(model={"source": {"image": {"reference": "registry/m:1"}}}, podTemplate=here)
     assert {"name": "model", "hostPath": {"path": "/srv/m"}} in manifest["spec"]["volumes"]
 
 
-def test_a_model_from_the_hub_comes_with_its_token() -> None:
+def test_a_model_from_the_hub_has_its_token() -> None:
     hub = {"repo": "a/b", "revision": "v1", "tokenSecret": {"name": "hf", "key": "token"}}
     manifest = pod(model={"source": {"huggingFace": hub}})
     args = manifest["spec"]["containers"][0]["args"]
@@ -205,7 +205,7 @@ def test_a_model_from_the_hub_comes_with_its_token() -> None:
     assert env(manifest)["HF_TOKEN"] == {"secretKeyRef": {"name": "hf", "key": "token"}}
 
 
-def test_api_keys_are_mounted_as_a_file_that_follows_the_secret() -> None:
+def test_api_keys_are_mounted_as_a_file_from_the_secret() -> None:
     manifest = pod(frontend={"apiKeysSecret": {"name": "keys"}})
     secret = {"secretName": "keys", "items": [{"key": "api-keys", "path": "api-keys"}]}
     assert {"name": "api-keys", "secret": secret} in manifest["spec"]["volumes"]
@@ -214,7 +214,7 @@ def test_api_keys_are_mounted_as_a_file_that_follows_the_secret() -> None:
     assert "subPath" not in mount, "a mount by subPath would not follow changes of the Secret"
 
 
-def test_a_pod_meets_the_restricted_security_level() -> None:
+def test_a_pod_meets_the_restricted_pod_security_standard() -> None:
     manifest = pod()
     assert manifest["spec"]["securityContext"]["runAsNonRoot"] is True
     assert manifest["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -225,7 +225,7 @@ def test_a_pod_meets_the_restricted_security_level() -> None:
     assert secure["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_the_image_is_the_resources_or_the_operators() -> None:
+def test_the_image_is_that_of_the_spec_or_the_operator() -> None:
     assert container()["image"] == "runtime:1"
     assert container(image="mine:2", imagePullPolicy="Never")["image"] == "mine:2"
 
@@ -274,7 +274,7 @@ def test_a_null_in_the_pod_template_removes_a_field() -> None:
     assert "securityContext" not in pod(podTemplate={"spec": {"securityContext": None}})["spec"]
 
 
-def test_the_pod_template_cannot_take_what_the_plan_needs() -> None:
+def test_the_pod_template_can_not_change_fields_that_the_plan_needs() -> None:
     spec = pod(podTemplate={"spec": {"restartPolicy": "Always", "hostname": "x"}})["spec"]
     assert (spec["restartPolicy"], spec["hostname"]) == ("Never", "chat-0-2-0")
 
@@ -287,13 +287,13 @@ def test_the_pod_template_cannot_take_what_the_plan_needs() -> None:
         ({"securityContext": 1}, "spec.podTemplate.spec.securityContext"),
     ],
 )
-def test_a_pod_template_without_a_pods_shape_is_refused_by_field(override: dict[str, Any], field: str) -> None:
+def test_a_malformed_pod_template_is_rejected_by_field(override: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidResource) as caught:
         pod(podTemplate={"spec": override})
     assert [error.field for error in caught.value.errors] == [field]
 
 
-def test_requests_go_to_every_groups_first_pod_and_engines_to_the_leader() -> None:
+def test_the_http_service_selects_first_pods_and_the_coordinator_service_the_leader() -> None:
     services = {manifest["metadata"]["name"]: manifest["spec"] for manifest in render_children(parsed(), Settings())}
     selected = {
         name: [
@@ -310,59 +310,20 @@ def test_requests_go_to_every_groups_first_pod_and_engines_to_the_leader() -> No
     assert services["chat-pods"]["selector"].items() <= pod(WORKER)["metadata"]["labels"].items()
 
 
-def test_every_child_belongs_to_its_resource() -> None:
+def test_every_child_has_an_owner_reference() -> None:
     for manifest in [*render_children(parsed(), Settings()), keys_secret(parsed()).manifest, pod()]:
         owner = manifest["metadata"]["ownerReferences"][0]
         assert (owner["kind"], owner["name"], owner["uid"]) == ("MegatronInference", "chat", "5f9c")
 
 
 @pytest.mark.parametrize("spec", [{}, {"expose": {"service": {"type": "NodePort"}}}, {"parallelism": {"tensor": 2}}])
-def test_every_manifest_is_what_kubernetes_takes(spec: dict[str, Any]) -> None:
+def test_every_manifest_matches_the_kubernetes_schema(spec: dict[str, Any]) -> None:
     settings = Settings(network_policies=NetworkPolicies("megatron-system", ({"podSelector": {}},)))
     for manifest in [*render_children(parsed(**spec), settings), keys_secret(parsed()).manifest, pod(WORKER, **spec)]:
         check(manifest)
 
 
-def test_no_child_holds_a_secret_value() -> None:
+def test_no_manifest_contains_a_secret_value() -> None:
     secret = keys_secret(parsed())
     assert not {"data", "stringData"} & secret.manifest.keys()
     assert secret.random_keys == ("coordinator-key", "control-token")
-
-
-def test_the_same_resource_renders_to_the_same_hash_and_another_to_another() -> None:
-    first, again = render_children(parsed(), Settings()), render_children(parsed(), Settings())
-    assert first == again
-    other = render_children(parsed(expose={"service": {"type": "NodePort"}}), Settings())
-    changed = [
-        manifest["metadata"]["name"]
-        for manifest, before in zip(other, first, strict=True)
-        if names.applied_hash(manifest["metadata"]) != names.applied_hash(before["metadata"])
-    ]
-    assert changed == ["chat"]
-
-
-@pytest.mark.parametrize("spec", [{"replicas": 3}, {"lifecycle": "Paused"}, {"failurePolicy": {"maxRestarts": 1}}])
-def test_what_running_pods_need_not_know_does_not_replace_them(spec: dict[str, Any]) -> None:
-    assert names.template_hash(parsed(**spec), "i") == names.template_hash(parsed(), "i")
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {"engine": {"maxRequests": 1}},
-        {"model": {"source": {"image": {"reference": "registry/m:2"}}}},
-        {"restart": {"id": "1"}},
-        {"podTemplate": {"spec": {"hostNetwork": True}}},
-    ],
-)
-def test_what_pods_are_made_of_replaces_them(spec: dict[str, Any]) -> None:
-    assert names.template_hash(parsed(**spec), "i") != names.template_hash(parsed(), "i")
-
-
-def test_another_image_replaces_pods_wherever_it_comes_from() -> None:
-    assert names.template_hash(parsed(), "old") != names.template_hash(parsed(), "new")
-
-
-def test_a_default_written_out_replaces_nothing() -> None:
-    written = parsed(engine={"maxRequests": 256}, rollout={"drainTimeout": "60s"})
-    assert names.template_hash(written, "i") == names.template_hash(parsed(), "i")

@@ -1,4 +1,4 @@
-"""What leads clients from outside to the HTTP Service."""
+"""Objects that route external clients to the HTTP Service."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from suite_support.kubernetes_schemas import check
 
 from megatron_operator import names
 from megatron_operator.api.quantity import Duration
+from megatron_operator.observed_state import ApplyChild, DeleteChild
 from megatron_operator.render import render_children
 from megatron_operator.render.http_route import gateway_duration
 from megatron_operator.settings import Settings
-from megatron_operator.world import ApplyChild, DeleteChild
 
 FULL_INGRESS = {
     "className": "nginx",
@@ -46,11 +46,11 @@ def backend_of(service: str) -> dict[str, Any]:
     return {"name": service, "port": port["port"]}
 
 
-def test_there_is_no_route_unless_it_is_wished_for() -> None:
+def test_there_is_no_route_by_default() -> None:
     assert routes() == []
 
 
-def test_an_ingress_without_words_leads_every_path_of_every_host_to_the_service() -> None:
+def test_a_default_ingress_routes_all_hosts_and_paths_to_the_service() -> None:
     manifest = only_route(ingress={})
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("Ingress", "chat")
     assert manifest["spec"].keys() == {"rules"}
@@ -73,7 +73,7 @@ def test_each_field_of_the_ingress_has_its_effect() -> None:
     check(manifest)
 
 
-def test_a_route_is_attached_to_its_gateways_and_never_ends_an_answer() -> None:
+def test_a_route_has_its_gateways_and_no_timeout() -> None:
     manifest = only_route(httpRoute={"parentRefs": [{"name": "public"}]})
     assert (manifest["apiVersion"], manifest["kind"]) == ("gateway.networking.k8s.io/v1", "HTTPRoute")
     assert manifest["metadata"]["name"] == "chat"
@@ -107,27 +107,27 @@ def test_each_field_of_the_route_has_its_effect() -> None:
     ("written", "shown"),
     [("0s", "0s"), ("90s", "1m30s"), ("1500ms", "1s500ms"), ("0.5h", "30m"), ("2h", "2h"), ("100000s", "27h46m40s")],
 )
-def test_a_duration_is_written_as_the_gateway_api_does(written: str, shown: str) -> None:
+def test_a_duration_has_the_format_of_the_gateway_api(written: str, shown: str) -> None:
     text = gateway_duration(Duration(written))
     assert text == shown
     assert re.fullmatch(r"([0-9]{1,5}(h|m|s|ms)){1,4}", text)
 
 
-def test_both_kinds_of_routes_stand_side_by_side() -> None:
+def test_both_kinds_of_routes_can_be_used_together() -> None:
     found = routes(ingress={}, httpRoute={"parentRefs": [{"name": "public"}]})
     assert {route["kind"] for route in found} == set(names.ROUTE_KINDS)
 
 
-def test_a_certificate_without_a_host_is_for_every_host() -> None:
+def test_a_certificate_without_a_host_applies_to_all_hosts() -> None:
     assert only_route(ingress={"tlsSecret": "any"})["spec"]["tls"] == [{"secretName": "any"}]
 
 
-def test_annotations_of_a_user_do_not_hide_whether_the_ingress_is_as_wished() -> None:
+def test_user_annotations_do_not_affect_the_comparison_of_an_ingress() -> None:
     mine = only_route(ingress={"annotations": {names.APPLIED_HASH_ANNOTATION: "mine"}})
     assert names.applied_hash(mine["metadata"]) != "mine"
 
 
-def test_an_ingress_comes_changes_and_goes_with_the_wish_and_replaces_no_pod() -> None:
+def test_an_ingress_follows_the_spec_and_replaces_no_pod() -> None:
     planning = Planning().settled()
     planning.spec["expose"] = {"ingress": {"host": "a.example.com"}}
     (applied,) = planning.round()

@@ -1,4 +1,4 @@
-"""Rollouts: the budget, the surge, pauses and canaries, and what a template that does not work leaves alone."""
+"""Rollouts: budget, surge, pause and canary, and templates that do not work."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from planning_support.planning import Planning, created, deleted
 from planning_support.resources import parsed
 
 from megatron_operator.api.v1alpha1 import ConditionType
+from megatron_operator.observed_state import Failure
 from megatron_operator.replica_groups import observe_replica_groups
 from megatron_operator.rollout import RolloutBudget, rollout_budget
 from megatron_operator.settings import Settings
-from megatron_operator.world import Failure
 
 BAD_IMAGE = "registry/broken:1"
 
 
 def ready_groups(planning: Planning) -> set[int]:
-    world, resource = planning.cluster.world(), planning.resource
+    observed, resource = planning.cluster.observed(), planning.resource
     count = resource.spec.replicas + 3
-    groups = observe_replica_groups(resource, world, count)
+    groups = observe_replica_groups(resource, observed, count)
     policy = resource.spec.failure_policy
-    return {group.index for group in groups if group.state(policy, world.now) == "Ready"}
+    return {group.index for group in groups if group.state(policy, observed.now) == "Ready"}
 
 
 def roll(planning: Planning, rounds: int = 40) -> list[str]:
-    """Rounds in which every pod starts; the names of the deleted pods."""
+    """Rounds in which every pod starts; returns the names of the deleted pods."""
     gone: list[str] = []
     for _ in range(rounds):
         gone += deleted(planning.round())
@@ -37,7 +37,7 @@ def roll(planning: Planning, rounds: int = 40) -> list[str]:
 
 
 def fail_to_pull(planning: Planning) -> None:
-    """Every new pod waits for an image that does not exist."""
+    """Every new pod waits for a missing image."""
     for name, pod in planning.cluster.pods.items():
         if pod.phase == "Pending":
             planning.cluster.change(name, waiting=Failure("ImagePull", f"image {BAD_IMAGE}: not found"))
@@ -66,7 +66,7 @@ def with_bad_image(planning: Planning, rounds: int = 10) -> None:
         ({"maxUnavailable": 1, "maxSurge": 1}, "cuda", True, (1, 1)),
     ],
 )
-def test_a_budget_that_is_left_out_depends_on_the_device_and_on_the_other_field(
+def test_the_default_budget_depends_on_the_device_and_the_other_field(
     rollout: dict[str, int], device: str, has_spare_nodes: bool, budget: tuple[int, int]
 ) -> None:
     resource = parsed(rollout=rollout, pods={"device": device})
@@ -76,7 +76,7 @@ def test_a_budget_that_is_left_out_depends_on_the_device_and_on_the_other_field(
 # --- without surge
 
 
-def test_a_group_that_is_unready_for_a_moment_is_left_alone_while_another_one_is_replaced() -> None:
+def test_a_briefly_unready_group_is_kept_while_another_one_is_replaced() -> None:
     planning = Planning(replicas=3).settled()
     with_bad_image(planning)
     assert ready_groups(planning) == {0, 1}
@@ -97,7 +97,7 @@ def test_a_group_that_is_not_ready_is_replaced_first_within_the_budget() -> None
     assert deleted(planning.round()) == []
 
 
-def test_as_many_groups_as_may_be_unavailable_are_replaced_at_a_time() -> None:
+def test_max_unavailable_groups_are_replaced_at_a_time() -> None:
     planning = Planning(replicas=5, rollout={"maxUnavailable": 2}).settled()
     planning.spec["restart"] = {"id": "now"}
     assert sorted(deleted(planning.round())) == ["chat-3-0-0", "chat-4-0-0"]
@@ -106,7 +106,7 @@ def test_as_many_groups_as_may_be_unavailable_are_replaced_at_a_time() -> None:
     assert sorted(planning.cluster.pods) == [f"chat-{group}-1-0" for group in range(5)]
 
 
-def test_a_rollout_that_fails_stops_and_says_how_to_go_back() -> None:
+def test_a_failing_rollout_stops_and_reports_how_to_roll_back() -> None:
     planning = Planning(replicas=3).settled()
     with_bad_image(planning)
     planning.round()
@@ -118,7 +118,7 @@ def test_a_rollout_that_fails_stops_and_says_how_to_go_back() -> None:
     assert planning.status.condition(ConditionType.READY).status == "True"
 
 
-def test_the_previous_spec_replaces_only_the_groups_that_left_it() -> None:
+def test_a_rollback_replaces_only_the_updated_groups() -> None:
     planning = Planning(replicas=3).settled()
     with_bad_image(planning)
     del planning.spec["image"]
@@ -128,7 +128,7 @@ def test_the_previous_spec_replaces_only_the_groups_that_left_it() -> None:
     assert planning.status.condition(ConditionType.DEGRADED).status == "False"
 
 
-def test_a_group_that_crashes_whenever_it_was_ready_does_not_let_the_rollout_go_on() -> None:
+def test_a_crash_looping_group_stops_the_rollout() -> None:
     planning = Planning(replicas=3, rollout={"maxUnavailable": 2}).settled()
     planning.spec["restart"] = {"id": "now"}
     planning.round()
@@ -146,7 +146,7 @@ def test_a_group_that_crashes_whenever_it_was_ready_does_not_let_the_rollout_go_
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("surge", [1, 2])
-def test_a_surge_replaces_all_groups_without_a_moment_with_fewer_ready_ones(replicas: int, surge: int) -> None:
+def test_a_surge_replaces_all_groups_without_losing_ready_ones(replicas: int, surge: int) -> None:
     planning = Planning(replicas=replicas, rollout={"maxSurge": surge}).settled()
     planning.spec["restart"] = {"id": "now"}
     for _ in range(60):
@@ -162,7 +162,7 @@ def test_a_surge_replaces_all_groups_without_a_moment_with_fewer_ready_ones(repl
     assert len(planning.status.replica_groups) == replicas
 
 
-def test_a_template_that_does_not_work_leaves_all_groups_serving_under_a_surge() -> None:
+def test_under_a_surge_a_broken_template_keeps_all_groups_serving() -> None:
     planning = Planning(replicas=1, rollout={"maxSurge": 1}).settled()
     with_bad_image(planning)
     assert ready_groups(planning) == {0}
@@ -174,7 +174,7 @@ def test_a_template_that_does_not_work_leaves_all_groups_serving_under_a_surge()
     assert sorted(planning.cluster.pods) == ["chat-0-0-0"]
 
 
-def test_a_surge_without_room_waits_and_says_so() -> None:
+def test_a_surge_without_a_free_node_waits_and_reports_it() -> None:
     planning = Planning(replicas=2, rollout={"maxSurge": 1}).settled()
     planning.cluster.has_room = False
     planning.spec["restart"] = {"id": "now"}
@@ -185,16 +185,16 @@ def test_a_surge_without_room_waits_and_says_so() -> None:
     assert planning.status.condition(ConditionType.DEGRADED).status == "False"
 
 
-def test_scaling_down_removes_groups_although_a_rollout_may_run_more() -> None:
+def test_scaling_down_removes_groups_during_a_surge() -> None:
     planning = Planning(replicas=3, rollout={"maxSurge": 1}).settled()
     planning.spec["replicas"] = 2
     assert deleted(planning.round()) == ["chat-2-0-0"]
 
 
-# --- pauses and canaries
+# --- pause and canary
 
 
-def test_a_paused_rollout_replaces_nothing_until_it_goes_on() -> None:
+def test_a_paused_rollout_replaces_nothing_until_it_is_resumed() -> None:
     planning = Planning(replicas=2, rollout={"paused": True}).settled()
     planning.spec["restart"] = {"id": "now"}
     assert roll(planning, 5) == []
@@ -229,7 +229,7 @@ def test_fields_that_need_no_restart_replace_no_pods(change: dict[str, Any]) -> 
     assert roll(planning, 5) == []
 
 
-# --- the budget, whatever happens
+# --- the budget in random histories
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -1,4 +1,4 @@
-"""What the operator is told by its environment."""
+"""The settings from the operator's environment."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron_operator.settings import DEFAULT_IMAGE, NetworkPolicies, Settings
 WISHED = {"MEGATRON_NETWORK_POLICIES": "true", "MEGATRON_OPERATOR_NAMESPACE": "system"}
 
 
-def test_an_empty_environment_leaves_pods_open_and_has_the_image_of_this_version() -> None:
+def test_defaults_have_no_network_policy_and_the_image_of_this_version() -> None:
     assert Settings.from_environment({}) == Settings(DEFAULT_IMAGE, None)
     assert Settings.from_environment({**WISHED, "MEGATRON_NETWORK_POLICIES": "false"}).network_policies is None
 
 
-def test_policies_let_in_the_operators_namespace_and_those_who_scrape() -> None:
+def test_policies_allow_the_namespace_of_the_operator_and_the_scraper() -> None:
     told = {**WISHED, "MEGATRON_METRICS_FROM": '[{"podSelector": {}}]'}
     assert Settings.from_environment(WISHED).network_policies == NetworkPolicies("system")
     assert Settings.from_environment(told).network_policies == NetworkPolicies("system", ({"podSelector": {}},))
@@ -28,11 +28,11 @@ def test_policies_let_in_the_operators_namespace_and_those_who_scrape() -> None:
         ("MEGATRON_METRICS_FROM", "prometheus", "'prometheus' is not such a list; set it to a JSON list of peers"),
         ("MEGATRON_FLEET_ROLLOUT_MAX_CONCURRENT", "many", "'many' is not a count; set it to a whole number like 1"),
         ("MEGATRON_METRICS_FROM", "{}", "set it to a JSON list of peers"),
-        # A peer that is empty would let everyone in.
+        # An empty peer would allow all connections.
         ("MEGATRON_METRICS_FROM", "[{}]", "set it to a JSON list of peers"),
     ],
 )
-def test_a_value_that_is_wrong_is_named_with_its_variable_and_the_mend(variable: str, value: str, message: str) -> None:
+def test_an_invalid_value_is_reported_with_its_variable_and_the_remedy(variable: str, value: str, message: str) -> None:
     with pytest.raises(ValueError, match=variable) as caught:
         Settings.from_environment({**WISHED, variable: value})
     assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""What the status says in each situation."""
+"""The status in each situation."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from planning_support.resources import parsed, resource_object
 from planning_support.simulation import SimulatedCluster
 
 from megatron_operator.api.parse import FieldError
-from megatron_operator.api.v1alpha1 import Condition, ConditionType, Phase, Status
+from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus, Phase
+from megatron_operator.observed_state import EngineState, Failure, Loading
 from megatron_operator.plan import plan
 from megatron_operator.status import as_json, build_status, invalid_status, old_status
-from megatron_operator.world import EngineState, Failure, Loading
 
 
 class Watching:
-    """A resource whose status is written after every look."""
+    """A resource whose status is written after every observation."""
 
     def __init__(self, **spec: Any) -> None:
         self.cluster = SimulatedCluster()
         self.spec = spec
-        self.status = Status()
+        self.status = MegatronInferenceStatus()
 
     def act(self) -> None:
-        """Plans and acts; the status is as it was seen before."""
-        resource, world = parsed(self.status, **self.spec), self.cluster.world()
-        self.status = build_status(resource, world)
-        for action in plan(resource, world).actions:
+        """Plans and applies; keeps the previous status."""
+        resource, observed = parsed(self.status, **self.spec), self.cluster.observed()
+        self.status = build_status(resource, observed)
+        for action in plan(resource, observed).actions:
             self.cluster.carry_out(action)
 
-    def look(self, problems: tuple[str, ...] = ()) -> Status:
-        """Writes the status of now."""
-        self.status = build_status(parsed(self.status, **self.spec), self.cluster.world(), problems=problems)
+    def look(self, problems: tuple[str, ...] = ()) -> MegatronInferenceStatus:
+        """Writes the current status."""
+        self.status = build_status(parsed(self.status, **self.spec), self.cluster.observed(), problems=problems)
         return self.status
 
     def settled(self) -> Watching:
@@ -44,19 +44,19 @@ class Watching:
         return self
 
 
-def shown(status: Status) -> dict[str, str]:
+def shown(status: MegatronInferenceStatus) -> dict[str, str]:
     """The conditions that are not False, and Ready, with their reasons."""
     kept = [each for each in status.conditions if each.status != "False" or each.type == ConditionType.READY]
     return {f"{each.type}={each.status}": each.reason for each in kept}
 
 
-def message(status: Status, kind: ConditionType) -> str:
+def message(status: MegatronInferenceStatus, kind: ConditionType) -> str:
     found = status.condition(kind)
     assert found is not None
     return found.message
 
 
-def test_a_model_that_sleeps_until_the_next_request_is_ready() -> None:
+def test_an_auto_suspended_model_is_ready() -> None:
     watching = Watching().settled()
     watching.cluster.fall_asleep()
     status = watching.look()
@@ -76,7 +76,7 @@ def test_a_resource_without_pods_is_pending() -> None:
     assert shown(status) == {"Ready=False": "Pending", "Progressing=True": "Pending"}
 
 
-def test_a_loading_model_shows_how_far_it_is() -> None:
+def test_a_loading_model_shows_its_progress() -> None:
     watching = Watching()
     watching.act()
     watching.cluster.start_all()
@@ -88,7 +88,7 @@ def test_a_loading_model_shows_how_far_it_is() -> None:
 
 
 @pytest.mark.parametrize("reason", ["Unschedulable", "ImagePull"])
-def test_what_keeps_a_pod_from_starting_is_the_reason(reason: str) -> None:
+def test_the_wait_reason_of_a_pod_is_the_reason_of_the_condition(reason: str) -> None:
     watching = Watching()
     watching.act()
     watching.cluster.change("chat-0-0-0", waiting=Failure(reason, "0/3 nodes have a free GPU"))
@@ -97,7 +97,7 @@ def test_what_keeps_a_pod_from_starting_is_the_reason(reason: str) -> None:
     assert message(status, ConditionType.READY) == "chat-0-0-0 cannot start: 0/3 nodes have a free GPU"
 
 
-def test_a_group_says_of_the_pod_that_the_others_wait_for_what_it_waits_for() -> None:
+def test_a_group_reports_the_wait_reason_of_the_pod_that_blocks_the_others() -> None:
     watching = Watching(parallelism={"tensor": 3})
     watching.act()
     for pod, phase in (("chat-0-0-0", "Rendezvous"), ("chat-0-0-1", "Starting"), ("chat-0-0-2", "Rendezvous")):
@@ -109,7 +109,7 @@ def test_a_group_says_of_the_pod_that_the_others_wait_for_what_it_waits_for() ->
     assert shown(watching.look())["Ready=False"] == "ImagePull"
 
 
-def test_an_engine_that_runs_is_ready_and_available() -> None:
+def test_a_running_engine_is_ready_and_available() -> None:
     status = Watching(replicas=2).settled().status
     assert status.phase is Phase.RUNNING
     assert status.engine_state == "RUNNING"
@@ -150,20 +150,20 @@ def test_each_state_of_the_engine_has_its_conditions(
 
 
 @pytest.mark.parametrize(("desired", "state"), [("Paused", "PAUSED"), ("Suspended", "SUSPENDED")])
-def test_a_wish_that_is_fulfilled_is_no_progress(desired: str, state: str) -> None:
+def test_a_reached_lifecycle_is_not_progressing(desired: str, state: str) -> None:
     status = Watching(lifecycle=desired).settled().status
     assert status.engine_state == state
     assert "Progressing=True" not in shown(status)
 
 
-def test_a_wish_that_is_not_yet_fulfilled_says_what_was_asked() -> None:
+def test_a_pending_lifecycle_change_is_reported() -> None:
     watching = Watching().settled()
     watching.spec["lifecycle"] = "Suspended"
     words = message(watching.look(), ConditionType.PROGRESSING)
     assert words == "the engine is RUNNING; the operator sends pause to reach Suspended"
 
 
-def test_a_leader_that_does_not_answer_leaves_everything_unknown() -> None:
+def test_an_unreachable_leader_makes_conditions_unknown() -> None:
     watching = Watching().settled()
     watching.cluster.reachable = False
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_a_leader_that_does_not_answer_leaves_everything_unknown() -> None:
     assert watching.look().phase is Phase.RUNNING
 
 
-def test_a_leader_that_still_starts_is_not_unreachable() -> None:
+def test_a_starting_leader_is_not_unreachable() -> None:
     watching = Watching()
     watching.act()
     watching.cluster.start_all()
@@ -203,7 +203,7 @@ def test_some_groups_down_while_others_serve_is_degraded_but_ready() -> None:
     assert "restart 1 of 5 at" in words
 
 
-def test_a_last_failure_stays_readable_after_the_group_is_back() -> None:
+def test_the_last_failure_is_kept_after_the_recovery() -> None:
     watching = Watching(replicas=2).settled()
     watching.cluster.fail("chat-1-0-0")
     watching.cluster.now += 10
@@ -216,7 +216,7 @@ def test_a_last_failure_stays_readable_after_the_group_is_back() -> None:
     assert watching.status.restarts == 1
 
 
-def test_a_spent_budget_of_the_leader_is_failure() -> None:
+def test_an_exhausted_budget_of_the_leader_group_is_failed() -> None:
     watching = Watching(failurePolicy={"maxRestarts": 0}).settled()
     watching.cluster.fail("chat-0-0-0")
     status = watching.look()
@@ -226,7 +226,7 @@ def test_a_spent_budget_of_the_leader_is_failure() -> None:
     assert "change restart.id" in message(status, ConditionType.FAILED)
 
 
-def test_a_spent_budget_of_another_group_is_only_degraded() -> None:
+def test_an_exhausted_budget_of_another_group_is_degraded() -> None:
     watching = Watching(replicas=2, failurePolicy={"maxRestarts": 0}).settled()
     watching.cluster.fail("chat-1-0-0")
     status = watching.look()
@@ -235,7 +235,7 @@ def test_a_spent_budget_of_another_group_is_only_degraded() -> None:
     assert "Failed=True" not in shown(status)
 
 
-def test_bad_input_is_failure_with_the_launchers_own_words() -> None:
+def test_invalid_input_is_failed_with_the_message_of_the_launcher() -> None:
     watching = Watching()
     watching.act()
     watching.cluster.start_all()
@@ -245,14 +245,14 @@ def test_bad_input_is_failure_with_the_launchers_own_words() -> None:
     assert "no further attempt until the spec changes" in message(status, ConditionType.FAILED)
 
 
-def test_a_stopped_resource_says_how_to_start_it() -> None:
+def test_a_stopped_resource_reports_how_to_start_it() -> None:
     watching = Watching(lifecycle="Stopped").settled()
     assert watching.status.phase is Phase.STOPPED
     assert shown(watching.status) == {"Ready=False": "Stopped"}
     assert "set it to Running" in message(watching.status, ConditionType.READY)
 
 
-def test_pods_that_are_still_ending_are_named() -> None:
+def test_terminating_pods_are_reported() -> None:
     watching = Watching().settled()
     watching.spec["lifecycle"] = "Stopped"
     status = watching.look()
@@ -262,7 +262,7 @@ def test_pods_that_are_still_ending_are_named() -> None:
     )
 
 
-def test_a_transition_that_hangs_is_degraded_and_names_the_groups() -> None:
+def test_a_hanging_transition_is_degraded_with_its_groups() -> None:
     watching = Watching(replicas=2, lifecycle="Paused", failurePolicy={"transitionTimeout": "2m"}).settled()
     watching.cluster.engine_state = EngineState.PAUSING
     watching.look()
@@ -272,19 +272,19 @@ def test_a_transition_that_hangs_is_degraded_and_names_the_groups() -> None:
     assert "waiting for replica group 0, 1" in message(status, ConditionType.DEGRADED)
 
 
-def test_what_could_not_be_applied_is_told() -> None:
+def test_failed_actions_are_reported() -> None:
     status = Watching().look(problems=("pods is forbidden: no create",))
     assert shown(status)["Ready=False"] == "ApplyFailed"
     assert message(status, ConditionType.DEGRADED) == "pods is forbidden: no create"
 
 
-def test_a_roll_out_says_which_groups_are_left() -> None:
+def test_a_rollout_reports_the_remaining_groups() -> None:
     watching = Watching(replicas=2, rollout={"maxUnavailable": 1}).settled()
     watching.spec["restart"] = {"id": "1"}
     assert "replica group 0, 1 still runs the previous template" in message(watching.look(), ConditionType.PROGRESSING)
 
 
-def test_the_time_of_a_condition_moves_only_with_its_status() -> None:
+def test_the_transition_time_changes_only_with_the_status() -> None:
     watching = Watching(replicas=2).settled()
     before = {each.type: each for each in watching.status.conditions}
     watching.cluster.now += 60
@@ -296,14 +296,14 @@ def test_the_time_of_a_condition_moves_only_with_its_status() -> None:
     assert after[degraded].last_transition_time > before[degraded].last_transition_time
 
 
-def test_nothing_is_written_when_nothing_has_changed() -> None:
+def test_an_unchanged_status_is_not_written() -> None:
     watching = Watching(replicas=2).settled()
     before = as_json(watching.status)
     watching.cluster.now += 600
     assert as_json(watching.look()) == before
 
 
-def test_the_status_tells_which_spec_it_is_about() -> None:
+def test_the_status_has_the_observed_generation() -> None:
     status = Watching().look()
     assert status.observed_generation == 1
     assert {each.observed_generation for each in status.conditions} == {1}
@@ -315,14 +315,14 @@ def test_the_status_tells_which_spec_it_is_about() -> None:
 MISTAKE = FieldError("spec.replicas", 0, "must be at least 1; raise it")
 
 
-def test_an_invalid_resource_fails_with_field_value_and_mend() -> None:
+def test_an_invalid_resource_is_failed_with_field_value_and_remedy() -> None:
     status = invalid_status(resource_object(), [MISTAKE], now=0.0)
     assert status.phase is Phase.FAILED
     assert shown(status) == {"Ready=False": "InvalidSpec", "Failed=True": "InvalidSpec"}
     assert message(status, ConditionType.FAILED) == "spec.replicas: 0: must be at least 1; raise it"
 
 
-def test_an_invalid_edit_of_a_serving_resource_keeps_what_was_known() -> None:
+def test_an_invalid_edit_of_a_serving_resource_keeps_its_status() -> None:
     watching = Watching(replicas=2).settled()
     obj = {**resource_object(), "status": as_json(watching.status)}
     status = invalid_status(obj, [MISTAKE], now=watching.cluster.now)
@@ -332,5 +332,5 @@ def test_an_invalid_edit_of_a_serving_resource_keeps_what_was_known() -> None:
     assert [Condition.model_validate(each).type for each in as_json(status)["conditions"]] == list(ConditionType)
 
 
-def test_a_status_that_makes_no_sense_counts_as_none() -> None:
-    assert old_status({"status": {"phase": 3}}) == Status()
+def test_an_invalid_status_is_ignored() -> None:
+    assert old_status({"status": {"phase": 3}}) == MegatronInferenceStatus()

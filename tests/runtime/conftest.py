@@ -1,8 +1,7 @@
-"""What Hugging Face transformers makes of the same weights: the reference that the runtime is held to."""
+"""The reference: Hugging Face transformers with the same weights."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,21 +12,7 @@ import torch
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-HERE = Path(__file__).parent
-if str(HERE) not in sys.path:
-    sys.path.append(str(HERE))  # runtime_support lies here, and importlib mode puts nothing on the path
-
-from runtime_support.tiny_checkpoint import write_tiny_checkpoint  # noqa: E402
-
-DATA = HERE / "data"
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{{ tools }}"
-"""For models of bytes, whose words mean nothing."""
-
-
-@pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights and a tokenizer of bytes, for whatever does not depend on words."""
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), longest=8192, chat_template=CHAT_TEMPLATE)
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +23,9 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def reference_model(smollm2_path: Path) -> LlamaForCausalLM:
-    """SmolLM2 as transformers builds it in float32, configuration and weights read from the GGUF by its own reader.
+    """SmolLM2 in transformers in float32, with configuration and weights from the GGUF by transformers' reader.
 
-    ``from_pretrained(gguf_file=...)`` does the same but asks for accelerate.
+    ``from_pretrained(gguf_file=...)`` does the same but requires accelerate.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -59,12 +44,12 @@ def reference_model(smollm2_path: Path) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def reference_tokenizer(smollm2_path: Path) -> PreTrainedTokenizerFast:
-    """SmolLM2's tokenizer in transformers.
+    r"""SmolLM2's tokenizer in transformers.
 
-    transformers reads vocabulary, merges and special tokens from the GGUF, but knows no pre-tokenizer called
-    ``smollm`` and leaves GPT-2's in place: it cuts "a  1" into "a", " ", " 1" where SmolLM2 cuts "a", "  ", "1". The
-    one put here is that of the tokenizer.json which HuggingFaceTB/SmolLM2-135M-Instruct publishes: every digit on its
-    own, then GPT-2's pattern. llama.cpp does the same for ``smollm``: it splits at ``\\p{N}``, then by that pattern.
+    transformers reads vocabulary, merges and special tokens from the GGUF, but does not support the pre-tokenizer
+    ``smollm`` and uses GPT-2's: it splits "a  1" into "a", " ", " 1" where SmolLM2 has "a", "  ", "1". This fixture
+    sets that of the published tokenizer.json of HuggingFaceTB/SmolLM2-135M-Instruct: every digit is separate, then
+    GPT-2's pattern. llama.cpp does the same for ``smollm``: it splits at ``\p{N}``, then by that pattern.
     """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
@@ -81,9 +66,10 @@ def reference_tokenizer(smollm2_path: Path) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def reference_greedy(reference_model: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
-    """``reference_greedy(prompt_ids, n)``: the n most likely tokens after the prompt, one after the other.
+    """``reference_greedy(prompt_ids, n)``: the n greedy tokens after the prompt.
 
-    Goes on past the end-of-text token; a test that stops there cuts both sides. Answers are kept for the session.
+    Continues after the end-of-text token; a test that stops there truncates both sides. Answers are cached for the
+    session.
     """
     known: dict[tuple[int, ...], list[int]] = {}
 

@@ -16,6 +16,7 @@ from megatron_runtime.data_parallel_inference_coordinator import DataParallelInf
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from megatron_runtime.sampling_params import SamplingParams
 
 COORDINATOR = [
     "data_parallel_size",
@@ -53,13 +54,42 @@ def test_the_llm_classes_have_their_methods_and_parameters(kind: type) -> None:
         assert isinstance(getattr(kind, name), property)
 
 
+def test_sampling_params_have_the_positional_order_of_megatron() -> None:
+    params = SamplingParams(
+        0.5, 7, 0.9, True, True, False, 20, None, 5, 3, None, True, ["end"], True, True, True, 2, False
+    )
+    given = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.9,
+        "return_log_probs": True,
+        "skip_prompt_log_probs": True,
+        "return_segments": False,
+        "num_tokens_to_generate": 20,
+        "num_tokens_total": None,
+        "termination_id": 5,
+        "top_n_logprobs": 3,
+        "return_prompt_top_n_logprobs": False,
+        "add_BOS": True,
+        "stop_words": ["end"],
+        "detokenize_stop_sequence": True,
+        "return_prompt_tokens": True,
+        "streaming": True,
+        "streaming_interval": 2,
+        "do_kv_handoff": False,
+    }
+    assert {name: getattr(params, name) for name in given} == given
+    params.add_attributes({"temperature": 0.0, "top_k": 1})
+    assert (params.temperature, params.top_k, params.top_p) == (0.0, 1, 0.9)
+
+
 def test_the_serve_config_has_its_defaults() -> None:
     config = ServeConfig()
     assert (config.host, config.port, config.parsers) == ("0.0.0.0", 5000, [])
     assert (config.verbose, config.frontend_replicas) == (False, 4)
 
 
-def test_the_serve_config_takes_one_parser_of_each_kind() -> None:
+def test_the_serve_config_accepts_one_parser_of_each_kind() -> None:
     assert ServeConfig(parsers=["qwen3", "hermes"]).http.parsers == ("qwen3", "hermes")
     with pytest.raises(ConfigurationError, match="'gpt' is unknown; use hermes, "):
         ServeConfig(parsers=["gpt"])
@@ -68,7 +98,7 @@ def test_the_serve_config_takes_one_parser_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("address", [{"inference_coordinator_port": 5557}, {"inference_coordinator_address": 5557}])
-def test_the_client_takes_a_port_by_either_name(address: dict[str, int]) -> None:
+def test_the_client_accepts_a_port_by_either_name(address: dict[str, int]) -> None:
     assert InferenceClient(**address)._dealer.address == InferenceClient(5557)._dealer.address
 
 
@@ -86,14 +116,17 @@ def test_the_client_has_its_methods_and_attributes() -> None:
         function = getattr(InferenceClient, f"{name}_engines")
         assert all(item.default is None for item in list(inspect.signature(function).parameters.values())[1:])
     client = InferenceClient(5557)
-    assert (client.context, client.socket, client.listener_task) == (None, None, None)
+    assert (client.context, client.socket) == (client._dealer.context, client._dealer.socket)
+    assert client.socket is not None
+    assert client.listener_task is None
     assert (client.completion_futures, client.next_request_id) == ({}, 0)
     client.stop()
 
 
 def test_the_coordinator_has_its_methods_and_parameters() -> None:
     assert parameters(DataParallelInferenceCoordinator)[: len(COORDINATOR) + 1] == ["pipe_connection", *COORDINATOR]
-    assert parameters(DataParallelInferenceCoordinator.entrypoint)[:2] == ["pipe_connection", "ready_event"]
+    entrypoint = parameters(DataParallelInferenceCoordinator.entrypoint)
+    assert entrypoint == ["pipe_connection", "ready_event", *COORDINATOR, "options"]
     states = [state.name for state in DataParallelInferenceCoordinator.CoordinatorState]
     assert states == ["RUNNING", "PAUSED", "SUSPENDED", "STOPPING"]
     expected = {

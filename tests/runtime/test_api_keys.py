@@ -1,4 +1,4 @@
-"""The file of API keys: followed while it is there, and not missed while it is not."""
+"""The file of API keys: changes take effect, and a missing file keeps the last keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def replace(file: Path, content: bytes) -> None:
     other.replace(file)
 
 
-def test_keys_that_come_and_go_take_effect_at_once(file: Path) -> None:
+def test_added_and_removed_keys_take_effect_at_once(file: Path) -> None:
     keys = ApiKeys(file)
     assert [lets_in(keys, key) for key in ("first", "second", "# ours", "")] == [True, False, False, False]
     replace(file, b"second\n")
@@ -46,7 +46,7 @@ def test_keys_that_come_and_go_take_effect_at_once(file: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["it vanishes", "it is no text"])
-def test_while_the_file_can_not_be_read_the_last_keys_stay_in_force_and_the_log_says_so_once(
+def test_while_the_file_can_not_be_read_the_last_keys_stay_valid_with_one_warning(
     loss: str, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = ApiKeys(file)
@@ -67,12 +67,12 @@ def test_while_the_file_can_not_be_read_the_last_keys_stay_in_force_and_the_log_
     assert len(caplog.records) == 2
 
 
-def test_a_file_that_was_never_readable_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"MEGATRON_API_KEYS_FILE=.*nowhere: can't be read: No such file"):
         ApiKeys(tmp_path / "nowhere")
 
 
-def test_a_key_counts_in_a_header_of_its_own_too_for_proxies_take_the_other(file: Path) -> None:
+def test_a_key_is_also_accepted_in_x_api_key(file: Path) -> None:
     keys = ApiKeys(file)
     keys.check(None, "first")
     keys.check("Bearer someone-elses", "first")

@@ -1,4 +1,4 @@
-"""Which processors compute in bfloat16, and in tiles."""
+"""Detection of bfloat16 and tile instructions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_runtime.cpu_features import BFLOAT16, TILES, reports_any
         ("", False, False),
     ],
 )
-def test_the_kernels_flags_tell(line: str, native: bool, tiled: bool, tmp_path: Path) -> None:
+def test_cpu_features_follow_the_flags_of_the_kernel(line: str, native: bool, tiled: bool, tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\nbogomips\t: 1\n")
     assert reports_any(BFLOAT16, tmp_path / "cpuinfo") is native
     assert reports_any(TILES, tmp_path / "cpuinfo") is tiled
 
 
-def test_where_no_file_tells_there_is_none(tmp_path: Path) -> None:
+def test_without_cpuinfo_there_are_no_features(tmp_path: Path) -> None:
     assert reports_any(BFLOAT16, tmp_path / "missing") is False

@@ -49,8 +49,8 @@ async def test_the_preflight_counts_on_the_bytes_that_the_caches_take(
 def cache_bytes(path: Path, sizes: ParallelSizes) -> Iterator[int]:
     """What BLOCKS blocks take on each rank, by their arrays."""
     config = inspect_checkpoint(path).config
-    for rank in range(sizes.ranks_per_replica):
-        shard = Shard(config, sizes.position_in_replica(rank))
+    for rank in range(sizes.ranks_per_replica_group):
+        shard = Shard(config, sizes.position_in_replica_group(rank))
         cache = KVCache(shard.cache_config, BLOCKS, BLOCK, torch.float32)
         taken = sum(array.nbytes for index in range(len(shard.layers)) for array in cache.layer(index))
         assert taken == cache.num_bytes

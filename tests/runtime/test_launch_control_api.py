@@ -19,7 +19,7 @@ from megatron_runtime.errors import (
 from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
 from megatron_runtime.launch.metrics import create_exposition
-from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, ReplicaGroupState
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RegisteredReplicaGroup
 
 
 class Engines:
@@ -36,6 +36,10 @@ class Engines:
     async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:  # noqa: ARG002
         """As the real method."""
         self._take(path, wait)
+
+    async def profile(self, *, start: bool) -> None:
+        """As the real method."""
+        self._take("start profile" if start else "stop profile", True)
 
     def _take(self, call: str, wait: bool) -> None:
         if self.error is not None:
@@ -69,7 +73,7 @@ def registered(*groups: int, state: str = "RUNNING") -> dict[str, Any]:
     """The changes of the pod's state when these replica groups are registered."""
     return {
         "engine_state": state,
-        "replica_groups": tuple(ReplicaGroupState(group, state, 2, 3, 8, 2) for group in groups),
+        "replica_groups": tuple(RegisteredReplicaGroup(group, state, 2, 3, 8, 2) for group in groups),
     }
 
 
@@ -155,9 +159,9 @@ async def test_a_revision_from_before_a_restart_is_answered_at_once(client: http
 
 
 async def test_a_change_of_load_makes_no_new_revision(state: PodState) -> None:
-    state.update(replica_groups=(ReplicaGroupState(0, "RUNNING", running_requests=1),))
+    state.update(replica_groups=(RegisteredReplicaGroup(0, "RUNNING", running_requests=1),))
     revision = state.revision
-    state.update(replica_groups=(ReplicaGroupState(0, "RUNNING", running_requests=5),))
+    state.update(replica_groups=(RegisteredReplicaGroup(0, "RUNNING", running_requests=5),))
     assert state.revision == revision
     assert state.body()["requests"]["running"] == 5
 
@@ -166,6 +170,15 @@ async def test_signals_are_passed_on(client: httpx.AsyncClient, engines: Engines
     assert (await client.post("/v1/pause")).status_code == 202
     assert (await client.post("/v1/unpause", params={"wait": "true"})).status_code == 200
     assert engines.taken == [("pause", False), ("unpause", True)]
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_the_profiler_is_started_and_stopped(client: httpx.AsyncClient, engines: Engines, prefix: str) -> None:
+    assert (await client.post(f"{prefix}/start_profile")).json() == {"status": "ok", "action": "start_profile"}
+    assert (await client.post(f"{prefix}/stop_profile")).json() == {"status": "ok", "action": "stop_profile"}
+    assert engines.taken == [("start profile", True), ("stop profile", True)]
+    refused = await client.post(f"{prefix}/start_profile", headers={"Authorization": "Bearer wrong"})
+    assert refused.status_code == 401
 
 
 async def test_weight_updates_are_passed_on(client: httpx.AsyncClient, engines: Engines) -> None:

@@ -1,4 +1,4 @@
-"""Children of the launcher: what they say, how they are started again, and how they end."""
+"""Children of the launcher: their reports, restarts and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from runtime_support.processes import is_alive
 
 from megatron_runtime.processes.child import Child, ChildTask
-from megatron_runtime.processes.replica_supervisor import ReplicaSupervisor
+from megatron_runtime.processes.replica_group_supervisor import ReplicaGroupSupervisor
 from megatron_runtime.processes.supervisor import RestartBudget, Supervisor
 
 PROGRAM = """
@@ -71,7 +71,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def task(program: str, act: str, **options: Any) -> ChildTask:
-    """A child that does as told."""
+    """A child that follows its options."""
     return ChildTask(role="dummy", module=program, options={"name": "the child", "act": act, **options})
 
 
@@ -87,7 +87,7 @@ class Reports:
         self._news.set()
 
     async def phase(self, name: str, times: int = 1) -> int:
-        """The pid in the report, once this phase was reported so often."""
+        """The pid in the report, once this phase was reported this number of times."""
         async with asyncio.timeout(30):
             while sum(report.get("phase") == name for report in self.all) < times:
                 self._news.clear()
@@ -117,7 +117,7 @@ async def test_a_child_is_started_again_until_the_budget_is_spent(program: str) 
     assert "exit code 7" in end.message
 
 
-async def test_bad_input_is_not_tried_again(program: str) -> None:
+async def test_invalid_input_is_not_retried(program: str) -> None:
     supervisor = Supervisor(lambda: task(program, "refuse", code=2), log=io.StringIO())
     end = await asyncio.wait_for(supervisor.run(), 30)
     assert end.is_bad_input
@@ -143,7 +143,7 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(program: s
     assert await child.stop(0.2) == -signal.SIGKILL
 
 
-async def test_a_cancelled_keeper_leaves_no_child(program: str) -> None:
+async def test_a_cancelled_supervisor_leaves_no_child(program: str) -> None:
     reports = Reports()
     supervisor = Supervisor(lambda: task(program, "wait"), on_report=reports, log=io.StringIO())
     run = asyncio.create_task(supervisor.run())
@@ -170,14 +170,14 @@ def test_a_child_dies_with_its_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("program")
-def test_a_child_learns_that_its_parent_stands_still_and_does_not_take_its_own_sleep_for_that(tmp_path: Path) -> None:
+def test_a_child_detects_a_hanging_parent_and_ignores_its_own_pauses(tmp_path: Path) -> None:
     parent, noticed = tmp_path / "parent.py", tmp_path / "noticed"
     parent.write_text(PARENT)
     command = [sys.executable, parent, "listen", str(noticed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
-        time.sleep(1.5)  # so that the first sign has come
+        time.sleep(1.5)  # so that the first heartbeat has arrived
         for number in (signal.SIGSTOP, signal.SIGCONT):
             for pid in (process.pid, child):
                 os.kill(pid, number)
@@ -198,11 +198,11 @@ async def test_a_child_that_falls_silent_is_killed_and_started_again(program: st
     )
     end = await asyncio.wait_for(supervisor.run(), 60)
     assert (supervisor.restarts, end.exit_code) == (1, -signal.SIGKILL)
-    assert end.message == "dummy gave no sign of life for 1 s and was killed"
+    assert end.message == "dummy sent no heartbeat for 1 s and was killed"
     assert [report.get("phase") for report in reports.all] == ["Serving"] * 2
 
 
-async def test_a_child_that_never_gave_a_sign_of_life_is_not_taken_for_hung(program: str) -> None:
+async def test_a_child_without_a_first_heartbeat_is_not_considered_hung(program: str) -> None:
     reports = Reports()
     supervisor = Supervisor(lambda: task(program, "wait"), hang_timeout=0.0, on_report=reports, log=io.StringIO())
     life = asyncio.create_task(supervisor.run())
@@ -230,7 +230,7 @@ async def test_the_ranks_of_a_replica_end_together_and_start_again_together(prog
             await serving.wait_for(lambda: all(len(seen) == count for seen in pids.values()))
 
     notices: list[asyncio.Task[None]] = []
-    supervisor = ReplicaSupervisor(
+    supervisor = ReplicaGroupSupervisor(
         lambda: [task(program, "wait"), task(program, "wait")], RestartBudget(1), on_report=hear, log=io.StringIO()
     )
     run = asyncio.create_task(supervisor.run())
@@ -246,15 +246,15 @@ async def test_the_ranks_of_a_replica_end_together_and_start_again_together(prog
     assert not is_alive(pids[0][1])
 
 
-async def test_a_rank_that_ends_well_lets_the_others_end_by_themselves(program: str) -> None:
+async def test_a_rank_that_exits_with_zero_does_not_stop_the_others(program: str) -> None:
     tasks = [task(program, "end"), task(program, "end", code=5)]
     for order in (tasks, tasks[::-1]):
-        supervisor = ReplicaSupervisor(lambda order=order: order, RestartBudget(0), log=io.StringIO())  # type: ignore[misc]
+        supervisor = ReplicaGroupSupervisor(lambda order=order: order, RestartBudget(0), log=io.StringIO())  # type: ignore[misc]
         end = await asyncio.wait_for(supervisor.run(), 30)
         assert (end.exit_code, order[supervisor.culprit]) == (5, tasks[1])
 
 
-def test_the_restart_budget_is_whole_again_after_a_time_without_a_restart() -> None:
+def test_the_restart_budget_is_restored_after_a_time_without_restarts() -> None:
     now = 0.0
     budget = RestartBudget(2, reset_after=10.0, clock=lambda: now)
     for _ in range(2):

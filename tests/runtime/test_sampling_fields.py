@@ -72,6 +72,7 @@ def test_fields_reach_the_parameters() -> None:
         "frequency_penalty": -1,
         "repetition_penalty": 1.5,
         "min_tokens": 3,
+        "bad_words": ["no"],
         "stop_token_ids": [5],
         "ignore_eos": True,
         "priority": -4,

@@ -1,4 +1,4 @@
-"""Sampling parameters: validated when made, named when refused, the same after a journey."""
+"""Sampling parameters: validation, errors by name, and serialization."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> N
     [
         ([1], "must map"),
         (7, "must map"),
-        ({-1: 1.0}, "-1 is no token id"),
-        ({"x": 1.0}, "'x' is no token id"),
-        ({True: 1.0}, "True is no token id"),
+        ({-1: 1.0}, "-1 is not a token id"),
+        ({"x": 1.0}, "'x' is not a token id"),
+        ({True: 1.0}, "True is not a token id"),
         ({3: 101}, "101 for token 3"),
         ({3: math.nan}, "nan for token 3"),
         ({3: "1"}, "'1' for token 3"),
     ],
 )
-def test_a_bias_that_makes_no_sense_is_refused(bias: object, words: str) -> None:
+def test_an_invalid_bias_is_refused(bias: object, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=rf"^logit_bias.*{words}") as refusal:
         SamplingParams(logit_bias=bias)  # type: ignore[arg-type]
     assert refusal.value.field == "logit_bias"
@@ -89,7 +89,7 @@ def test_biases_may_name_their_tokens_in_text_as_json_does() -> None:
     assert SamplingParams(logit_bias={}).logit_bias is None
 
 
-def test_what_excludes_or_needs_each_other_is_checked() -> None:
+def test_combinations_of_parameters_are_checked() -> None:
     with pytest.raises(InvalidRequestError, match="exclude each other"):
         SamplingParams(num_tokens_to_generate=1, num_tokens_total=2)
     with pytest.raises(InvalidRequestError, match="min_tokens=3 is more than num_tokens_to_generate=2"):
@@ -103,7 +103,7 @@ def test_top_k_and_top_p_may_be_given_together() -> None:
     assert (params.top_k, params.top_p) == (50, 0.9)
 
 
-def test_stop_and_stop_words_are_one_thing() -> None:
+def test_stop_and_stop_words_are_the_same_parameter() -> None:
     for params in (SamplingParams(stop=["a"]), SamplingParams(stop_words=["a"]), SamplingParams(stop="a")):  # type: ignore[arg-type]
         assert params.stop == params.stop_words == ["a"]
     assert SamplingParams(stop=[]).stop is None
@@ -151,7 +151,7 @@ def test_prompt_top_n_follows_from_the_other_fields() -> None:
     assert not SamplingParams(**asked, skip_prompt_log_probs=True).return_prompt_top_n_logprobs
 
 
-def test_prompt_top_n_by_its_old_name_may_only_say_what_follows_anyway() -> None:
+def test_return_prompt_top_n_logprobs_must_agree_with_the_other_parameters() -> None:
     params = SamplingParams(return_log_probs=True, top_n_logprobs=2, return_prompt_top_n_logprobs=True)
     assert SamplingParams.deserialize(params.serialize()) == params
     params.add_attributes({"skip_prompt_log_probs": True})

@@ -1,4 +1,4 @@
-"""Grammars of calls and of thoughts: what they let through is what the readers find, with a real vocabulary."""
+"""Grammars of calls and of reasoning agree with the parsers, with a real vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUNCTIONS: dict[str, Mapping[str, Any]] = {
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 IMAGINED = "<|im_start|>"
-"""A special token of the model's, in the place of a mark."""
+"""A special token of the model, instead of a text mark."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_only_calls_of_the_functions_with_arguments_of_their_schemas_pass(tokeni
         (CallFormat(opening=f"{IMAGINED}[", separator=", ", closing="]"), {IMAGINED: 1}),
     ],
 )
-def test_words_may_come_before_calls_or_alone(tokenizer: Tokenizer, form: CallFormat, tokens: dict[str, int]) -> None:
+def test_text_may_precede_calls_or_stand_alone(tokenizer: Tokenizer, form: CallFormat, tokens: dict[str, int]) -> None:
     assert tokens == tokenizer.special_tokens(tokens)
     grammar = guides.calls_grammar(form, FUNCTIONS, or_text=True, tokens=tokens)
     calls = written(form, ("weather", {"city": "Paris"}))
@@ -80,7 +80,7 @@ def test_words_may_come_before_calls_or_alone(tokenizer: Tokenizer, form: CallFo
 
 
 @pytest.mark.parametrize(("begin", "end", "tokens"), [("<t>", "</t>", {}), (IMAGINED, "<repo_name>", None)])
-def test_thoughts_are_free_and_what_follows_is_not(
+def test_reasoning_is_unconstrained_and_the_answer_is_not(
     tokenizer: Tokenizer, begin: str, end: str, tokens: dict[str, int] | None
 ) -> None:
     marks = tokenizer.special_tokens([begin, end]) if tokens is None else tokens
@@ -93,7 +93,7 @@ def test_thoughts_are_free_and_what_follows_is_not(
         assert lets_through(tokenizer, grammar, "no") is not in_reasoning
 
 
-def test_parameters_that_can_not_be_kept_to_are_refused_with_their_function() -> None:
+def test_unsupported_parameter_schemas_are_refused_with_their_function() -> None:
     form = TOOL_FORMATS["hermes"].call_format
     assert form is not None
     with pytest.raises(InvalidRequestError, match=r"parameters of 'f'.*Invalid type"):

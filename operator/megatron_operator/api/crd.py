@@ -15,7 +15,15 @@ from typing import Any
 import yaml
 
 from megatron_operator.api.reference import reference_text
-from megatron_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, MegatronInference, Spec, Status
+from megatron_operator.api.v1alpha1 import (
+    GROUP,
+    KIND,
+    PLURAL,
+    VERSION,
+    MegatronInference,
+    MegatronInferenceSpec,
+    MegatronInferenceStatus,
+)
 from megatron_operator.api.v1alpha1.resource import LONGEST_NAME, NAME_PATTERN
 
 Schema = dict[str, Any]
@@ -129,8 +137,8 @@ def _root_schema() -> Schema:
             "apiVersion": {"type": "string", "description": "Version of the schema of this object."},
             "kind": {"type": "string", "description": "Kind of this object."},
             "metadata": {"type": "object"},
-            "spec": _structural(Spec.model_json_schema(), with_defaults=True),
-            "status": _structural(Status.model_json_schema(mode="serialization"), with_defaults=False),
+            "spec": _structural(MegatronInferenceSpec.model_json_schema(), with_defaults=True),
+            "status": _structural(MegatronInferenceStatus.model_json_schema(mode="serialization"), with_defaults=False),
         },
         "x-kubernetes-validations": [name_rule],
     }

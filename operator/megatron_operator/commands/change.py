@@ -15,7 +15,10 @@ from megatron_operator.kubernetes.user_cluster import UserCluster
 async def change(
     cluster: UserCluster, namespace: str, name: str, verb: Verb, *, wait: bool, timeout: str, console: Console
 ) -> None:
-    """Change ``spec.lifecycle``. With ``wait``, return when the state is reached. Raises CommandFailed, WorldError."""
+    """Change ``spec.lifecycle``. With ``wait``, return when the state is reached.
+
+    Raises CommandFailed and AdapterError.
+    """
     try:
         patience = Duration(timeout)
     except ValueError as error:

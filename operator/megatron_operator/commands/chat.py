@@ -44,7 +44,7 @@ class Chat:
     _messages: list[dict[str, str]] = field(default_factory=list)
 
     async def run(self, question: str | None) -> None:
-        """Answer one question, or each line of standard input. Raises CommandFailed, WorldError."""
+        """Answer one question, or each line of standard input. Raises CommandFailed, AdapterError."""
         await self._look()
         self._forget()
         if question is not None:

@@ -15,7 +15,7 @@ from megatron_operator.kubernetes.user_cluster import UserCluster, core_path
 
 
 async def describe(cluster: UserCluster, namespace: str, name: str, console: Console) -> None:
-    """Print the resource. Raises CommandFailed, WorldError."""
+    """Print the resource. Raises CommandFailed, AdapterError."""
     obj = await existing(cluster, namespace, name)
     pods, hidden_pods = await _readable(cluster, namespace, "pods", labelSelector=_selector(name))
     fields = f"involvedObject.uid={obj['metadata']['uid']}"

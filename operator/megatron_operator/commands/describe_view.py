@@ -11,16 +11,23 @@ from rich.text import Text
 
 from megatron_operator import names
 from megatron_operator.api.parse import InvalidResource, parse_resource
-from megatron_operator.api.v1alpha1 import ConditionType, Device, MegatronInference, ReplicaGroupStatus, Source, Status
+from megatron_operator.api.v1alpha1 import (
+    ConditionType,
+    Device,
+    MegatronInference,
+    MegatronInferenceStatus,
+    ReplicaGroupStatus,
+    Source,
+)
 from megatron_operator.commands.next_step import next_step
 from megatron_operator.kubernetes.pod_status import observed_pod
+from megatron_operator.observed_state import ObservedPod, ObservedState, PodPhase
 from megatron_operator.replica_groups import ReplicaGroupState
 from megatron_operator.status import old_status
 from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
 from megatron_operator.styles import styled
 from megatron_operator.timestamps import age, seconds
 from megatron_operator.wait_reasons import wait_reason
-from megatron_operator.world import ObservedPod, PodPhase, World
 
 Object = Mapping[str, Any]
 
@@ -59,7 +66,7 @@ class DescribeView:
         yield from self._section("Next", [next_step(self.obj, self.status, seen=self._is_seen)])
 
     @cached_property
-    def status(self) -> Status:
+    def status(self) -> MegatronInferenceStatus:
         return old_status(self.obj)
 
     @cached_property
@@ -142,10 +149,10 @@ class DescribeView:
         if self.resource is None:
             yield from (self._pod(pod) for pod in self._observed)
             return
-        world = World(now=self.now, pods=self._observed)
+        observed = ObservedState(now=self.now, pods=self._observed)
         # Only the operator knows the current template hash, from its settings; the youngest pod has it.
         youngest = max(self._observed, key=lambda pod: pod.created_at, default=None)
-        inputs = StatusInputs(self.resource, world, template_hash=youngest.template_hash if youngest else "")
+        inputs = StatusInputs(self.resource, observed, template_hash=youngest.template_hash if youngest else "")
         if not inputs.should_have_pods:
             yield from (self._pod(pod) for pod in self._observed)
             return

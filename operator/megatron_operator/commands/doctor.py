@@ -31,7 +31,7 @@ API_KEYS = str(ApiKeysSecret.model_fields["key"].default)
 
 @dataclass(frozen=True)
 class Doctor:
-    """Runs all checks for one namespace. Raises WorldError when the cluster does not answer."""
+    """Runs all checks for one namespace. Raises AdapterError when the cluster does not answer."""
 
     cluster: UserCluster
     namespace: str

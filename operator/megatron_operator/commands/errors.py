@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_operator.kubernetes.api_server import Json, ServerError, ServerRefusal
 from megatron_operator.kubernetes.user_cluster import UserCluster, resources_path
-from megatron_operator.world import WorldError
+from megatron_operator.observed_state import AdapterError
 
 FAILED = 1
 BAD_USAGE = 2
@@ -61,16 +61,16 @@ def on_cluster(access: Access, command: Callable[[UserCluster, str], Awaitable[i
 async def _on_cluster(access: Access, command: Callable[[UserCluster, str], Awaitable[int | None]]) -> int:
     try:
         cluster = await UserCluster.open(access.kubeconfig, access.context)
-    except WorldError as error:
+    except AdapterError as error:
         raise CommandFailed(str(error)) from error
     async with cluster:
         try:
             return await command(cluster, access.namespace or cluster.namespace) or 0
-        except WorldError as error:
+        except AdapterError as error:
             raise CommandFailed(in_words(error, cluster)) from error
 
 
-def in_words(error: WorldError, cluster: UserCluster) -> str:
+def in_words(error: AdapterError, cluster: UserCluster) -> str:
     """An API server's error as a message for users."""
     status = error.status if isinstance(error, (ServerError, ServerRefusal)) else None
     said = str(error).partition(": ")[2] or str(error)

@@ -31,7 +31,7 @@ class LogLine:
 async def read_lines(
     cluster: UserCluster, namespace: str, pod: str, query: Mapping[str, str], *, after: float = 0.0
 ) -> AsyncIterator[LogLine]:
-    """Lines newer than ``after``; with ``follow`` in the query, also new ones. Raises WorldError."""
+    """Lines newer than ``after``; with ``follow`` in the query, also new ones. Raises AdapterError."""
     asked = {"container": names.CONTAINER, "timestamps": "true", **query}
     if after:
         # The API takes whole seconds; lines that were read already are skipped here.

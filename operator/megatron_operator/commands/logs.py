@@ -18,7 +18,7 @@ from megatron_operator.commands.errors import CommandRefused, existing, in_words
 from megatron_operator.commands.log_lines import LogLine, has_started, read_lines
 from megatron_operator.kubernetes.api_server import Json
 from megatron_operator.kubernetes.user_cluster import UserCluster, core_path
-from megatron_operator.world import PodPhase, WorldError
+from megatron_operator.observed_state import AdapterError, PodPhase
 
 POD_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 LOOK = 1.0
@@ -64,7 +64,7 @@ class Logs:
     _failed: set[str] = field(default_factory=set)
 
     async def run(self) -> int:
-        """The exit code: 1 when a log could not be read. Raises CommandFailed, WorldError."""
+        """The exit code: 1 when a log could not be read. Raises CommandFailed, AdapterError."""
         query = self.request.query()
         obj = await existing(self.cluster, self.namespace, self.request.name)
         self._check_rank(obj)
@@ -105,7 +105,7 @@ class Logs:
             return []
         try:
             lines = [line async for line in read_lines(self.cluster, self.namespace, name, query)]
-        except WorldError as error:
+        except AdapterError as error:
             self._report_error(name, error)
             return []
         self._last[name] = max((line.time for line in lines if math.isfinite(line.time)), default=0.0)
@@ -126,7 +126,7 @@ class Logs:
         try:
             pods = await self._pods()
             over = not pods and await self.cluster.get("MegatronInference", self.namespace, self.request.name) is None
-        except WorldError as error:
+        except AdapterError as error:
             self._report_error(PODS, error)
             return False
         self._failed.discard(PODS)
@@ -152,14 +152,14 @@ class Logs:
                 pod = await self.cluster.get("Pod", self.namespace, name)
                 if pod is None or (pod.get("status") or {}).get("phase") in FINISHED:
                     return
-            except WorldError as error:
+            except AdapterError as error:
                 self._report_error(name, error)
             await asyncio.sleep(LOOK)
 
     def _wants(self, line: LogLine) -> bool:
         return self.request.rank is None or line.is_of(self.request.rank)
 
-    def _report_error(self, name: str, error: WorldError) -> None:
+    def _report_error(self, name: str, error: AdapterError) -> None:
         if name not in self._failed:
             self._failed.add(name)
             say(self.errors, f"{name}: cannot be read: {in_words(error, self.cluster)}")

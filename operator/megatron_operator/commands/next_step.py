@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_operator.api.v1alpha1 import ConditionType, Phase, Status
+from megatron_operator.api.v1alpha1 import ConditionType, MegatronInferenceStatus, Phase
 from megatron_operator.commands.console import program
 from megatron_operator.conditions import GROUP_FAILED, is_auto_suspended
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED
@@ -34,7 +34,7 @@ _GAVE_UP = "fix the spec as shown above (kubectl edit mi {name}); the operator t
 _WAIT = "kubectl get mi {name} --watch   shows each step"
 
 
-def next_step(obj: Mapping[str, Any], status: Status, *, seen: bool) -> str:
+def next_step(obj: Mapping[str, Any], status: MegatronInferenceStatus, *, seen: bool) -> str:
     """The next step in one line. ``seen``: whether the operator has reported on the current spec."""
     metadata = obj["metadata"]
     if not obj.get("status") or not seen:
@@ -46,7 +46,7 @@ def next_step(obj: Mapping[str, Any], status: Status, *, seen: bool) -> str:
     return step.format(program=program(), name=f"{metadata['name']} -n {metadata['namespace']}")
 
 
-def _of(status: Status) -> str:
+def _of(status: MegatronInferenceStatus) -> str:
     for kind in (ConditionType.FAILED, ConditionType.DEGRADED, ConditionType.READY):
         condition = status.condition(kind)
         if condition is None or (condition.status == "False") != (kind is ConditionType.READY):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from megatron_operator.api.quantity import Duration
-from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, Phase, Status
+from megatron_operator.api.v1alpha1 import ConditionType, Lifecycle, MegatronInferenceStatus, Phase
 from megatron_operator.commands.console import program, say
 from megatron_operator.commands.errors import CommandFailed
 from megatron_operator.commands.lifecycle_verbs import desired_lifecycle
@@ -95,7 +95,7 @@ class StatusWaiter:
             say(self.console, words)
 
 
-def is_reached(desired: Lifecycle, status: Status) -> bool:
+def is_reached(desired: Lifecycle, status: MegatronInferenceStatus) -> bool:
     """Whether the desired state is reached. The phase shows a transition only after its end."""
     if desired is Lifecycle.STOPPED:
         return status.phase is Phase.STOPPED

@@ -14,7 +14,7 @@ from kubernetes.aio import client, config
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
-from megatron_operator.world import ActionRefused, NamespaceTerminating, WorldError
+from megatron_operator.observed_state import ActionRefused, AdapterError, NamespaceTerminating
 
 REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=20.0, connect=5.0)
 MAX_DELAYS = 5
@@ -50,7 +50,7 @@ NAMESPACE_TERMINATING = "NamespaceTerminating"
 Json = dict[str, Any]
 
 
-class ServerError(WorldError):
+class ServerError(AdapterError):
     """A request failed and may succeed later. ``status`` is None without an answer."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
@@ -77,7 +77,7 @@ class ApiServer:
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self.check_may_act: Callable[[], None] = lambda: None
-        """Called before each change. Raises WorldError unless this operator holds the Lease."""
+        """Called before each change. Raises AdapterError unless this operator holds the Lease."""
 
     @classmethod
     async def connect(cls) -> Self:

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 
 from megatron_operator.control_client import ControlApiUnreachable, ControlClient
-from megatron_operator.kubernetes.port import KubernetesPort
+from megatron_operator.kubernetes.adapter import KubernetesAdapter
+from megatron_operator.observed_state import ObservedPod, ObservedState, PodPhase
 from megatron_operator.replica_groups import pod_is_ready
-from megatron_operator.world import ObservedPod, PodPhase, World
 
 LONGEST_POLL = 30.0
 """Seconds. The readiness probe detects a hanging launcher sooner, and TCP keepalive a lost connection."""
@@ -27,15 +27,15 @@ class ControlApiWatches:
         self._on_change = on_change
         self._tasks: dict[Key, asyncio.Task[None]] = {}
 
-    def follow(self, world: World, port: KubernetesPort) -> None:
-        """Watch the relevant pods of ``world``, starting from the revisions of ``port``, and no others."""
-        wanted = {(pod.uid, port.control_client): pod for pod in world.pods if _matters(pod)}
+    def follow(self, observed: ObservedState, adapter: KubernetesAdapter) -> None:
+        """Watch the relevant pods of ``observed``, starting from the revisions of ``adapter``, and no others."""
+        wanted = {(pod.uid, adapter.control_client): pod for pod in observed.pods if _matters(pod)}
         for key in self._tasks.keys() - wanted.keys():
             self._tasks.pop(key).cancel()
         for key, pod in wanted.items():
             if key not in self._tasks:
                 assert pod.address is not None
-                watch = self._watch(port.control_client, pod.address, port.revisions.get(pod.uid))
+                watch = self._watch(adapter.control_client, pod.address, adapter.revisions.get(pod.uid))
                 self._tasks[key] = asyncio.create_task(watch, name=f"watch of {pod.name}")
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ class GangKinds:
         self._expires = 0.0
 
     async def served(self) -> frozenset[str]:
-        """The kinds that the API server serves. Raises WorldError."""
+        """The kinds that the API server serves. Raises AdapterError."""
         async with self._lock:
             if time.monotonic() >= self._expires:
                 known = await asyncio.gather(*(self._api.knows(kind) for kind in names.GANG_KINDS))
@@ -36,7 +36,7 @@ class GangKinds:
             return self._served
 
     async def objects(self, name: str, namespace: str, kinds: Collection[str]) -> list[Object]:
-        """The objects of these kinds with the labels of the resource. Raises WorldError."""
+        """The objects of these kinds with the labels of the resource. Raises AdapterError."""
         labels = names.selector_labels(name)
         listed = await asyncio.gather(*(self._listed(kind, namespace, labels) for kind in sorted(kinds)))
         return [each for objects in listed for each in objects]

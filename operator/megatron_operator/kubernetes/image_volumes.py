@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_operator.kubernetes.api_server import ApiServer, ServerRefusal
-from megatron_operator.world import ActionRefused
+from megatron_operator.observed_state import ActionRefused
 
 FIX = (
     "Kubernetes has them from 1.35 on, and from 1.31 on where the feature gate ImageVolume is set; upgrade the cluster"
@@ -37,7 +37,7 @@ class ImageVolumes:
         self._refusal = None
 
     async def check(self, pod: Object) -> None:
-        """Raises ActionRefused when the pod would lose an image volume, and WorldError."""
+        """Raises ActionRefused when the pod would lose an image volume, and AdapterError."""
         images = _images(pod)
         if not images or self._kept:
             return

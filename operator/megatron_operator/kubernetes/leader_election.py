@@ -13,12 +13,12 @@ from typing import Any
 
 from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.lease import LeaseName, LeaseTimings, LeaseView
-from megatron_operator.world import WorldError
+from megatron_operator.observed_state import AdapterError
 
 logger = logging.getLogger("megatron_operator")
 
 
-class LeaseNotHeld(WorldError):
+class LeaseNotHeld(AdapterError):
     """This operator does not hold the Lease. No request was sent."""
 
 
@@ -76,7 +76,7 @@ class LeaderElection:
                 found = await self._api.get("Lease", lease.namespace, lease.name)
                 if found is not None and self._view.owns(found["spec"]):
                     await self._api.replace({**found, "spec": self._view.release(found["spec"], datetime.now(UTC))})
-        except (WorldError, TimeoutError) as error:
+        except (AdapterError, TimeoutError) as error:
             logger.warning("Lease %s is not released, but expires: %s", lease, str(error) or "no answer in time")
 
     async def _keep(self) -> None:
@@ -97,7 +97,7 @@ class LeaderElection:
         except TimeoutError:
             self._found = None
             self._tell(f"no answer about Lease {self._lease} within {seconds:.1f} s")
-        except WorldError as error:
+        except AdapterError as error:
             self._found = None
             self._tell(str(error))
         except Exception:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from megatron_operator import names
 from megatron_operator.kubernetes.api_server import ApiServer, ServerError, group_version_plural
-from megatron_operator.world import ActionRefused, KindMissing, WorldError
+from megatron_operator.observed_state import ActionRefused, AdapterError, KindMissing
 
 FIRST_PAUSE = 5.0
 LONGEST_PAUSE = 60.0
@@ -98,5 +98,5 @@ class MissingKinds:
     async def _has(self, kind: str) -> bool:
         try:
             return await self._api.knows(kind)
-        except WorldError:
+        except AdapterError:
             return False

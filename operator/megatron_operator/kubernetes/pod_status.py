@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron_operator import names
 from megatron_operator.failures import read_failure
+from megatron_operator.observed_state import Failure, ObservedPod, PodPhase
 from megatron_operator.replica_groups import SCHEDULING_GATED, UNSCHEDULABLE
 from megatron_operator.timestamps import seconds
-from megatron_operator.world import Failure, ObservedPod, PodPhase
 
 IMAGE_PULL = "ImagePull"
 IMAGE_REASONS = (

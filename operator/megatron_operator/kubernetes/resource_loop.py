@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import httpx
 
 from megatron_operator.events import Event
+from megatron_operator.kubernetes.adapter import KubernetesAdapter
 from megatron_operator.kubernetes.api_server import ApiServer, Json
 from megatron_operator.kubernetes.control_api_watches import ControlApiWatches
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.kubernetes_event import kubernetes_event
 from megatron_operator.kubernetes.missing_kinds import MissingKinds
-from megatron_operator.kubernetes.port import KubernetesPort
-from megatron_operator.metrics import Meters, Outcome
+from megatron_operator.metrics import Meters, RoundOutcome
+from megatron_operator.observed_state import AdapterError, NamespaceTerminating
 from megatron_operator.reconcile import ReconcileResult, begin, reconcile
 from megatron_operator.settings import Settings
-from megatron_operator.world import NamespaceTerminating, WorldError
 
 RESYNC = 600.0
 """Seconds without an event after which the loop checks what is not watched: the Secret with the keys."""
@@ -66,7 +66,7 @@ class ResourceLoop:
         self._failures = 0
         self._problems: tuple[str, ...] = ()
         self._uid: str | None = None
-        self._port: KubernetesPort | None = None
+        self._adapter: KubernetesAdapter | None = None
         self._wake_up = self._woken.set
         self._watches = ControlApiWatches(self._wake_up)
 
@@ -90,8 +90,8 @@ class ResourceLoop:
         """End the watches and polls."""
         self._shared.kinds.forget(self._wake_up)
         await self._watches.close()
-        if self._port is not None:
-            await self._port.close()
+        if self._adapter is not None:
+            await self._adapter.close()
 
     async def _rest(self, delay: float) -> bool:
         """Wait for ``delay`` seconds or an event; returns whether there was one. After a failure, events wait for the
@@ -113,14 +113,14 @@ class ResourceLoop:
 
     async def _has_keys(self) -> bool:
         try:
-            return self._port is not None and await self._port.has_keys(self.name, self.namespace)
-        except WorldError:
+            return self._adapter is not None and await self._adapter.has_keys(self.name, self.namespace)
+        except AdapterError:
             return False  # The round reports the error.
 
     async def _begin(self, new_resource: Json) -> None:
         """Create the first pods. This takes few requests, so it does not wait for a slot."""
         try:
-            await begin(new_resource, await self._port_of(new_resource), settings=self._shared.settings)
+            await begin(new_resource, await self._adapter_of(new_resource), settings=self._shared.settings)
         except Exception:
             logger.exception("%s: the first pods could not be created", self)
 
@@ -131,13 +131,13 @@ class ResourceLoop:
                 try:
                     result = await self._reconcile()
                     if result is not None and self._tell(result.problems):
-                        measured.outcome = Outcome.ERROR
-                except WorldError as error:
-                    measured.outcome = Outcome.ERROR
+                        measured.outcome = RoundOutcome.ERROR
+                except AdapterError as error:
+                    measured.outcome = RoundOutcome.ERROR
                     logger.warning("%s: %s", self, error)
                     return self._retry_after()
                 except Exception:
-                    measured.outcome = Outcome.BUG
+                    measured.outcome = RoundOutcome.BUG
                     logger.exception("%s: a round failed unexpectedly", self)
                     return self._retry_after()
         if result is None:
@@ -149,27 +149,29 @@ class ResourceLoop:
         obj = await self._shared.api.get("MegatronInference", self.namespace, self.name)
         if obj is None:
             return None
-        port = await self._port_of(obj)
+        adapter = await self._adapter_of(obj)
         key, fleet = (self.namespace, self.name), self._shared.fleet
         result = await reconcile(
-            obj, port, settings=self._shared.settings, failures=self._failures, may_upgrade=fleet.has_turn(key)
+            obj, adapter, settings=self._shared.settings, failures=self._failures, may_upgrade=fleet.has_turn(key)
         )
         if not await self._report(obj, result):
             return None
-        if result.world is not None:
+        if result.observed is not None:
             fleet.observed(key, result.image_state, is_settled=result.is_settled)
-            self._watches.follow(result.world, port)
+            self._watches.follow(result.observed, adapter)
         return result
 
-    async def _port_of(self, obj: Json) -> KubernetesPort:
-        """The port of this object; another object of the same name gets its own."""
+    async def _adapter_of(self, obj: Json) -> KubernetesAdapter:
+        """The adapter of this object; another object of the same name gets its own."""
         uid = obj["metadata"]["uid"]
-        if self._port is None or uid != self._uid:
+        if self._adapter is None or uid != self._uid:
             await self.close()
             self._uid = uid
             shared = self._shared
-            self._port = KubernetesPort(shared.api, uid, shared.http, shared.kinds, shared.gang_kinds, self._wake_up)
-        return self._port
+            self._adapter = KubernetesAdapter(
+                shared.api, uid, shared.http, shared.kinds, shared.gang_kinds, self._wake_up
+            )
+        return self._adapter
 
     async def _report(self, obj: Json, result: ReconcileResult) -> bool:
         """Write the status, then the events, so that a conflict repeats no event. False when the object is gone."""
@@ -198,7 +200,7 @@ class ResourceLoop:
             await self._shared.api.create(kubernetes_event(obj, event))
         except NamespaceTerminating:
             return
-        except WorldError as error:
+        except AdapterError as error:
             logger.warning("%s: event %s is lost: %s", self, event.reason, error)
 
     def _retry_after(self) -> float:

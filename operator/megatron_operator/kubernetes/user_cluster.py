@@ -16,7 +16,7 @@ from kubernetes.aio import client, config
 
 from megatron_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from megatron_operator.kubernetes.api_server import MERGE_PATCH, ApiServer, Json, ServerError, answer_of, path_of
-from megatron_operator.world import WorldError
+from megatron_operator.observed_state import AdapterError
 
 USER_AGENT = "kubectl-megatron"
 """Also the field manager of users' changes."""
@@ -25,7 +25,7 @@ NAMESPACE_OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/name
 STREAM_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=5.0)
 
 
-class EndpointError(WorldError):
+class EndpointError(AdapterError):
     """An error of the OpenAI endpoint behind the API server's proxy."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -138,13 +138,13 @@ def core_path(namespace: str, plural: str, name: str = "") -> str:
     return f"{path}/{quote(name, safe='')}" if name else path
 
 
-def _refusal(request: str, status: int, text: str) -> WorldError:
+def _refusal(request: str, status: int, text: str) -> AdapterError:
     """The error of the API server, or of the endpoint behind its proxy."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return EndpointError(str(json.loads(text)["error"]["message"]), status)
     try:
         answer_of(request, status, text)
-    except WorldError as error:
+    except AdapterError as error:
         return error
     raise AssertionError("this status is a refusal")
 

@@ -14,7 +14,7 @@ import kopf
 from kopf._cogs.structs.references import Insights
 
 from megatron_operator.kubernetes.api_server import group_version_plural
-from megatron_operator.world import WorldError
+from megatron_operator.observed_state import AdapterError
 
 LOOK_AGAIN = 5.0
 """Seconds between checks whether a kind is watched. The API server is queried only for a kind that is not."""
@@ -44,7 +44,7 @@ class WatchedKinds:
         while True:
             await asyncio.sleep(LOOK_AGAIN)
             if _resource(kind) not in self.insights.watched_resources:
-                with contextlib.suppress(WorldError):
+                with contextlib.suppress(AdapterError):
                     if await is_served(kind):
                         await self.add(kind)
 

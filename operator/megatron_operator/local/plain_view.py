@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from megatron_operator.local.snapshot import Snapshot, pod_state
-from megatron_operator.world import Loading
+from megatron_operator.observed_state import Loading
 
 LOADING_STEPS = 4
 """Progress of loading is printed at every quarter."""

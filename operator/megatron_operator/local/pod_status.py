@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_operator.world import PodPhase
+from megatron_operator.observed_state import PodPhase
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron_operator.local.pod_manifest import Launch, PodMetadata, named_port
 from megatron_operator.local.pod_status import PodStatus
 from megatron_operator.local.probe import Probe, wait_until_started, wait_until_unhealthy, watch_readiness
 from megatron_operator.local.processes import group_is_alive
-from megatron_operator.world import PodPhase
+from megatron_operator.observed_state import PodPhase
 
 LONGEST_MESSAGE = 4096
 """Bytes of a termination message that the kubelet keeps."""

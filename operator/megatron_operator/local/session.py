@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_operator.api.parse import InvalidResource
-from megatron_operator.api.v1alpha1 import ConditionType, Phase, Status
+from megatron_operator.api.v1alpha1 import ConditionType, MegatronInferenceStatus, Phase
+from megatron_operator.local.adapter import LocalAdapter
 from megatron_operator.local.pod_manifest import PathMap
 from megatron_operator.local.process_pod import log_tail
 from megatron_operator.local.resource_file import ResourceDocument, ResourceFile
 from megatron_operator.local.snapshot import Snapshot, View
-from megatron_operator.local.world import LocalWorld
+from megatron_operator.observed_state import BAD_INPUT_EXIT_CODE, ActionRefused, ObservedState
 from megatron_operator.reconcile import reconcile, validated
 from megatron_operator.settings import Settings
 from megatron_operator.status import as_json
-from megatron_operator.world import BAD_INPUT_EXIT_CODE, ActionRefused, World
 
 SERVED, FAILED, INVALID = 0, 1, 2
 """Exit codes."""
@@ -45,13 +45,13 @@ class LocalSession:
         self._view = view
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-local-"))
         self._wake = asyncio.Event()
-        self._world = LocalWorld(self._folder, paths=paths, on_change=self._wake.set)
+        self._observed = LocalAdapter(self._folder, paths=paths, on_change=self._wake.set)
         self._stopping = asyncio.Event()
         self._stepped = asyncio.Condition()
         self._settings = replace(Settings.from_environment(), has_spare_nodes=False)
         self._uid = str(uuid.uuid4())
         self._generation = 0
-        self._status = Status()
+        self._status = MegatronInferenceStatus()
         self._problems: tuple[str, ...] = ()
         self._has_served = False
         self._ended = False
@@ -78,7 +78,7 @@ class LocalSession:
     def stop(self) -> None:
         """Stop gracefully; the second call kills all processes."""
         if self._stopping.is_set():
-            self._world.pods.kill()
+            self._observed.pods.kill()
         self._stopping.set()
         self._wake.set()
 
@@ -119,7 +119,7 @@ class LocalSession:
         return SERVED
 
     async def _step(self) -> None:
-        result = await reconcile(self._object(), self._world, settings=self._settings)
+        result = await reconcile(self._object(), self._observed, settings=self._settings)
         self._status = result.status
         failed = self._status.condition(ConditionType.FAILED)
         for event in result.events:
@@ -128,10 +128,10 @@ class LocalSession:
         if self._status.phase is Phase.RUNNING and not self._has_served:
             self._has_served = True
             self._view.say(self._curl_line())
-        await self._show(result.world or self._observe_without_polling())
+        await self._show(result.observed or self._observe_without_polling())
 
-    def _observe_without_polling(self) -> World:
-        return self._world.observe_without_polling(self._document.resource.name, self._document.resource.namespace)
+    def _observe_without_polling(self) -> ObservedState:
+        return self._observed.observe_without_polling(self._document.resource.name, self._document.resource.namespace)
 
     def _object(self) -> dict[str, Any]:
         """The resource with the fields that an API server adds."""
@@ -139,8 +139,8 @@ class LocalSession:
         metadata = {**obj["metadata"], "uid": self._uid, "generation": self._generation}
         return {**obj, "metadata": metadata, "status": as_json(self._status)}
 
-    async def _show(self, world: World, *, ending: bool = False) -> None:
-        self.snapshot = Snapshot(self._document.resource, self._status, world, self._problems, ending)
+    async def _show(self, observed: ObservedState, *, ending: bool = False) -> None:
+        self.snapshot = Snapshot(self._document.resource, self._status, observed, self._problems, ending)
         self._view.show(self.snapshot)
         async with self._stepped:
             self._stepped.notify_all()
@@ -182,8 +182,8 @@ class LocalSession:
         source = resource.spec.model.source.path
         if source is not None and not Path(self._paths.apply(source)).exists():
             raise InvalidResource.of("spec.model.source.path", source, self._no_such_path(source))
-        self._world.add_secrets(document.secrets)
-        self._world.local_ranks = resource.spec.replicas * resource.spec.parallelism.ranks
+        self._observed.add_secrets(document.secrets)
+        self._observed.local_ranks = resource.spec.replicas * resource.spec.parallelism.ranks
         if not self._generation or document.obj["spec"] != self._document.obj["spec"]:
             self._generation += 1
         return document
@@ -196,7 +196,7 @@ class LocalSession:
 
     def _exit_code(self) -> int | None:
         """An exit code when the session cannot continue. The next edit may fix an error of the previous edit."""
-        obstacle = self._world.obstacle
+        obstacle = self._observed.obstacle
         if obstacle is not None and not self._has_served:
             self._view.say(f"refused: {obstacle}")
             return INVALID if isinstance(obstacle, ActionRefused) else FAILED
@@ -215,7 +215,7 @@ class LocalSession:
         return INVALID if bad_input else FAILED
 
     def _tell_logs(self) -> None:
-        for pod in self._world.pods.statuses():
+        for pod in self._observed.pods.statuses():
             if pod.finished:
                 self._view.say(f"the end of {pod.log}:\n{log_tail(pod.log)}")
 
@@ -225,16 +225,16 @@ class LocalSession:
         return f"try: curl {self._status.url}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
 
     async def _end_pods(self) -> None:
-        if self._world.pods.statuses():
+        if self._observed.pods.statuses():
             self._view.say("ending the pods: each drains first; Ctrl-C again kills them at once")
-        closing = asyncio.create_task(self._world.close())
+        closing = asyncio.create_task(self._observed.close())
         await asyncio.sleep(0)  # so that the first snapshot shows them ending
         while self.snapshot is not None and not closing.done():
             await self._show(self._observe_without_polling(), ending=True)
             await asyncio.wait({closing}, timeout=ENDING_TICK_SECONDS)
         await closing
         if self.snapshot is not None:
-            await self._show(World(now=time.time()), ending=True)
+            await self._show(ObservedState(now=time.time()), ending=True)
             self._view.say("all pods have ended")
 
     async def _finish(self, code: int) -> None:

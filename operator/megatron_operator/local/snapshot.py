@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_operator.api.v1alpha1 import ConditionType, MegatronInference, Status
-from megatron_operator.world import ObservedPod, PodPhase, World
+from megatron_operator.api.v1alpha1 import ConditionType, MegatronInference, MegatronInferenceStatus
+from megatron_operator.observed_state import ObservedPod, ObservedState, PodPhase
 
 
 @dataclass(frozen=True)
@@ -15,19 +15,19 @@ class Snapshot:
     """One snapshot. ``problems`` are errors of the file that do not stop the session."""
 
     resource: MegatronInference
-    status: Status
-    world: World
+    status: MegatronInferenceStatus
+    observed: ObservedState
     problems: tuple[str, ...] = ()
     ending: bool = False
 
     @property
     def pods(self) -> tuple[ObservedPod, ...]:
         """By group, then by attempt."""
-        return tuple(sorted(self.world.pods, key=lambda pod: (pod.group, pod.attempt, pod.index)))
+        return tuple(sorted(self.observed.pods, key=lambda pod: (pod.group, pod.attempt, pod.index)))
 
     def replica_state(self, pod: ObservedPod) -> str:
         """The engine state of the pod's replica group; a dash when the coordinator does not report it."""
-        replicas = self.world.engine.replicas if self.world.engine else ()
+        replicas = self.observed.engine.replicas if self.observed.engine else ()
         known = (str(replica.state) for replica in replicas if replica.group == pod.group)
         return "-" if pod.finished else next(known, "-")
 

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from megatron_operator.api.v1alpha1 import Phase
 from megatron_operator.local.snapshot import Snapshot, pod_state
+from megatron_operator.observed_state import Loading, ObservedPod
 from megatron_operator.styles import styled
-from megatron_operator.world import Loading, ObservedPod
 
 BAR_WIDTH = 24
 MEGA = 1_000_000

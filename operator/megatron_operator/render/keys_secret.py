@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import MegatronInference
+from megatron_operator.observed_state import CreateSecret
 from megatron_operator.render.metadata import child_metadata
-from megatron_operator.world import CreateSecret
 
 
 def keys_secret(resource: MegatronInference) -> CreateSecret:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import API_VERSION, KIND, MegatronInference
-from megatron_operator.world import Manifest
+from megatron_operator.observed_state import Manifest
 
 
 def child_metadata(resource: MegatronInference, name: str) -> dict[str, Any]:

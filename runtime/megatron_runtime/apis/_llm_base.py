@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from megatron_runtime.apis.coordinated_runtime import CoordinatedRuntime
 from megatron_runtime.apis.direct_runtime import DirectRuntime
@@ -18,7 +19,7 @@ from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.model.megatron import from_megatron
 from megatron_runtime.parallel.world import World
 
 _Result = TypeVar("_Result")
@@ -32,8 +33,9 @@ class _MegatronLLMBase:
     groups. In direct mode every rank generates, and all ranks of a replica group get the same prompts.
 
     Args:
-        model: From `model.checkpoint.load_model`, with the ranks of `join_world` if several ranks share it.
-        tokenizer: From `model.checkpoint.load_tokenizer`.
+        model: From `model.checkpoint.load_model`, with the ranks of `join_world` if several ranks share it; or a live
+            GPTModel of Megatron Core, which is served in place, as by `from_megatron`.
+        tokenizer: From `model.checkpoint.load_tokenizer`; or, with a GPTModel, one of Megatron or transformers.
         inference_config: None means the defaults.
         use_coordinator: Run the engine in a background thread, behind a coordinator process.
         coordinator_host: Address that the coordinator listens on; needs use_coordinator.
@@ -48,14 +50,16 @@ class _MegatronLLMBase:
     def __init__(
         self,
         *,
-        model: Decoder,
-        tokenizer: Tokenizer,
+        model: Decoder | nn.Module,
+        tokenizer: Any,
         inference_config: InferenceConfig | None = None,
         use_coordinator: bool = False,
         coordinator_host: str | None = None,
         coordinator_port: int | None = None,
     ) -> None:
         self._check_mode(use_coordinator, coordinator_host, coordinator_port)
+        if not isinstance(model, Decoder):
+            model, tokenizer = from_megatron(model, tokenizer)
         self._world = World.current(model.ranks.position)
         self._engine = DynamicInferenceEngine.build(model, tokenizer, inference_config or InferenceConfig())
         self._direct = None if use_coordinator else DirectRuntime(self._engine)

@@ -30,8 +30,6 @@ from megatron_runtime.parallel.world import World
 from megatron_runtime.parallel.world_group import WorldGroup
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.server.frontend_group import FrontendGroup
-from megatron_runtime.server.listening_socket import bind
-from megatron_runtime.server.options import FrontendOptions
 from megatron_runtime.wire.bodies import Prompt
 from megatron_runtime.wire.security import KEY_VARIABLE
 
@@ -158,17 +156,10 @@ class CoordinatedRuntime:
         if self._frontends is not None:
             raise CoordinatorError("the frontend is already running; shut down first")
         assert self._attached is not None
-        sock = config.sock or bind(config.host, config.port, config.port, flag="port", may_move=False)
-        options = FrontendOptions(
-            coordinator_address=self._attached.address,
-            tokenizer_path=self._engine.tokenizer.location,
-            served_name=config.served_name,
-            max_sequence_length=self._engine.context.limits.max_sequence_length,
-            replicas=config.frontend_replicas,
-            request_timeout=config.request_timeout,
-            http=config.http,
+        options = config.frontend_options(
+            self._attached.address, self._engine.tokenizer, self._engine.context.max_sequence_length
         )
-        self._frontends = FrontendGroup(options, sock, key=self._key)
+        self._frontends = FrontendGroup(options, config.listening_socket(), key=self._key)
         self._frontends.start()
         try:
             await self._frontends.wait_ready(FRONTEND_SECONDS)
@@ -200,7 +191,7 @@ class CoordinatedRuntime:
             await self.close()
             self._raise_failure()
             return
-        if self._client is not None and (self._world.replicas > 1 or not self._attached.task.done()):
+        if self._client is not None and (self._world.replica_groups > 1 or not self._attached.task.done()):
             with contextlib.suppress(MegatronInferenceError):
                 state = await self._client.service_state()
                 if state.state == "RUNNING":
@@ -256,7 +247,7 @@ class CoordinatedRuntime:
         assert self._client is not None
         state = await self._client.service_state()
         async with asyncio.timeout(READY_SECONDS):
-            while sum(engine.ready for engine in state.engines) < self._world.replicas:
+            while sum(engine.ready for engine in state.engines) < self._world.replica_groups:
                 self._raise_failure()
                 state = await self._client.wait_for_state_change(state.revision, 1.0)
 
@@ -265,7 +256,7 @@ class CoordinatedRuntime:
         assert self._attached is not None
         await asyncio.wait({self._attached.task})
         failure = self._failure()
-        if failure is not None and self._client is not None and self._world.replicas == 1:
+        if failure is not None and self._client is not None and self._world.replica_groups == 1:
             self._client.fail_outstanding(failure)
 
     async def _watch_primary(self) -> None:
@@ -283,7 +274,7 @@ class CoordinatedRuntime:
 
     def _healthy_client(self) -> InferenceClient:
         assert self._client is not None
-        if self._world.replicas == 1:
+        if self._world.replica_groups == 1:
             self._raise_failure()
         return self._client
 

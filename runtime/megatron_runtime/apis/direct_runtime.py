@@ -61,7 +61,7 @@ class DirectRuntime:
 
     @property
     def _is_shared(self) -> bool:
-        return self._ranks.position.sizes.ranks_per_replica > 1
+        return self._ranks.position.sizes.ranks_per_replica_group > 1
 
     def _together(self, call: str, act: Callable[[], T]) -> T:
         """Run a call on all ranks. A failure of this rank alone closes the connections, so that the others fail too."""

@@ -91,7 +91,8 @@ class MegatronLLM(_MegatronLLMBase):
         has dropped them, with their keys and values.
 
         Args:
-            weights: The path of a checkpoint or of a safetensors file, or all tensors by their Hugging Face names.
+            weights: The path of a checkpoint or of a safetensors file, or all tensors by their Hugging Face names; or a
+                live GPTModel of Megatron Core or its named tensors, which are shared where type and device agree.
 
         Returns:
             The number of weight updates, which is the ``weight_version`` of requests that end from now on.

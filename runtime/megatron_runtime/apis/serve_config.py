@@ -6,7 +6,9 @@ import socket
 from dataclasses import dataclass, field, replace
 
 from megatron_runtime.errors import ConfigurationError
-from megatron_runtime.server.options import HttpOptions
+from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.server.listening_socket import bind
+from megatron_runtime.server.options import FrontendOptions, HttpOptions
 
 
 @dataclass
@@ -32,8 +34,30 @@ class ServeConfig:
     """The name of the model in requests and in /v1/models."""
     request_timeout: float = 600.0
     """Seconds after which an unanswered request ends with an error."""
-    http: HttpOptions = field(default_factory=HttpOptions)
-    """Limits of requests, CORS, and the access log."""
+    http: HttpOptions = field(default_factory=lambda: HttpOptions(megatron_http=True))
+    """Limits of requests, CORS, and the access log. By default requests are accepted as by Megatron's server."""
+
+    def frontend_options(
+        self, coordinator_address: str, tokenizer: Tokenizer, max_sequence_length: int
+    ) -> FrontendOptions:
+        """The options of the frontends for a coordinator.
+
+        Raises:
+            ConfigurationError: The tokenizer was not read from a file.
+        """
+        return FrontendOptions(
+            coordinator_address=coordinator_address,
+            tokenizer_path=tokenizer.location,
+            served_name=self.served_name,
+            max_sequence_length=max_sequence_length,
+            replicas=self.frontend_replicas,
+            request_timeout=self.request_timeout,
+            http=self.http,
+        )
+
+    def listening_socket(self) -> socket.socket:
+        """The socket of the frontends. Raises ConfigurationError if the address can't be used."""
+        return self.sock or bind(self.host, self.port, self.port, flag="port", may_move=False)
 
     def __post_init__(self) -> None:
         if self.verbose and self.http.access_log == "off":

@@ -284,17 +284,39 @@ class DataParallelInferenceCoordinator:
 
     @classmethod
     def entrypoint(
-        cls, pipe_connection: Connection | None, ready_event: ReadyEvent, *arguments: Any, **options: Any
+        cls,
+        pipe_connection: Connection | None,
+        ready_event: ReadyEvent,
+        data_parallel_size: int,
+        tokenizer: Any = None,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
+            PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK
+        ),
+        schedule_output_path: str | None = None,
+        **options: Any,
     ) -> None:
-        """Run a coordinator in this process until SIGTERM.
+        """Run a coordinator in this process until SIGTERM. Arguments and errors are those of the class.
 
         Args:
-            pipe_connection: As for the class.
             ready_event: Set once the socket is bound, so that peers can connect.
-            arguments: Positional arguments of the class, from ``data_parallel_size`` on.
-            options: Keyword arguments of the class.
+            options: The keyword-only arguments of the class.
         """
-        coordinator = cls(pipe_connection, *arguments, **options)
+        coordinator = cls(
+            pipe_connection,
+            data_parallel_size,
+            tokenizer,
+            inference_coordinator_port,
+            deterministic_mode,
+            block_size_tokens,
+            enable_prefix_caching,
+            prefix_caching_coordinator_policy,
+            schedule_output_path,
+            **options,
+        )
         signal.signal(signal.SIGTERM, lambda *_: coordinator.stop())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ready_event.set()

@@ -49,7 +49,7 @@ def main() -> None:
 
 def _tick(link: ParentLink, coordinator: DataParallelInferenceCoordinator) -> None:
     """End the coordinator when its launcher hangs. Engines stay with a coordinator that answers, so one that cannot be
-    controlled must not go on."""
+    controlled must not continue."""
     link.beat()
     if link.parents_silence() >= PARENT_TIMEOUT:
         print(f"no heartbeat of the launcher for {PARENT_TIMEOUT:g} s: ending", file=sys.stderr)

@@ -56,15 +56,16 @@ class Core:
         self.hash_prompt = hash_prompt
         self.epoch = epoch
         self.stopping = False
+        self.generation_epoch: int | None = None
+        """The epoch that a client set last; engines that register later receive it too."""
         self.outbox = Outbox()
         self.protocol_errors = ProtocolErrors(clock)
         self.clients: dict[bytes, ClientEntry] = {}
         self.engines = EngineRegistry(sort_by_group=options.deterministic_mode)
         policy = options.prefix_caching_coordinator_policy
         self.router = Router(policy, alpha=options.prefix_caching_routing_alpha, max_requests=options.max_requests)
-        self.routing_trace = RoutingTrace(
-            policy.value, options.data_parallel_size, is_recorded=options.schedule_output_path is not None
-        )
+        records_routing = options.schedule_output_path is not None
+        self.routing_trace = RoutingTrace(policy.value, options.data_parallel_size, is_recorded=records_routing)
         self.dispatcher = Dispatcher(
             engines=self.engines,
             clients=self.clients,
@@ -121,6 +122,13 @@ class Core:
         self.lifecycle.expire(now)
         self.weights.expire(now)
         self.outbox.release()
+
+    def broadcast(self, header: Headers, *args: int) -> None:
+        """Pass a message on to every engine; engines that register later get only the generation epoch."""
+        if header is Headers.SET_GENERATION_EPOCH:
+            (self.generation_epoch,) = args
+        for engine in self.engines:
+            self.outbox.put(engine.identity, header, *args)
 
     def notify_subscribers(self) -> None:
         """Send the state of the service to the subscribers that have an older revision."""

@@ -12,7 +12,7 @@ from megatron_runtime.data_parallel_inference_coordinator.routing_trace import R
 from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeoutError
 from megatron_runtime.headers import Headers
 from megatron_runtime.wire.codec import MalformedMessage
-from megatron_runtime.wire.items import Assignment, Failure, Finished, Forwarded, Progress, Submission
+from megatron_runtime.wire.items import Assignment, Finished, Forwarded, Progress, RequestFailure, Submission
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
 
 CLAIM_SECONDS = 30.0
@@ -21,9 +21,9 @@ LINGER_SECONDS = 30.0
 """Time for which a request with a name-based UUID is kept after its client was lost: any client that knows the name may
 submit it again."""
 MAX_LOSSES = 10
-"""A request fails after so many of its engines were lost: it counts as the cause of the losses."""
+"""A request fails after this number of its engines were lost, because it is then the likely cause of the losses."""
 FAILURE_WEIGHT = 4
-"""An engine that failed in a step counts as so many lost engines."""
+"""An engine that failed in a step counts as this number of lost engines."""
 
 
 class Dispatcher:
@@ -101,7 +101,7 @@ class Dispatcher:
         if previous is not None and previous is not client:
             previous.owned.discard(entry.uuid)
             reason = "another client has submitted the same request"
-            failure = Failure(entry.uuid, CoordinatorError.__name__, reason)
+            failure = RequestFailure(entry.uuid, CoordinatorError.__name__, reason)
             self._outbox.add(previous.identity, Headers.REQUEST_FAILED, failure)
         self._orphans.pop(entry.uuid, None)
         entry.client = client.identity
@@ -255,7 +255,7 @@ class Dispatcher:
     def fail(self, entry: RequestEntry, error: Exception) -> None:
         """End a request with an error for its client."""
         if entry.client:
-            failure = Failure(entry.uuid, type(error).__name__, str(error))
+            failure = RequestFailure(entry.uuid, type(error).__name__, str(error))
             self._outbox.add(entry.client, Headers.REQUEST_FAILED, failure)
         self._drop(entry)
 

@@ -9,7 +9,7 @@ from megatron_runtime.data_parallel_inference_coordinator.core import Core, Hand
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineEntry
 from megatron_runtime.data_parallel_inference_coordinator.requests import ClientEntry
 from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.lifecycle import SIGNALS
+from megatron_runtime.lifecycle import BROADCASTS, SIGNALS
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
 from megatron_runtime.wire.items import (
@@ -50,6 +50,7 @@ def handlers() -> Mapping[Headers, Handler]:
         Headers.SHUTDOWN: _shutdown,
     }
     table.update(dict.fromkeys(SIGNALS.values(), _signal))
+    table.update(dict.fromkeys(BROADCASTS, _broadcast))
     return table
 
 
@@ -105,6 +106,8 @@ def _register(core: Core, peer: bytes, message: Message) -> None:
     engine = core.engines.register(peer, registration, now)
     logger.info("%s registered, %s", engine.name, engine.state.value)
     core.outbox.put(peer, Headers.REGISTER_ACK, core.epoch)
+    if core.generation_epoch is not None:
+        core.outbox.put(peer, Headers.SET_GENERATION_EPOCH, core.generation_epoch)
     core.lifecycle.touch()
     core.dispatcher.reconcile(engine, registration.claims, now)
     for outdated in core.weights.engine_registered(engine, registration.weights_path):
@@ -182,6 +185,15 @@ def _signal(core: Core, peer: bytes, message: Message) -> None:
     core.lifecycle.signal(
         client.identity, natural(call_id, "call id"), message.header, deadline, now, strict=flag(strict, "strict")
     )
+
+
+def _broadcast(core: Core, peer: bytes, message: Message) -> None:
+    client = _client(core, peer)
+    has_epoch = message.header is Headers.SET_GENERATION_EPOCH
+    call_id, _, *values = arguments(message, 2 + has_epoch)
+    core.broadcast(message.header, *(natural(value, "epoch") for value in values))
+    reply = {"outcome": "done", "state": core.lifecycle.state}
+    core.outbox.put(client.identity, Headers.SIGNAL_REPLY, natural(call_id, "call id"), reply)
 
 
 def _update_weights(core: Core, peer: bytes, message: Message) -> None:

@@ -91,22 +91,29 @@ class Router:
         self._prefixes = PrefixTable()
         self._turn = 0
 
-    def next_in_turn(self, candidates: Sequence[EngineEntry]) -> EngineEntry | None:
-        """The next candidate in round-robin order."""
-        if not candidates:
+    def next_in_turn(self, candidates: Sequence[EngineEntry], *, least_loaded: bool = False) -> EngineEntry | None:
+        """The next candidate in round-robin order, or the next one of those with the fewest requests."""
+        count = len(candidates)
+        if not count:
             return None
-        chosen = candidates[self._turn % len(candidates)]
-        self._turn = (self._turn + 1) % len(candidates)
-        return chosen
+        first = chosen = self._turn % count
+        if least_loaded:
+            fewest = len(candidates[first].owned)
+            for position in range(first + 1, first + count):
+                load = len(candidates[position % count].owned)
+                if load < fewest:
+                    chosen, fewest = position % count, load
+        self._turn = (chosen + 1) % count
+        return candidates[chosen]
 
     def pick(self, candidates: Sequence[EngineEntry], hashes: Sequence[int]) -> EngineEntry | None:
         """The engine for a request with these block hashes, or None if there is no candidate."""
         if self.policy is Policy.LOAD_BALANCED:
             return min(candidates, key=lambda entry: len(entry.owned), default=None)
         relevant = self.relevant(hashes)
-        depth, holders = self._prefixes.holders(relevant, candidates)
+        depth, holders = self._prefixes.holders(relevant, candidates) if relevant else (0, {})
         if not holders:
-            return self.next_in_turn(candidates if self.policy is Policy.ROUND_ROBIN else _least_loaded(candidates))
+            return self.next_in_turn(candidates, least_loaded=self.policy is not Policy.ROUND_ROBIN)
 
         def score(entry: EngineEntry) -> tuple[float, int]:
             match = depth / len(relevant) if entry.identity in holders else 0.0
@@ -129,8 +136,3 @@ class Router:
         if self.policy is Policy.LONGEST_PREFIX:
             return hashes
         return hashes[:1] if self.policy is Policy.FIRST_PREFIX_BLOCK else ()
-
-
-def _least_loaded(candidates: Sequence[EngineEntry]) -> Sequence[EngineEntry]:
-    fewest = min((len(entry.owned) for entry in candidates), default=0)
-    return [entry for entry in candidates if len(entry.owned) == fewest]

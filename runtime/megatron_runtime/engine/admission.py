@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.scheduling.sequence import Sequence
 from megatron_runtime.errors import (
     BlockOverflowError,
@@ -37,6 +38,7 @@ class Admission:
         chunked_prefill: Whether a prompt may be longer than one pass.
         prefix_caching: Whether requests get block hashes, which identify cached prefixes.
         scores_prompts: Whether requests may have log probabilities of their prompts.
+        routing: Parses the routing that a request replays.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Admission:
         chunked_prefill: bool,
         prefix_caching: bool = False,
         scores_prompts: bool = True,
+        routing: ExpertRouting | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
@@ -55,6 +58,7 @@ class Admission:
         self._chunked_prefill = chunked_prefill
         self._prefix_caching = prefix_caching
         self._scores_prompts = scores_prompts
+        self._routing = routing
 
     def admit(self, request: DynamicInferenceRequest, prompt: Prompt, generated: Tokens[int]) -> Sequence:
         """Set the request's tokens and limits, and return its sequence.
@@ -65,23 +69,10 @@ class Admission:
         """
         params = request.sampling_params
         assert params is not None
-        if params.n != 1:
-            raise InvalidRequestError(
-                f"n={params.n}: a request has one answer; submit one for each of SamplingParams.samples()", field="n"
-            )
-        if params.return_log_probs and not params.skip_prompt_log_probs and not self._scores_prompts:
-            raise InvalidRequestError(
-                "skip_prompt_log_probs=False: the engine was configured with materialize_only_last_token_logits, and "
-                "has no logits of prompts; set skip_prompt_log_probs",
-                field="skip_prompt_log_probs",
-            )
-        self._require_known(params.logit_bias or ())
-        if params.grammar is not None:
-            from megatron_runtime.guides import check_grammar  # not above: most services are never asked for any
-
-            check_grammar(params.grammar)
+        self._check_parameters(params)
         tokens = self._prompt_tokens(prompt, params)
         request.prompt_tokens = request.remaining_prompt_tokens = torch.tensor(tokens, dtype=torch.int64)
+        request.prompt_length = len(tokens)
         generated_tokens = self._checked("generated", generated)
         if not tokens:
             raise InvalidRequestError("prompt is empty; give at least one token", field="prompt")
@@ -94,7 +85,10 @@ class Admission:
                 f"generated has {len(generated_tokens)} tokens, more than the {limit} to generate", field="generated"
             )
         self._require_room(request.request_id, len(tokens), limit)
-        hashes = self._block_hashes(tokens + generated_tokens)
+        replayed = None if self._routing is None else self._routing.parse(params.replayed_routing)
+        # Other requests must not reuse the keys and values of a replayed routing.
+        hashes = self._block_hashes(tokens + generated_tokens) if replayed is None else []
+        request.enable_prefix_caching = request.enable_prefix_caching and replayed is None
         request.precomputed_block_hashes = hashes[: len(tokens) // self._limits.block_size_tokens]
         return Sequence(
             request_id=request.request_id,
@@ -104,13 +98,14 @@ class Admission:
             priority=params.priority,
             next_log_prob=_first_log_prob(params, len(tokens), limit),
             block_hashes=hashes,
+            replayed_routing=replayed,
         )
 
     def _require_known(self, biased: Iterable[int]) -> None:
         for token in biased:
             if token >= self._vocab_size:
                 raise InvalidRequestError(
-                    f"logit_bias: {token} is no token id; the model has 0 to {self._vocab_size - 1}",
+                    f"logit_bias: {token} is not a token id; the model has 0 to {self._vocab_size - 1}",
                     field="logit_bias",
                 )
 
@@ -118,6 +113,24 @@ class Admission:
         if not self._prefix_caching:
             return []
         return compute_block_hashes(tokens, self._limits.block_size_tokens)
+
+    def _check_parameters(self, params: SamplingParams) -> None:
+        if params.n != 1:
+            raise InvalidRequestError(
+                f"n={params.n}: a request has one answer; submit one for each of SamplingParams.samples()", field="n"
+            )
+        if params.return_log_probs and not params.skip_prompt_log_probs and not self._scores_prompts:
+            raise InvalidRequestError(
+                "skip_prompt_log_probs=False: the engine was configured with materialize_only_last_token_logits, and "
+                "has no logits of prompts; set skip_prompt_log_probs",
+                field="skip_prompt_log_probs",
+            )
+        self._require_known(params.logit_bias or ())
+        if params.grammar is not None:
+            # Imported here, because most services never use a grammar.
+            from megatron_runtime.guides import check_grammar
+
+            check_grammar(params.grammar)
 
     def _prompt_tokens(self, prompt: Any, params: SamplingParams) -> list[int]:
         if isinstance(prompt, str):

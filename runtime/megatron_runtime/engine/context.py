@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Slices
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,21 +14,27 @@ from torch import Tensor
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.context_limits import ContextLimits
+from megatron_runtime.engine.routing_store import ExpertRouting
 from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules, SamplingTable
 from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 from megatron_runtime.engine.scheduling.prefix_cache import PrefixCache
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.config import ModelConfig
+from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.sampling_params import SamplingParams
 
+_TRANSFORMER_CONFIG = ("num_layers", "num_attention_heads", "kv_channels")
+"""Fields of Megatron's TransformerConfig."""
+
 
 @dataclass(frozen=True)
 class LogProbRows:
-    """The log probabilities that a step reports: P of them, over L rows of logits and S sampled tokens."""
+    """The log probabilities that a step reports: P values over L rows of logits and S sampled tokens."""
 
     rows: Tensor
     """int64 [P], rows of the logits."""
@@ -38,50 +45,88 @@ class LogProbRows:
     top_n: int
     """Most tokens of a top-n list."""
     drawn: Tensor | None = None
-    """int64 [D], those of the P that are of the sampled distribution; None if all are of the model."""
+    """int64 [D], the indices of those that are of the sampled distribution; None if all are of the model."""
     rules: SamplingRules | None = None
-    """The sampling rules of the D."""
+    """The sampling rules of these D values."""
 
 
 class DynamicInferenceContext:
     """The device memory of one engine: a paged KV cache, and a row of the tables per running sequence.
 
     Args:
-        model_config: The sizes of the model.
+        model_config: The sizes of the model. With the TransformerConfig of a live GPTModel, which lacks some of them,
+            the memory is allocated when the engine is created, with the model's own type and device.
         inference_config: The limits of memory, requests and tokens.
         dtype: Type of keys and values.
         device: The device of the model.
         shard: This rank's part of the model; None: the whole model. All ranks have the limits of the largest part.
 
     Raises:
-        ConfigurationError: The settings leave no room for a single block, or the memory can't be allocated.
+        ConfigurationError: The settings leave no room for a single block, the memory can't be allocated, or
+            model_config is of another library.
     """
 
     def __init__(
         self,
-        model_config: ModelConfig,
+        model_config: ModelConfig | Any,
         inference_config: InferenceConfig,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shard: Shard | None = None,
     ) -> None:
-        shard = shard or Shard(model_config)
         self.config = inference_config
-        self.device = torch.device(device)
+        self.block_size_tokens = inference_config.block_size_tokens
+        self.is_allocated = False
+        """Whether there is a KV cache, which may be released for a while."""
+        self.reset_counts()
+        if isinstance(model_config, ModelConfig):
+            self._allocate(model_config, dtype, torch.device(device), shard or Shard(model_config))
+        elif not all(hasattr(model_config, name) for name in _TRANSFORMER_CONFIG):
+            raise ConfigurationError(
+                f"model_config is a {type(model_config).__name__}; give the config of a model from load_model, or of a "
+                "GPTModel of Megatron Core",
+                field="model_config",
+            )
+
+    def allocate_for(self, model: Decoder) -> None:
+        """Allocate the memory for this model, unless that was done. Raises ConfigurationError as the constructor."""
+        if not self.is_allocated:
+            self._allocate(model.config, model.dtype, model.device, model.shard)
+
+    def _allocate(self, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard) -> None:
+        inference_config = self.config
+        self.device = device
         self.limits = ContextLimits.derive(
             shard.largest_cache_config, inference_config, dtype=dtype, device_type=self.device.type
         )
-        self.block_size_tokens = inference_config.block_size_tokens
         prefixes = None
         if inference_config.enable_prefix_caching:
             prefixes = PrefixCache(inference_config.prefix_caching_eviction_policy, self.block_size_tokens)
         self.allocator = BlockAllocator(self.limits.num_blocks, prefixes)
         self.kv_cache: KVCache = self.limits.allocate(shard.cache_config, dtype, self.device)
+        self.routing = ExpertRouting(model_config, shard, inference_config, self.limits.num_blocks)
         self._free_rows = list(range(self.limits.max_requests - 1, -1, -1))
         self._block_tables = np.zeros((self.limits.max_requests, self.limits.max_blocks_per_sequence), np.int32)
         self._num_blocks_known = [0] * self.limits.max_requests
         self._sampling = SamplingTable(self.limits.max_requests, model_config.vocab_size)
+        self._prefill_ends = [0] * self.limits.max_requests
+        self.is_allocated = True
+
+    def reset_counts(self) -> None:
+        """Begin to count passes anew."""
+        self.step_count = 0
+        """Number of passes that were begun."""
+        self.lifetime_prefill_token_count = 0
+        """Tokens that these passes computed of prompts, and again of evicted requests; without cached prefixes."""
+
+    def count_pass(self, slices: Slices[SequenceSlice]) -> None:
+        """Count a pass over slices of running sequences."""
+        self.step_count += 1
+        for part in slices:
+            assert part.sequence.row is not None, f"request {part.sequence.request_id} has no row"
+            end = min(part.end, self._prefill_ends[part.sequence.row])
+            self.lifetime_prefill_token_count += max(0, end - part.start)
 
     @property
     def max_requests(self) -> int:
@@ -103,13 +148,15 @@ class DynamicInferenceContext:
         sequence: Sequence,
         params: SamplingParams,
         stop_ids: Collection[int] = (),
+        bad_sequences: Collection[tuple[int, ...]] = (),
         guide: RequestGuide | None = None,
     ) -> None:
-        """Assign a row to a sequence that starts to run; ``stop_ids`` are the tokens that end its answer."""
+        """Assign a row to a sequence that starts to run. The other arguments are those of FilterRequest."""
         assert sequence.row is None, f"request {sequence.request_id} has a row already"
         sequence.row = row = self._free_rows.pop()
         self._num_blocks_known[row] = 0
-        self._sampling.write(row, params, sequence.prompt_length, stop_ids, guide)
+        self._prefill_ends[row] = len(sequence.tokens)
+        self._sampling.write(row, params, sequence.prompt_length, stop_ids, bad_sequences, guide)
 
     def vacate(self, sequence: Sequence) -> None:
         """Free the row of a sequence that has stopped running, if it has one."""
@@ -191,7 +238,7 @@ class DynamicInferenceContext:
         )
 
     def _drawn(self, slices: Slices[SequenceSlice]) -> tuple[Tensor | None, SamplingRules | None]:
-        """Those of the log probabilities that are of the sampled distribution, and its sampling rules."""
+        """The log probabilities that are of the sampled distribution, and their sampling rules."""
         if self.config.logprobs_mode == "raw_logprobs":
             return None, None
         drawn: list[int] = []

@@ -24,13 +24,10 @@ from megatron_runtime.engine.step_result import EngineStats, StepResult
 from megatron_runtime.engine.text_generation_controller import TextGenerationController
 from megatron_runtime.engine.worker.weight_updates import require_idle
 from megatron_runtime.errors import EngineSuspendedError, InvalidStateError, MegatronInferenceError
-from megatron_runtime.inference_request import (
-    DynamicInferenceRequest,
-    DynamicInferenceRequestRecord,
-)
+from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.host_memory import return_freed_memory
-from megatron_runtime.model.refit import Weights, bring_weights_back, offload_weights, update_weights
+from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
@@ -48,6 +45,7 @@ class DynamicInferenceEngine(RunningEngine):
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext) -> None:
         super().__init__()
+        context.allocate_for(controller.model)
         self.controller = controller
         self.context = context
         self.tokenizer = controller.tokenizer
@@ -68,6 +66,7 @@ class DynamicInferenceEngine(RunningEngine):
             chunked_prefill=self.config.enable_chunked_prefill,
             prefix_caching=self.config.enable_prefix_caching,
             scores_prompts=not self.config.materialize_only_last_token_logits,
+            routing=context.routing,
         )
         self._requests = RequestBook(
             self.tokenizer,
@@ -232,7 +231,7 @@ class DynamicInferenceEngine(RunningEngine):
         if not self.is_suspended:
             return
         if self.config.offload_weights:
-            bring_weights_back(self.controller.model, self.context.device)
+            restore_weights(self.controller.model, self.context.device)
         self.context.kv_cache.restore()
         self.is_suspended = False
         self._note_change()
@@ -271,7 +270,7 @@ class DynamicInferenceEngine(RunningEngine):
         with them; where `suspend` drops the KV cache, everything is computed with the new weights.
 
         Args:
-            weights: The path of a checkpoint or of a safetensors file, or all tensors by their Hugging Face names.
+            weights: As for `refit.update_weights`.
             version: The version of the weights; None: the current version plus 1.
 
         Returns:
@@ -305,9 +304,11 @@ class DynamicInferenceEngine(RunningEngine):
 
         Queued requests have no keys and values, and so no staleness of them.
         """
-        for tracked in self._requests:
-            has_cache = tracked.sequence is not None and tracked.sequence.is_running
-            tracked.record.increment_staleness(policy_only=not has_cache)
+        self._requests.increment_staleness()
+
+    def set_generation_epoch(self, epoch: int) -> None:
+        """Stamp unfinished and later requests with this epoch of a training, unless it is the current one."""
+        self._requests.set_generation_epoch(epoch)
 
     def stats(self) -> EngineStats:
         """The load of the engine."""

@@ -15,6 +15,7 @@ from megatron_runtime.engine.text_generation_controller import StepOutput, TextG
 from megatron_runtime.engine.tracked_request import FinishReason, Scores, TrackedRequest
 from megatron_runtime.errors import EngineError, InvalidLogitsError
 from megatron_runtime.model.forward_batch import ForwardBatch
+from megatron_runtime.model.routing_tape import RoutingTape
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class PassRunner:
         self.evictions_total = 0
         self.cached_tokens_total = 0
         self.prefix_hits_total = 0
+        context.reset_counts()
 
     @property
     def num_in_flight(self) -> int:
@@ -70,6 +72,7 @@ class PassRunner:
         self._apply(schedule)
         if schedule.slices:
             self._in_flight.append(self._begin(schedule.slices))
+            self._context.count_pass(schedule.slices)
         is_full = len(self._in_flight) == self._scheduler.limits.passes_in_flight
         if self._in_flight and (is_full or not schedule.slices or not self._scheduler.has_idle):
             self._settle(self._in_flight.popleft())
@@ -86,6 +89,7 @@ class PassRunner:
     def finish(self, tracked: TrackedRequest, reason: FinishReason, error: Exception | None = None) -> None:
         """End a request and free its resources."""
         if tracked.sequence is not None and tracked.sequence in self._scheduler:
+            tracked.routing = self._context.routing.of(tracked.sequence)
             self._scheduler.remove(tracked.sequence)
             self._context.vacate(tracked.sequence)
         self._requests.close(tracked, reason, error)
@@ -98,9 +102,9 @@ class PassRunner:
             self._requests[sequence.request_id].pause(notes_event=notes_event)
         for sequence in schedule.admitted:
             tracked = self._requests[sequence.request_id]
-            self._context.occupy(sequence, tracked.params, tracked.stop_ids, tracked.guide)
+            self._context.occupy(sequence, tracked.params, tracked.stop_ids, tracked.bad_sequences, tracked.guide)
             is_new = not tracked.was_scheduled
-            tracked.enter_context()
+            tracked.enter_context(self._requests.generation_epoch)
             if is_new:
                 self.prompt_tokens_total += sequence.prompt_length
                 self.cached_tokens_total += tracked.record[0].num_cached_tokens
@@ -123,13 +127,16 @@ class PassRunner:
     def _run(self, slices: list[SequenceSlice]) -> PendingOutput:
         ranks = self._controller.model.ranks
         batch = self._context.forward_batch(slices)
+        tape = self._context.routing.tape(slices, self._context.device)
         if ranks.position.samples:
-            output = self._sample(batch, slices)
+            output = self._sample(batch, slices, tape)
+            self._context.routing.store(batch.slots, tape)
             return share_output(ranks, slices, output)
-        self._controller.model(batch, self._context.kv_cache)
+        self._controller.model(batch, self._context.kv_cache, tape)
+        self._context.routing.store(batch.slots, tape)
         return awaited_output(ranks, slices)
 
-    def _sample(self, batch: ForwardBatch, slices: list[SequenceSlice]) -> StepOutput:
+    def _sample(self, batch: ForwardBatch, slices: list[SequenceSlice], tape: RoutingTape | None) -> StepOutput:
         top_n = max(self._requests[part.sequence.request_id].params.top_n_logprobs for part in slices)
         output = self._controller.run(
             batch,
@@ -137,6 +144,7 @@ class PassRunner:
             self._context.sampling_rules(slices),
             self._context.sampled_logit_rows(slices),
             self._context.log_prob_rows(slices, top_n),
+            tape,
         )
         dead_ends = self._dead_ends(slices, output.tokens)
         return replace(output, dead_ends=dead_ends) if dead_ends else output

@@ -40,6 +40,8 @@ class RequestBook:
         self._partials: dict[int, PartialOutput] = {}
         self.weight_version = 0
         """Current version of the model's weights; stored in every request that ends."""
+        self.generation_epoch: int | None = None
+        """Current epoch of the training that requests are generated for, if it was set."""
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._open
@@ -86,8 +88,24 @@ class RequestBook:
             new_future(),
             deadline=None if self._timeout is None else time.monotonic() + self._timeout,
         )
+        if self.generation_epoch is not None:
+            tracked.record.stamp_epoch(self.generation_epoch)
         self._open[request_id] = tracked
         return tracked
+
+    def set_generation_epoch(self, epoch: int) -> None:
+        """Stamp every open request, and those to come, unless it is the current epoch."""
+        if epoch == self.generation_epoch:
+            return
+        self.generation_epoch = epoch
+        for tracked in self._open.values():
+            tracked.record.stamp_epoch(epoch)
+
+    def increment_staleness(self) -> None:
+        """Count one more weight update in every open request; queued requests have no keys and values."""
+        for tracked in self._open.values():
+            has_cache = tracked.sequence is not None and tracked.sequence.is_running
+            tracked.record.increment_staleness(policy_only=not has_cache)
 
     def close(self, tracked: TrackedRequest, reason: FinishReason, error: Exception | None = None) -> None:
         """End a request, queue its last report, and resolve its future."""

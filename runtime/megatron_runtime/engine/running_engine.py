@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_runtime.engine.profiler import StepProfiler
+from megatron_runtime.engine.state_event import StateEvent
 from megatron_runtime.errors import ConfigurationError, EngineError, InvalidStateError
 from megatron_runtime.headers import EngineState
+from megatron_runtime.inference_request import DynamicInferenceRequest, FinishedRequestRecord
+from megatron_runtime.lifecycle import EVENTS
+from megatron_runtime.parallel.rank_groups import RankGroups
 
 if TYPE_CHECKING:
+    from megatron_runtime.config import InferenceConfig
     from megatron_runtime.engine.worker.protocol import AttachedLoop, RankEngine
+    from megatron_runtime.parallel.ranks import Ranks
 
 _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
 
@@ -18,11 +26,29 @@ _DIRECT_STATES = (EngineState.RUNNING, EngineState.SUSPENDED)
 class RunningEngine(ABC):
     """Base class of an engine that runs as a task, or for a coordinator."""
 
+    config: InferenceConfig
+
     def __init__(self) -> None:
         self.is_suspended = False
         self.attached_loop: AttachedLoop | None = None
         """The loop that runs this engine for a coordinator, once it is attached."""
+        self.engine_loop_task: asyncio.Task[None] | None = None
+        """Runs ``attached_loop``, and ends when a client stops the engines; None without a coordinator."""
+        self.capture_stats: dict[str, float] | None = None
+        """Time and memory of the capture of CUDA graphs. Always None, as in Megatron without CUDA graphs: every pass
+        runs eagerly."""
+        self._state_events = {state: StateEvent(self, state) for state in EngineState if state in EVENTS}
         self._waiting: set[asyncio.Event] = set()
+        self._profiler = StepProfiler()
+        self.local_metadata_ledger_enabled = False
+        """Whether requests of a coordinator are entered in the ledger when they finish."""
+        self.local_metadata_ledger: dict[str, FinishedRequestRecord] = {}
+        """Finished requests by ``uid``. The owner reads it, and replaces it by an empty one."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> Ranks:
+        """The ranks of the replica group."""
 
     @abstractmethod
     def has_unfinished_requests(self) -> bool:
@@ -40,9 +66,27 @@ class RunningEngine(ABC):
     def barrier(self, occasion: str) -> None:
         """Wait until all earlier work is done."""
 
-    def attach(self, loop: AttachedLoop) -> None:
-        """Let this loop run the engine for a coordinator from now on."""
+    def note_finished(self, request: DynamicInferenceRequest) -> None:
+        """Enter a finished request of a coordinator in the ledger, if that is enabled."""
+        if self.local_metadata_ledger_enabled and request.uid is not None and not request.failed():
+            self.local_metadata_ledger[request.uid] = FinishedRequestRecord.from_request(request)
+
+    def start_profiler(self) -> None:
+        """Record a trace of the following steps; call it in their thread."""
+        self._profiler.start()
+
+    def stop_profiler(self) -> Path | None:
+        """Write the trace, and return its path; None if none was recorded.
+
+        Raises:
+            OSError: The folder can't be written.
+        """
+        return self._profiler.stop()
+
+    def attach(self, loop: AttachedLoop, task: asyncio.Task[None]) -> None:
+        """Let this loop, which the task runs, run the engine for a coordinator from now on."""
         self.attached_loop = loop
+        self.engine_loop_task = task
 
     @property
     def state(self) -> EngineState:
@@ -50,6 +94,35 @@ class RunningEngine(ABC):
         if self.attached_loop is not None:
             return self.attached_loop.state
         return EngineState.SUSPENDED if self.is_suspended else EngineState.RUNNING
+
+    def has_reached(self, state: EngineState) -> bool:
+        """Whether ``wait_until`` would return at once: the state is the present one, or an event that is still set."""
+        if self.attached_loop is not None:
+            return self.attached_loop.reached.first_of((state,)) is state
+        return self.state is state
+
+    @property
+    def running(self) -> StateEvent:
+        """Set while the engine serves requests."""
+        return self._state_events[EngineState.RUNNING]
+
+    @property
+    def paused(self) -> StateEvent:
+        """Set from a pause until the engine serves requests again, also while it is suspended."""
+        return self._state_events[EngineState.PAUSED]
+
+    @property
+    def stopped(self) -> StateEvent:
+        """Set once the coordinator's loop has ended."""
+        return self._state_events[EngineState.STOPPED]
+
+    @property
+    def pg_collection(self) -> RankGroups | Any:
+        """The place of this rank in the groups of ranks that share the model, and among the replica groups; or the
+        process groups of the configuration.
+        """
+        given = self.config.pg_collection
+        return RankGroups.of(self.ranks.position) if given is None else given
 
     async def wait_until(self, state: EngineState) -> None:
         """Wait for a state, in the event loop that runs the engine.

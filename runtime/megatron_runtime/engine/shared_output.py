@@ -21,7 +21,7 @@ PendingOutput = Callable[[], StepOutput]
 
 def share_output(ranks: Ranks, slices: Slices[SequenceSlice], output: StepOutput) -> PendingOutput:
     """Send the output of this rank, which samples, to the other ranks of the replica group."""
-    if ranks.position.sizes.ranks_per_replica > 1:
+    if ranks.position.sizes.ranks_per_replica_group > 1:
         ranks.share_outcome(_pack(output), checksum=schedule_checksum(slices))
     return lambda: output
 
@@ -39,7 +39,7 @@ def awaited_output(ranks: Ranks, slices: Slices[SequenceSlice]) -> PendingOutput
 def schedule_checksum(slices: Slices[SequenceSlice]) -> int:
     """64-bit checksum of a schedule: which tokens of which requests are computed, and the block of the last ones."""
     parts = ((part.sequence.request_id, part.start, part.length, part.sequence.blocks[-1]) for part in slices)
-    return hash(tuple(parts)) & _BITS_64  # of integers only, which is equal in all processes
+    return hash(tuple(parts)) & _BITS_64  # A tuple of integers has the same hash in all processes.
 
 
 def _pack(output: StepOutput) -> bytes:

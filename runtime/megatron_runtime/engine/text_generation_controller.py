@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_runtime.engine.context import LogProbRows
+from megatron_runtime.engine.inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.engine.sampling.log_probs import LogProbs, log_probs
 from megatron_runtime.engine.sampling.sampler import processed_log_probs, sample
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
@@ -16,7 +18,7 @@ from megatron_runtime.engine.tracked_request import Scores
 from megatron_runtime.model.decoder import Decoder
 from megatron_runtime.model.forward_batch import ForwardBatch
 from megatron_runtime.model.kv_cache import KVCache
-from megatron_runtime.model.tokenizer import Tokenizer
+from megatron_runtime.model.routing_tape import RoutingTape
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,11 @@ class StepOutput:
 class TextGenerationController:
     """A model and its tokenizer, as the engine uses them."""
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
+    def __init__(self, inference_wrapped_model: GPTInferenceWrapper | Decoder | nn.Module, tokenizer: Any) -> None:
+        if not isinstance(inference_wrapped_model, GPTInferenceWrapper):
+            inference_wrapped_model = GPTInferenceWrapper(inference_wrapped_model)
+        self.inference_wrapped_model = inference_wrapped_model
+        self.model, self.tokenizer = inference_wrapped_model.served(tokenizer)
         self._token_text = lru_cache(maxsize=65536)(self._detokenize_one)
 
     @torch.inference_mode()
@@ -47,6 +51,7 @@ class TextGenerationController:
         rules: SamplingRules,
         sampled_rows: Tensor | None,
         wanted: LogProbRows | None,
+        tape: RoutingTape | None = None,
     ) -> StepOutput:
         """Compute the batch and sample; for the rank of a replica group that samples.
 
@@ -56,8 +61,9 @@ class TextGenerationController:
             rules: One per sampled row.
             sampled_rows: int64 [S], rows of the logits to sample; None means all.
             wanted: Log probabilities to report.
+            tape: The routing of the pass, if it is recorded or replayed.
         """
-        logits: Tensor | None = self.model(batch, kv_cache)
+        logits: Tensor | None = self.model(batch, kv_cache, tape)
         assert logits is not None, "this rank samples"
         sampled = logits if sampled_rows is None else logits[sampled_rows]
         if rules.changes_logits:

@@ -6,6 +6,8 @@ import time
 from functools import cached_property
 from typing import Literal
 
+from torch import Tensor
+
 from megatron_runtime.engine.request_future import RequestFuture, resolve
 from megatron_runtime.engine.sampling.grammar import RequestGuide
 from megatron_runtime.engine.scheduling.sequence import Sequence, SequenceSlice
@@ -46,10 +48,13 @@ class TrackedRequest:
         self.deadline = deadline
         self.sequence: Sequence | None = None
         self.was_scheduled = False
+        self.routing: Tensor | None = None
+        """int32 [computed tokens, layers with experts, experts per token] of a request that ends, if it is recorded."""
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.incremental()
         self._matcher = StopMatcher(params.stop_words) if params.stop_words else None
         self.stop_ids = _stop_ids(params, tokenizer)
+        self.bad_sequences = _bad_sequences(params, tokenizer)
         self._generated: list[int] = []
         self._log_probs: list[float] = []
         self._top_n: list[dict[str, float]] = []
@@ -76,7 +81,7 @@ class TrackedRequest:
         return self.record[-1]
 
     def begin(self, sequence: Sequence) -> FinishReason | None:
-        """Start with a sequence, which may have generated tokens; returns the reason if these end the request."""
+        """Start with a sequence, which may have generated tokens. Returns the finish reason if these end it."""
         self.sequence = sequence
         generated = sequence.tokens[sequence.prompt_length :]
         self._num_emitted = len(generated)
@@ -114,12 +119,14 @@ class TrackedRequest:
             self._add_log_prob(value, top_n)
         return reason
 
-    def enter_context(self) -> None:
-        """The request starts to run, for the first time or again."""
+    def enter_context(self, epoch: int | None = None) -> None:
+        """The request starts to run, for the first time or again, in this generation epoch."""
         assert self.sequence is not None
         if not self.was_scheduled:
             self.record[0].num_cached_tokens = min(self.sequence.num_cached, self.sequence.prompt_length)
         self.was_scheduled = True
+        if epoch is not None and self.current.kv_cache_epoch is None:
+            self.current.kv_cache_epoch = [(0, epoch)]
         self.current.add_event_add_context()
 
     def note_time_per_token(self, seconds: float) -> None:
@@ -146,7 +153,7 @@ class TrackedRequest:
             assert self.sequence is not None
             self.sequence.block_hashes = list(self.current.precomputed_block_hashes)
         else:
-            request.kv_cache_staleness = None
+            request.kv_cache_staleness = request.kv_cache_epoch = None
 
     def pop_partial(self, *, final: bool = False) -> PartialOutput | None:
         """The new tokens of a streaming request, if there are enough."""
@@ -172,6 +179,8 @@ class TrackedRequest:
             segment.generated_length = len(segment.generated_tokens)
             segment.finish_reason = reason
         request.generated_text = text
+        if self.routing is not None and len(self.routing) >= request.total_tokens - 1:
+            request.routing_indices = self.routing[: request.total_tokens - 1]
         if error is not None:
             request.add_event_error_nontransient(error)
         completed = reason in ("stop", "length")
@@ -283,3 +292,9 @@ def _stop_ids(params: SamplingParams, tokenizer: Tokenizer) -> frozenset[int]:
     if params.termination_id is not None:
         return wanted | {params.termination_id}
     return wanted | tokenizer.eos_token_ids
+
+
+def _bad_sequences(params: SamplingParams, tokenizer: Tokenizer) -> frozenset[tuple[int, ...]]:
+    """The tokens of each bad word at the start of a text and after a space, as in vLLM."""
+    texts = {start + word.lstrip() for word in params.bad_words or () for start in ("", " ")}
+    return frozenset(tuple(tokenizer.tokenize(text)) for text in texts)

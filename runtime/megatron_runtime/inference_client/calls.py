@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from megatron_runtime.errors import (
     CheckpointError,
+    ClientStoppedError,
     CoordinatorError,
     InvalidStateError,
     MegatronInferenceError,
@@ -103,6 +104,10 @@ class ClientCalls:
     def update_weights(self, path: str, timeout: float | None) -> Awaitable[int]:
         """As `signal`; the awaitable returns the version of the weights."""
         return self._command(lambda content: int(content["version"]), Headers.UPDATE_WEIGHTS, timeout, path)
+
+    def broadcast(self, header: Headers, *args: int) -> Awaitable[None]:
+        """Send a message for all engines now; awaiting waits until the coordinator has passed it on."""
+        return self._command(lambda _: None, header, None, *args)
 
     async def service_state(self, limit: float) -> ServiceState:
         """Request the state of the service, and subscribe to its changes."""
@@ -212,5 +217,6 @@ def _are_strings(value: Any) -> bool:
 def _log_ignored_failure(task: SignalTask[Any]) -> None:
     """Log a failure at once that would otherwise be noticed only when the task is collected."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        level = logging.INFO if task.is_awaited else logging.WARNING
+        is_expected = task.is_awaited or isinstance(error, ClientStoppedError)
+        level = logging.INFO if is_expected else logging.WARNING
         logger.log(level, "a control signal failed: %s", error)

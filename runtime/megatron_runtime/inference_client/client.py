@@ -9,8 +9,15 @@ from collections.abc import Awaitable, Callable
 
 import zmq.asyncio
 
-from megatron_runtime.errors import ConfigurationError, CoordinatorError, InvalidStateError, MegatronInferenceError
+from megatron_runtime.errors import (
+    ClientStoppedError,
+    ConfigurationError,
+    CoordinatorError,
+    InvalidStateError,
+    MegatronInferenceError,
+)
 from megatron_runtime.headers import Headers
+from megatron_runtime.inference_client.async_stream import AsyncStream, StreamReplies
 from megatron_runtime.inference_client.calls import ClientCalls
 from megatron_runtime.inference_client.control_calls import ControlCalls
 from megatron_runtime.inference_client.outstanding import RequestFuture, RequestStream
@@ -84,6 +91,10 @@ class InferenceClient(ControlCalls):
             why_unreachable=self._why_unreachable,
             deserialize=deserialize,
         )
+        self.deserialize = deserialize
+        """Whether results are objects."""
+        self.streams: dict[int, AsyncStream] = {}
+        """The unfinished streams of `add_request_streaming`, by the number of their request."""
         self._calls = ClientCalls(self._dealer, self._why_unreachable, transition_timeout)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._first_answer: asyncio.Future[None] | None = None
@@ -111,19 +122,24 @@ class InferenceClient(ControlCalls):
         self._first_answer.add_done_callback(retrieve)
         self._disconnected_at = time.monotonic()
         self._dealer.open(self._loop)
-        self.listener_task = self._loop.create_task(self._keep_alive())
+        self.listener_task = self._loop.create_task(self._recv_task())
         return self._first_answer
 
     def stop(self) -> None:
-        """Disconnect and close the socket. Outstanding requests end with a CoordinatorError. Idempotent."""
+        """Disconnect and close the socket. Outstanding requests end with a CoordinatorError, and the streams of
+        `add_request_streaming` without one. Idempotent.
+        """
         if self._loop is None:
+            self._dealer.close()
             return
         self._dealer.send(Headers.DISCONNECT, "the client was stopped", False)
         if self.listener_task is not None:
             self.listener_task.cancel()
         self._dealer.close()
         self._loop = None
-        self._fail_everything(CoordinatorError("the client was stopped"))
+        for stream in list(self.streams.values()):
+            stream.finish()
+        self._fail_everything(ClientStoppedError("the client was stopped"))
 
     def fail_outstanding(self, error: MegatronInferenceError) -> None:
         """End all outstanding requests and calls with this error, for a caller that expects no more answers."""
@@ -132,12 +148,14 @@ class InferenceClient(ControlCalls):
 
     @property
     def context(self) -> zmq.asyncio.Context | None:
-        """The ZeroMQ context while the client is started."""
-        return self._dealer.context
+        """The ZeroMQ context, until the client is stopped."""
+        return None if self.socket is None else self._dealer.context
 
     @property
     def socket(self) -> zmq.asyncio.Socket | None:
-        """The DEALER socket while the client is started."""
+        """The DEALER socket, until the client is stopped. `start` connects it."""
+        if self.listener_task is None:
+            self._dealer.create_socket()
         return self._dealer.socket
 
     @property
@@ -203,6 +221,35 @@ class InferenceClient(ControlCalls):
         stream.attach(future)
         return stream
 
+    def add_request_streaming(self, prompt: Prompt, sampling_params: SamplingParams) -> AsyncStream:
+        """Submit a request and stream its answer as Megatron's client does; errors as for `add_request`.
+
+        Args:
+            prompt: Text or token ids.
+            sampling_params: Its ``streaming`` is set here. A missing seed is chosen as for `add_request`.
+
+        Returns:
+            A stream of dicts. ``{"partial": ...}`` has ``request_id`` and ``new_tokens``, and ``new_log_probs`` and
+            ``new_top_n_logprobs`` if the request has them. The last dict is ``{"final": ...}`` with the finished
+            request, serialized with ``deserialize=False``. A request without an answer ends the stream with its error.
+        """
+        sampling_params.streaming = True
+        replies = StreamReplies(as_dict=not self.deserialize)
+        future = self.add_request(prompt, sampling_params, on_update=replies.add)
+
+        def forget(_: object = None) -> None:
+            self.streams.pop(future.request_id, None)
+
+        def leave() -> None:
+            forget()
+            future.cancel()
+
+        stream = AsyncStream(future.request_id, leave, self._require_started())
+        replies.attach(future, stream)
+        self.streams[future.request_id] = stream
+        future.add_done_callback(forget)
+        return stream
+
     def abort_request(self, request_id: int) -> None:
         """Abort a request. Its result is FAILED, with finish_reason "abort" and the tokens so far."""
         self._requests.abort(request_id)
@@ -210,7 +257,7 @@ class InferenceClient(ControlCalls):
     # The coordinator
 
     def shutdown_coordinator(self) -> None:
-        """End the coordinator process; engines go on."""
+        """End the coordinator process. The engines keep running."""
         self._require_started()
         self._requests.flush()
         self._dealer.send(Headers.SHUTDOWN)
@@ -225,7 +272,7 @@ class InferenceClient(ControlCalls):
         return self._loop
 
     def _connect_with_inference_coordinator(self) -> None:
-        """Introduce this client, after each (re-)connection, since the coordinator may be another process."""
+        """Introduce this client after each (re-)connection, because the coordinator may be another process."""
         self._hello += 1
         self._dealer.send(Headers.CONNECT, self._hello)
 
@@ -259,6 +306,14 @@ class InferenceClient(ControlCalls):
                 pass
             case _:
                 raise MalformedMessage(f"{message.header.name} is not for clients")
+
+    async def _recv_task(self) -> None:
+        """Receive messages and send heartbeats until the client is stopped; `start` runs it as ``listener_task``."""
+        heartbeats = asyncio.create_task(self._keep_alive())
+        try:
+            await self._dealer.listen()
+        finally:
+            heartbeats.cancel()
 
     async def _keep_alive(self) -> None:
         """Send heartbeats, and fail everything outstanding when there is no coordinator for too long."""

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine
 from pathlib import Path
 
+from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client.calls import ClientCalls
 from megatron_runtime.wire.service_state import ServiceState
@@ -48,7 +49,7 @@ class ControlCalls(ABC):
     def resume_engines(self, timeout: float | None = None) -> Awaitable[None]:
         """SUSPENDED -> PAUSED: engines allocate their memory again; otherwise as `pause_engines`.
 
-        After a suspension that paused a running service it goes on to RUNNING, unless the client has
+        After a suspension that paused a running service, the service continues to RUNNING, unless the client has
         ``strict_signals``.
         """
         return self._send_signal_to_engines(Headers.RESUME, timeout)
@@ -78,6 +79,49 @@ class ControlCalls(ABC):
         """
         self._require_started()
         return self._calls.update_weights(str(path), timeout)
+
+    def set_generation_epoch(self, generation_epoch: int) -> Awaitable[None]:
+        """In any state: engines stamp their requests with this epoch of a training, in ``policy_epoch`` and
+        ``kv_cache_epoch``. Requests that were added before get a boundary; those that are added later begin with it.
+
+        Sent at once, as the signals; the awaitable is done when the coordinator has passed it on.
+
+        Raises:
+            InvalidRequestError: The epoch is no natural number.
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        if type(generation_epoch) is not int or generation_epoch < 0:
+            raise InvalidRequestError(
+                f"generation_epoch={generation_epoch!r} must be a natural number", field="generation_epoch"
+            )
+        self._require_started()
+        return self._calls.broadcast(Headers.SET_GENERATION_EPOCH, generation_epoch)
+
+    def increment_staleness(self) -> Awaitable[None]:
+        """In any state: engines count one more weight update in ``policy_staleness`` and ``kv_cache_staleness`` of
+        their unfinished requests, for a trainer that has changed the weights itself. `update_weights` counts too.
+
+        Sent at once, as the signals; the awaitable is done when the coordinator has passed it on.
+
+        Raises:
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        self._require_started()
+        return self._calls.broadcast(Headers.INCREMENT_STALENESS)
+
+    def start_cuda_profiler(self) -> Awaitable[None]:
+        """In any state: every rank begins a trace of its steps with PyTorch's profiler, of CPU and GPU.
+
+        Raises:
+            CoordinatorError: (from the awaitable) the coordinator can't be reached.
+        """
+        self._require_started()
+        return self._calls.broadcast(Headers.START_CUDA_PROFILER)
+
+    def stop_cuda_profiler(self) -> Awaitable[None]:
+        """In any state: every rank writes its trace to the folder MEGATRON_PROFILE_FOLDER; errors as above."""
+        self._require_started()
+        return self._calls.broadcast(Headers.STOP_CUDA_PROFILER)
 
     def _send_signal_to_engines(self, signal: Headers, timeout: float | None = None) -> Awaitable[None]:
         self._require_started()

@@ -26,7 +26,7 @@ from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.bodies import Prompt, RequestBody, TokenChunk
 from megatron_runtime.wire.codec import MAX_BATCH, MalformedMessage, Message, is_list_of_integers, unpack_body
 from megatron_runtime.wire.dealer import Dealer
-from megatron_runtime.wire.items import Failure, Forwarded, Submission, items, uuid_bytes
+from megatron_runtime.wire.items import Forwarded, RequestFailure, Submission, items, uuid_bytes
 
 _ABORTED_OFFLINE = "the request was aborted while there was no coordinator"
 
@@ -138,7 +138,7 @@ class ClientRequests:
                 for request_uuid, body in zip(items(message, uuid_bytes), message.bodies, strict=True):
                     self._finish(request_uuid, body)
             case Headers.REQUEST_FAILED:
-                for failure in items(message, Failure.parse, with_bodies=False):
+                for failure in items(message, RequestFailure.parse, with_bodies=False):
                     entry = self._outstanding.get(failure.uuid)
                     if entry is not None:
                         _end(entry, deserialize_error({"type": failure.kind, "message": failure.message}))

@@ -32,15 +32,24 @@ class DynamicInferenceRequest(InferenceRequest):
 
     prompt_tokens: Tensor | None = None
     """int64 [prompt length], on the host."""
+    prompt_length: int | None = None
+    """Number of prompt tokens; also in results from a coordinator, which leave out ``prompt_tokens``."""
     remaining_prompt_tokens: Tensor | None = None
     """The rest of the prompt that is not computed yet."""
     policy_staleness: Tensor | None = None
     """int32 [prompt and generated]: weight updates since each token was chosen."""
     kv_cache_staleness: Tensor | None = None
     """int32 [prompt and generated]: weight updates since each token's keys and values were computed."""
+    policy_epoch: list[tuple[int, int]] | None = None
+    """Generation epochs, each with the index of the token that it begins at; None while no epoch is set."""
+    kv_cache_epoch: list[tuple[int, int]] | None = None
+    """The same for the keys and values, which begin anew with each segment."""
     latency: float | None = None
     """Seconds from submission to the end."""
+    uid: str | None = None
+    """The request's UUID in hexadecimal, if it came from a coordinator."""
     routing_indices: Tensor | None = None
+    """int32 [total tokens - 1, layers with experts, experts per token], with ``moe_enable_routing_replay``."""
     finished_chunk_token_count: int = 0
     """Number of computed prompt tokens."""
     stop_word_ids: list[list[int]] | None = None
@@ -65,6 +74,7 @@ class DynamicInferenceRequest(InferenceRequest):
         self.sampling_params = copy.deepcopy(self.sampling_params)
         if self.prompt_tokens is None:
             return
+        self.prompt_length = int(self.prompt_tokens.numel())
         if self.remaining_prompt_tokens is None:
             self.remaining_prompt_tokens = self.prompt_tokens
         if self.enable_prefix_caching and self.block_size_tokens and not self.precomputed_block_hashes:
@@ -111,6 +121,9 @@ class DynamicInferenceRequest(InferenceRequest):
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
         self.events = [DynamicInferenceEvent.deserialize(event) for event in obj.get("events") or []]
+        for name in ("policy_epoch", "kv_cache_epoch"):
+            stamps = getattr(self, name)
+            setattr(self, name, None if stamps is None else [(start, epoch) for start, epoch in stamps])
         added = (event for event in self.events if event.type is DynamicInferenceEventType.ADD_ENGINE)
         self.event_add_engine = next(added, None)
 
@@ -169,7 +182,7 @@ class DynamicInferenceRequest(InferenceRequest):
         return self.add_event(DynamicInferenceEventType.PAUSE)
 
     def add_event_evict(self) -> DynamicInferenceEvent:
-        """The request lost its cache and waits to be computed again."""
+        """The request lost its cache and waits to be recomputed."""
         return self.add_event(DynamicInferenceEventType.EVICT)
 
     def add_event_finish(self) -> DynamicInferenceEvent:

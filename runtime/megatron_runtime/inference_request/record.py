@@ -57,6 +57,14 @@ class DynamicInferenceRequestRecord:
         if not policy_only:
             request.kv_cache_staleness = self._update_staleness_tensor(request.kv_cache_staleness, total)
 
+    def stamp_epoch(self, epoch: int) -> None:
+        """The tokens from the next one on belong to this generation epoch; all of them, if there was none before."""
+        request = self.requests[-1]
+        for name in ("policy_epoch", "kv_cache_epoch"):
+            known = getattr(request, name)
+            stamps = [(0, epoch)] if known is None else [*known, (request.total_tokens - 1, epoch)]
+            setattr(request, name, stamps)
+
     def checkpoint(self, tokenizer: Any = None) -> None:
         """Close the last segment and open one whose prompt has all tokens so far.
 
@@ -82,6 +90,7 @@ class DynamicInferenceRequestRecord:
         for name in _JOINED_LISTS:
             setattr(new, name, None if getattr(old, name) is None else [])
         self._carry_staleness(old, new)
+        new.policy_epoch = None if old.policy_epoch is None else list(old.policy_epoch)
         new.event_add_engine = old.event_add_engine
         if new.event_add_engine is None:
             new.add_event_add_engine()
@@ -111,6 +120,8 @@ class DynamicInferenceRequestRecord:
         merged.finish_reason = last.finish_reason
         merged.weight_version = last.weight_version
         merged.latency = self.latency
+        merged.policy_epoch = last.policy_epoch
+        merged.kv_cache_epoch = last.kv_cache_epoch
         merged.generated_tokens = tokens
         merged.generated_length = len(tokens)
         merged.generated_text = self._joined_text()

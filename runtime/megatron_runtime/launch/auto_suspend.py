@@ -88,7 +88,7 @@ class AutoSuspend:
             await self._send(signal)
         except MegatronInferenceError as error:
             logger.warning("%s: %s", signal.name.lower(), error)
-            self._sending = None  # the next observation tries again
+            self._sending = None  # The next observation repeats the step.
         else:
             self._sending = None
             self._advance()

@@ -46,6 +46,10 @@ class SignalSender(Protocol):
         """The same for new weights; ``CheckpointError`` names the engines that could not load them, and why."""
         ...
 
+    async def profile(self, *, start: bool) -> None:
+        """Every rank begins a trace of its steps, or writes it; returns when the coordinator has passed that on."""
+        ...
+
 
 class LeaderRole(Protocol):
     """Changes the role of the pod; ``StaleEpochError`` if a newer decision is known."""
@@ -179,6 +183,19 @@ def _install_signals(
     ) -> JSONResponse:
         await _send(leading().update_weights(body.path, timeout=timeout, wait=wait), state)
         return accepted(wait)
+
+    # Megatron's server has both paths too.
+    @app.post("/start_profile", dependencies=guarded)
+    @app.post("/v1/start_profile", dependencies=guarded)
+    async def start_profile() -> dict[str, str]:
+        await _send(leading().profile(start=True), state)
+        return {"status": "ok", "action": "start_profile"}
+
+    @app.post("/stop_profile", dependencies=guarded)
+    @app.post("/v1/stop_profile", dependencies=guarded)
+    async def stop_profile() -> dict[str, str]:
+        await _send(leading().profile(start=False), state)
+        return {"status": "ok", "action": "stop_profile"}
 
     @app.post("/v1/{signal}", dependencies=guarded)
     async def signal_engines(

@@ -12,7 +12,7 @@ from megatron_runtime.headers import EngineState, Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.launch.auto_suspend import AutoSuspend
 from megatron_runtime.launch.identity import Lifecycle
-from megatron_runtime.launch.pod_state import PodState, ReplicaGroupState
+from megatron_runtime.launch.pod_state import PodState, RegisteredReplicaGroup
 from megatron_runtime.lifecycle import TARGET_OF_STATE, CoordinatorState
 from megatron_runtime.wire.service_state import ServiceState
 
@@ -81,12 +81,17 @@ class EngineLink:
         was_suspended = self._auto_suspend is not None and self._auto_suspend.override()
         self._state.update(auto_suspended=False)
         if was_suspended and signal is Headers.SUSPEND and self.target is CoordinatorState.SUSPENDED:
-            return  # the engines are suspended already, and stay so
+            return  # The engines are suspended already, and stay suspended.
         await self._send_signal(signal, timeout=timeout, wait=wait)
 
     async def update_weights(self, path: str, *, timeout: float, wait: bool) -> None:
         """See ``control_api.SignalSender``."""
         await self._send("update_weights", partial(self._client.update_weights, path), timeout=timeout, wait=wait)
+
+    async def profile(self, *, start: bool) -> None:
+        """See ``control_api.SignalSender``."""
+        call = self._client.start_cuda_profiler if start else self._client.stop_cuda_profiler
+        await call()
 
     async def _send_for_auto_suspend(self, signal: Headers) -> None:
         await self._send_signal(signal, timeout=AUTO_SUSPEND_TIMEOUT, wait=True)
@@ -124,7 +129,7 @@ class EngineLink:
         if (target := TARGET_OF_STATE[state]) is not CoordinatorState.STOPPING:
             self.target = target
         groups = tuple(
-            ReplicaGroupState(
+            RegisteredReplicaGroup(
                 index=engine.replica_group,
                 state=engine.state,
                 running_requests=engine.running,

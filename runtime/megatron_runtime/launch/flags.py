@@ -41,7 +41,7 @@ class EngineFlags:
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = EngineOptions.device
     max_sequence_length: Annotated[int | None, typer.Option(help="Most tokens of a prompt and its answer.")] = None
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that share each layer.")] = EngineOptions.tensor_parallel
-    pipeline_parallel: Annotated[int, typer.Option(help="Stages that the layers are spread over.")] = (
+    pipeline_parallel: Annotated[int, typer.Option(help="Stages that the layers are divided into.")] = (
         EngineOptions.pipeline_parallel
     )
     expert_parallel: Annotated[int, typer.Option(help="Parts that the experts of a layer are divided into.")] = (
@@ -68,6 +68,9 @@ class EngineFlags:
         str,
         typer.Option(help="raw_logprobs: of the model; processed_logprobs: of the distribution that is sampled."),
     ] = EngineOptions.logprobs_mode
+    moe_enable_routing_replay: Annotated[
+        bool, typer.Option("--moe-enable-routing-replay", help="Return the experts of each token with the answer.")
+    ] = EngineOptions.moe_enable_routing_replay
     check_finite: Annotated[bool, typer.Option("--check-finite", help="Refuse weights with NaN or infinity.")] = (
         EngineOptions.check_finite
     )
@@ -106,6 +109,10 @@ class HttpFlags:
     page: Annotated[bool, typer.Option(help="Serve a page at / to chat with the model and to watch the service.")] = (
         HttpOptions.page
     )
+    megatron_http: Annotated[
+        bool,
+        typer.Option("--megatron-http", help="Accept requests as Megatron's server does, for any model name."),
+    ] = HttpOptions.megatron_http
 
     def options(self) -> HttpOptions:
         """The same as options; ConfigurationError names a flag whose value can't be parsed."""
@@ -117,6 +124,7 @@ class HttpFlags:
             access_log=self.access_log,
             parsers=tuple(self.parsers or ()),
             page=self.page,
+            megatron_http=self.megatron_http,
         )
 
 

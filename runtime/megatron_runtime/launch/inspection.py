@@ -28,9 +28,9 @@ class CheckpointFacts:
     longest: int
     layers: int
     cache_layout: CacheLayout
-    """Of the rank that caches most."""
+    """Cache layout of the rank that caches most."""
     expert_parameters: int = 0
-    """Of the parameters, those of experts."""
+    """Parameters of the experts, included in ``parameters``."""
     tied_head_parameters: int = 0
     """Parameters of a head that is tied to the embedding; a CPU stores them twice."""
 

@@ -23,7 +23,7 @@ SETTLING_SECONDS = 10.0
 
 
 class Leadership:
-    """Starts and ends the coordinator of this pod while ranks and frontends go on.
+    """Starts and ends the coordinator of this pod, while ranks and frontends keep running.
 
     An epoch is the number of a decision. A decision with an older epoch than the newest known one is refused.
 

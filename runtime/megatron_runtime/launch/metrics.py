@@ -15,11 +15,11 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from megatron_runtime.headers import EngineState
-from megatron_runtime.launch.pod_state import PodFacts, RankPhase, ReplicaGroupState
+from megatron_runtime.launch.pod_state import PodFacts, RankPhase, RegisteredReplicaGroup
 
 ENGINE_STATES = tuple(state.value for state in EngineState if state is not EngineState.RESUMED)
 
-Value = Callable[[ReplicaGroupState], float]
+Value = Callable[[RegisteredReplicaGroup], float]
 
 _GAUGES: tuple[tuple[str, str, Value], ...] = (
     ("megatron_requests_running", "Requests in the running batch", lambda group: group.running_requests),

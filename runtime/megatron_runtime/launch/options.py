@@ -64,6 +64,7 @@ class EngineOptions:
     offload_weights: bool = False
     logprobs_mode: str = "raw_logprobs"
     check_finite: bool = False
+    moe_enable_routing_replay: bool = False
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
@@ -80,7 +81,7 @@ class EngineOptions:
 
     @property
     def ranks_per_replica_group(self) -> int:
-        """Ranks that hold one copy of the model, as `ParallelSizes.ranks_per_replica` counts them."""
+        """Ranks of one replica group, as in `ParallelSizes.ranks_per_replica_group`."""
         return max(self.tensor_parallel, self.expert_parallel) * self.pipeline_parallel
 
 

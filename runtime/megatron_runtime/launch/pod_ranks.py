@@ -1,4 +1,4 @@
-"""The ranks of this pod by replica: what they report, and their restarts."""
+"""The ranks of this pod by replica group: their reports and restarts."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from megatron_runtime.launch.options import LaunchOptions
 from megatron_runtime.launch.pod_state import PodState, RankPhase
-from megatron_runtime.launch.tasks import PendingPlan, first_rank, replica_tasks
+from megatron_runtime.launch.tasks import PendingPlan, first_rank, replica_group_tasks
 from megatron_runtime.processes.child import Report
-from megatron_runtime.processes.replica_supervisor import ReplicaSupervisor
+from megatron_runtime.processes.replica_group_supervisor import ReplicaGroupSupervisor
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
 
 DRAIN_GRACE = 3.0
-"""Seconds beyond the time to drain before a rank is killed; it stops computing by itself before."""
+"""Seconds beyond the drain time after which a rank is killed. A rank stops computing at the end of the drain time."""
 FOLLOWER_GRACE = 10.0
-"""The same for ranks whose first one, in another pod, lets them go when it has drained."""
+"""The same for ranks whose first rank is in another pod, which releases them after its drain."""
 
 
 class PodRanks:
-    """Starts the ranks, and those of a replica again together, within the budget that all replicas share.
+    """Starts the ranks, and restarts those of a replica group together, within a budget that all groups share.
 
     Args:
-        on_end: Called with the rank that ended first and how it ended, once its replica is not started again.
-        on_change: Called when a replica was restarted.
+        on_end: Called with the rank that ended first and how it ended, once its replica group is not restarted.
+        on_change: Called when a replica group was restarted.
     """
 
     def __init__(
@@ -41,25 +41,25 @@ class PodRanks:
         self._state = state
         self._on_end = on_end
         self._on_change = on_change
-        # Ranks that are started again can't meet those of other pods, which are at their end too.
+        # Restarted ranks could not join those of the other pods, which end too.
         self._budget = RestartBudget(
             0 if options.spans_pods else options.max_restarts, reset_after=options.restart_reset_after
         )
-        self._supervisors: dict[range, ReplicaSupervisor] = {}
+        self._supervisors: dict[range, ReplicaGroupSupervisor] = {}
         self._lives: list[asyncio.Task[None]] = []
 
     @property
     def restarts(self) -> int:
-        """Restarts of all replicas together."""
+        """Restarts of all replica groups together."""
         return sum(supervisor.restarts for supervisor in self._supervisors.values())
 
     def start(self, plan: PendingPlan, *, key: str | None) -> None:
-        """Starts all ranks of this pod: they import what they need, and load once there is the ``plan``."""
+        """Start all ranks of this pod: they import their modules, and load the checkpoint once ``plan`` is ready."""
         first, size = first_rank(self._options), self._options.local_ranks_per_replica_group
         for start in range(first, first + self._options.local_ranks, size):
             ranks = range(start, start + size)
-            self._supervisors[ranks] = ReplicaSupervisor(
-                partial(replica_tasks, self._options, plan, ranks=ranks, key=key),
+            self._supervisors[ranks] = ReplicaGroupSupervisor(
+                partial(replica_group_tasks, self._options, plan, ranks=ranks, key=key),
                 self._budget,
                 hang_timeout=self._options.hang_timeout,
                 on_report=partial(self._report, ranks),
@@ -68,7 +68,7 @@ class PodRanks:
             self._lives.append(asyncio.create_task(self._live(ranks)))
 
     async def drain(self, timeout: float) -> None:
-        """Has the engines finish what they have; kills what is left after ``timeout`` seconds and a little."""
+        """Let the engines finish their requests; kills the remaining ranks some time after ``timeout`` seconds."""
         for supervisor in self._supervisors.values():
             supervisor.release()
             supervisor.send_signal(signal.SIGTERM)

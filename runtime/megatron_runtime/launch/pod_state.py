@@ -49,7 +49,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class ReplicaGroupState:
+class RegisteredReplicaGroup:
     """A registered replica group. Changes of its load make no new revision."""
 
     index: int
@@ -95,7 +95,7 @@ class PodFacts:
     """The state of the service; None before a replica group has registered, and on pods that do not lead."""
     auto_suspended: bool = False
     """Whether the engines are suspended because they were idle, or move to that state or back."""
-    replica_groups: tuple[ReplicaGroupState, ...] = ()
+    replica_groups: tuple[RegisteredReplicaGroup, ...] = ()
     ranks: Mapping[int, RankState] = field(default_factory=dict)
     frontends_listening: int = 0
     dropped_messages: int = field(default=0, compare=False)

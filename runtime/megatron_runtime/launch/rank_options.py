@@ -21,7 +21,7 @@ class RankOptions:
     local_rank: int
     """Counted within the pod."""
     rendezvous_address: tuple[str, int] | None
-    """Host and port where the ranks of the replica group meet; None for a replica group of one rank."""
+    """Host and port of the rendezvous of the replica group; None for a replica group of one rank."""
     rendezvous_timeout: float
     drain_timeout: float
     engine: EngineOptions

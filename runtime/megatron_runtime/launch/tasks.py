@@ -63,7 +63,7 @@ def rank_plan(facts: CheckpointFacts, plan: EnginePlan, *, address: str) -> Rank
     )
 
 
-def replica_tasks(options: LaunchOptions, plan: PendingPlan, *, ranks: range, key: str | None) -> list[ChildTask]:
+def replica_group_tasks(options: LaunchOptions, plan: PendingPlan, *, ranks: range, key: str | None) -> list[ChildTask]:
     """The ranks of one replica group that this pod runs, for one start."""
     address = rendezvous_address(options)
     return [rank_task(options, plan, rank=rank, key=key, rendezvous=address) for rank in ranks]

@@ -1,4 +1,4 @@
-"""What attention is to a layer, and which way of computing it a device gets."""
+"""The interface of attention, and the selection of its implementation for a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_runtime.model.rotary import Rotation
 
 
 class AttentionPlan(Protocol):
-    """How the rows of one batch attend; made once per forward pass and used by every layer."""
+    """The attention of one batch; created once per forward pass and used by every layer."""
 
     def attend(
         self,
@@ -26,15 +26,14 @@ class AttentionPlan(Protocol):
         soft_cap: float | None = None,
         value_width: int | None = None,
     ) -> Tensor:
-        """Write the new keys and values into ``cache`` and return what every query sees: [T, heads, value width].
+        """Write the new keys and values into ``cache`` and return the attention output: [T, heads, value width].
 
-        ``heads`` is [T, heads + 2 * kv heads, key width], contiguous: each token's queries, keys and values, of which
-        queries and keys are still to be turned by ``rotation``. A query looks back over at most ``window`` tokens;
-        scores are squeezed smoothly into plus or minus ``soft_cap``, after they were divided by the square root of the
-        key width.
+        ``heads`` is [T, heads + 2 * kv heads, key width], contiguous: each token's queries, keys and values, before
+        ``rotation`` is applied to queries and keys. A query attends to at most the last ``window`` tokens; scores are
+        divided by the square root of the key width, and then limited smoothly to plus or minus ``soft_cap``.
 
-        A ``cache`` of one array holds keys whose last ``value_width`` channels are the values; ``heads`` is
-        [T, heads + kv heads, key width] then. In a cache of two arrays, values are as wide as keys.
+        A ``cache`` of one array holds keys whose last ``value_width`` channels are the values; then ``heads`` is [T,
+        heads + kv heads, key width]. In a cache of two arrays, values are as wide as keys.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""The kinds of attention: how tensor-parallel ranks divide the heads, and what each caches. Without torch.
+"""The kinds of attention: how tensor-parallel ranks divide the heads, and the cache layout. Without torch.
 
-What a kind computes is in its module, which `decoder_layer.make_attention` builds; the tensors that it is loaded from
-are in `formats.expected_tensors` and `placements`.
+The computation of a kind is in its module, which `decoder_layer.make_attention` builds; the names of its tensors are in
+`formats.expected_tensors` and `placements`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MultiHeadLatentAttention(AttentionKind):
         self.latent = config.latent_attention
 
     def kv_heads(self, ranks: int, rank: int) -> range:
-        """Each query head has a key and a value of its own, projected from the latent."""
+        """Each query head has its own key and value, projected from the latent."""
         heads = self.config.num_attention_heads // ranks
         return range(rank * heads, (rank + 1) * heads)
 

@@ -1,4 +1,4 @@
-"""The shape of a rank's KV cache. Without torch: the preflight computes with it too."""
+"""The shape of a rank's KV cache. Without torch, because the preflight uses it too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """What one rank caches of each token: in each layer ``heads`` keys and as many values. Widths are elements."""
+    """The cached data of each token on one rank: in each layer ``heads`` keys and as many values. Widths count
+    elements.
+    """
 
     num_layers: int
     heads: int
@@ -24,7 +26,7 @@ class CacheLayout:
     def shapes(self, num_blocks: int, block_size_tokens: int) -> list[tuple[int, ...]]:
         """The arrays of a pool, each [num_layers, num_blocks, heads, block_size_tokens, width].
 
-        Heads come before tokens, so that what one head reads of a block is contiguous.
+        Heads come before tokens, so that the part of a block that one head reads is contiguous.
         """
         return [(self.num_layers, num_blocks, self.heads, block_size_tokens, width) for width in self.widths]
 

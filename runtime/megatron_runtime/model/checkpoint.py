@@ -1,4 +1,4 @@
-"""From a path to a decoder that can run, or to what it would take."""
+"""Loads and inspects checkpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_runtime.model.weights import ProgressCallback, load_weights
 from megatron_runtime.parallel.ranks import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What ``dtype`` may name, beside ``auto``."""
+"""Values of ``dtype`` besides ``auto``."""
 
 __all__ = [
     "DTYPES",
@@ -47,9 +47,10 @@ __all__ = [
 
 
 def choose_dtype(name: str, device: torch.device | str) -> torch.dtype:
-    """The type of weights, activations and cache that ``name`` stands for on ``device``.
+    """The dtype of weights, activations and cache for ``name`` on ``device``.
 
-    ``auto`` is bfloat16, or float32 on a CPU without instructions for it. ConfigurationError names the known ones.
+    ``auto`` is bfloat16, or float32 on a CPU without instructions for it. Raises ConfigurationError with the known
+    names.
     """
     if name == "auto":
         return torch.bfloat16 if torch.device(device).type != "cpu" or has_bfloat16() else torch.float32
@@ -68,14 +69,17 @@ def load_model(
     on_progress: ProgressCallback | None = None,
     ranks: Ranks | None = None,
 ) -> Decoder:
-    """The decoder in a GGUF file or a folder, its weights as ``dtype`` on ``device``.
+    """The decoder in a GGUF file or a folder, with weights as ``dtype`` on ``device``.
 
-    A folder holds a Hugging Face ``config.json``, and beside it safetensors, a Megatron ``torch_dist`` checkpoint, or
-    all that a Megatron training saved, of which the latest iteration is taken.
-    ``max_sequence_length`` becomes the configuration's ``max_position_embeddings``; more than the model was made for is
-    a ConfigurationError. With ``check_finite`` a tensor that holds NaN or infinity is a CheckpointError that names it.
-    Needs little memory beyond the weights. CheckpointError as in `inspect_checkpoint`.
-    With ``ranks``, only what this rank has of it is read; ConfigurationError when the model can't be divided so.
+    A folder contains a Hugging Face ``config.json`` with safetensors or a Megatron ``torch_dist`` checkpoint, or the
+    output of a Megatron training, of which the latest iteration is loaded. ``max_sequence_length`` replaces the
+    configuration's ``max_position_embeddings``. Memory beyond the weights is small. With ``ranks``, only this rank's
+    part is read.
+
+    Raises:
+        CheckpointError: As in `inspect_checkpoint`; with ``check_finite`` also for a tensor with NaN or infinity.
+        ConfigurationError: ``max_sequence_length`` exceeds that of the model, or the model can't be divided among
+            ``ranks``.
     """
     path = checkpoint_path(path)
     origin = Origin.of(path)
@@ -101,7 +105,7 @@ def fill(
     *,
     check_finite: bool,
 ) -> None:
-    """Pour a source's weights, checked with `check_fit`, into a decoder that isn't packed."""
+    """Copy the weights of a source that passed `check_fit` into a decoder that isn't packed."""
     load_weights(source, decoder.placements(), on_progress, check_finite=check_finite)
     if rotary_factors is not None:
         decoder.positions.frequencies /= torch.from_numpy(rotary_factors).to(decoder.device)
@@ -111,7 +115,7 @@ def _limit_length(config: ModelConfig, max_sequence_length: int) -> ModelConfig:
     if not 1 <= max_sequence_length <= config.max_position_embeddings:
         raise ConfigurationError(
             f"max_sequence_length is {max_sequence_length}, expected 1 to {config.max_position_embeddings}, "
-            "the length that the model was made for",
+            "the maximum length of the model",
             field="max_sequence_length",
         )
     return replace(config, max_position_embeddings=max_sequence_length)

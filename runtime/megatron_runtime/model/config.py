@@ -1,4 +1,4 @@
-"""The shape of a decoder, whatever file it was read from."""
+"""The configuration of a decoder, independent of the file format."""
 
 from __future__ import annotations
 
@@ -9,84 +9,87 @@ from typing import Literal
 from megatron_runtime.errors import CheckpointError
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
-"""By the root mean square; the same where the file holds the weights less one; by mean and variance, with a bias."""
+"""``rms``; ``rms_plus_one``, whose stored weights are one less; ``layer``: mean and variance, with a bias."""
 NormPlacement = Literal["before", "after", "around"]
-"""Where attention and feed-forward are normalized: what goes in, what comes out, or both."""
+"""Where attention and feed-forward are normalized: their input, their output, or both."""
 QueryKeyNorm = Literal["none", "head", "projection"]
-"""Whether queries and keys are normalized before the rotation: each head by itself, or all heads together."""
+"""Whether queries and keys are normalized before the rotation: per head, or over all heads."""
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RoutingScores = Literal["softmax", "sigmoid"]
-"""The score of an expert: its share in the softmax over all experts, or the sigmoid of its own logit."""
+"""The score of an expert: a softmax over all experts, or the sigmoid of its own logit."""
 GroupScores = Literal["max", "top_2_sum"]
 """The score of a group of experts: the highest score in it, or the sum of the two highest."""
 
 _LARGEST_SIZE = 2**27
-"""Beyond any model; what is larger is damage, and would overflow the size of a tensor."""
+"""An upper limit for sizes. Larger values mean a damaged file, and would overflow the size of a tensor."""
 _MOST_LAYERS = 2**20
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the rotary frequencies are stretched beyond the lengths that the model was first trained on."""
+    """The scaling of the rotary frequencies for lengths beyond those of the first training."""
 
     kind: str = "default"
-    """``default`` (none), ``linear`` (all divided by factor), ``llama3`` and ``yarn`` (only the slow ones) or
-    ``longrope`` (each by a factor of its own)."""
+    """``default`` (none), ``linear`` (all divided by the factor), ``llama3`` and ``yarn`` (only low frequencies) or
+    ``longrope`` (a separate factor for each).
+    """
     factor: float = 1.0
     low_frequency_factor: float = 1.0
-    """llama3 and yarn: what turns so often over the original length, or less, is slow."""
+    """llama3 and yarn: a frequency with at most this many rotations over the original length is low."""
     high_frequency_factor: float = 1.0
-    """The same for what is fast, and stays."""
+    """llama3 and yarn: a frequency with at least this many rotations over the original length is high, and is not
+    scaled.
+    """
     original_max_position_embeddings: int = 0
     whole_channels: bool = True
-    """yarn: whether slow and fast end at whole channels."""
+    """yarn: whether the limits of low and high frequencies are rounded to whole channels."""
     short_factors: tuple[float, ...] = ()
-    """longrope: what divides each frequency in a model served at its original length or less."""
+    """longrope: the divisor of each frequency in a model that is served at up to its original length."""
     long_factors: tuple[float, ...] = ()
-    """longrope: the same in a model that is served beyond it."""
+    """longrope: the same in a model that is served beyond its original length."""
     magnitude: float = 1.0
-    """By which the rotated queries and keys are multiplied."""
+    """Factor of the rotated queries and keys."""
 
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How a router chooses the experts of a token, and how it weights them."""
+    """How a router selects the experts of a token, and how it weights them."""
 
     scores: RoutingScores = "softmax"
-    """What a logit becomes."""
+    """The function from logits to scores."""
     normalize_weights: bool = False
-    """Whether the weights of the chosen experts are scaled to sum to one."""
+    """Whether the weights of the selected experts are normalized to a sum of one."""
     weight_multiplier: float = 1.0
-    """By which the weights are multiplied after that."""
+    """Factor of the weights after that."""
     has_selection_bias: bool = False
-    """Whether each expert has a bias that is added to its score for the choice, but not in its weight."""
+    """Whether each expert has a bias that is added to its score for the selection, but not for its weight."""
     groups: int = 1
-    """Groups of consecutive experts; a token's experts are all from its ``groups_per_token`` best groups."""
+    """Groups of consecutive experts; the experts of a token are in its ``groups_per_token`` best groups."""
     groups_per_token: int = 1
     group_scores: GroupScores = "max"
     weights_inputs: bool = False
-    """Whether the weights multiply what goes into the experts instead of what comes out."""
+    """Whether the weights multiply the inputs of the experts instead of the outputs."""
     in_float32: bool = False
-    """Whether logits are computed in float32 whatever the model's type."""
+    """Whether logits are computed in float32 for every dtype of the model."""
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A feed-forward layer made of many, of which each token visits a few."""
+    """A mixture-of-experts layer, in which each token uses a few of many feed-forward networks."""
 
     count: int
     per_token: int
     intermediate_size: int
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     dense_layers: frozenset[int] = frozenset()
-    """The layers that have one ordinary feed-forward network instead."""
+    """The layers with one ordinary feed-forward network instead."""
     shared_intermediate_size: int = 0
-    """Of the shared expert, which processes every token; 0: there is none."""
+    """Size of the shared expert, which processes every token; 0: there is none."""
     has_shared_expert_gate: bool = False
-    """Whether the result of the shared expert is multiplied by the sigmoid of a projection of its input."""
+    """Whether the output of the shared expert is multiplied by the sigmoid of a projection of its input."""
 
     def check(self, source: str) -> None:
-        """Raise CheckpointError naming ``source`` when the numbers don't fit together."""
+        """Raise CheckpointError naming ``source`` when the numbers are inconsistent."""
         if not 1 <= self.per_token <= self.count:
             raise CheckpointError(
                 f"{source}: number of experts per token is {self.per_token}, expected 1 to {self.count}"
@@ -117,21 +120,21 @@ class LatentAttentionConfig:
     """
 
     kv_lora_rank: int
-    """Channels of the latent that each token's keys and values are projected from."""
+    """Channels of the latent from which each token's keys and values are projected."""
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
     """Channels of a value."""
     q_lora_rank: int | None = None
-    """Channels of the latent that queries are projected from; None: they are projected from the hidden state."""
+    """Channels of the latent from which queries are projected; None: they are projected from the hidden state."""
     rope_interleave: bool = True
-    """Whether neighbouring channels are rotated together, instead of channels of the first and the second half."""
+    """Whether adjacent channels are rotated together, instead of channels of the first and the second half."""
     norm_eps: float = 1e-6
-    """Of the norms of the latents."""
+    """Epsilon of the norms of the latents."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Those that have to be positive, by the names of the fields."""
+        """Fields that have to be positive, by name."""
         named = {
             "kv_lora_rank": self.kv_lora_rank,
             "qk_nope_head_dim": self.qk_nope_head_dim,
@@ -143,7 +146,7 @@ class LatentAttentionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder. Sizes count elements, lengths count tokens; what is left out is as in Llama."""
+    """The configuration of a decoder. Sizes count elements, lengths count tokens. Defaults are those of Llama."""
 
     architecture: str
     vocab_size: int
@@ -155,7 +158,7 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float
-    """What keeps a norm, of either kind, from dividing by zero."""
+    """Epsilon of both kinds of norms."""
     rope_theta: float
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     tie_word_embeddings: bool = False
@@ -164,7 +167,7 @@ class ModelConfig:
     mlp_bias: bool = False
     query_key_norm: QueryKeyNorm = "none"
     layer_windows: tuple[int | None, ...] = ()
-    """Per layer, how many of the latest tokens it attends to; None means all. Empty: no layer has a window."""
+    """Attention window of each layer in tokens; None means no limit. Empty: no layer has a window."""
     norm: NormKind = "rms"
     norm_placement: NormPlacement = "before"
     activation: Activation = "silu"
@@ -173,26 +176,26 @@ class ModelConfig:
     latent_attention: LatentAttentionConfig | None = None
     """None: grouped-query attention."""
     rotary_dim: int | None = None
-    """How many leading channels of each head are rotated; None means all."""
+    """Number of leading channels of each head that are rotated; None means all."""
     local_rope_theta: float | None = None
-    """The rotary base, without scaling, of the layers that have a window; None: the same as everywhere."""
+    """The rotary base, without scaling, of the layers with a window; None: that of the other layers."""
     unrotated_layers: frozenset[int] = frozenset()
-    """Layers whose queries and keys aren't rotated."""
+    """Layers without rotation of queries and keys."""
     learned_positions: int = 0
     """Rows of the table of learned positions that is added to the embedding; 0: there is none."""
     attention_scale: float | None = None
-    """By which queries times keys are multiplied; None: one over the square root of the head dimension."""
+    """Factor of the attention scores; None: one over the square root of the head dimension."""
     query_key_value_clip: float | None = None
-    """Queries, keys and values are cut off at plus and minus this, before the rotation."""
+    """Queries, keys and values are clipped to plus and minus this, before the rotation."""
     attention_soft_cap: float | None = None
-    """Attention scores are squeezed smoothly into plus or minus this."""
+    """Attention scores are limited smoothly to plus or minus this."""
     logit_soft_cap: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """By which the results of attention and feed-forward are multiplied before they join the residual path."""
+    """Factor of the results of attention and feed-forward before they are added to the residual path."""
     logit_divisor: float = 1.0
     prediction_layers: int = 0
-    """Layers behind the last one that predict further tokens; checkpoints hold them, and the decoder ignores them."""
+    """Layers after the last one that predict further tokens. Checkpoints may contain them; the decoder ignores them."""
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -200,15 +203,15 @@ class ModelConfig:
         return self.num_attention_heads // self.num_kv_heads
 
     def window(self, layer: int) -> int | None:
-        """How many of the latest tokens ``layer`` attends to, itself included; None means all."""
+        """Number of latest tokens, including itself, that a token attends to in ``layer``; None means all."""
         return self.layer_windows[layer] if self.layer_windows else None
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """The experts of ``layer``; None where it has an ordinary feed-forward network."""
+        """The experts of ``layer``; None for an ordinary feed-forward network."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def check(self, source: str) -> None:
-        """Raise CheckpointError naming ``source`` when the numbers don't fit together."""
+        """Raise CheckpointError naming ``source`` when the numbers are inconsistent."""
         latent_sizes = {} if self.latent_attention is None else self.latent_attention.sizes
         sizes = latent_sizes | {
             "vocab size": self.vocab_size,
@@ -274,14 +277,14 @@ def alternating_windows(window: int, pattern: int, layers: int) -> tuple[int | N
 
 
 def check_num_layers(source: str, count: int) -> int:
-    """``count`` when a model can have so many layers, before anything is made for each; else CheckpointError."""
+    """``count`` if a model can have this number of layers; else raises CheckpointError, before any allocation."""
     if not 1 <= count <= _MOST_LAYERS:
         raise CheckpointError(f"{source}: number of layers is {count:,}, expected 1 to {_MOST_LAYERS:,}")
     return count
 
 
 def refuse_architecture(source: str, found: object, known: Iterable[str]) -> CheckpointError:
-    """The error for a checkpoint of a model family that isn't built here."""
+    """The error for a checkpoint of an unsupported model family."""
     return CheckpointError(
         f"{source}: architecture {found!r} is not known; the known ones are {', '.join(known)}. "
         "Choose a checkpoint of one of these families"

@@ -1,4 +1,4 @@
-"""One decoder for all families, configured by the checkpoint."""
+"""One decoder for all model families, configured by the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.packed_linear import can_pack, pack_linears
 from megatron_runtime.model.placements import Placement, layer_placements, norm_placements, whole
 from megatron_runtime.model.positions import Positions
+from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.single_rank import SingleRank
 
 
 class Decoder(nn.Module):
-    """Token ids to next-token logits over a paged cache; or the part of it that one of ``ranks`` has.
+    """From token ids to logits of the next token, over a paged cache; or the part of the decoder that one of ``ranks``
+    has.
 
     The weights are uninitialized; `load_model` fills them through `placements`.
     """
@@ -43,7 +45,7 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.ranks: Ranks = SingleRank() if ranks is None else ranks
         self.shard = Shard(config, self.ranks.position)
-        """What of the model is here."""
+        """The part of the model on this rank."""
         self.embedding: Embedding | None = None
         self.head: Head | None = None
         with torch.device(device):
@@ -54,28 +56,31 @@ class Decoder(nn.Module):
                 tied = self.embedding if config.tie_word_embeddings else None
                 self.head = Head(self.shard, dtype, self.ranks, None if tied is None else tied.table)
         self.is_packed = False
-        """Whether `prepare` has put the weights into the kernels' order."""
+        """Whether `prepare` has packed the weights for the matrix kernels."""
+        self.is_shared = False
+        """Whether the weights are those of a live model, which owns their memory."""
         self.origin: Origin | None = None
-        """The files that the weights are in; None for those that were made in memory."""
+        """The files of the weights; None for weights that were created in memory."""
         self.positions = Positions(config, dtype, device)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor | None:
-        """Logits of the wanted rows, float32 [L, vocab]; the new tokens' keys and values are written to the cache.
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache, tape: RoutingTape | None = None) -> Tensor | None:
+        """Logits of the requested rows, float32 [L, vocab]. Writes keys and values of the new tokens to the cache.
 
-        In a pipeline a stage takes the activations of the one before and hands its own on; of a replica of several
-        ranks, the one that samples has the logits, the others None.
+        A pipeline stage receives the activations of the previous stage and sends its own to the next. Of a replica
+        group of several ranks, the rank that samples returns the logits, the others return None. ``tape`` is for the
+        experts of this stage's layers.
         """
         plan = plan_attention(batch, kv_cache)
         rotations = self.positions(batch.positions)
         hidden = self._begin(batch)
         for index, (number, layer) in enumerate(zip(self.shard.layers, self.layers, strict=True)):
-            hidden = layer(hidden, rotations[number], plan, kv_cache.layer(index))
+            hidden = layer(hidden, rotations[number], plan, kv_cache.layer(index), tape)
         if self.head is None:
             if not self.ranks.position.is_last_stage:
                 self.ranks.send(hidden)
@@ -84,10 +89,11 @@ class Decoder(nn.Module):
         return logits
 
     def prepare(self) -> None:
-        """Get ready to compute on this device, and put the weights into its matrix kernels' own order; after loading.
+        """Prepare the computation on this device, and pack the weights for its matrix kernels. To be called after
+        loading.
 
-        Every matrix is held in that order alone, but for a head that is tied to the embedding: the embedding is looked
-        up by rows, so that this one matrix is held twice.
+        Every matrix is stored only packed, except for a head that is tied to the embedding: the embedding is looked up
+        by rows, so this matrix is stored twice.
         """
         self.prepare_kernels()
         if not can_pack(self.dtype, self.device):
@@ -98,18 +104,20 @@ class Decoder(nn.Module):
         self.is_packed = True
 
     def prepare_kernels(self) -> None:
-        """Compile what computes on this device, or take it from the cache; needs no weights, and any thread will do."""
+        """Compile the kernels of this device, or load them from the cache. Needs no weights; any thread may call it."""
         if self.device.type == "cpu":
             cpu_attention.prepare(attention_kind(self.config).cache_layout, self.dtype)
             row_kernels.prepare(self.dtype)
 
-    def become(self, other: Decoder) -> None:
-        """Take over all that the other one is, which is not to be used any more; what was here is let go."""
+    def replace_with(self, other: Decoder) -> None:
+        """Replace the contents by those of another decoder, which must not be used afterwards."""
         vars(self).clear()
         vars(self).update(vars(other))
 
     def copy_from(self, other: Decoder) -> None:
-        """Copy the other one's weights to where this one's lie; neither is packed, and both have one configuration."""
+        """Copy the other decoder's weights into the memory of this one's. Both are unpacked, with the same
+        configuration.
+        """
         for ours, theirs in zip(self.parameters(), other.parameters(), strict=True):
             ours.copy_(theirs)
         for buffer, other_buffer in zip(self.buffers(), other.buffers(), strict=True):
@@ -117,15 +125,15 @@ class Decoder(nn.Module):
         self.origin = other.origin
 
     def destinations(self) -> dict[str, Tensor]:
-        """Where each tensor of a checkpoint goes: Hugging Face's name to a view into this decoder's weights.
+        """The destination of each tensor of a checkpoint: Hugging Face's name to a view into this decoder's weights.
 
-        Of a replica of several ranks each has its part of the tensors, or none. After `prepare` the matrices are
-        copies, good for reading only.
+        Of a replica group of several ranks, each has its part of the tensors, or none. After `prepare` the matrices are
+        copies, to be read only.
         """
         return {name: place.view for name, place in self.placements().items()}
 
     def placements(self) -> dict[str, Placement]:
-        """The same, with what part of the tensor goes there."""
+        """The same, with the part of the tensor that is stored there."""
         names = tensor_names(self.config.architecture)
         rows = (self.shard.vocabulary,)
         named: dict[str, Placement] = {}

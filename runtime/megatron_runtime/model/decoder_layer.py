@@ -13,15 +13,16 @@ from megatron_runtime.model.latent_attention import MLASelfAttention
 from megatron_runtime.model.layers import FeedForward
 from megatron_runtime.model.norms import Norm, make_norm
 from megatron_runtime.model.rotary import Rotation
+from megatron_runtime.model.routing_tape import RoutingTape
 from megatron_runtime.model.self_attention import SelfAttention
 from megatron_runtime.model.shard import Shard
 from megatron_runtime.parallel.ranks import Ranks
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward beside a residual path, normalized on the way in, on the way out, or both.
+    """Attention and feed-forward on a residual path, with norms of their inputs, their outputs, or both.
 
-    Each rank that shares the layer has the whole residual path, and computes parts of what is added to it.
+    Each rank that shares the layer has the whole residual path, and computes parts of the values that are added to it.
     """
 
     def __init__(self, shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> None:
@@ -47,16 +48,25 @@ class DecoderLayer(nn.Module):
         self.sum_feed_forward = ranks.sum if experts is None else ranks.sum_experts
         self.feed_forward_output_norm = norm("after", "around")
 
-    def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: Rotation | None,
+        plan: AttentionPlan,
+        cache: LayerCache,
+        tape: RoutingTape | None = None,
+    ) -> Tensor:
         """[T, hidden] to [T, hidden]."""
         attended = self.sum_parts(self.attention(self.attention_norm(hidden), rotary, plan, cache))
         hidden = hidden.add(self.attention_output_norm(attended), alpha=self.residual_multiplier)
-        fed = self.sum_feed_forward(self.feed_forward(self.feed_forward_norm(hidden)))
+        normed = self.feed_forward_norm(hidden)
+        is_recorded = tape is not None and isinstance(self.feed_forward, Experts)
+        fed = self.sum_feed_forward(self.feed_forward(normed, tape) if is_recorded else self.feed_forward(normed))
         return hidden.add(self.feed_forward_output_norm(fed), alpha=self.residual_multiplier)
 
 
 def make_attention(shard: Shard, layer: int, dtype: torch.dtype, ranks: Ranks) -> SelfAttention | MLASelfAttention:
-    """The attention of a layer, of the kind that the model has; its weights are uninitialized."""
+    """The attention module for the kind of attention of the model. Its weights are uninitialized."""
     if isinstance(shard.attention, MultiHeadLatentAttention):
         return MLASelfAttention(shard, layer, dtype)
     return SelfAttention(shard, layer, dtype, ranks)

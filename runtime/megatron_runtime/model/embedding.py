@@ -1,4 +1,4 @@
-"""From token ids to what the first layer takes."""
+"""From token ids to the input of the first layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megatron_runtime.parallel.ranks import Ranks
 
 
 class Embedding(nn.Module):
-    """A table of the vocabulary, of which each rank of a layer has some rows; and one of positions, if they're learned.
+    """A table of the vocabulary, whose rows are divided among the ranks of a layer; and one of learned positions, if
+    any.
 
     The weights are uninitialized until a checkpoint fills them.
     """
@@ -24,7 +25,7 @@ class Embedding(nn.Module):
         self._ranks = ranks
         self._tokens = shard.vocabulary
         self._is_whole = len(shard.vocabulary) == config.vocab_size
-        # Rounded to the weights' type, as in the training of the models that have one.
+        # Rounded to the weights' dtype, as in the training of the models that have such a scale.
         self._multiplier = float(torch.tensor(config.embedding_multiplier, dtype=dtype, device="cpu"))
         self.table = vocabulary_table(shard, dtype)
         self.learned_positions: nn.Parameter | None = None
@@ -41,7 +42,7 @@ class Embedding(nn.Module):
         return hidden
 
     def _look_up(self, tokens: Tensor) -> Tensor:
-        """The rows that are here, and zeros for the others; one rank has each, so the sum is exact."""
+        """The rows of this rank, and zeros for the others. Exactly one rank has each row, so the sum is exact."""
         rows = tokens - self._tokens.start
         elsewhere = (rows < 0) | (rows >= len(self._tokens))
         found = functional.embedding(rows.masked_fill(elsewhere, 0), self.table)
@@ -49,5 +50,5 @@ class Embedding(nn.Module):
 
 
 def vocabulary_table(shard: Shard, dtype: torch.dtype) -> nn.Parameter:
-    """Room for this rank's rows of the embedding or the head, [tokens here, hidden]."""
+    """Memory for this rank's rows of the embedding or the head, [tokens here, hidden]."""
     return empty_matrix(len(shard.vocabulary), shard.config.hidden_size, dtype)

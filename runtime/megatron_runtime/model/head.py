@@ -1,4 +1,4 @@
-"""From what the last layer gives to logits."""
+"""From the output of the last layer to logits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_runtime.parallel.ranks import Ranks
 
 
 class Head(nn.Module):
-    """The last norm, and a table of the vocabulary, of which each rank of a layer has some rows.
+    """The last norm, and a table of the vocabulary, whose rows are divided among the ranks of a layer.
 
     Args:
-        shard: What is here.
+        shard: The part on this rank.
         dtype: Of the weights, which are uninitialized until a checkpoint fills them.
-        ranks: Those that have the other rows.
-        table: That of the embedding, where it is here and serves both; otherwise the head has one of its own.
+        ranks: The ranks with the other rows.
+        table: That of the embedding, if it is on this rank and serves both; otherwise the head has a separate one.
     """
 
     def __init__(self, shard: Shard, dtype: torch.dtype, ranks: Ranks, table: nn.Parameter | None) -> None:
@@ -35,17 +35,19 @@ class Head(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The rows that are here, [tokens here, hidden]; a copy once they are packed."""
+        """The rows on this rank, [tokens here, hidden]; a copy once they are packed."""
         return self.table if self._packed is None else self._packed.weight
 
     def forward(self, hidden: Tensor) -> Tensor | None:
-        """[L, hidden] to logits, float32 [L, vocab]; None but on the first rank of the layer."""
+        """[L, hidden] to logits, float32 [L, vocab], on the first rank of the layer; None on others."""
         normalized = self.norm(hidden)
         logits = functional.linear(normalized, self.table) if self._packed is None else self._packed(normalized)
         return self._ranks.gather(self._finish(logits.float()), self._widths)
 
     def pack(self) -> None:
-        """Put the table into the matrix kernels' order; that of the embedding stays, since it is looked up by rows."""
+        """Pack the table for the matrix kernels. A table shared with the embedding is kept, because it is looked up by
+        rows.
+        """
         self._packed = PackedLinear(self.table)
         if self._has_own_table:
             del self.table

@@ -1,4 +1,4 @@
-"""Memory of the host that goes back to the system once it is let go."""
+"""Host memory that returns to the system when it is released."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 
 def empty_matrix(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
-    """Weights [rows, columns] that a checkpoint will fill, on the device that is the default.
+    """Weights [rows, columns] for a checkpoint to fill, on the default device.
 
-    On the host they lie in pages of their own, whatever their size: most matrices are let go one by one once they are
-    packed, and the C library would keep holes of their sizes, up to half of the model again.
+    On the host they have separate pages: most matrices are released one by one after they are packed, and the C library
+    would keep the holes, up to half of the model again.
     """
     if torch.empty(0).device.type != "cpu" or not rows * columns:
         return nn.Parameter(torch.empty(rows, columns, dtype=dtype), requires_grad=False)
@@ -24,10 +24,10 @@ def empty_matrix(rows: int, columns: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on the host, in pages that the system provides as they are first written to: nothing is touched here.
+    """Zeros on the host, in pages that the system allocates at the first write.
 
     Raises:
-        MemoryError: The system can't provide so many.
+        MemoryError: The system can't provide this much.
     """
     size = math.prod(shape) * dtype.itemsize
     if not size:
@@ -39,16 +39,16 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _pages(size: int) -> mmap.mmap:
-    """Pages of their own, which hold zeros until something is written."""
+    """Separate pages, which contain zeros until the first write."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Where matrices are not packed, large pages are faster to look up. Not every system has them.
+    # Large pages are faster where matrices are not packed. Not every system has them.
     with contextlib.suppress(AttributeError, OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
 def return_freed_memory() -> None:
-    """Hand freed memory back to the system, where the C library can (glibc keeps freed blocks of up to 32 MiB)."""
+    """Return freed memory to the system, where the C library can (glibc keeps freed blocks of up to 32 MiB)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

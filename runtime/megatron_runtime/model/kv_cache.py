@@ -13,13 +13,13 @@ from megatron_runtime.model.config import ModelConfig
 from megatron_runtime.model.host_memory import zeros
 
 LayerCache = tuple[Tensor, ...]
-"""The arrays of one layer, as its CacheLayout says: each [num_blocks, heads, block_size_tokens, width]."""
+"""The arrays of one layer, as described by its CacheLayout: each [num_blocks, heads, block_size_tokens, width]."""
 
 
 class KVCache:
     """A pool of ``num_blocks`` blocks, each with room for ``block_size_tokens`` tokens in every layer.
 
-    Which request owns which block is the scheduler's business; a block's content is defined by what was written.
+    The scheduler assigns blocks to requests; the pool only stores their contents.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class KVCache:
 
     @property
     def is_resident(self) -> bool:
-        """Whether the pool lies on its device, so that a forward pass can use it."""
+        """Whether the pool is on its device, so that a forward pass can use it."""
         return self._storage is not None
 
     def layer(self, index: int) -> LayerCache:
@@ -61,14 +61,14 @@ class KVCache:
         return tuple(array[index] for array in self._storage)
 
     def release(self) -> None:
-        """Give the memory back; the contents are gone."""
+        """Release the memory and the contents."""
         self._storage = None
         self._offloaded = None
 
     def offload(self, kept: Sequence[int]) -> None:
-        """Give the pool's memory back, and keep a copy of some blocks' contents in host memory.
+        """Release the pool's memory, and keep a copy of some blocks' contents in host memory.
 
-        On a CPU that is the memory where the pool lay: it falls to what the kept blocks take.
+        On a CPU the copies replace the pool, so memory decreases to that of the kept blocks.
         """
         if self._storage is None:
             return
@@ -77,20 +77,20 @@ class KVCache:
         for array in self._storage:
             copies.append(torch.empty((len(array), len(kept), *array.shape[2:]), dtype=self.dtype))
             for copy, layer in zip(copies[-1], array, strict=True):
-                # Layer by layer, since gathering takes memory of the device, which may be full.
+                # Layer by layer, because gathering needs device memory, which may be full.
                 copy.copy_(layer[blocks.to(self.device)])
         self._offloaded = blocks, copies
         self._storage = None
 
     def restore(self) -> None:
-        """Make the cache resident again: with the kept contents after `offload`, all else being zeros.
+        """Make the cache resident again, with the kept contents after `offload`, and zeros elsewhere.
 
-        Zeros and not garbage: a masked key still meets the softmax, and garbage may hold NaN.
+        Zeros, because masked keys take part in the softmax, and uninitialized memory may contain NaN.
         """
         if self._storage is not None:
             return
         if self.device.type == "cpu":
-            # Untouched: writing a gibibyte of zeros takes as long as loading a small model.
+            # No write: filling a gibibyte with zeros takes as long as loading a small model.
             self._storage = [zeros(shape, self.dtype) for shape in self._shapes]
         else:
             self._storage = [torch.zeros(shape, dtype=self.dtype, device=self.device) for shape in self._shapes]

@@ -37,7 +37,7 @@ class MLASelfAttention(nn.Module):
         self.window = config.window(layer)
         self.soft_cap = config.attention_soft_cap
         hidden, rank, rotated = config.hidden_size, latent.kv_lora_rank, latent.qk_rope_head_dim
-        # The kernels divide by the square root of the width of a key, which is not that of the model's own heads.
+        # The kernels divide by the square root of the key width, which differs from the head dimension of the model.
         scale = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         self.query_multiplier = scale * math.sqrt(rotated + rank)
         self.query_down: Linear | None = None
@@ -55,7 +55,7 @@ class MLASelfAttention(nn.Module):
         self.output = Linear(self.heads * latent.v_head_dim, hidden, bias=config.attention_output_bias, dtype=dtype)
 
     def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
-        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys aren't rotated."""
+        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys are not rotated."""
         queries, rotated = self._project_queries(hidden), self.latent.qk_rope_head_dim
         latents, rotated_keys = self.kv_down(hidden).split([self.latent.kv_lora_rank, rotated], dim=-1)
         up = self.kv_up.view(self.heads, -1, self.latent.kv_lora_rank)

@@ -1,7 +1,7 @@
-"""Matrices and feed-forward of a decoder. Weights are uninitialized until a checkpoint fills them.
+"""Linear and feed-forward layers of a decoder. Weights are uninitialized until a checkpoint fills them.
 
-Of a layer that ranks share, each has its heads and channels alone: the matrices that widen have fewer rows, those that
-narrow fewer columns, and what comes out is a part of a sum over the ranks.
+Ranks that share a layer divide its heads and channels: widening matrices have fewer rows, narrowing ones fewer columns,
+and the output is a part of a sum over the ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Linear(nn.Module):
-    """``y = x W^T + b`` without an initialization that the checkpoint would overwrite."""
+    """``y = x W^T + b``, without an initialization that the checkpoint would overwrite."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class Linear(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """``down(act(gate(x)) * up(x))`` (Shazeer), gate and up one matrix; or, not gated, ``down(act(up(x)))``.
+    """``down(act(gate(x)) * up(x))`` (Shazeer), with gate and up in one matrix; or without a gate ``down(act(up(x)))``.
 
-    ``adds_bias`` says whether the bias of ``down`` is added here, if there is one, or by the rank that has it.
+    ``adds_bias``: whether this rank adds the bias of ``down``, if there is one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A progress bar for those who load a model in a terminal."""
+"""A progress bar for loading a model in a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_runtime.model.weights import LoadProgress
 
 
 class LoadBar:
-    """Bytes of the weights, rate and time left: ``with LoadBar() as bar: load_model(path, on_progress=bar)``.
+    """Bytes of the weights, rate and remaining time: ``with LoadBar() as bar: load_model(path, on_progress=bar)``.
 
-    Drawn on standard error, or on ``console``; where that is no terminal, how it ended is written and nothing before.
+    Drawn on standard error, or on ``console``. Without a terminal only the result is written, at the end.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -31,6 +31,6 @@ class LoadBar:
         self._bar.stop()
 
     def __call__(self, progress: LoadProgress) -> None:
-        """What ``on_progress`` of `load_model` is called with."""
+        """For ``on_progress`` of `load_model`."""
         rate = f"{decimal(int(progress.bytes_per_second))}/s"
         self._bar.update(self._task, completed=progress.loaded_bytes, total=progress.total_bytes, rate=rate)

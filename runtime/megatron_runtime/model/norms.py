@@ -1,4 +1,4 @@
-"""Normalization over the last dimension, computed in float32 whatever the weights' type."""
+"""Normalization over the last dimension, computed in float32 for every dtype of the weights."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class RMSNorm(nn.Module):
 
 
 class RMSNormPlusOne(RMSNorm):
-    """The same where the file holds the weights less one (Gemma).
+    """RMSNorm with stored weights that are one less (Gemma).
 
-    The one is added here and not at load: bfloat16 keeps fewer digits of ``1 + w`` than of ``w``.
+    The one is added here and not at load, because bfloat16 keeps fewer digits of ``1 + w`` than of ``w``.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class RMSNormPlusOne(RMSNorm):
 
 
 class SharedRMSNorm(RMSNorm):
-    """RMSNorm over the channels of all ranks of a layer, of which ``size`` are here and as many on each other one.
+    """RMSNorm over the channels of all ranks of a layer, of which ``size`` are on each rank.
 
     Channels that several ranks have, those of a replicated key head, all count equally often.
     """
@@ -77,9 +77,9 @@ _KINDS: dict[str, type[Norm]] = {"rms": RMSNorm, "rms_plus_one": RMSNormPlusOne,
 
 
 def make_norm(config: ModelConfig, size: int, dtype: torch.dtype, among: Ranks | None = None) -> Norm:
-    """The kind of norm that ``config`` names, over ``size`` channels; its weights are uninitialized.
+    """The kind of norm in ``config``, over ``size`` channels. Its weights are uninitialized.
 
-    With ``among``, over the channels of all ranks that share a layer. ConfigurationError for a kind that can't be.
+    With ``among``, over the channels of all ranks that share a layer. Raises ConfigurationError for unsupported kinds.
     """
     if among is not None and (tensor := among.position.sizes.tensor) > 1:
         if config.norm != "rms":

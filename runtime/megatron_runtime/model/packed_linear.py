@@ -1,4 +1,4 @@
-"""Weights in the order that oneDNN's matrix kernels want, put there once instead of in every product."""
+"""Weights in the layout of oneDNN's matrix kernels, packed once instead of in every product."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from megatron_runtime.cpu_features import has_tiles
 from megatron_runtime.model.layers import Linear
 
 _TILED_ROWS = 32
-"""So many rows, or fewer, oneDNN's kernels of tiles (AMX) add up in one order; beyond, the order depends on how many
-there are, and on the matrix. Long prompts give up a part of the tiles' speed for it."""
+"""With up to this many rows, oneDNN's tile kernels (AMX) add in one order. With more, the order depends on their number
+and on the matrix. Longer prompts are divided, which costs a part of the tiles' speed.
+"""
 
 
 class PackedLinear(nn.Module):
-    """``y = x W^T + b`` with the same numbers as `Linear`, on a CPU only. Holds no other copy of its matrix."""
+    """``y = x W^T + b`` with the same results as `Linear`, on a CPU only. Keeps no other copy of its matrix."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        # No parameter: modules move and copy theirs in ways that an opaque layout doesn't know.
+        # Not a parameter, because modules move and copy parameters in ways that an opaque layout doesn't support.
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self._most_rows = _TILED_ROWS if weight.dtype is not torch.float32 and has_tiles() else None
 
     @property
     def weight(self) -> Tensor:
-        """A plain copy of the matrix, [out, in]."""
+        """An unpacked copy of the matrix, [out, in]."""
         plain: Tensor = self._packed.to_dense()
         return plain
 
@@ -37,14 +38,15 @@ class PackedLinear(nn.Module):
 
     def _multiply(self, inputs: Tensor) -> Tensor:
         if len(inputs) == 1:
-            # For a single row oneDNN has a kernel that adds in another order; its bits must not depend on company.
+            # oneDNN has a separate kernel for single rows, which adds in another order; the bits must not depend on the
+            # batch.
             return self._multiply(inputs.expand(2, -1).contiguous())[:1]
         outputs: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
         return outputs
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether oneDNN is there and computes in ``dtype`` on this processor."""
+    """Whether oneDNN is available and computes in ``dtype`` on this processor."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype is torch.bfloat16:
@@ -55,7 +57,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every `Linear` below ``module``, one by one, so that only one matrix at a time is there twice."""
+    """Replace every `Linear` in ``module``, one by one, so that only one matrix at a time exists twice."""
     for name, child in module.named_children():
         if isinstance(child, Linear):
             setattr(module, name, PackedLinear(child.weight, child.bias))

@@ -1,4 +1,4 @@
-"""Which part of a layer's weights each tensor of a checkpoint fills, and from which part of the tensor."""
+"""The destination of each tensor of a checkpoint in a layer's weights, and which part of it is stored there."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megatron_runtime.model.shard import Shard
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a stored tensor goes, or the part of it that a rank has."""
+    """The destination of a stored tensor, or of the part of it that a rank has."""
 
     view: Tensor
     """Into the weights."""
     stored: tuple[range, ...]
-    """Which chunks of the tensor's dimension ``dim`` fill the view, in order; of the other dimension all does."""
+    """The chunks of the tensor's dimension ``dim`` that fill the view, in order; the other dimension is whole."""
     dim: int = 0
 
     def pieces(self) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-        """Parts of the view, and where in the tensor the part begins that fills each."""
+        """Parts of the view, with the start of the corresponding part of the tensor."""
         for part, chunk in zip(
             torch.split(self.view, [len(each) for each in self.stored], self.dim), self.stored, strict=True
         ):
@@ -46,7 +46,7 @@ def whole(view: Tensor) -> Placement:
 
 def layer_placements(layer: DecoderLayer, names: TensorNames, shard: Shard) -> Placements:
     """Every tensor of one layer that has a part in ``shard``."""
-    # No mapping by name: some names serve two places, of which a family has one.
+    # Not a mapping by name, because some names have two meanings, of which a family uses one.
     norms = [
         (names.attention_norm, layer.attention_norm),
         (names.attention_output_norm, layer.attention_output_norm),
@@ -67,7 +67,7 @@ def layer_placements(layer: DecoderLayer, names: TensorNames, shard: Shard) -> P
 
 
 def norm_placements(norm: nn.Module, name: str, channels: range | None = None) -> dict[str, Placement]:
-    """The weight of a norm, and its bias if it has one, as far as ``channels`` go; nothing where no norm is."""
+    """The weight of a norm, and its bias if it has one, for ``channels``; nothing without a norm."""
     return {
         f"{name}.{kind}": whole(parameter) if channels is None else Placement(parameter, (channels,))
         for kind, parameter in norm.named_parameters()
@@ -76,7 +76,7 @@ def norm_placements(norm: nn.Module, name: str, channels: range | None = None) -
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows or columns of a stored matrix that has ``total``."""
+    """Some rows or columns of a stored matrix with ``total`` of them."""
 
     chunk: range
     total: int
@@ -150,7 +150,9 @@ def _experts(experts: Experts, names: TensorNames, shard: Shard) -> Placements:
 
 
 def _rows(linear: Linear, stored: Sequence[str], parts: Sequence[_Part], names: TensorNames) -> Placements:
-    """The rows of a fused matrix, and of its bias if it has one: ``parts`` of as many tensors, or of one with all."""
+    """The rows of a fused matrix, and of its bias if it has one: from a tensor for each of ``parts``, or from one for
+    all.
+    """
     if len(stored) == len(parts):
         chunks: list[tuple[range, ...]] = [(part.chunk,) for part in parts]
     else:

@@ -1,4 +1,4 @@
-"""What the layers of a decoder are told about the positions of a batch's tokens."""
+"""The rotations of a batch's tokens, by layer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from megatron_runtime.model.rotary import Rotation, inverse_frequencies, local_i
 
 
 class Positions(nn.Module):
-    """Rotations per layer: most models turn every layer alike, some turn local layers otherwise, or some not at all."""
+    """Rotations per layer. In most models all layers have the same; some models have another one, or none, in some
+    layers.
+    """
 
     frequencies: Tensor
-    """float32 [rotated channels / 2]; kept apart from the weights' type, since positions need the precision."""
+    """float32 [rotated channels / 2], independent of the weights' dtype because positions need the precision."""
     local_frequencies: Tensor | None
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -21,13 +23,13 @@ class Positions(nn.Module):
         self._dtype = dtype
         self._magnitude = config.rope_scaling.magnitude
         self._kinds = [_kind(config, layer) for layer in range(config.num_layers)]
-        # Worked out on the CPU: the same on every device, and the meta device would import a compiler for it.
+        # Computed on the CPU: equal on every device, and on the meta device torch would import a compiler.
         local = local_inverse_frequencies(config)
         self.register_buffer("frequencies", inverse_frequencies(config).to(device), persistent=False)
         self.register_buffer("local_frequencies", None if local is None else local.to(device), persistent=False)
 
     def forward(self, positions: Tensor) -> list[Rotation | None]:
-        """For each layer the rotation of tokens at ``positions`` [T], made once per kind; None: nothing is turned."""
+        """The rotation of tokens at ``positions`` [T] for each layer, computed once per kind; None: no rotation."""
         made: dict[str, Rotation | None] = {"none": None}
         if "all" in self._kinds:
             made["all"] = rotation(positions, self.frequencies, self._dtype, self._magnitude)

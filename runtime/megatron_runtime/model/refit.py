@@ -1,4 +1,4 @@
-"""Other weights for a decoder that is in use, and weights that make room for a while."""
+"""Replaces the weights of a decoder in use, and releases their memory during a suspension."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import check_fit, fill, open_checkpoint
@@ -19,15 +19,17 @@ from megatron_runtime.model.formats.origin import Origin
 from megatron_runtime.model.formats.safetensors_checkpoint import SafetensorsWeights
 from megatron_runtime.model.formats.tensor_names import name_of_tied_head
 from megatron_runtime.model.formats.weight_source import StoredTensor, WeightSource
+from megatron_runtime.model.megatron import from_live_model, is_megatron_state
 
-Weights = Path | str | Mapping[str, Tensor]
-"""A checkpoint's path, or all of a model's tensors by the names that Hugging Face gives them: in memory, or the path of
-one safetensors file, which may lie in shared memory."""
+Weights = Path | str | Mapping[str, Tensor] | nn.Module
+"""The path of a checkpoint or of one safetensors file (which may be in shared memory), or all tensors of a model by
+their Hugging Face names, or a live GPTModel of Megatron Core, or its named tensors.
+"""
 _TENSORS_SUFFIX = ".safetensors"
 
 
 class NamedTensors:
-    """Tensors in memory as a source of weights. A head that is tied to the embedding may be among them, as a copy."""
+    """Tensors in memory as a source of weights. A copy of a head that is tied to the embedding may be among them."""
 
     def __init__(self, given: Mapping[str, Tensor], config: ModelConfig) -> None:
         copy = name_of_tied_head(config)
@@ -58,44 +60,52 @@ READ_TIMEOUT = 1800.0
 
 
 def update_weights(model: Decoder, weights: Weights) -> None:
-    """Give a decoder the weights of another checkpoint of the same architecture, all of them or, on an error, none.
+    """Replace the weights of a decoder by those of another checkpoint of the same architecture; on an error none
+    changes.
 
-    They are read and checked beside the present ones, on the host, which needs room for both for that time. On a GPU
-    the new ones are then copied to where the old ones lie. Of a replica of several ranks all call this, with the same
-    weights; each takes its part, and an error on one of them is an error on all.
+    They are read and checked in host memory beside the present ones, which needs room for both during the update. On a
+    GPU the new weights are then copied over the old ones. All ranks of a replica group call this, with the same
+    weights; each reads its part, and an error on one rank is an error on all.
+
+    The tensors of a live GPTModel are not copied if they have the decoder's type and device: the decoder shares them.
 
     Raises:
-        CheckpointError: It can't be read, is of another configuration, lacks tensors, has others, or misshapen ones, or
-            some that hold NaN or infinity; each named.
+        CheckpointError: The weights can't be read, have another configuration, missing, unknown or misshapen tensors,
+            or NaN or infinity; it names them.
     """
+    if isinstance(weights, nn.Module) or (isinstance(weights, Mapping) and is_megatron_state(weights)):
+        model.replace_with(from_live_model(model, weights))
+        return
     fresh = _read(model, weights)
     if model.device.type in ("cpu", "meta"):
         if model.is_packed or model.device.type == "meta":
             fresh.prepare()
-        model.become(fresh.eval())
+        model.replace_with(fresh.eval())
     else:
         model.copy_from(fresh)
 
 
 def offload_weights(model: Decoder) -> None:
-    """Make room where the model computes.
+    """Release the weights' memory on the device. Weights of a live model are kept, because their owner may use them.
 
-    From a GPU the weights move to the host. A CPU has no other place for them: they are released, to be read again from
-    the checkpoint's files; weights that are in no checkpoint, having come as named tensors, stay.
+    On a GPU the weights move to the host. On a CPU they are released, to be read again from the checkpoint's files;
+    weights that came as named tensors, without a file, are kept.
     """
+    if model.is_shared:
+        return
     if model.device.type != "cpu":
         model.to("cpu")
     elif model.origin is not None:
         released = Decoder(model.config, dtype=model.dtype, device="meta", ranks=model.ranks)
         released.origin, released.positions = model.origin, model.positions
-        model.become(released)
+        model.replace_with(released)
 
 
-def bring_weights_back(model: Decoder, device: torch.device) -> None:
+def restore_weights(model: Decoder, device: torch.device) -> None:
     """Undo `offload_weights`.
 
     Raises:
-        CheckpointError: The files that released weights came from have changed, or can't be read any more.
+        CheckpointError: The files of released weights have changed, or can't be read.
     """
     if model.device.type != "meta":
         model.to(device)
@@ -103,17 +113,17 @@ def bring_weights_back(model: Decoder, device: torch.device) -> None:
     assert model.origin is not None
     if not model.origin.is_unchanged():
         raise CheckpointError(
-            f"{model.origin.path}: changed since its weights were released. Load what is there now with update_weights"
+            f"{model.origin.path}: changed since its weights were released. Load the new files with update_weights"
         )
     update_weights(model, model.origin.path)
 
 
-def _read(model: Decoder, weights: Weights) -> Decoder:
+def _read(model: Decoder, weights: Path | str | Mapping[str, Tensor]) -> Decoder:
     fresh: Decoder | None = None
     failure: Exception | None = None
     try:
         fresh = _read_here(model, weights)
-    except Exception as error:  # whatever it is, the other ranks must not take what this one can't
+    except Exception as error:  # Any error, so that the other ranks do not apply weights that this rank can't.
         failure = error
     own = None if failure is None else str(failure)
     shared = model.ranks.first_error(own, READ_TIMEOUT)
@@ -124,7 +134,7 @@ def _read(model: Decoder, weights: Weights) -> Decoder:
     return fresh
 
 
-def _read_here(model: Decoder, weights: Weights) -> Decoder:
+def _read_here(model: Decoder, weights: Path | str | Mapping[str, Tensor]) -> Decoder:
     if isinstance(weights, Mapping):
         return _read_tensors(model, NamedTensors(weights, model.config))
     path = Path(weights)
@@ -155,10 +165,10 @@ def _read_checkpoint(model: Decoder, given: Path) -> Decoder:
 
 
 def _read_tensors(model: Decoder, source: WeightSource) -> Decoder:
-    """Without an origin: a file of tensors alone is made for one update, and rarely there when weights are released."""
+    """Without an origin: a file of tensors alone is written for one update, and may be deleted afterwards."""
     check_fit(model.config, source)
     fresh = Decoder(model.config, dtype=model.dtype, device="cpu", ranks=model.ranks)
     fill(fresh, source, None, check_finite=True)
-    # What files say about positions beyond the configuration is in no tensor with a name.
+    # Position tables beyond the configuration have no tensor name.
     fresh.positions = model.positions
     return fresh

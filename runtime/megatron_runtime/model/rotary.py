@@ -14,25 +14,25 @@ Rotation = tuple[Tensor, Tensor]
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """float32 [rotated channels / 2]: how fast each pair of channels turns, in radians per token."""
+    """float32 [rotated channels / 2]: the frequency of each pair of channels, in radians per token."""
     frequencies = _plain_frequencies(config, config.rope_theta)
     scaling = config.rope_scaling
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "llama3":
-        return _stretch_slow_frequencies(frequencies, scaling)
+        return _scale_low_frequencies(frequencies, scaling)
     if scaling.kind == "yarn":
         return _blend_by_channel(frequencies, config.rope_theta, scaling)
     if scaling.kind == "longrope":
-        # One choice per served length: with one per request, the cached keys of a growing request would be turned
-        # by other frequencies than its new ones.
+        # One choice per served length. With one per request, cached keys of a growing request would have other
+        # frequencies than its new ones.
         beyond = config.max_position_embeddings > scaling.original_max_position_embeddings
         return frequencies / torch.tensor(scaling.long_factors if beyond else scaling.short_factors)
     return frequencies
 
 
 def local_inverse_frequencies(config: ModelConfig) -> Tensor | None:
-    """The same for the layers with a window; None where they turn like all others."""
+    """The same for the layers with a window; None where they equal the others."""
     return None if config.local_rope_theta is None else _plain_frequencies(config, config.local_rope_theta)
 
 
@@ -42,8 +42,10 @@ def _plain_frequencies(config: ModelConfig, theta: float) -> Tensor:
     return 1.0 / (theta**exponents)
 
 
-def _stretch_slow_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's scaling: slow channels are divided by the factor, fast ones stay, those between are blended."""
+def _scale_low_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's scaling: low frequencies are divided by the factor, high ones are kept, those between are
+    interpolated.
+    """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     share_kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -51,11 +53,11 @@ def _stretch_slow_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tens
 
 
 def _blend_by_channel(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
-    """YaRN (Peng et al.): the same, but blended evenly from channel to channel, not from frequency to frequency."""
+    """YaRN (Peng et al.): the same, but interpolated linearly in the channel, not in the frequency."""
     pairs = len(frequencies)
 
     def channel(turns: float) -> float:
-        """The pair of channels, a fraction, that turns so often over the original length."""
+        """The (fractional) pair of channels with this many rotations over the original length."""
         length = scaling.original_max_position_embeddings
         return pairs * math.log(length / (2 * math.pi * turns)) / math.log(theta)
 
@@ -76,7 +78,7 @@ def rotation(positions: Tensor, frequencies: Tensor, dtype: torch.dtype, magnitu
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn ``heads`` [T, heads, head_dim]: of the n rotated channels, i is paired with i + n / 2; the others stay."""
+    """Rotate ``heads`` [T, heads, head_dim]: of n rotated channels, i is paired with i + n / 2; the others are kept."""
     if (channels := cosines.shape[-1]) < heads.shape[-1]:
         return torch.cat((rotate(heads[..., :channels], cosines, sines), heads[..., channels:]), dim=-1)
     first, second = heads.chunk(2, dim=-1)

@@ -30,12 +30,14 @@ class SelfAttention(nn.Module):
         self.window = config.window(layer)
         self.soft_cap = config.attention_soft_cap
         self.clip = config.query_key_value_clip
-        # The kernels divide by the square root of the head dimension; what a model wants instead goes into the queries.
+        # The kernels divide by the square root of the head dimension; another scale is applied to the queries.
         scale = config.attention_scale
         self.query_multiplier = None if scale is None else scale * math.sqrt(config.head_dim)
         attention_size = config.num_attention_heads * config.head_dim
         self.qkv = Linear(config.hidden_size, sum(self.heads) * config.head_dim, bias=config.qkv_bias, dtype=dtype)
         self.output = Linear(attention_size, config.hidden_size, bias=config.attention_output_bias, dtype=dtype)
+        self.head_order: Tensor | None = None
+        """int64 [heads]: where the projection has each query, key and value head; None: in this order."""
         self.norms_whole_projection = config.query_key_norm == "projection"
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
@@ -46,8 +48,10 @@ class SelfAttention(nn.Module):
             self.key_norm = make_norm(config, key_heads * config.head_dim, dtype, among)
 
     def forward(self, hidden: Tensor, rotary: Rotation | None, plan: AttentionPlan, cache: LayerCache) -> Tensor:
-        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys aren't turned."""
+        """[T, hidden] to [T, hidden]; without ``rotary`` queries and keys are not rotated."""
         heads = self.qkv(hidden).view(len(hidden), -1, self.head_dim)
+        if self.head_order is not None:
+            heads = heads.index_select(1, self.head_order)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys, values = heads.split(self.heads, dim=1)
             heads = torch.cat(

@@ -1,4 +1,4 @@
-"""Which part of a model a rank holds: pure arithmetic over the model's sizes and the rank's place."""
+"""The part of a model on a rank: pure arithmetic over the model's sizes and the rank's place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_runtime.parallel.layout import RankPosition, share
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of the model that ``config`` describes; of a replica of one rank, all of it.
+    """One rank's part of the model that ``config`` describes; in a replica group of one rank, all of it.
 
-    The ranks of a layer share its query heads with the key and value heads that these look at, the channels of its
-    feed-forward networks, and the rows of embedding and head. A key and value head that several ranks' queries look at
-    is on all of them. What a rank computes from its part is a part of a sum, to which the first one adds the bias.
+    The ranks of a layer divide its query heads with their key and value heads, the channels of its feed-forward
+    networks, and the rows of embedding and head. A key and value head that belongs to the queries of several ranks is
+    on all of them. The output of a rank's part is a part of a sum, to which the first rank adds the bias.
 
     Raises:
-        ConfigurationError: The model can't be divided so; names the size and those that it can be divided by.
+        ConfigurationError: The model can't be divided like this; names the size and the possible ones.
     """
 
     config: ModelConfig
@@ -46,12 +46,12 @@ class Shard:
 
     @cached_property
     def layers(self) -> range:
-        """The layers that are here."""
+        """The layers on this rank."""
         return self._stage_layers(self.position.stage)
 
     @cached_property
     def local(self) -> ModelConfig:
-        """The model as one layer of it appears here: with the heads, and the bias of their sum, that are here."""
+        """The configuration of one layer on this rank: with its heads, and their bias if it is added here."""
         config = self.config
         return replace(
             config,
@@ -62,51 +62,51 @@ class Shard:
 
     @cached_property
     def cache_config(self) -> ModelConfig:
-        """The model as the cache of this rank sees it."""
+        """The configuration of the cache of this rank."""
         return replace(self.local, num_layers=len(self.layers))
 
     @cached_property
     def largest_cache_config(self) -> ModelConfig:
-        """The same of the stage with most layers: every rank of the replica has to have as many blocks as that one."""
+        """That of the stage with most layers, which determines the number of blocks on every rank."""
         stages = range(self.position.sizes.pipeline)
         return replace(self.local, num_layers=max(len(self._stage_layers(stage)) for stage in stages))
 
     @cached_property
     def query_heads(self) -> range:
-        """The query heads that are here."""
+        """The query heads on this rank."""
         return self._of_layer(self.config.num_attention_heads)
 
     @cached_property
     def kv_heads(self) -> range:
-        """The key and value heads that these look at."""
+        """Their key and value heads."""
         return self.attention.kv_heads(self.position.sizes.tensor, self.position.tensor_rank)
 
     @cached_property
     def channels(self) -> range:
-        """The channels between the two matrices of a feed-forward network that are here."""
+        """The channels between the two matrices of a feed-forward network on this rank."""
         return self._of_layer(self.config.intermediate_size)
 
     def experts(self, experts: ExpertsConfig) -> range:
-        """The experts that are here."""
+        """The experts on this rank."""
         return share(experts.count, self.position.sizes.expert, self.position.expert_group)
 
     def expert_channels(self, experts: ExpertsConfig) -> range:
-        """The channels of each of them that are here."""
+        """The channels of each expert on this rank."""
         return share(experts.intermediate_size, self.position.expert_slices, self.position.expert_slice)
 
     def shared_expert_channels(self, experts: ExpertsConfig) -> range:
-        """The channels of the shared expert that are here."""
+        """The channels of the shared expert on this rank."""
         position = self.position
         return share(experts.shared_intermediate_size, position.sizes.ranks_per_stage, position.stage_rank)
 
     @cached_property
     def vocabulary(self) -> range:
-        """The tokens whose rows of embedding and head are here."""
+        """The tokens whose rows of embedding and head are on this rank."""
         return self._of_layer(self.config.vocab_size)
 
     @cached_property
     def vocabulary_widths(self) -> list[int]:
-        """How many tokens each rank of a layer has."""
+        """Number of tokens on each rank of a layer."""
         ranks = self.position.sizes.tensor
         return [len(share(self.config.vocab_size, ranks, rank)) for rank in range(ranks)]
 
@@ -121,7 +121,7 @@ class Shard:
         return range(start, start + sizes.stage_layers[stage])
 
     def _can_share_layer(self, tensor: int) -> bool:
-        """Whether so many ranks can share a layer: heads evenly, all else as evenly as can be."""
+        """Whether this number of ranks can share a layer: heads evenly, all else as evenly as possible."""
         rows = min(self.config.intermediate_size, self.config.vocab_size)
         return self.attention.can_divide(tensor) and rows >= tensor
 
@@ -159,12 +159,12 @@ class Shard:
         if sizes.stage_layers and sum(sizes.stage_layers) != layers:
             raise ConfigurationError(
                 f"stage_layers are {list(sizes.stage_layers)}, {sum(sizes.stage_layers)} layers together, but the "
-                f"model has {layers}; make them so many",
+                f"model has {layers}; change their sum to that number",
                 field="stage_layers",
             )
 
 
 def _can_divide_experts(experts: ExpertsConfig, tensor: int, expert: int) -> bool:
-    """Whether the experts can be divided evenly into ``expert`` parts, and sliced as the tensor parallel size asks."""
+    """Whether the experts can be divided into ``expert`` equal parts, and sliced as the tensor size requires."""
     fits_tensor = tensor % expert == 0 or expert % tensor == 0
     return fits_tensor and experts.count % expert == 0 and experts.intermediate_size >= max(tensor, expert) // expert

@@ -1,4 +1,4 @@
-"""Pouring a checkpoint's tensors into a decoder."""
+"""Copies a checkpoint's tensors into a decoder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadProgress:
-    """How much of the checkpoint's weights was read, in bytes as stored."""
+    """Progress of reading the checkpoint's weights, in bytes as stored."""
 
     loaded_bytes: int
     total_bytes: int
     seconds: float
-    """Since the first byte was asked for."""
+    """Since the start of reading."""
 
     @property
     def bytes_per_second(self) -> float:
@@ -42,9 +42,9 @@ def load_weights(
     *,
     check_finite: bool = False,
 ) -> None:
-    """Fill every placement, reporting after each piece. The source was checked with `check_weights`.
+    """Fill every placement, reporting after each chunk. The source was checked with `check_weights`.
 
-    With ``check_finite``, CheckpointError names the first tensor that is not all numbers once it has its final type.
+    With ``check_finite``, raises CheckpointError with the first tensor that has NaN or infinity in its final dtype.
     """
     tensors = source.tensors
     total = sum(_part_bytes(tensors[name], place.view.numel()) for name, place in placements.items())
@@ -72,5 +72,5 @@ def _part_bytes(stored: StoredTensor, elements: int) -> int:
 
 
 def _count_not_finite(tensor: Tensor) -> int:
-    """By pieces, since the answer for each element takes memory too."""
+    """By chunks, because the result for each element needs memory too."""
     return sum(int((~tensor[part].isfinite()).sum()) for part in row_pieces(tuple(tensor.shape)))

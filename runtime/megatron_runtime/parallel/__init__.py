@@ -1,1 +1,1 @@
-"""One model on many ranks: who is who (pure arithmetic), and what ranks say to each other."""
+"""One model on many ranks: their layout (pure arithmetic), and the communication between them."""

@@ -1,7 +1,7 @@
-"""Messages from one rank to all others of its replica, in order.
+"""Ordered messages from one rank to all others of its replica group.
 
-Over sockets of our own: gloo's thread and the one that receives meet at a lock, and where every core computes, each
-message costs the processor some milliseconds.
+It uses separate sockets, because gloo's thread and the receiving thread contend for a lock: on a machine whose cores
+are all busy, each message would cost some milliseconds.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _HEADER = struct.Struct("=QQ")
 
 @dataclass(frozen=True)
 class OutcomeMessage:
-    """What came, and the number that was sent with it."""
+    """The received bytes, and the number that was sent with them."""
 
     body: bytes
     checksum: int
 
 
 class Channel:
-    """One rank sends, all others receive. What the system's buffers hold is sent without waiting for the receivers.
+    """One rank sends, all others receive. A send does not wait for the receivers while the socket buffers have room.
 
-    Opened on all ranks at once; OSError or RuntimeError when they don't come together, later when one is gone or later
-    than the timeout.
+    Opened on all ranks at the same time. Raises OSError or RuntimeError if the ranks don't connect, and later if one of
+    them is lost or exceeds the timeout.
 
     Args:
-        store: Where the sender leaves its address.
+        store: The store in which the sender publishes its address.
         name: Of this channel.
-        position: Who this is.
+        position: The place of this rank.
         source: The rank that sends.
-        address: Of this machine, as the other ranks see it.
+        address: Of this machine, as the other ranks reach it.
         timeout: Seconds that another rank may take.
     """
 
@@ -44,7 +44,7 @@ class Channel:
         self, store: Store, name: str, position: RankPosition, *, source: int, address: str, timeout: float
     ) -> None:
         if position.rank == source:
-            others = position.sizes.ranks_per_replica - 1
+            others = position.sizes.ranks_per_replica_group - 1
             self.ends = list(Listener(store, name, address, timeout).accept(others).values())
         else:
             self.ends = [connect(store, name, position.rank, timeout)]
@@ -63,6 +63,6 @@ class Channel:
         return OutcomeMessage(read(self.ends[0], length), checksum)
 
     def close(self) -> None:
-        """What was sent still arrives."""
+        """Close the channel. Messages that were sent still arrive."""
         for end in self.ends:
             end.close()

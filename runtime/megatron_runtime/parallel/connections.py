@@ -1,4 +1,4 @@
-"""Sockets between the ranks of a replica, which find each other through its store."""
+"""Sockets between the ranks of a replica group, whose addresses are in its store."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 _GREETING = struct.Struct("=16sQ")
 _GREETING_SECONDS = 2.0
-"""A rank greets as soon as it is connected."""
+"""Seconds within which a rank has to authenticate after it has connected."""
 _SILENCE = 10
-"""Seconds without a sign from the other host's kernel after which a connection is broken."""
+"""Seconds without an answer from the other host's kernel after which a connection fails."""
 _FIRST_PROBE, _NEXT_PROBE = 4, 2
 
 
 class Listener:
-    """Takes in the ranks that know the secret in the store.
+    """Accepts connections of the ranks that know the secret in the store.
 
     Args:
-        store: Where the address is left.
-        key: Under which.
-        address: Of this machine, as the other ranks see it.
-        timeout: Seconds that others may take to come, and later to send what is expected.
+        store: The store in which the address is published.
+        key: The key of the address.
+        address: Of this machine, as the other ranks reach it.
+        timeout: Seconds within which others have to connect, and later to send expected data.
     """
 
     def __init__(self, store: Store, key: str, address: str, timeout: float) -> None:
@@ -36,7 +36,9 @@ class Listener:
         store.set(_key(key), f"{address} {self._server.getsockname()[1]} {self._token}")
 
     def accept(self, count: int) -> dict[int, socket.socket]:
-        """Connections to ``count`` others, by rank; OSError when they don't come. Listens no more after that."""
+        """Accept connections of ``count`` other ranks, by rank, and close the listener. Raises OSError if some are
+        missing.
+        """
         deadline = time.monotonic() + self._timeout
         found: dict[int, socket.socket] = {}
         with self._server:
@@ -52,7 +54,7 @@ class Listener:
         return found
 
     def _greeted_by(self, end: socket.socket) -> int | None:
-        """The rank at the other side; None for anybody else, who may say nothing, or leave."""
+        """The rank of the peer; None for a peer without the secret, which may send nothing or disconnect."""
         end.settimeout(_GREETING_SECONDS)
         try:
             token, rank = _GREETING.unpack(read(end, _GREETING.size))
@@ -62,7 +64,7 @@ class Listener:
 
 
 def connect(store: Store, key: str, rank: int, timeout: float) -> socket.socket:
-    """A connection to the listener of this key, for ``rank``; OSError or RuntimeError when there is none in time."""
+    """Connect to the listener of this key as ``rank``. Raises OSError or RuntimeError after the timeout."""
     store.wait([_key(key)], timedelta(seconds=timeout))
     address, port, token = store.get(_key(key)).decode().split()
     end = socket.create_connection((address, int(port)), timeout)
@@ -71,9 +73,9 @@ def connect(store: Store, key: str, rank: int, timeout: float) -> socket.socket:
 
 
 def break_when_silent(end: socket.socket) -> None:
-    """Have an idle or waiting connection fail when the other host is not reached any more.
+    """Make an idle or waiting connection fail when the other host is unreachable, which a cut network does not signal.
 
-    A cut network sends no sign of that. Not for what the other side may leave unread for long: it would break too.
+    Not for connections whose peer may leave data unread for a long time: these would fail too.
     """
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _FIRST_PROBE)
@@ -83,7 +85,7 @@ def break_when_silent(end: socket.socket) -> None:
 
 
 def read(end: socket.socket, size: int) -> bytes:
-    """So many bytes; OSError when the connection ends before, or when they take longer than its timeout."""
+    """Receive this number of bytes. Raises OSError if the connection ends before, or after its timeout."""
     content = bytearray(size)
     view, done = memoryview(content), 0
     while done < size:
@@ -92,7 +94,7 @@ def read(end: socket.socket, size: int) -> bytes:
 
 
 def received(count: int) -> int:
-    """What was received; ConnectionResetError when that says that the other side is gone."""
+    """The received bytes. Raises ConnectionResetError for the end of the stream."""
     if count == 0:
         raise ConnectionResetError("the connection was closed")
     return count

@@ -1,6 +1,6 @@
-"""Tensors of equal size from each of some ranks to each other one, on a CPU.
+"""All-to-all exchange of tensors of equal size between some ranks, on a CPU.
 
-Over sockets of our own, for the reason that `channel` tells: in every layer ranks meet twice.
+It uses separate sockets, for the reason given in `channel`: ranks synchronize twice in every layer.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_runtime.parallel.connections import Listener, connect, received
 
 
 class Exchange:
-    """Among neighbouring ranks. Opened on all of them at once; errors are those of a `Channel`.
+    """An exchange between consecutive ranks. Opened on all of them at the same time; errors are those of a `Channel`.
 
     Args:
-        store: Where each rank leaves its address.
+        store: The store in which each rank publishes its address.
         name: Of this exchange.
         rank: This rank's number.
         peers: The numbers of all ranks of the exchange.
-        address: Of this machine, as the other ranks see it.
+        address: Of this machine, as the other ranks reach it.
         timeout: Seconds that another rank may take.
     """
 
@@ -41,7 +41,7 @@ class Exchange:
             end.setblocking(False)
 
     def parts(self, mine: Tensor) -> list[Tensor]:
-        """What each rank gives, in their order; ``mine`` is not written to."""
+        """The tensors of all ranks, in order of the ranks. ``mine`` is not written to."""
         mine = mine.contiguous()
         parts = {rank: mine if rank == self._rank else torch.empty_like(mine) for rank in self._peers}
         outgoing = dict.fromkeys(self._ends.values(), _bytes(mine))
@@ -53,17 +53,17 @@ class Exchange:
         return list(parts.values())
 
     def close(self) -> None:
-        """What was sent still arrives."""
+        """Close the connections. Tensors that were sent still arrive."""
         for end in self._ends.values():
             end.close()
 
 
 Traffic = dict[socket.socket, memoryview]
-"""What is still to be sent or filled, by connection."""
+"""Remaining bytes to send or to receive, by connection."""
 
 
 def _advance(outgoing: Traffic, incoming: Traffic) -> bool:
-    """Send and receive what can be at once; whether anything could."""
+    """Send and receive without waiting. Returns whether there was progress."""
     advanced = False
     for traffic, is_sent in ((outgoing, True), (incoming, False)):
         for end, left in list(traffic.items()):

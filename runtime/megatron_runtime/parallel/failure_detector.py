@@ -1,4 +1,4 @@
-"""Detects which ranks are lost once something has failed: every live rank answers a call."""
+"""Detects lost ranks after a failure: every live rank answers a call."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from megatron_runtime.parallel.rendezvous import Rendezvous
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
-"""Seconds in which a living rank answers."""
+"""Seconds within which a live rank answers."""
 COMPUTING = "computing"
 _PAUSE = 0.5
 _FOREVER = timedelta(days=365)
 _CLOSED = "closed"
-_EVERYBODY = "-"
+_NONE_LOST = "-"
 
 
 class FailureDetector:
-    """One rank's detector. A thread waits in the store, without using the processor, for a call.
+    """The detector of one rank. A thread waits for a call in the store, without using the processor.
 
-    The first rank that fails calls all others. Its result is the verdict of all ranks, so that ranks that fail because
-    it leaves do not blame it.
+    The first rank that detects a failure calls all others. Its result is the verdict of all ranks, so that ranks which
+    fail because that rank has left do not report it as lost.
 
     Args:
-        rendezvous: Gives connections to the store; kept as long as this lives.
-        position: This rank's.
+        rendezvous: Provides connections to the store, and is kept alive by this object.
+        position: The place of this rank.
     """
 
     def __init__(self, rendezvous: Rendezvous, position: RankPosition) -> None:
         self._rendezvous = rendezvous
         self.store = rendezvous.connect(PATIENCE)
         self.doing = COMPUTING
-        """What this rank is at, for the others to read."""
+        """Set the activity of this rank, which others report."""
         self._position = position
         self._others = position.others
         self._verdict: str | None = None
@@ -53,11 +53,11 @@ class FailureDetector:
         self._thread.start()
 
     def lost(self, doing: str, cause: Exception, missing: list[int] | None = None) -> LostRankError:
-        """The error that names who is missing: ``missing``, or else those who don't answer; takes PATIENCE seconds."""
+        """The error with the lost ranks: ``missing``, or those that don't answer within PATIENCE seconds."""
         with self._calling:
             found = self._find(missing)
             if self._position.is_first:
-                time.sleep(_PAUSE)  # the store may end with this rank, and the others have to hear the verdict before
+                time.sleep(_PAUSE)  # The store may end with this rank, and the others have to read the verdict before.
         reason = (str(cause) or type(cause).__name__).splitlines()[0]
         return LostRankError(f"{self._position}: {doing}: {self._describe(found)} ({reason})", missing=found)
 
@@ -77,7 +77,7 @@ class FailureDetector:
         return "all ranks answer, so one is late" + "".join(f"; {doing}" for doing in doings)
 
     def _find(self, known: list[int] | None) -> list[int]:
-        """Who doesn't answer; the first rank when there is no store any more, unless it left a verdict."""
+        """The ranks that don't answer. Without a store that is the first rank, unless it left a verdict."""
         try:
             if self._take_place() == 1:
                 return self._call(known)
@@ -91,10 +91,10 @@ class FailureDetector:
             return [0]
 
     def _take_place(self) -> int:
-        """This rank's place among those who call.
+        """Register this rank's call, and return its number.
 
-        RuntimeError when the store has ended, TimeoutError when it is cut off: one that is there answers at once. It is
-        asked in a thread, since torch waits for its answer for ever.
+        Raises RuntimeError if the store has ended, and TimeoutError if it is unreachable: a reachable store answers at
+        once. The request runs in a thread, because torch waits for its answer without a limit.
         """
         places: SimpleQueue[int] = SimpleQueue()
 
@@ -118,7 +118,7 @@ class FailureDetector:
         for rank in self._others:
             self.store.set(_call(rank), "")
         missing = self._unanswered() if known is None else known
-        self.store.set("verdict", ",".join(map(str, missing)) or _EVERYBODY)
+        self.store.set("verdict", ",".join(map(str, missing)) or _NONE_LOST)
         return missing
 
     def _unanswered(self) -> list[int]:
@@ -154,8 +154,8 @@ def _call(rank: int) -> str:
 
 
 def _read(verdict: str) -> list[int]:
-    return [] if verdict == _EVERYBODY else [int(rank) for rank in verdict.split(",")]
+    return [] if verdict == _NONE_LOST else [int(rank) for rank in verdict.split(",")]
 
 
 def _full_name(me: RankPosition, rank: int) -> str:
-    return me.sizes.position_in_replica(rank, me.replica).name
+    return me.sizes.position_in_replica_group(rank, me.replica_group).name

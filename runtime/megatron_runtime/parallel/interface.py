@@ -1,7 +1,7 @@
-"""Which of this machine's network interfaces leads to another machine.
+"""The network interface of this machine that leads to another machine.
 
-Left alone, gloo and NCCL take what the machine's own name resolves to, which may be an address that no other machine
-reaches, or none.
+By default gloo and NCCL use the address that the machine's own name resolves to, which may be missing or unreachable
+from other machines.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def use_interface_towards(host: str) -> None:
-    """Have gloo and NCCL take the interface through which ``host`` is reached, unless the environment says which."""
+    """Let gloo and NCCL use the interface through which ``host`` is reached, unless the environment selects one."""
     name = interface_of(address_towards(host))
     for variable in _VARIABLES:
         if name is not None:
@@ -24,7 +24,7 @@ def use_interface_towards(host: str) -> None:
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine that ``host`` would see; None where there is no such way."""
+    """The address of this machine in connections to ``host``; None without a route."""
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
@@ -32,7 +32,7 @@ def address_towards(host: str) -> str | None:
     for family, kind, _, _, place in found:
         with socket.socket(family, kind) as probe:
             try:
-                probe.connect(place)  # sends nothing
+                probe.connect(place)  # connect() on a datagram socket sends nothing
             except OSError:
                 continue
             return str(probe.getsockname()[0])
@@ -40,7 +40,7 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_of(address: str | None) -> str | None:
-    """The name of the interface that has ``address``, of IPv4."""
+    """The name of the interface with this IPv4 address."""
     if address is None:
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

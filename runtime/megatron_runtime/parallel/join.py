@@ -1,4 +1,4 @@
-"""Joins the ranks of a replica group: rendezvous, process groups and failure detector, chosen here alone."""
+"""Joins the ranks of a replica group: creates its rendezvous, process groups and failure detector."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.failure_detector import FailureDetector
 from megatron_runtime.parallel.interface import address_towards, use_interface_towards
 from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
+from megatron_runtime.parallel.multiple_ranks import MultipleRanks, ProcessGroups
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.parallel.rendezvous import Rendezvous
-from megatron_runtime.parallel.replica_group import ProcessGroups, ReplicaGroup
 from megatron_runtime.parallel.single_rank import SingleRank
 from megatron_runtime.parallel.timeouts import COLLECTIVE_TIMEOUT, RENDEZVOUS_TIMEOUT
 
 _ADDRESS_BYTES = 128
 
 
-def join_replica(
+def join_replica_group(
     position: RankPosition,
     *,
     host: str,
@@ -33,49 +33,51 @@ def join_replica(
     timeout: float = COLLECTIVE_TIMEOUT,
     rendezvous_timeout: float = RENDEZVOUS_TIMEOUT,
 ) -> Ranks:
-    """Meet the other ranks of a replica that is a world of its own. A replica of one rank starts nothing.
+    """Join the other ranks of a replica group that is a separate world. A group of one rank starts nothing.
 
     Args:
-        position: Who this is.
-        host: Where the replica's first rank is, as this rank sees it; on the first one the address to listen at.
-        port: Where it listens.
-        attempt: Which try of this replica it is; ranks of another one are not met.
-        device_type: ``cpu``, or ``cuda``, where the current device is this rank's.
-        timeout: Seconds that another rank may be late in anything later.
-        rendezvous_timeout: Seconds within which all have to come.
+        position: The place of this rank.
+        host: Address of the group's first rank; on the first rank itself the address to listen on.
+        port: Port of the first rank.
+        attempt: Number of this start of the group; ranks of another attempt are not joined.
+        device_type: ``cpu``, or ``cuda`` with the current device of this rank.
+        timeout: Seconds that another rank may be late in later operations.
+        rendezvous_timeout: Seconds within which all ranks have to join.
 
     Raises:
-        LostRankError: Ranks didn't come; they are named.
-        ConfigurationError: The port can't be listened at.
+        LostRankError: Some ranks, which it names, didn't join.
+        ConfigurationError: The port can't be listened on.
     """
-    if position.sizes.ranks_per_replica == 1:
-        return SingleRank(position.replica)
+    if position.sizes.ranks_per_replica_group == 1:
+        return SingleRank(position.replica_group)
     rendezvous = Rendezvous(position, host, port, attempt=attempt)
     store, limit = rendezvous.await_all(rendezvous_timeout), timedelta(seconds=timeout)
-    store.set_timeout(limit)  # from here on nobody waits as long as for those who may still have to be started
-    use_interface_towards(host)  # whose name may not have been known before
+    store.set_timeout(limit)  # The longer time-out is only for ranks that may still have to be started.
+    use_interface_towards(host)  # The name may have been unknown before.
     dist.init_process_group(
         "gloo",
         store=PrefixStore("torch", store),
         rank=position.rank,
-        world_size=position.sizes.ranks_per_replica,
+        world_size=position.sizes.ranks_per_replica_group,
         timeout=limit,
     )
-    groups = _make_groups([position.replica], position, device_type, limit, owns_world=True)
+    groups = _make_groups([position.replica_group], position, device_type, limit, owns_world=True)
     address = address_towards(host) or host
     failure_detector = FailureDetector(rendezvous, position)
-    return ReplicaGroup(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
+    return MultipleRanks(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
 
 
-def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT) -> Ranks:
-    """This rank's replica in a world over all replicas, which the caller has initialised; to be called on all ranks.
+def replica_group_of_world(
+    sizes: ParallelSizes, *, device_type: str = "cpu", timeout: float = COLLECTIVE_TIMEOUT
+) -> Ranks:
+    """This rank's replica group in a world over all groups, which the caller has initialized. Called on all ranks.
 
     Raises:
-        ConfigurationError: The world is not there, or has another size than ``sizes`` need.
+        ConfigurationError: The world is missing, or its size is not the one that ``sizes`` need.
     """
     if not dist.is_initialized() and sizes.world_size > 1:
         raise ConfigurationError(
-            f"{sizes.world_size} ranks are asked for, but torch.distributed has no world; call init_process_group on "
+            f"{sizes.world_size} ranks are configured, but torch.distributed has no world; call init_process_group on "
             "every rank before, as torchrun's programs do",
             field="world_size",
         )
@@ -83,8 +85,8 @@ def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout:
     if dist.is_initialized():
         sizes.check_world(dist.get_world_size())
         position = sizes.position(dist.get_rank())
-    if sizes.ranks_per_replica == 1:
-        return SingleRank(position.replica)
+    if sizes.ranks_per_replica_group == 1:
+        return SingleRank(position.replica_group)
     towards = os.environ.get("MASTER_ADDR", "127.0.0.1")
     use_interface_towards(towards)
     groups = _make_groups(range(sizes.data), position, device_type, timedelta(seconds=timeout), owns_world=False)
@@ -92,17 +94,17 @@ def replica_of_world(sizes: ParallelSizes, *, device_type: str = "cpu", timeout:
     rendezvous = _open_rendezvous(position, address, groups)
     rendezvous.await_all(timeout)
     failure_detector = FailureDetector(rendezvous, position)
-    return ReplicaGroup(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
+    return MultipleRanks(position, groups, failure_detector, address=address, device_type=device_type, timeout=timeout)
 
 
 def _make_groups(
-    replicas: Iterable[int], mine: RankPosition, device_type: str, timeout: timedelta, *, owns_world: bool
+    replica_groups: Iterable[int], mine: RankPosition, device_type: str, timeout: timedelta, *, owns_world: bool
 ) -> ProcessGroups:
-    """The groups of this rank; all ranks of torch's world make the groups of all, as it demands."""
+    """The process groups of this rank. All ranks of torch's world create the groups of all ranks, as torch requires."""
     backend = "nccl" if device_type == "cuda" else "gloo"
-    size, stage, tensor = mine.sizes.ranks_per_replica, mine.sizes.ranks_per_stage, mine.sizes.tensor
+    size, stage, tensor = mine.sizes.ranks_per_replica_group, mine.sizes.ranks_per_stage, mine.sizes.tensor
     made: dict[int, ProcessGroups] = {}
-    for place, replica in enumerate(replicas):
+    for place, replica_group in enumerate(replica_groups):
         ranks = range(place * size, (place + 1) * size)
         control = dist.new_group(ranks, timeout, "gloo")
         pipeline = dist.new_group(ranks, timeout, backend)
@@ -111,12 +113,12 @@ def _make_groups(
         if stage != tensor:
             stages = [dist.new_group(ranks[start : start + stage], timeout, backend) for start in range(0, size, stage)]
         layer, experts = layers[mine.rank // tensor], stages[mine.stage]
-        made[replica] = ProcessGroups(control, pipeline, layer, experts, ranks[0], owns_world)
-    return made[mine.replica]
+        made[replica_group] = ProcessGroups(control, pipeline, layer, experts, ranks[0], owns_world)
+    return made[mine.replica_group]
 
 
 def _open_rendezvous(position: RankPosition, address: str, groups: ProcessGroups) -> Rendezvous:
-    """A meeting place for one replica of several; where it is goes through the process group that there is already."""
+    """A rendezvous for one replica group of several. Its address is broadcast through the existing process group."""
     message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
     opened = None
     if position.is_first:

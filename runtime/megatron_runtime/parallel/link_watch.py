@@ -1,4 +1,4 @@
-"""Notices that a host or the network to it is gone, whatever a rank is at."""
+"""Detects an unreachable host during any operation of a rank."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import threading
 from collections.abc import Callable, Iterable
 
 _GRACE = 5.0
-"""Seconds that the rank itself has to notice, which then ends in better order."""
+"""Seconds within which the rank itself may detect the error, which gives a better shutdown."""
 _LAST_WORDS = 20.0
-"""The same while there is something left to read, which may be that this is the end."""
+"""The same while there is unread data, which may be the message of an orderly end."""
 
 
 class LinkWatch:
     """Waits, without using the processor, for an error of a connection; see `connections.break_when_silent`.
 
-    A rank that has sent and now waits for another one, in a collective of torch's say, hears nothing of a broken
-    connection before the collective's timeout.
+    A rank that waits for another one in a torch collective detects a broken connection only at the collective's
+    timeout.
 
     Args:
-        ends: The connections; they belong to others, who close them after this.
-        act: Called in this thread when one has failed and the rank hasn't noticed by itself, with the error.
+        ends: The connections. Their owners close them after this object.
+        act: Called with the error, in this thread, when a connection has failed and the rank has not detected it.
     """
 
     def __init__(self, ends: Iterable[socket.socket], act: Callable[[OSError], None]) -> None:
@@ -34,7 +34,7 @@ class LinkWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop."""
         self._stopped.set()
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -44,7 +44,7 @@ class LinkWatch:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for descriptor in self._ends:
-            poll.register(descriptor, 0)  # errors alone, which are always told
+            poll.register(descriptor, 0)  # Errors alone, which poll() always reports.
         failed = [self._ends[found] for found, _ in poll.poll() if found != self._wake]
         if failed and not self._stopped.wait(_GRACE):
             unread, error = _look(failed[0])
@@ -53,7 +53,7 @@ class LinkWatch:
 
 
 def _look(end: socket.socket) -> tuple[bool, OSError]:
-    """Whether there is something left to read, and what is wrong."""
+    """Whether there is unread data, and the error."""
     try:
         unread = bool(end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except OSError as error:

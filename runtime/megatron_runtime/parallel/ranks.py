@@ -1,4 +1,4 @@
-"""What a rank may ask of the other ranks of its replica."""
+"""The interface of a rank to the other ranks of its replica group."""
 
 from __future__ import annotations
 
@@ -13,65 +13,66 @@ from megatron_runtime.parallel.layout import RankPosition
 
 
 class Pending(Protocol):
-    """A message that may still be on its way."""
+    """A message that may not have arrived yet."""
 
     def wait(self) -> bytes:
-        """The message; LostRankError when it doesn't come in time. To be called once."""
+        """The message. Raises LostRankError after the timeout. Call it once."""
         ...
 
 
 class Ranks(Protocol):
-    """The replica as one of its ranks sees it.
+    """A replica group, from the view of one of its ranks.
 
-    All ranks call the same methods in the same order, but for `share_outcome`, which has an order of its own. What
-    waits for other ranks raises LostRankError after the group's timeout, or as soon as a connection breaks; the error
-    names who is missing. Nothing works after that but `close`. None of it uses the processor while it waits.
+    All ranks call the same methods in the same order, except `share_outcome`, which has a separate order. Methods that
+    wait for other ranks raise LostRankError after the group's timeout, or as soon as a connection breaks; the error
+    names the missing ranks. After an error only `close` may be called. Waiting does not use the processor.
     """
 
     @property
     def position(self) -> RankPosition:
-        """Which one this is."""
+        """The place of this rank."""
         ...
 
     def share_inbox(self, inbox: bytes | None) -> bytes:
-        """What the first rank gives, on all ranks; the others give None, and wait.
+        """The argument of the first rank, on all ranks; the others pass None, and wait.
 
-        The first rank doesn't wait for the others. They wait for the group's timeout at most, so it has to share
-        something well within that, if only ``b""``.
+        The first rank doesn't wait for the others. They wait for at most the group's timeout, so the first rank has to
+        share something, at least ``b""``, well within that.
         """
         ...
 
     def share_outcome(self, outcome: bytes | None, *, checksum: int) -> Pending:
-        """What the rank that samples gives, on all ranks; the others give None. Nobody waits before ``wait``.
+        """The argument of the rank that samples, on all ranks; the others pass None. Only ``wait`` of the result waits.
 
-        So the outcomes of as many passes can be in flight as there are stages; they come in the order in which they
-        were shared, and are to be waited for in it. Each is compared by ``checksum`` (64
-        bits, unsigned) of the schedule it comes from: LockStepError on the rank whose own is another.
+        As many outcomes can be in flight as there are stages. They arrive in the order in which they were shared, and
+        must be waited for in that order. ``checksum`` (64 bits, unsigned) is that of the pass's schedule; ranks with
+        another one raise LockStepError.
         """
         ...
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
-        """Wait until all ranks are in the barrier of this name; LostRankError after ``timeout`` seconds."""
+        """Wait until all ranks have reached the barrier ``name``. Raises LostRankError after ``timeout`` seconds."""
         ...
 
     def least(self, number: int) -> int:
-        """The smallest of the numbers that the ranks give."""
+        """The minimum over all ranks."""
         ...
 
     def first_error(self, error: str | None, timeout: float | None = None) -> str | None:
-        """The error of the lowest rank that gives one, on all ranks; None when no rank does.
+        """The error of the lowest rank that passes one, on all ranks; None if no rank does.
 
-        LostRankError after ``timeout`` seconds, or those of the group.
+        Raises LostRankError after ``timeout`` seconds, or those of the group.
         """
         ...
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over the ranks of this dense layer, alike to the bit on all; on a GPU ``part`` becomes it."""
+        """The sum over the ranks of this dense layer, bitwise equal on all; on a GPU it is written to ``part``."""
         ...
 
     def sum_experts(self, part: Tensor) -> Tensor:
-        """The same over all ranks of this stage, which share its experts; more than those of ``sum`` where dense layers
-        have copies."""
+        """The same over all ranks of this stage, which share its experts; more than those of ``sum`` if dense layers
+        have copies.
+        """
         ...
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
@@ -82,24 +83,24 @@ class Ranks(Protocol):
         ...
 
     def send(self, hidden: Tensor) -> None:
-        """Hand activations to the next stage, without waiting for it unless a batch per stage is in flight.
+        """Send activations to the next stage. Waits only if a batch per stage is in flight.
 
-        ``hidden`` must not be written to any more.
+        ``hidden`` must not be written to afterwards.
         """
         ...
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Activations from the stage before, in the order in which they were sent."""
+        """Activations from the previous stage, in the order in which they were sent."""
         ...
 
     def watch(self, act: Callable[[LostRankError], None]) -> None:
-        """From now on call ``act``, in another thread, when a rank's host is not reached and nothing else has noticed.
+        """Call ``act``, in another thread, when a rank's host is unreachable and nothing else has detected that.
 
-        Until ``close``; to be called once. The error names who is missing. Without this, a rank that waits for another
-        one in a collective of torch's notices after the group's timeout alone.
+        Call it once; it ends with ``close``. The error names the missing rank. Without it, a rank that waits in a torch
+        collective would detect this only at the group's timeout.
         """
         ...
 
     def close(self) -> None:
-        """Leave the group; to be called on all ranks, in any order."""
+        """Leave the group. Called on all ranks, in any order."""
         ...

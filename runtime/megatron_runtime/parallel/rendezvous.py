@@ -15,24 +15,25 @@ from megatron_runtime.parallel.layout import RankPosition
 
 _PAUSE = 0.2
 _GRACE = 5.0
-"""Seconds that the first rank may be later than this one in giving up."""
-_MISSING, _NOBODY = "missing", "nobody"
+"""Seconds that the first rank's timeout may be later than this rank's."""
+_MISSING, _NONE = "missing", "none"
 _ATTEMPT = 15.0
-"""Seconds after which a connection is tried anew. On the way torch asks for the names of addresses, for its log, and
-an answer that is lost takes 5."""
+"""Interval in which a connection is retried. For its log, torch resolves the names of addresses, and a lost answer
+takes 5 seconds.
+"""
 
 
 class Rendezvous:
-    """A key-value store at ``host`` and ``port``; on the first rank it is opened here, and lives as long as this.
+    """A key-value store at ``host`` and ``port``. The first rank opens it, and its lifetime is that of this object.
 
     Args:
-        position: Who this is.
-        host: Where the first rank is, as seen by all.
-        port: Where it listens; on the first rank 0 chooses one.
-        attempt: Which try of this replica it is; ranks of another one are not met.
+        position: The place of this rank.
+        host: Address of the first rank, as all ranks reach it.
+        port: Port of the store; on the first rank, 0 chooses one.
+        attempt: Number of this start of the replica group; ranks of another attempt are not joined.
 
     Raises:
-        ConfigurationError: The port can't be listened at.
+        ConfigurationError: The port can't be listened on.
     """
 
     def __init__(self, position: RankPosition, host: str, port: int, *, attempt: int = 0) -> None:
@@ -53,16 +54,16 @@ class Rendezvous:
         return f"{self._host}:{self.port}"
 
     def connect(self, timeout: float) -> Store:
-        """A connection of its own, for one thread; what it asks for fails after ``timeout`` seconds."""
+        """A separate connection for one thread, whose requests fail after ``timeout`` seconds."""
         return self._connect(_ATTEMPT, timeout)
 
     def await_all(self, timeout: float) -> Store:
-        """Wait until every rank is here; LostRankError names those who aren't after ``timeout`` seconds."""
+        """Wait until every rank has joined. Raises LostRankError with the missing ranks after ``timeout`` seconds."""
         position = self._position
         where = f"{position}: rendezvous at {self.address}"
-        meeting = StoreBarrier(position.rank, position.sizes.ranks_per_replica, where, timeout)
-        store = meeting.reach(lambda patience: self._connect(patience, timeout))
-        meeting.await_all(store)
+        barrier = StoreBarrier(position.rank, position.sizes.ranks_per_replica_group, where, timeout)
+        store = barrier.reach(lambda patience: self._connect(patience, timeout))
+        barrier.await_all(store)
         return store
 
     def _connect(self, patience: float, timeout: float) -> Store:
@@ -72,21 +73,21 @@ class Rendezvous:
 
 
 def meet_world(rank: int, size: int, host: str, port: int, *, timeout: float, is_kept: bool) -> Store:
-    """The store of a world of ``size`` ranks, once all of them have come to it.
+    """The store of a world of ``size`` ranks, once all of them have joined.
 
     Args:
-        rank: Who this is.
-        size: How many ranks there are.
-        host: Where the store is.
-        port: Where it listens.
-        timeout: Seconds within which all have to come.
-        is_kept: Whether the store is there without rank 0, which opens it otherwise.
+        rank: This rank.
+        size: Number of ranks.
+        host: Address of the store.
+        port: Port of the store.
+        timeout: Seconds within which all ranks have to join.
+        is_kept: Whether the store exists independently of rank 0, which opens it otherwise.
 
     Raises:
-        LostRankError: Ranks didn't come; they are named.
-        ConfigurationError: The port can't be listened at.
+        LostRankError: Some ranks, which it names, didn't join.
+        ConfigurationError: The port can't be listened on.
     """
-    meeting = StoreBarrier(rank, size, f"rank {rank} of the world: rendezvous at {host}:{port}", timeout)
+    barrier = StoreBarrier(rank, size, f"rank {rank} of the world: rendezvous at {host}:{port}", timeout)
     store: Store
     if rank == 0 and not is_kept:
         try:
@@ -94,20 +95,20 @@ def meet_world(rank: int, size: int, host: str, port: int, *, timeout: float, is
         except RuntimeError as error:
             raise _no_port(host, port, error) from None
     else:
-        store = meeting.reach(lambda patience: _client(host, port, patience))
+        store = barrier.reach(lambda patience: _client(host, port, patience))
     store.set_timeout(timedelta(seconds=timeout))
-    meeting.await_all(store)
+    barrier.await_all(store)
     return store
 
 
 class StoreBarrier:
-    """One rank's connection to a store, and its wait there until all ranks are connected.
+    """One rank's connection to a store, and its wait until all ranks are connected.
 
     Args:
-        rank: Who this is.
-        ranks: How many have to come.
-        where: The rank and the address: the beginning of errors.
-        timeout: Seconds from now within which all have to come.
+        rank: This rank.
+        ranks: Number of ranks.
+        where: Rank and address, the beginning of errors.
+        timeout: Seconds from now within which all ranks have to join.
     """
 
     def __init__(self, rank: int, ranks: int, where: str, timeout: float) -> None:
@@ -118,7 +119,7 @@ class StoreBarrier:
         self._deadline = time.monotonic() + timeout
 
     def reach(self, connect: Callable[[float], Store]) -> Store:
-        """What ``connect`` gives, which may take so many seconds, and is tried until the time is over."""
+        """The result of ``connect``, whose argument is its time limit in seconds. It is retried until the timeout."""
         while True:
             left = self._deadline - time.monotonic()
             try:
@@ -132,34 +133,36 @@ class StoreBarrier:
                 time.sleep(_PAUSE)
 
     def await_all(self, store: Store) -> None:
-        """Wait until every rank is here; LostRankError names those who aren't when the time is over."""
-        if missing := self._hear(store) if self._rank else self._count(store):
+        """Wait until every rank has joined. Raises LostRankError with the missing ranks after the timeout."""
+        if missing := self._read_missing(store) if self._rank else self._count(store):
             named = ", ".join(f"rank {rank}" for rank in missing)
-            raise LostRankError(f"{self._where}: {named} did not come within {self._timeout:g} s", missing=missing)
+            raise LostRankError(f"{self._where}: {named} did not join within {self._timeout:g} s", missing=missing)
 
     def _count(self, store: Store) -> list[int]:
-        """The first rank waits for the others, and says who is missing; it is there a while for them to hear it."""
+        """The first rank waits for the others, publishes which ranks are missing, and keeps the store until they have
+        read it.
+        """
         others = {rank: _here(rank) for rank in range(1, self._ranks)}
         with contextlib.suppress(DistStoreError):
             store.wait(list(others.values()), _until(self._deadline))
         missing = [rank for rank, key in others.items() if not store.check([key])]
-        store.set(_MISSING, ",".join(map(str, missing)) or _NOBODY)
+        store.set(_MISSING, ",".join(map(str, missing)) or _NONE)
         if missing:
             time.sleep(_PAUSE)
         return missing
 
-    def _hear(self, store: Store) -> list[int]:
+    def _read_missing(self, store: Store) -> list[int]:
         try:
             store.set(_here(self._rank), "")
             store.wait([_MISSING], _until(self._deadline + _GRACE))
             found = store.get(_MISSING).decode()
         except RuntimeError:
             return [0]
-        return [] if found == _NOBODY else [int(rank) for rank in found.split(",")]
+        return [] if found == _NONE else [int(rank) for rank in found.split(",")]
 
 
 def _serve(host: str, port: int) -> TCPStore:
-    """Listens at the host's address alone: beside it, another replica may have the same port of another address."""
+    """Listens only on the host's address, because another replica group may use the same port at another address."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
@@ -168,7 +171,7 @@ def _serve(host: str, port: int) -> TCPStore:
 
 
 def _client(host: str, port: int, patience: float) -> TCPStore:
-    """A connection; RuntimeError when there is none after so many seconds."""
+    """A connection. Raises RuntimeError after this number of seconds."""
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
 
 

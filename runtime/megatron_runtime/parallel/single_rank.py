@@ -1,4 +1,4 @@
-"""A replica group of one rank: there is no other rank, so everything is done at once and costs nothing."""
+"""A replica group of one rank: every operation returns at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_runtime.parallel.layout import ParallelSizes, RankPosition
 
 @dataclass(frozen=True)
 class Done:
-    """A message that is there."""
+    """A message that has arrived."""
 
     message: bytes
 
@@ -24,59 +24,59 @@ class Done:
 
 
 class SingleRank:
-    """The `Ranks` of a replica that has one. No process group is made."""
+    """The `Ranks` of a replica group with one rank. It creates no process group."""
 
-    def __init__(self, replica: int = 0) -> None:
-        self.position = RankPosition(ParallelSizes(), 0, replica)
+    def __init__(self, replica_group: int = 0) -> None:
+        self.position = RankPosition(ParallelSizes(), 0, replica_group)
 
     def share_inbox(self, inbox: bytes | None) -> bytes:
-        """Its own."""
+        """The argument."""
         assert inbox is not None
         return inbox
 
     def share_outcome(self, outcome: bytes | None, *, checksum: int) -> Done:
-        """Its own."""
+        """The argument."""
         del checksum
         assert outcome is not None
         return Done(outcome)
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def least(self, number: int) -> int:
         """The number."""
         return number
 
     def first_error(self, error: str | None, timeout: float | None = None) -> str | None:
-        """Its own."""
+        """The argument."""
         del timeout
         return error
 
     def sum(self, part: Tensor) -> Tensor:
-        """The part is all."""
+        """The part."""
         return part
 
     def sum_experts(self, part: Tensor) -> Tensor:
-        """The part is all."""
+        """The part."""
         return part
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor | None:
-        """The part is all."""
+        """The part."""
         del widths
         return part
 
     def send(self, hidden: Tensor) -> None:
-        """There is no next stage."""
+        """Never called, because there is no next stage."""
         del hidden
         raise AssertionError("a single rank has no next stage")
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """There is no stage before."""
+        """Never called, because there is no previous stage."""
         del shape, dtype
         raise AssertionError("a single rank has no stage before it")
 
     def watch(self, act: Callable[[LostRankError], None]) -> None:
-        """No other rank to watch."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Does nothing."""

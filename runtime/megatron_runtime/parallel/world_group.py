@@ -1,4 +1,4 @@
-"""All ranks of a world over all replicas, apart from what the caller does in torch's own group."""
+"""All ranks of a world over all replica groups, independent of the caller's operations in torch's own group."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _END = b"."
 
 
 class WorldGroup:
-    """To be made on all ranks of the world; without others it does nothing. LostRankError names those who don't come.
+    """Created on all ranks of the world; does nothing in a world of one. Raises LostRankError with the missing ranks.
 
-    Between rank 0 and each other rank there is a connection, whose end says that a process has ended.
+    Each other rank has a connection to rank 0, whose end shows that a process has ended.
     """
 
     def __init__(self, world: World) -> None:
@@ -38,7 +38,9 @@ class WorldGroup:
             self._connect(place)
 
     def meet(self, occasion: str, timeout: float) -> None:
-        """Wait until all ranks are here; LostRankError after ``timeout`` seconds, which on rank 0 names who is not."""
+        """Wait until all ranks have called this. Raises LostRankError after ``timeout`` seconds; on rank 0 it names
+        them.
+        """
         if self._meeting is None:
             return
         try:
@@ -49,14 +51,14 @@ class WorldGroup:
             ) from error
 
     def await_primary(self) -> Future[None]:
-        """Done when rank 0 has said that this is the end; LostRankError when it is gone without. For other ranks."""
+        """Completes when rank 0 has announced the end. Raises LostRankError when rank 0 is lost. For other ranks."""
         end: Future[None] = Future()
-        end.set_running_or_notify_cancel()  # from now on nobody can cancel it who waits for it
+        end.set_running_or_notify_cancel()  # A future that is running can't be cancelled by those that wait for it.
         threading.Thread(target=self._await_primary, args=(end,), name="primary-watch", daemon=True).start()
         return end
 
     def release_followers(self) -> None:
-        """On rank 0: say that this is the end, to who is still there."""
+        """On rank 0: announce the end to the other ranks."""
         for other in self._others:
             with contextlib.suppress(OSError), other:
                 other.sendall(_END)
@@ -77,6 +79,6 @@ class WorldGroup:
             with self._primary:
                 read(self._primary, len(_END))
         except OSError as error:
-            end.set_exception(LostRankError(f"rank 0 of the world, which has the coordinator, is gone ({error})"))
+            end.set_exception(LostRankError(f"rank 0 of the world, which has the coordinator, is lost ({error})"))
             return
         end.set_result(None)

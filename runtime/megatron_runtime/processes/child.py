@@ -1,4 +1,4 @@
-"""A child process: how it is told its task, heard, and ended. The other end is ``parent_link``."""
+"""A child process of the launcher: start, reports, log and end. The child's side is ``parent_link``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ReportHandler = Callable[[Report], None]
 
 
 def _ignore(_: Report) -> None:
-    """For children whose reports nobody needs."""
+    """For children without reports."""
 
 
 @dataclass(frozen=True)
 class ChildTask:
-    """What to start: ``python -m module`` with options as JSON, and descriptors that it inherits."""
+    """A process to start: ``python -m module`` with options as JSON, and inherited descriptors."""
 
     role: str
     module: str
@@ -42,19 +42,21 @@ class ChildTask:
     inherited: Sequence[int] = ()
     log_level: str = "INFO"
     gets_beats: bool = False
-    """Whether it is given signs of life of this process, see ``ParentLink.parents_silence``."""
+    """Whether the parent sends it heartbeats, see ``ParentLink.parents_silence``."""
     later: asyncio.Future[Mapping[str, Any]] | None = None
-    """Options that are not known when the process starts, see ``ParentLink.receive_options``. Not with beats."""
+    """Options that are not known when the process starts, see ``ParentLink.receive_options``. Excludes ``gets_beats``.
+    """
 
     def __post_init__(self) -> None:
         assert self.later is None or not self.gets_beats, "standard input is for one of them"
 
 
 class Child:
-    """One running child. It dies with the thread that called ``start``, so call it from one that lives on.
+    """One running child. The kernel kills it when the thread that called ``start`` ends, so call it from a permanent
+    thread.
 
-    Its output goes to ``log`` line by line, marked with the role; each JSON line that it reports goes to ``on_report``.
-    It leads a process group of its own: a Ctrl-C at the terminal reaches the launcher only.
+    Each line of its output is written to ``log`` with the role as a prefix; each reported JSON line is passed to
+    ``on_report``. It leads its own process group, so that a Ctrl-C at the terminal reaches only the launcher.
     """
 
     def __init__(self, task: ChildTask, on_report: ReportHandler = _ignore, log: TextIO | None = None) -> None:
@@ -67,7 +69,7 @@ class Child:
         self._writing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts the process; raises OSError when that fails."""
+        """Start the process. Raises OSError if that fails."""
         read_end, write_end = os.pipe()
         options = {**self.task.options, "parent_pid": os.getpid(), "report_fd": write_end}
         options["log_level"] = self.task.log_level
@@ -112,12 +114,12 @@ class Child:
         return self._process is not None and self._process.returncode is None
 
     async def wait(self) -> int:
-        """The exit code, once the process has ended and all that it wrote has been read. Negative: the signal."""
+        """Wait for the end of the process and of its output. Returns the exit code; negative for a signal."""
         assert self._process is not None, "wait() needs start()"
         code = await self._process.wait()
         if self._writing is not None:
             self._writing.cancel()
-        # A grandchild may hold the pipes open; the child's own words are in them already.
+        # A grandchild may keep the pipes open; the output of the child itself has arrived by then.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await asyncio.gather(*self._readers, return_exceptions=True)
@@ -126,14 +128,14 @@ class Child:
         return code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signals the process; one that has ended is left alone."""
+        """Send a signal, unless the process has ended."""
         if self.is_alive:
             assert self._process is not None
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
     async def stop(self, grace_seconds: float) -> int:
-        """SIGTERM, and SIGKILL for a process that is still there after the grace. Returns the exit code."""
+        """Send SIGTERM, and SIGKILL if the process is still alive after the grace period. Returns the exit code."""
         self.send_signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_seconds):
@@ -143,14 +145,14 @@ class Child:
         return await self.kill()
 
     async def kill(self) -> int:
-        """SIGKILL; returns the exit code."""
+        """Send SIGKILL. Returns the exit code."""
         self.send_signal(signal.SIGKILL)
         return await self.wait()
 
     async def _read_output(self, stream: asyncio.StreamReader) -> None:
         async for line in _lines(stream):
             self.tail.append(line)
-            # A line of JSON is for whoever collects the log, and has to stay one.
+            # A JSON line keeps its format for log collectors.
             is_json = line.startswith("{") and line.endswith("}")
             print(line if is_json else f"[{self.task.role}] {line}", file=self._log or sys.stderr, flush=True)
 
@@ -178,7 +180,7 @@ class Child:
 
 
 def _environment(task: ChildTask) -> dict[str, str]:
-    """This process's environment and the task's own; the launcher keeps to itself what no child needs."""
+    """The environment of this process and that of the task, without private variables of the launcher."""
     inherited = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
     return inherited | dict(task.environment)
 
@@ -190,15 +192,15 @@ async def _keep_beating(pipe: asyncio.StreamWriter) -> None:
 
 
 async def _send(later: asyncio.Future[Mapping[str, Any]], pipe: asyncio.StreamWriter) -> None:
-    # Shielded: several children may wait for the same options, and one that ends must not take them from the others.
+    # Shielded, because several children may wait for the same options and one of them may end.
     options = await asyncio.shield(later)
-    with contextlib.suppress(ConnectionError):  # the end of the child is reported elsewhere
+    with contextlib.suppress(ConnectionError):  # The supervisor reports the end of the child.
         pipe.write(json.dumps(dict(options)).encode() + b"\n")
         await pipe.drain()
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """Lines without their ends. One that outgrows the reader's limit comes in pieces."""
+    """Lines without line ends. A line beyond the reader's limit is split."""
     while True:
         try:
             line = await stream.readuntil(b"\n")

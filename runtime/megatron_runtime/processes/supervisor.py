@@ -1,4 +1,4 @@
-"""Keeps what a pod needs running: starts it again with growing delays until it is told to stop or gives up."""
+"""Keeps a child process running: restarts it with growing delays until it is stopped or its budget is exhausted."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 FIRST_DELAY = 0.2
 LONGEST_DELAY = 10.0
 STEADY_SECONDS = 30.0
-"""A child that lived this long starts over with the shortest delay."""
+"""After this run time a child restarts with the shortest delay again."""
 HANG_SECONDS = 30.0
-"""A child that was heard and then is silent for so long is taken for hung."""
+"""A child whose heartbeats stop for this long counts as hung."""
 RESET_SECONDS = 3600.0
-"""After so long without a restart the whole budget is there again."""
+"""Seconds without a restart after which the full budget is available again."""
 
 
 @dataclass(frozen=True)
 class ChildEnd:
-    """How a child ended. ``error`` is what it reported itself, if it could."""
+    """How a child ended. ``error`` is the error that it reported, if it did."""
 
     role: str
     exit_code: int
@@ -37,28 +37,28 @@ class ChildEnd:
 
     @property
     def is_bad_input(self) -> bool:
-        """Whether another try with the same input is in vain."""
+        """Whether a restart with the same input would fail again."""
         return self.exit_code == EXIT_BAD_INPUT
 
     @property
     def message(self) -> str:
-        """One or a few lines that say what happened."""
+        """The error, or exit code and last output."""
         if self.error is not None and self.error.get("message"):
             return str(self.error["message"])
         how = _how_it_ended(self.exit_code)
         last = "\n".join(self.tail[-8:])
-        return f"{self.role} {how}" + (f"; its last words:\n{last}" if last else "")
+        return f"{self.role} {how}" + (f"; its last output:\n{last}" if last else "")
 
 
 class RestartBudget:
-    """How many restarts are left; several supervisors may share one.
+    """The remaining restarts. Several supervisors may share a budget.
 
-    A pod that crashes once a day must not end after some days: the budget is whole again once ``reset_after`` seconds
-    have gone by since the last restart, or since the start.
+    So that a pod that crashes once a day does not end after some days, the full budget is available again
+    ``reset_after`` seconds after the last restart or the start.
 
     Args:
-        limit: Restarts in a row; None means no end of them.
-        clock: Seconds that only grow.
+        limit: Restarts in a row; None for no limit.
+        clock: A monotonic clock, in seconds.
     """
 
     def __init__(
@@ -75,22 +75,22 @@ class RestartBudget:
         self._last = clock()
 
     def can_restart(self) -> bool:
-        """Whether one more is allowed."""
+        """Whether another restart is allowed."""
         if self._clock() - self._last >= self._reset_after:
             self.used = 0
         return self.limit is None or self.used < self.limit
 
     def take(self) -> None:
-        """Counts one restart."""
+        """Count a restart."""
         self.used += 1
         self._last = self._clock()
 
 
 class Restarter(ABC):
-    """One place in the pod that has to be filled: lives again and again, until it is told to stop or gives up.
+    """Runs a process, or a group of processes, again and again until it is stopped or the budget is exhausted.
 
-    Without ``restart_success`` exit code 0 is final. ``on_change`` is called whenever a life began, ended or is to
-    begin again.
+    Without ``restart_success`` exit code 0 is final. ``on_change`` is called after each start, each end, and before
+    each restart.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Restarter(ABC):
 
     @abstractmethod
     async def _live_once(self) -> ChildEnd:
-        """From a start to its end. Cancelled, it leaves no process."""
+        """Run once, from start to end. When cancelled, it leaves no process."""
 
     async def run(self) -> ChildEnd:
-        """Returns how the last life ended, once there is to be no other. Cancelled, it ends the present one."""
+        """Run until the last end, and return it. When cancelled, it ends the running process."""
         delay = FIRST_DELAY
         while True:
             started = time.monotonic()
@@ -126,7 +126,7 @@ class Restarter(ABC):
             delay = min(2 * delay, LONGEST_DELAY)
 
     def release(self) -> None:
-        """From now on nothing is started again; what lives is left to end by itself."""
+        """Disable further restarts. The running process continues."""
         self._stopping.set()
 
     def _is_worth_another(self, end: ChildEnd) -> bool:
@@ -144,12 +144,12 @@ class Restarter(ABC):
 
 
 class Supervisor(Restarter):
-    """A place that one child fills.
+    """Keeps one child running.
 
-    ``make_task`` is asked anew for every start, so that a restarted child gets what holds by then.
+    ``make_task`` is called before every start, so that a restarted child gets current options.
 
-    A child that beats (see ``ParentLink.keep_beating``) and then is silent for ``hang_timeout`` seconds hangs, or was
-    stopped by a signal: it is killed, and started again like one that died.
+    A child that has sent heartbeats (see ``ParentLink.keep_beating``) and then sends none for ``hang_timeout`` seconds
+    hangs or was stopped by a signal: it is killed and restarted like one that failed.
     """
 
     def __init__(
@@ -171,12 +171,12 @@ class Supervisor(Restarter):
         self.child: Child | None = None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signals the child as it is now, if there is one."""
+        """Send a signal to the current child, if there is one."""
         if self.child is not None:
             self.child.send_signal(number)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Ends the child for good."""
+        """Stop the child permanently."""
         self.release()
         if self.child is not None and self.child.is_alive:
             await self.child.stop(grace_seconds)
@@ -192,7 +192,7 @@ class Supervisor(Restarter):
 
 
 class ChildLife:
-    """One child from its start to its end, which comes early if it hangs."""
+    """One run of a child, which is killed if it hangs."""
 
     def __init__(
         self, task: ChildTask, on_report: Callable[[Report], None], log: TextIO | None, hang_timeout: float
@@ -205,7 +205,7 @@ class ChildLife:
         self.child = Child(task, self._receive, log)
 
     async def run(self, on_start: Callable[[Child], None]) -> ChildEnd:
-        """Calls ``on_start`` once the process is there, and waits for its end. Cancelled, it kills the child."""
+        """Start the process, call ``on_start``, and wait for the end. When cancelled, it kills the child."""
         try:
             await self.child.start()
         except OSError as error:
@@ -222,12 +222,12 @@ class ChildLife:
         return ChildEnd(self._task.role, code, tuple(self.child.tail), self._error)
 
     async def _kill_when_hung(self) -> None:
-        """Counts its own turns and asks no clock: a launcher that was stopped itself must not blame its children."""
+        """Counts intervals instead of reading a clock: a launcher that was stopped must not kill its children."""
         while self._silence is None or self._silence < self._hang_timeout:
             await asyncio.sleep(BEAT_SECONDS)
             if self._silence is not None:
                 self._silence += BEAT_SECONDS
-        message = f"{self._task.role} gave no sign of life for {self._hang_timeout:g} s and was killed"
+        message = f"{self._task.role} sent no heartbeat for {self._hang_timeout:g} s and was killed"
         logger.error(message)
         self._error = {"reason": "Hung", "message": message}
         self.child.send_signal(signal.SIGKILL)
@@ -242,7 +242,7 @@ class ChildLife:
 
 
 def error_report(error: BaseException, reason: str | None = None) -> dict[str, Any]:
-    """An exception as the ``error`` field of a report; with the ``field`` that is wrong, where it names one."""
+    """An exception as the ``error`` of a report, with the invalid ``field`` if the exception names one."""
     field = getattr(error, "field", None)
     return {"reason": reason or type(error).__name__, "message": str(error)} | ({"field": field} if field else {})
 

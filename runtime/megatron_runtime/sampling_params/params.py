@@ -11,11 +11,12 @@ from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.sampling_params.ranges import Range, checks_of, is_integer, is_number, ranges_of
 
 SEEDS = 2**64
-"""How many there are."""
+"""Number of different seeds."""
 _PRIORITY_LIMIT = 2**31
 _BIASES = Range(-100.0, 100.0)
+_MOST_BAD_WORDS = 1000
 _LONGEST_ID = 18
-"""Digits of a token id; Python itself refuses to read some thousands of them."""
+"""Maximum number of digits of a token id. Python itself limits the conversion of long texts to integers."""
 _UNAVAILABLE = {
     "return_segments": "texts of single tokens are not reported; detokenize generated_tokens one by one",
     "do_kv_handoff": "one engine computes both prompt and answer; leave it out",
@@ -24,20 +25,51 @@ _UNAVAILABLE = {
 
 @dataclass
 class SamplingParams:
-    """How the tokens of one answer are sampled, when it ends and what is reported.
+    """The sampling, the end and the reported values of one answer.
 
-    The fields of HTTP requests take their ranges from here.
+    HTTP requests take the ranges of their fields from here. The fields up to ``do_kv_handoff`` have the order of
+    Megatron's class.
 
     Raises:
-        InvalidRequestError: A value out of its range, naming field, value and range.
+        InvalidRequestError: A value is out of its range; the message names the field, the value and the range.
     """
 
     temperature: Annotated[float, Range(0.0)] = 1.0
-    """Divides the logits before sampling; 0 is greedy: it always takes the most likely token."""
+    """Divides the logits before sampling; 0 is greedy: the most likely token is always sampled."""
     top_k: Annotated[int, Range(0)] = 0
     """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
     top_p: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Keep the fewest most likely tokens that together have this probability; 0 and 1 keep all."""
+    return_log_probs: bool = False
+    """Reports the log probability of every token."""
+    skip_prompt_log_probs: bool = False
+    """Leaves the prompt's tokens out of the log probabilities."""
+    return_segments: bool = False
+    """Only False: texts of single tokens are not reported; ``top_n_logprobs`` has those of the most likely."""
+    num_tokens_to_generate: Annotated[int | None, Range(0)] = None
+    """Most tokens to generate; None means no limit below the maximum sequence length. 0 only scores the prompt."""
+    num_tokens_total: Annotated[int | None, Range(1)] = None
+    """Most tokens of prompt and answer together; excludes ``num_tokens_to_generate``."""
+    termination_id: Annotated[int | None, Range(-1)] = None
+    """A token that ends the answer, instead of the tokenizer's own; -1 means none."""
+    top_n_logprobs: Annotated[int, Range(0)] = 0
+    """With ``return_log_probs``, also reports this many of the most likely tokens per position."""
+    return_prompt_top_n_logprobs: bool | None = None
+    """Whether the prompt has them too. Leave it out: the value follows from ``skip_prompt_log_probs``."""
+    add_BOS: bool = False  # noqa: N815 - the name that Megatron's users know
+    """Puts the tokenizer's start token before a prompt that is given as text."""
+    stop_words: list[str] | None = None
+    """Texts that end the answer wherever they appear in it."""
+    detokenize_stop_sequence: bool = False
+    """Keeps the stop text, or the text of the token that ended the answer, in the generated text."""
+    return_prompt_tokens: bool = False
+    """Sends the prompt's tokens back with the reply."""
+    streaming: bool = False
+    """Reports tokens as they are generated."""
+    streaming_interval: Annotated[int, Range(1)] = 1
+    """With ``streaming``, reports at least this many tokens at a time."""
+    do_kv_handoff: bool = False
+    """Only False: one engine computes both prompt and answer, so no keys and values are handed over."""
     min_p: Annotated[float, Range(0.0, 1.0)] = 0.0
     """Keep tokens whose probability is at least this fraction of the highest; 0 keeps all."""
     top_n_sigma: Annotated[float, Range(0.0)] = 0.0
@@ -49,53 +81,29 @@ class SamplingParams:
     presence_penalty: Annotated[float, Range(-2.0, 2.0)] = 0.0
     """Subtracted from a token's logit if the answer contains the token."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these tokens, before any penalty; 100 all but forces a token, -100 all but forbids it."""
+    """Added to the logits of these tokens, before any penalty. 100 practically forces a token, -100 practically
+    excludes it."""
     priority: Annotated[int, Range(-_PRIORITY_LIMIT, _PRIORITY_LIMIT - 1)] = 0
     """Requests with a lower one are admitted first and evicted last."""
     n: Annotated[int, Range(1)] = 1
-    """Answers per prompt of ``generate``, one request each, as ``samples`` says."""
+    """Number of answers per prompt of ``generate``, each a separate request; see ``samples``."""
     seed: Annotated[int | None, Range(0, SEEDS - 1)] = None
     """Determines the noise; with None the engine chooses a seed when the request is submitted."""
-    num_tokens_to_generate: Annotated[int | None, Range(0)] = None
-    """Most tokens to generate; None means as many as the engine's sequence length leaves. 0 only scores the prompt."""
-    num_tokens_total: Annotated[int | None, Range(1)] = None
-    """Most tokens of prompt and answer together; excludes ``num_tokens_to_generate``."""
     min_tokens: Annotated[int, Range(0)] = 0
-    """Least tokens of the answer; only its length limit may end it earlier. Stop texts before are ignored."""
+    """Minimum number of tokens of the answer, unless its length limit is lower. Stop texts before that are ignored."""
+    bad_words: list[str] | None = None
+    """Texts that the answer must not contain, each a token sequence: the token that would complete one is excluded."""
     grammar: str | None = None
     """The answer's grammar; ``megatron_runtime.guides`` makes one of a JSON schema, regex, choices or Lark."""
-    termination_id: Annotated[int | None, Range(-1)] = None
-    """A token that ends the answer, instead of the tokenizer's own; -1 means none."""
     ignore_eos: bool = False
     """Continue after the tokenizer's end token."""
-    stop_words: list[str] | None = None
-    """Texts that end the answer wherever they appear in it."""
     stop: list[str] | None = None
     """Another name of ``stop_words``."""
     stop_token_ids: list[int] | None = None
     """Further tokens that end the answer, also with ``ignore_eos``."""
-    detokenize_stop_sequence: bool = False
-    """Keeps the stop text, or the text of the token that ended the answer, in the generated text."""
-    return_log_probs: bool = False
-    """Reports the log probability of every token."""
-    skip_prompt_log_probs: bool = False
-    """Leaves the prompt's tokens out of the log probabilities."""
-    top_n_logprobs: Annotated[int, Range(0)] = 0
-    """With ``return_log_probs``, also reports this many of the most likely tokens per position."""
-    return_prompt_top_n_logprobs: bool | None = None
-    """Whether these are reported for the prompt too. Leave it out: it follows from ``skip_prompt_log_probs``."""
-    add_BOS: bool = False  # noqa: N815 - the name that Megatron's users know
-    """Puts the tokenizer's start token before a prompt that is given as text."""
-    return_prompt_tokens: bool = False
-    """Sends the prompt's tokens back with the reply."""
-    streaming: bool = False
-    """Reports tokens as they are generated."""
-    streaming_interval: Annotated[int, Range(1)] = 1
-    """With ``streaming``, reports at least this many tokens at a time."""
-    return_segments: bool = False
-    """Only False: texts of single tokens are not reported; ``top_n_logprobs`` has those of the most likely."""
-    do_kv_handoff: bool = False
-    """Only False: prompts and answers are computed by the same engine, which has no keys and values to hand over."""
+    replayed_routing: list[list[list[int]]] | None = None
+    """Mixtures of experts: the experts of the first tokens, [tokens][layers with experts][experts per token], as
+    ``routing_indices`` of a result has them. Later tokens are routed as usual."""
 
     def __post_init__(self) -> None:
         self._join_stop_names(self.stop, self.stop_words)
@@ -103,11 +111,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most likely token is always taken, without noise."""
+        """True if the most likely token is always sampled, without noise."""
         return self.temperature == 0 or self.top_k == 1
 
     def samples(self) -> list[SamplingParams]:
-        """The parameters of each of the n answers: the i-th has the seed plus i, so that it can be had alone again."""
+        """The parameters of each of the n answers. The i-th has the seed plus i, so that it can be reproduced
+        separately."""
         if self.n == 1:
             return [self]
         alone = [copy.deepcopy(self) for _ in range(self.n)]
@@ -133,7 +142,7 @@ class SamplingParams:
         self.__dict__.update(changed.__dict__)
 
     def serialize(self) -> dict[str, Any]:
-        """All fields as plain values; the keys of ``logit_bias`` are text, as JSON and msgpack want them."""
+        """All fields as plain values. The keys of ``logit_bias`` are text, for JSON and msgpack."""
         values = {name: getattr(self, name) for name in _SERIALIZED}
         if self.logit_bias is not None:
             values["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
@@ -141,7 +150,7 @@ class SamplingParams:
 
     @classmethod
     def deserialize(cls, data: Mapping[str, Any]) -> SamplingParams:
-        """The parameters that serialize was called on.
+        """The inverse of serialize.
 
         Raises:
             InvalidRequestError: As in add_attributes.
@@ -150,10 +159,11 @@ class SamplingParams:
         return cls(**data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SamplingParams:
-        """Of the values only the containers can change, and what is in those can't."""
+        """Copy the containers only, because their items are immutable."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin.stop = twin.stop_words = None if self.stop_words is None else [*self.stop_words]
+        twin.bad_words = None if self.bad_words is None else [*self.bad_words]
         twin.stop_token_ids = None if self.stop_token_ids is None else [*self.stop_token_ids]
         twin.logit_bias = None if self.logit_bias is None else {**self.logit_bias}
         return twin
@@ -172,6 +182,7 @@ class SamplingParams:
             if values[name]:
                 raise InvalidRequestError(f"{name}=True: {remedy}", field=name)
         self._check_stops()
+        self._check_bad_words()
         self.logit_bias = _biases(self.logit_bias)
         self._check_combinations()
 
@@ -207,8 +218,8 @@ class SamplingParams:
             return
         if not isinstance(self.grammar, str) or not self.grammar:
             raise InvalidRequestError(f"grammar={self.grammar!r} must be a text that is not empty", field="grammar")
-        # Where a grammar ends, nothing but the end of the answer may follow.
-        for name in ("min_tokens", "ignore_eos"):
+        # Only the end of the answer may follow the end of a grammar.
+        for name in ("min_tokens", "ignore_eos", "bad_words"):
             if value := getattr(self, name):
                 raise InvalidRequestError(f"{name}={value!r} is not possible together with a grammar", field=name)
 
@@ -219,6 +230,20 @@ class SamplingParams:
         if ids is not None and not (isinstance(ids, (list, tuple)) and all(is_integer(i) and i >= 0 for i in ids)):
             raise InvalidRequestError(f"stop_token_ids={ids!r} must be a list of token ids", field="stop_token_ids")
 
+    def _check_bad_words(self) -> None:
+        words = self.bad_words
+        if words is None:
+            return
+        if not isinstance(words, (list, tuple)) or any(not isinstance(word, str) or not word.strip() for word in words):
+            raise InvalidRequestError(
+                f"bad_words={words!r} must be a list of texts, none of them blank", field="bad_words"
+            )
+        if len(words) > _MOST_BAD_WORDS:
+            raise InvalidRequestError(
+                f"bad_words has {len(words)} texts; give at most {_MOST_BAD_WORDS}", field="bad_words"
+            )
+        self.bad_words = list(words) or None
+
 
 DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 """The default of every parameter."""
@@ -226,7 +251,7 @@ RANGES = ranges_of(SamplingParams)
 """The range of every parameter that has one."""
 _SERIALIZED = [name for name in DEFAULTS if name != "stop"]
 _CHECKS = checks_of(SamplingParams)
-"""The check of each parameter by itself. Most requests have most parameters at their defaults, which need no check."""
+"""The check of each parameter. Most requests have most parameters at their defaults, which need no check."""
 
 
 def _biases(value: Any) -> dict[int, float] | None:
@@ -241,7 +266,7 @@ def _biases(value: Any) -> dict[int, float] | None:
             isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= _LONGEST_ID
         )
         if not is_id or int(token) < 0:
-            raise InvalidRequestError(f"logit_bias: {token!r} is no token id", field="logit_bias")
+            raise InvalidRequestError(f"logit_bias: {token!r} is not a token id", field="logit_bias")
         if not is_number(bias) or bias not in _BIASES:
             raise InvalidRequestError(
                 f"logit_bias: {bias!r} for token {token} must be a number {_BIASES}", field="logit_bias"

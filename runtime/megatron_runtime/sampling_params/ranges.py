@@ -31,7 +31,7 @@ class Range:
 
 
 def ranges_of(kind: type) -> dict[str, Range]:
-    """The ranges of the fields of a dataclass: of those annotated with one."""
+    """The ranges of the annotated fields of a dataclass, by name."""
     found: dict[str, Range] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if get_origin(hint) is Annotated:
@@ -53,17 +53,17 @@ def checks_of(kind: type) -> dict[str, Check]:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer; True and False are none."""
+    """Whether a value is an integer; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number; True and False are none."""
+    """Whether a value is a number; booleans are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuses what is neither true nor false."""
+    """Reject a value that is neither true nor false."""
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{name}={value!r} must be true or false", field=name)
 

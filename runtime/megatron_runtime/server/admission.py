@@ -40,12 +40,14 @@ class AdmissionController:
     Requests are admitted while the engines are paused or suspended; they wait in the engines' queues.
     """
 
-    def __init__(self, client: InferenceClient, *, replica_wait: float, retry_after: int, max_in_flight: int) -> None:
+    def __init__(
+        self, client: InferenceClient, *, replica_group_wait: float, retry_after: int, max_in_flight: int
+    ) -> None:
         self._client = client
         self._max_in_flight = max_in_flight
         self._waiting = 0
         self._working = 0
-        self._replica_wait = replica_wait
+        self._replica_group_wait = replica_group_wait
         self._retry_after = retry_after
         self._service: ServiceState | None = None
         self._changed = Notifier()
@@ -68,7 +70,7 @@ class AdmissionController:
     @property
     def is_ready(self) -> bool:
         """Whether a request would be admitted now."""
-        return not self._draining and self._has_replica() and not self._is_refusing()
+        return not self._draining and self._has_replica_group() and not self._is_refusing()
 
     async def admit(self, answers: int) -> None:
         """Returns once a replica group can serve a request with this number of answers.
@@ -78,8 +80,8 @@ class AdmissionController:
         """
         self._refuse_if_closed()
         self._refuse_if_full(answers)
-        if not self._has_replica():
-            await self._wait_for_replica(answers)
+        if not self._has_replica_group():
+            await self._wait_for_replica_group(answers)
 
     def enter(self, request: InFlightRequest) -> None:
         """Adds a request to those in flight."""
@@ -117,16 +119,16 @@ class AdmissionController:
             await self._changed.wait()
         self.abort()
 
-    async def _wait_for_replica(self, answers: int) -> None:
+    async def _wait_for_replica_group(self, answers: int) -> None:
         self._waiting += answers
         try:
-            async with asyncio.timeout(self._replica_wait):
-                while not self._has_replica():
+            async with asyncio.timeout(self._replica_group_wait):
+                while not self._has_replica_group():
                     await self._changed.wait()
                     self._refuse_if_closed()
         except TimeoutError:
-            message = f"no replica group has registered within {self._replica_wait:.0f} seconds"
-            raise unavailable(message, retry_after=self._retry_after, code="no_replica") from None
+            message = f"no replica group has registered within {self._replica_group_wait:.0f} seconds"
+            raise unavailable(message, retry_after=self._retry_after, code="no_replica_group") from None
         finally:
             self._waiting -= answers
 
@@ -146,7 +148,7 @@ class AdmissionController:
     def _shutting_down(self) -> ApiError:
         return unavailable("the server is shutting down", retry_after=self._retry_after, code="draining")
 
-    def _has_replica(self) -> bool:
+    def _has_replica_group(self) -> bool:
         return self._service is not None and bool(self._service.engines)
 
     def _is_refusing(self) -> bool:

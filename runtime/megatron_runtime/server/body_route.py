@@ -23,6 +23,11 @@ class BodyRoute(APIRoute):
     Its dependencies are coroutine functions of the request. They are called before the body is validated.
     """
 
+    @staticmethod
+    def convert(content: Any) -> Any:
+        """The parsed body as it is validated; subclasses change it."""
+        return content
+
     def __init__(self, path: str, endpoint: Callable[[Any, Request], Awaitable[Response]], **described: Any) -> None:
         super().__init__(path, endpoint, **described)
         self._checked: Callable[[Any], Any] = TypeAdapter(get_type_hints(endpoint)["body"]).validate_python
@@ -39,11 +44,16 @@ class BodyRoute(APIRoute):
             assert check.dependency is not None
             await check.dependency(request)
         try:
-            body = self._checked(content)
+            body = self._checked(self.convert(content))
         except ValidationError as error:
             raise RequestValidationError(error.errors(include_url=False)) from error
         answer: Response = await self.endpoint(body, request)
         return answer
+
+
+def converting_route(convert: Callable[[Any], Any]) -> type[BodyRoute]:
+    """A BodyRoute that converts the parsed body before it is validated."""
+    return type("ConvertingRoute", (BodyRoute,), {"convert": staticmethod(convert)})
 
 
 async def _content(request: Request) -> Any:

@@ -13,6 +13,9 @@ from starlette.exceptions import HTTPException
 
 LONGEST_SHOWN_VALUE = 80
 
+CONTEXT_EXCEEDED = "This model's maximum context length was exceeded."
+"""In the message of an error because of a prompt that is too long: clients of Megatron's server search for it."""
+
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "body_timeout", 413: "body_too_large"}
 
 
@@ -52,6 +55,11 @@ class ApiError(Exception):
 def unavailable(message: str, *, retry_after: int, code: str = "service_unavailable") -> ApiError:
     """503: the same request may succeed later."""
     return ApiError(503, message, kind="service_unavailable_error", code=code, retry_after=retry_after)
+
+
+def context_exceeded(error: Exception) -> ApiError:
+    """400: the engine can never hold the prompt and its answer."""
+    return ApiError(400, f"{error}. {CONTEXT_EXCEEDED}", code="context_length_exceeded")
 
 
 def too_late(message: str) -> ApiError:

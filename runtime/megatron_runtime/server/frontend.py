@@ -59,7 +59,7 @@ async def _serve(link: ParentLink) -> int:
     client.start()
     admission = AdmissionController(
         client,
-        replica_wait=options.replica_wait,
+        replica_group_wait=options.replica_group_wait,
         retry_after=options.retry_after,
         max_in_flight=options.http.max_in_flight,
     )

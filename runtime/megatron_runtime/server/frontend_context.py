@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
+from uuid import uuid4
 
 from fastapi import Request
 
@@ -52,8 +53,8 @@ class FrontendContext:
             self.api_keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError 404 unless ``name`` is the served model."""
-        if name != self.options.served_name:
+        """Raises ApiError 404 unless ``name`` is the served model, or Megatron's clients are served."""
+        if name != self.options.served_name and not self.options.http.megatron_http:
             message = f"model: {name!r} is not served here; the served model is {self.options.served_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -87,8 +88,8 @@ class FrontendContext:
         timeout = longest if body.timeout is None else min(body.timeout, longest)
         return Generation(runner, tasks, timeout=timeout, admission=self.admission)
 
-    @staticmethod
     def _task(
+        self,
         index: int,
         prompt: list[int],
         params: SamplingParams,
@@ -99,8 +100,14 @@ class FrontendContext:
         if key is not None and params.seed is None:
             params.seed = key.seed(index)
         every_token = body.is_echoed or body.return_token_ids or body.return_tokenized_data
-        uuid = None if key is None else key.uuid(index)
+        uuid = self._uuid(index, key)
         return ChoiceTask(index, prompt, params, uuid=uuid, with_every_token=every_token, shown=shown)
+
+    def _uuid(self, index: int, key: IdempotencyKey | None) -> bytes | None:
+        """The UUID of a choice if it is known here: Megatron's answers have it as their id."""
+        if key is not None:
+            return key.uuid(index)
+        return uuid4().bytes if self.options.http.megatron_http else None
 
     def _sampling_params(
         self, body: GenerationBody, prompt: list[int], sample: int, grammar: str | None
@@ -111,5 +118,6 @@ class FrontendContext:
             self.options.max_sequence_length,
             param=body.limit_param,
             prompt_param=body.prompt_param,
+            is_clamped=self.options.http.megatron_http,
         )
         return sampling_params(body, sample=sample, limit=limit, vocab_size=self.tokenizer.vocab_size, grammar=grammar)

@@ -30,6 +30,8 @@ class HttpOptions:
     """Parsers for reasoning and tool calls: names in ``parsers.py``, at most one of each kind."""
     page: bool = True
     """Whether to serve a web page at ``/``, to chat with the model and to monitor the service."""
+    megatron_http: bool = False
+    """Whether to accept requests as Megatron's server does; see ``megatron_requests.py``."""
 
     def check(self) -> None:
         """Raises ConfigurationError that names the field, its value and the allowed values."""
@@ -63,7 +65,7 @@ class FrontendOptions:
     """Number of frontend processes."""
     request_timeout: float = 600.0
     """A request that takes longer ends with an error."""
-    replica_wait: float = 30.0
+    replica_group_wait: float = 30.0
     """How long a request waits while no replica group is registered."""
     retry_after: int = 5
     api_keys_file: str | None = None

@@ -21,7 +21,7 @@ ANSWER_SECONDS = 3.0
 
 
 class ServiceWatch:
-    """The state of the service, cached: the coordinator is asked at most once in ``FRESH_SECONDS``."""
+    """The state of the service, cached: at most one request to the coordinator in ``FRESH_SECONDS``."""
 
     def __init__(self, client: InferenceClient) -> None:
         self._client = client

@@ -57,7 +57,8 @@ class Dealer:
         self._on_message = on_message
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watcher: asyncio.Task[None] | None = None
+        self._monitor: Any = None
         self.protocol_errors = ProtocolErrors(time.monotonic)
         """Received messages that were dropped."""
         self.context: zmq.asyncio.Context | None = None
@@ -66,8 +67,10 @@ class Dealer:
         self.refused_by_key = False
         """The coordinator rejected the key at the last attempt."""
 
-    def open(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start connecting and listening on this loop."""
+    def create_socket(self) -> None:
+        """Create the socket, unless that was done; `open` connects it."""
+        if self.socket is not None:
+            return
         self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.DEALER)
         sockets.configure_dealer(self.socket, self._identity)
@@ -75,8 +78,13 @@ class Dealer:
             self.socket.setsockopt(zmq.IPV6, 1)
         if self._key is not None:
             secure_client(self.socket, self._key)
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start connecting on this loop; `listen` receives."""
+        self.create_socket()
+        assert self.socket is not None
         self._monitor = self.socket.get_monitor_socket(_EVENTS)
-        self._tasks = [loop.create_task(self._watch(self._monitor)), loop.create_task(self._listen(self.socket))]
+        self._watcher = loop.create_task(self._watch(self._monitor))
         self.socket.connect(self.address)
 
     def send(self, header: Headers, *args: Any, bodies: list[bytes] | None = None) -> bool:
@@ -88,18 +96,22 @@ class Dealer:
         return sent.exception() is None
 
     def close(self) -> None:
-        """Stop listening and close the socket. Messages that were just sent are still delivered over a connection."""
-        for task in self._tasks:
-            task.cancel()
+        """Close the socket, which ends `listen`. Messages that were just sent are still delivered over a connection."""
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self.socket is not None and self.context is not None:
-            self.socket.disable_monitor()
-            self._monitor.close(linger=0)
+            if self._monitor is not None:
+                self.socket.disable_monitor()
+                self._monitor.close(linger=0)
             self.socket.close(linger=_LINGER_MILLISECONDS if self.connected else 0)
             self.context.term()
-        self.socket = self.context = None
+        self.socket = self.context = self._monitor = self._watcher = None
         self.connected = False
 
-    async def _listen(self, socket: zmq.asyncio.Socket) -> None:
+    async def listen(self) -> None:
+        """Receive messages of the open socket until cancelled."""
+        socket = self.socket
+        assert socket is not None, "open the socket before listening"
         while True:
             frames = await socket.recv_multipart()
             try:

@@ -148,7 +148,7 @@ class Forwarded(NamedTuple):
         return cls(uuid_bytes(uuid), natural(start, "start"), natural(length, "length"))
 
 
-class Failure(NamedTuple):
+class RequestFailure(NamedTuple):
     """coordinator -> client: one request that failed without a result."""
 
     uuid: bytes
@@ -157,7 +157,7 @@ class Failure(NamedTuple):
     message: str
 
     @classmethod
-    def parse(cls, raw: Any) -> Failure:
+    def parse(cls, raw: Any) -> RequestFailure:
         uuid, kind, message = fields(raw, 3, "failure")
         return cls(uuid_bytes(uuid), text(kind, "kind"), text(message, "message"))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_operator.local.pod_status import PodStatus
+from megatron_operator.observed_state import PodPhase
 from megatron_operator.timestamps import timestamp
-from megatron_operator.world import PodPhase
 
 
 def kubelet_status(pod: PodStatus, container: str) -> dict[str, Any]:

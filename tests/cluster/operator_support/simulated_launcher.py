@@ -11,7 +11,7 @@ import uvicorn
 from megatron_runtime.errors import InvalidStateError
 from megatron_runtime.headers import Headers
 from megatron_runtime.launch.control_api import create_control_api
-from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, ReplicaGroupState
+from megatron_runtime.launch.pod_state import PodFacts, PodState, RankPhase, RankState, RegisteredReplicaGroup
 
 CONTROL_PORT = 9000
 STEPS = {
@@ -82,7 +82,7 @@ class SimulatedLauncher:
 
     def enter(self, state: str) -> None:
         """Sets the state of the engine."""
-        groups = self.state.facts.replica_groups or (ReplicaGroupState(self._group, state),)
+        groups = self.state.facts.replica_groups or (RegisteredReplicaGroup(self._group, state),)
         self.state.update(engine_state=state, replica_groups=tuple(replace(each, state=state) for each in groups))
 
     async def send(self, signal: Headers, *, timeout: float, wait: bool) -> None:  # noqa: ARG002

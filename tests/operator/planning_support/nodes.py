@@ -7,7 +7,7 @@ from dataclasses import replace
 from planning_support.planning import Planning
 from planning_support.simulation import SimulatedCluster
 
-from megatron_operator.world import World
+from megatron_operator.observed_state import ObservedState
 
 
 class Nodes:
@@ -40,8 +40,8 @@ class ClusterOnNodes(SimulatedCluster):
     def has_room(self, _: bool) -> None:
         """The nodes decide."""
 
-    def world(self) -> World:
-        return replace(super().world(), gang_kinds=self.gang_kinds)
+    def observed(self) -> ObservedState:
+        return replace(super().observed(), gang_kinds=self.gang_kinds)
 
 
 def planning_on(nodes: Nodes, *gang_kinds: str, **spec: object) -> Planning:

@@ -1,4 +1,4 @@
-"""Whole rounds over a simulated cluster that refuses what a test says."""
+"""Whole rounds over a simulated cluster with injected failures."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from planning_support.resources import resource_object
 from planning_support.simulation import SimulatedCluster
 
 from megatron_operator.events import Event
+from megatron_operator.observed_state import Action, AdapterError, ApplyChild, ObservedState
 from megatron_operator.reconcile import ReconcileResult, reconcile
 from megatron_operator.status import as_json
-from megatron_operator.world import Action, ApplyChild, World, WorldError
 
 
 class Flaky(SimulatedCluster):
-    """Refuses some kinds of actions, and does not let itself be looked at when told so."""
+    """Rejects some kinds of actions; observations can be made to fail."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.refuses: dict[type, WorldError] = {}
-        self.refuses_kinds: dict[str, WorldError] = {}
-        """The same for children of some kinds alone."""
+        self.refuses: dict[type, AdapterError] = {}
+        self.refuses_kinds: dict[str, AdapterError] = {}
+        """The same, for some kinds of children."""
         self.blind = False
         self.asked: list[Action] = []
-        """All actions, whether refused or not."""
+        """All actions, including rejected ones."""
 
-    async def observe(self, name: str, namespace: str) -> World:
+    async def observe(self, name: str, namespace: str) -> ObservedState:
         if self.blind:
-            raise WorldError("the API server does not answer")
+            raise AdapterError("the API server does not answer")
         return await super().observe(name, namespace)
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:
@@ -40,14 +40,14 @@ class Flaky(SimulatedCluster):
 
 
 class Operating:
-    """Rounds over one resource, whose status is written as the adapters do it."""
+    """Rounds over one resource, whose status is written as by the adapters."""
 
     def __init__(self, **spec: Any) -> None:
         self.cluster = Flaky()
         self.obj = resource_object(**spec)
         self.told: list[Event] = []
         self.failures = 0
-        """Rounds that failed, without one between them that did not."""
+        """Consecutive failed rounds."""
 
     async def round(self) -> ReconcileResult:
         result = await reconcile(self.obj, self.cluster, failures=self.failures)
@@ -70,6 +70,6 @@ class Operating:
         self.obj["metadata"]["generation"] += 1
 
     def reasons(self) -> list[str]:
-        """Of the events so far; they are forgotten."""
+        """The events so far, which are then dropped."""
         reasons, self.told = [event.reason for event in self.told], []
         return reasons

@@ -1,16 +1,16 @@
-"""Resources as users write them, for tests."""
+"""Resources in the form that users write."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_operator.api.parse import parse_resource
-from megatron_operator.api.v1alpha1 import MegatronInference, Status
+from megatron_operator.api.v1alpha1 import MegatronInference, MegatronInferenceStatus
 from megatron_operator.status import as_json
 
 
 def resource_object(name: str = "chat", **spec: Any) -> dict[str, Any]:
-    """A small resource, with ``spec``'s fields over it."""
+    """A minimal resource with these fields of its spec."""
     return {
         "apiVersion": "inference.megatron.dev/v1alpha1",
         "kind": "MegatronInference",
@@ -19,7 +19,7 @@ def resource_object(name: str = "chat", **spec: Any) -> dict[str, Any]:
     }
 
 
-def parsed(status: Status | None = None, **spec: Any) -> MegatronInference:
-    """The same, parsed, with the status that it carries."""
+def parsed(status: MegatronInferenceStatus | None = None, **spec: Any) -> MegatronInference:
+    """The same, parsed, with its status."""
     obj = resource_object(**spec)
     return parse_resource({**obj, "status": as_json(status) if status else {}})

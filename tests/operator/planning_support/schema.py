@@ -1,4 +1,4 @@
-"""The schema of the CustomResourceDefinition, for tests that look at each of its nodes."""
+"""The schema of the CustomResourceDefinition, for tests of its nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RULES = "x-kubernetes-validations"
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema within ``schema``, with its path."""
+    """Every schema inside ``schema``, with its path."""
     yield path, schema
     for name, child in schema.get("properties", {}).items():
         yield from nodes(child, f"{path}.{name}")

@@ -1,4 +1,4 @@
-"""A cluster in memory: pods that start, fail and linger, an engine that takes signals, and a clock that tests turn."""
+"""A cluster in memory: pods that start, fail and hang, an engine with signals, and a clock that tests advance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_operator import names
 from megatron_operator.api.v1alpha1 import Lifecycle
 from megatron_operator.leader_selection import current_leader
 from megatron_operator.lifecycle import SETTLED_STATE
-from megatron_operator.world import (
+from megatron_operator.observed_state import (
     Action,
     ActionRefused,
     ApplyChild,
@@ -23,13 +23,13 @@ from megatron_operator.world import (
     ObservedEngine,
     ObservedPod,
     ObservedReplica,
+    ObservedState,
     PodPhase,
     SendRole,
     SendSignal,
     SetRoleLabel,
     Signal,
     SignalRefused,
-    World,
 )
 
 ALLOWED_FROM = {
@@ -38,7 +38,7 @@ ALLOWED_FROM = {
     Signal.SUSPEND: (EngineState.PAUSED,),
     Signal.RESUME: (EngineState.SUSPENDED,),
 }
-"""The states in which the engine takes a signal."""
+"""The states in which the engine accepts the signal."""
 IN_PROGRESS_REASONS = {
     Signal.PAUSE: EngineState.PAUSING,
     Signal.UNPAUSE: EngineState.UNPAUSING,
@@ -54,7 +54,7 @@ ARRIVES_AT = {
 
 
 class SimulatedCluster:
-    """A ``WorldPort`` whose outside only changes when a test says so."""
+    """A ``ClusterAdapter`` whose cluster changes only by the methods that tests call."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0
@@ -62,32 +62,32 @@ class SimulatedCluster:
         self.children: dict[str, str] = {}
         self.taken: set[str] = set()  # ``Kind/name`` of objects of other owners
         self.unknown_fields: dict[str, object] = {}
-        self.has_room = True  # for a new pod, on some node
+        self.has_room = True  # the node of a new pod
         self.still: dict[str, float] = {}
-        """Pods whose processes stand still, and since when."""
+        """Pods with stopped processes, and the time since when."""
         self._cut_off_since: float | None = None
         self.engine_state: EngineState | None = None
         self.auto_suspended = False
         self.refused: list[Signal] = []
-        """Signals that the engine's state forbade."""
+        """Signals that the state of the engine did not allow."""
         self._wishes: dict[str, Lifecycle] = {}
         self._born_leaders: dict[str, int] = {}
 
     async def dropped_fields(self, _pod: Manifest, _override: Manifest) -> dict[str, object]:
-        """Fields that it does not know."""
+        """Fields unknown to the cluster."""
         return self.unknown_fields
 
-    async def observe(self, _name: str, _namespace: str) -> World:
-        """As the adapters see it."""
-        return self.world()
+    async def observe(self, _name: str, _namespace: str) -> ObservedState:
+        """The observation of an adapter."""
+        return self.observed()
 
     async def apply(self, _name: str, _namespace: str, action: Action) -> None:
-        """As the adapters do it."""
+        """The action of an adapter."""
         self.carry_out(action)
 
-    def world(self) -> World:
-        """The current state of everything."""
-        return World(
+    def observed(self) -> ObservedState:
+        """The current observed state."""
+        return ObservedState(
             now=self.now,
             pods=tuple(sorted(map(self._as_seen, self.pods.values()), key=lambda pod: pod.name)),
             engine=self._engine(),
@@ -121,7 +121,7 @@ class SimulatedCluster:
 
     @property
     def reachable(self) -> bool:
-        """Whether the operator reaches the leader; engines and frontends do in any case."""
+        """Whether the operator reaches the leader; engines and frontends always do."""
         return self._cut_off_since is None
 
     @reachable.setter
@@ -130,9 +130,9 @@ class SimulatedCluster:
             self._cut_off_since = None if reachable else self.now
 
     def start(self, name: str) -> None:
-        """The pod's next step: scheduled, loading, registering, serving and ready; one that is being deleted is gone.
+        """The pod's next step: scheduled, loading, registering, serving and ready; or the end of its deletion.
 
-        Without a coordinator nobody gets beyond registering.
+        Without a coordinator, pods stay in registering.
         """
         pod = self.pods[name]
         if pod.deleting:
@@ -161,7 +161,7 @@ class SimulatedCluster:
                 self.change(name, rank_phase="Registering")
 
     def schedule(self, name: str) -> None:
-        """The pod is bound to a node; its kubelet has reported nothing yet."""
+        """The pod is bound to a node; its kubelet has not reported yet."""
         self.change(name, waiting=None, startup_since=self.now)
 
     def start_all(self) -> None:
@@ -170,7 +170,7 @@ class SimulatedCluster:
             self.start(name)
 
     def run_up(self) -> None:
-        """Every pod as far as it gets."""
+        """Every pod starts as far as it can."""
         for _ in range(3):
             self.start_all()
 
@@ -195,13 +195,13 @@ class SimulatedCluster:
         self.delete(name)
 
     def preempt(self, name: str) -> None:
-        """The kubelet ends the pod for one with a higher priority; its object stays."""
+        """The kubelet ends the pod for one with a higher priority; the object is kept."""
         failure = Failure("Preempting", "Preempted in order to admit critical pod", disruption=True)
         self.fail(name)
         self.change(name, failure=failure, disruption=failure)
 
     def delete(self, name: str, grace_seconds: int = 30) -> None:
-        """The API server is asked to delete the pod; the kubelet has not done so yet."""
+        """The deletion is requested; the kubelet has not acted yet."""
         pod = self.pods[name]
         if pod.finished and grace_seconds == 0:
             self.remove(name)
@@ -209,23 +209,23 @@ class SimulatedCluster:
             self.change(name, deletion_deadline=self.now + grace_seconds, ready=False)
 
     def remove(self, name: str) -> None:
-        """The pod is gone."""
+        """The pod is deleted."""
         self.pods.pop(name)
         self.still.pop(name, None)
         self._notice_loss()
 
     def fall_asleep(self) -> None:
-        """Nobody has asked the engine anything for a while."""
+        """The engine had no requests for the idle time."""
         if self.engine_state is EngineState.RUNNING:
             self.engine_state, self.auto_suspended = EngineState.SUSPENDED, True
 
     def wake(self) -> None:
-        """Somebody asks it something."""
+        """The engine gets a request."""
         if self.auto_suspended:
             self.engine_state, self.auto_suspended = EngineState.RUNNING, False
 
     def advance_engine(self) -> None:
-        """A transition under way comes to its end."""
+        """The current transition ends."""
         if self.engine_state in ARRIVES_AT:
             self.engine_state = ARRIVES_AT[self.engine_state]
 
@@ -234,19 +234,19 @@ class SimulatedCluster:
         self.change(name, ready=False, ready_changed_at=self.now, **changes)
 
     def stand_still(self, name: str) -> None:
-        """All processes of the pod are stopped; the kubelet has not noticed yet."""
+        """All processes of the pod are stopped; the kubelet has not detected it yet."""
         self.still[name] = self.now
 
     def go_on(self, name: str) -> None:
-        """They run again."""
+        """The processes continue."""
         self.still.pop(name, None)
 
     def change(self, name: str, **changes: object) -> None:
-        """Anything about a pod."""
+        """Changes any field of a pod."""
         self.pods[name] = replace(self.pods[name], **changes)  # type: ignore[arg-type]
 
     def live(self, group: int | None = None) -> list[ObservedPod]:
-        """Pods that would go on if nobody ended them."""
+        """Pods that are not terminating."""
         pods = [pod for pod in self.pods.values() if not pod.finished and not pod.deleting]
         return [pod for pod in pods if group is None or pod.group == group]
 
@@ -280,15 +280,15 @@ class SimulatedCluster:
         )
 
     def selected(self) -> list[ObservedPod]:
-        """Pods that the Service of the coordinator leads to."""
+        """Pods that the coordinator's Service selects."""
         return [pod for pod in self.pods.values() if pod.leader and not pod.finished]
 
     def coordinators(self) -> list[ObservedPod]:
-        """Pods that run one."""
+        """Pods with a coordinator."""
         return [pod for pod in self.pods.values() if pod.reports_leader]
 
     def _as_seen(self, pod: ObservedPod) -> ObservedPod:
-        """What is cut off does not say how it stands."""
+        """An unreachable pod reports no state."""
         since = self._silent_since(pod)
         if since is not None:
             return replace(pod, reports_leader=None, known_epoch=0, rank_phase=None, unreachable_since=since)
@@ -303,7 +303,7 @@ class SimulatedCluster:
         return any(pod.name not in self.still for pod in self.coordinators())
 
     def _tell(self, address: str, leads: bool, epoch: int, lifecycle: Lifecycle) -> None:
-        """A pod obeys no decision that is older than the last that it heard of."""
+        """A pod ignores decisions with a lower epoch than the last."""
         pod = next(
             (pod for pod in self.pods.values() if pod.address == address and pod.phase is PodPhase.RUNNING), None
         )
@@ -328,7 +328,7 @@ class SimulatedCluster:
         if leader is None or leader.phase is not PodPhase.RUNNING:
             return None
         if not self.reachable or leader.name in self.still or not leader.ready:
-            # An adapter may well remember what it last heard.
+            # An adapter may return the last known state.
             return ObservedEngine(reachable=False, state=self.engine_state, message="connection refused")
         if not leader.reports_leader:
             return ObservedEngine(reachable=True)

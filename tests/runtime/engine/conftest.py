@@ -1,4 +1,4 @@
-"""A tiny real model with random weights, a byte tokenizer, and an oracle that has no cache."""
+"""A tiny model with random weights, a byte-level tokenizer, and a reference without a cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron_runtime.model.tokenizer import Tokenizer
 
 HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
-    sys.path.append(str(HERE))  # engine_support lies here, and importlib mode puts nothing on the path
+    sys.path.append(str(HERE))  # for engine_support; pytest's importlib mode does not add it
 
 from engine_support.random_llama import random_llama  # noqa: E402
 
 BLOCK = 4
-"""Tokens per block in these tests: small, so that borders are met often."""
+"""Tokens per block in these tests: small, so that block boundaries are frequent."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,7 +40,7 @@ def byte_tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Decoder:
-    """Two layers of random weights, wide enough apart that the likeliest token is never in doubt."""
+    """Two layers of random weights that make the most likely token unambiguous."""
     model = random_llama(hidden=32, intermediate=64, std=0.4)
     assert model.head is not None
     model.head.table.data[END] = 0.0
@@ -49,7 +49,7 @@ def tiny_model() -> Decoder:
 
 @pytest.fixture(scope="session")
 def naive_logits(tiny_model: Decoder) -> Callable[[list[int]], torch.Tensor]:
-    """``naive_logits(tokens)``: [len(tokens), vocab] from one pass over everything, without any reuse."""
+    """``naive_logits(tokens)``: [len(tokens), vocab] from a single pass."""
 
     def compute(tokens: list[int]) -> torch.Tensor:
         count = len(tokens)
@@ -69,7 +69,7 @@ def naive_logits(tiny_model: Decoder) -> Callable[[list[int]], torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def naive_greedy(naive_logits: Callable[[list[int]], torch.Tensor]) -> Callable[[list[int], int], list[int]]:
-    """``naive_greedy(prompt, n)``: the n likeliest tokens, everything computed afresh for each."""
+    """``naive_greedy(prompt, n)``: the n greedy tokens, each from a single pass over all tokens."""
 
     def generate(prompt: list[int], count: int) -> list[int]:
         tokens = list(prompt)
@@ -82,7 +82,7 @@ def naive_greedy(naive_logits: Callable[[list[int]], torch.Tensor]) -> Callable[
 
 @pytest.fixture
 def make_engine(tiny_model: Decoder, byte_tokenizer: Tokenizer) -> Callable[..., DynamicInferenceEngine]:
-    """``make_engine(blocks=64, **settings)``: an engine over the tiny model with a pool of so many blocks."""
+    """``make_engine(blocks=64, **settings)``: an engine over the tiny model with a pool of this number of blocks."""
 
     def make(blocks: int = 64, **settings: object) -> DynamicInferenceEngine:
         block_bytes = KVCache.block_bytes(tiny_model.config, BLOCK, torch.float32)

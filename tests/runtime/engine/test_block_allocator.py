@@ -1,4 +1,4 @@
-"""The block allocator over random sequences of what a scheduler does."""
+"""The block allocator over random sequences of operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_runtime.engine.scheduling.block_allocator import BlockAllocator
 
 
 @given(st.integers(1, 40), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=80))
-def test_blocks_are_never_leaked_or_given_out_twice(num_blocks: int, actions: list[tuple[bool, int]]) -> None:
+def test_blocks_are_never_leaked_or_allocated_twice(num_blocks: int, actions: list[tuple[bool, int]]) -> None:
     allocator = BlockAllocator(num_blocks)
     owners: list[list[int]] = []
     for allocates, number in actions:

@@ -1,4 +1,4 @@
-"""The numbers of a request are its own: the same bits whoever shares its passes, and however it is computed."""
+"""The results of a request are bitwise independent of the other requests and of the way they are computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_runtime.model.kv_cache import KVCache
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
 
-NEW, PROMPTS = 40, [[(31 * row + 7 * column) % 256 for column in range(1 + 9 * row)] for row in range(10)]
+NEW, PROMPTS = 20, [[(31 * row + 7 * column) % 256 for column in range(1 + 9 * row)] for row in range(10)]
 SHARED = [[*range(70), row, row + 1] for row in range(4)]
 
 
@@ -30,7 +30,7 @@ LATENT = LatentAttentionConfig(kv_lora_rank=96, q_lora_rank=80, qk_nope_head_dim
     ids=["torch.float32", "torch.bfloat16", "latents-torch.float32", "latents-torch.bfloat16"],
 )
 def model(request: pytest.FixtureRequest) -> Decoder:
-    """Wide enough for the matrix kernels' own ways with few and with many rows."""
+    """Large enough for the matrix kernels' paths for few and for many rows."""
     dtype, latent = request.param
     model = random_llama(hidden=128, intermediate=2048, std=0.1, dtype=dtype, latent_attention=latent)
     model.prepare()
@@ -41,7 +41,7 @@ Numbers = list[tuple[list[int], list[float]]]
 
 
 def make_engine(model: Decoder, tokenizer: Tokenizer, *, blocks: int = 400, **settings: Any) -> DynamicInferenceEngine:
-    """An engine of small blocks, without a prefix cache unless ``settings`` have one."""
+    """An engine with small blocks, without a prefix cache unless ``settings`` enable one."""
     config = InferenceConfig(
         block_size_tokens=8,
         kv_cache_memory_bytes=blocks * KVCache.block_bytes(model.config, 8, model.dtype),
@@ -70,7 +70,7 @@ def numbers_of(record: DynamicInferenceRequestRecord) -> tuple[list[int], list[f
 def serve(
     model: Decoder, tokenizer: Tokenizer, prompts: list[list[int]], *, together: bool = True, **settings: Any
 ) -> tuple[Numbers, DynamicInferenceEngine]:
-    """Tokens and log probabilities of each prompt's answer, sampled; and the engine that made them."""
+    """Sampled tokens and log probabilities of each prompt's answer; and the engine."""
     engine = make_engine(model, tokenizer, **settings)
     numbers: Numbers = []
     for group in [prompts] if together else [[prompt] for prompt in prompts]:
@@ -88,7 +88,9 @@ def test_beside_others(model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers
 
 
 @pytest.mark.parametrize("max_tokens", [10, 11, 64])
-def test_with_prompts_in_pieces(max_tokens: int, model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers) -> None:
+def test_tokens_are_the_same_with_chunked_prefill(
+    max_tokens: int, model: Decoder, byte_tokenizer: Tokenizer, alone: Numbers
+) -> None:
     pieces = {"max_tokens": max_tokens, "max_requests": 10, "enable_chunked_prefill": True}
     assert serve(model, byte_tokenizer, PROMPTS, **pieces)[0] == alone
 

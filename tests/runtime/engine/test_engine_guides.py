@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar, whoever shares their passes and wherever they go on."""
+"""Answers match their grammar, in any batch and when they continue on another engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_guided_and_free_requests_share_passes(make_engine: MakeEngine, logprobs
 
 
 @pytest.mark.parametrize("made", [1, 7, 15])
-def test_a_guided_request_goes_on_elsewhere_as_it_would_have(make_engine: MakeEngine, made: int) -> None:
+def test_a_guided_request_continues_equally_on_another_engine(make_engine: MakeEngine, made: int) -> None:
     params = guided(json_schema_grammar(SCHEMA))
     tokens = serve(make_engine(), params).generated_tokens
     engine = make_engine()
@@ -99,12 +99,12 @@ def test_a_request_with_a_broken_grammar_is_refused(make_engine: MakeEngine) -> 
         (lark_grammar, "start: missing", "unknown name"),
     ],
 )
-def test_what_no_answer_can_keep_to_is_told(make: Callable[[Any], str], value: Any, words: str) -> None:
+def test_a_grammar_without_possible_answers_is_refused(make: Callable[[Any], str], value: Any, words: str) -> None:
     with pytest.raises(InvalidRequestError, match=re.escape(words)):
         make(value)
 
 
 @pytest.mark.parametrize("field", [{"min_tokens": 3}, {"ignore_eos": True}])
-def test_what_would_go_on_after_the_end_of_a_grammar_is_refused(field: dict[str, Any]) -> None:
+def test_settings_that_continue_after_the_end_of_a_grammar_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequestError, match=next(iter(field))):
         SamplingParams(grammar='start: "a"', **field)

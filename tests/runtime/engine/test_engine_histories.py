@@ -74,7 +74,7 @@ def step(engine: DynamicInferenceEngine) -> None:
         }
     ),
 )
-def test_every_request_of_a_random_history_gets_its_own_answer_and_frees_its_resources(
+def test_every_request_of_a_random_history_gets_the_right_answer_and_frees_its_resources(
     make_engine: MakeEngine,
     naive_greedy: NaiveGreedy,
     script: list[tuple[str, int]],

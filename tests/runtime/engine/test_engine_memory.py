@@ -1,4 +1,4 @@
-"""Suspending, resuming, and the sizes of the engine's memory."""
+"""Suspension, resumption, and the sizes of the engine's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that skips the beginnings of prompts answers as one that computes them."""
+"""An engine with cached prefixes gives the answers of one without."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_answers_are_the_same_with_and_without_the_cache(
     assert (stats.kv_blocks_evictable > 0) == (policy is PrefixCachingEvictionPolicy.LRU)
 
 
-def test_two_hundred_requests_through_a_pool_for_ten_end_as_each_one_does_alone(make_engine: MakeEngine) -> None:
+def test_two_hundred_requests_in_a_pool_for_ten_have_the_answers_of_single_requests(make_engine: MakeEngine) -> None:
     prompts = [[*STEM[: i % 20], i % 7, i % 11, i % 13] for i in range(200)]
     params = [SamplingParams(seed=i, temperature=i % 2, num_tokens_to_generate=8) for i in range(200)]
     alone = make_engine(300)
@@ -61,7 +61,7 @@ def test_two_hundred_requests_through_a_pool_for_ten_end_as_each_one_does_alone(
     assert engine.stats().prefix_hits_total > 100
 
 
-def test_logits_are_equal_to_the_last_bit_where_the_same_passes_are_made(make_engine: MakeEngine) -> None:
+def test_logits_are_bitwise_equal_in_equal_passes(make_engine: MakeEngine) -> None:
     prompt = [*STEM[:16], 1, 2, 3]
     scored = SamplingParams(
         temperature=0.8,
@@ -82,14 +82,14 @@ def test_logits_are_equal_to_the_last_bit_where_the_same_passes_are_made(make_en
     assert skipping.generated_top_n_logprobs == chunked.generated_top_n_logprobs
 
 
-def test_a_request_knows_how_much_of_its_prompt_was_cached(make_engine: MakeEngine) -> None:
+def test_a_request_reports_its_cached_prompt_tokens(make_engine: MakeEngine) -> None:
     engine = make_engine(enable_prefix_caching=True)
     cached = [engine.generate([STEM[:n]], GREEDY)[0].merge().num_cached_tokens for n in (10, 10, 12, 16, 16)]
     assert cached == [0, 8, 8, 12, 12]
     assert make_engine().generate([STEM], GREEDY)[0].merge().num_cached_tokens == 0
 
 
-def test_an_eviction_does_not_count_as_cached_what_the_request_computed_itself(make_engine: MakeEngine) -> None:
+def test_after_an_eviction_own_blocks_do_not_count_as_cached_tokens(make_engine: MakeEngine) -> None:
     engine = make_engine(enable_prefix_caching=True)
     future = engine.add_request(0, STEM, GREEDY)
     engine.step_modern()
@@ -129,7 +129,7 @@ def test_prompts_that_collide_are_answered_as_if_they_did_not(make_engine: MakeE
     assert tokens_of(records) == tokens_of(make_engine().generate([[*first, 1], [*second, 1]], GREEDY))
 
 
-def test_new_weights_are_never_mixed_with_what_the_old_ones_computed(make_engine: MakeEngine) -> None:
+def test_keys_and_values_of_old_weights_are_not_used_with_new_ones(make_engine: MakeEngine) -> None:
     engine = make_engine(enable_prefix_caching=True)
     assert engine.controller.model.head is not None
     weight = engine.controller.model.head.table
@@ -168,7 +168,7 @@ def test_a_suspension_keeps_the_cache_unless_its_memory_is_dropped(
     assert records[0].merge().num_cached_tokens == cached
 
 
-def test_aborting_who_shares_a_prefix_leaves_it_to_the_others(make_engine: MakeEngine) -> None:
+def test_aborting_a_request_keeps_a_shared_prefix_for_the_others(make_engine: MakeEngine) -> None:
     expected = tokens_of(make_engine().generate([STEM], GREEDY))
     engine = make_engine(enable_prefix_caching=True, prefix_caching_eviction_policy="ref_zero")
     engine.add_request(0, STEM, GREEDY)
@@ -184,7 +184,7 @@ def test_aborting_who_shares_a_prefix_leaves_it_to_the_others(make_engine: MakeE
     assert engine.context.allocator.num_evictable == 0
 
 
-def test_a_pass_whose_values_are_not_finite_leaves_nothing_to_share(
+def test_blocks_with_values_that_are_not_finite_are_not_shared(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(enable_prefix_caching=True)

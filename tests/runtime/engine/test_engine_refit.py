@@ -1,4 +1,4 @@
-"""New weights in an engine that has requests, and memory that a suspended engine really gives back."""
+"""New weights in an engine with requests, and the memory that a suspended engine returns."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=12, ignore_eos=Tru
 
 @pytest.fixture
 def make_own(make_engine: MakeEngine, tiny_model: Decoder) -> MakeEngine:
-    """As ``make_engine``, but each engine has a model of its own, whose weights may be changed."""
+    """Like ``make_engine``, but each engine has a separate model, whose weights may change."""
 
     def make(weights: dict[str, Tensor] | None = None, **settings: object) -> DynamicInferenceEngine:
         engine = make_engine(**settings)
@@ -52,7 +52,7 @@ def run(engine: DynamicInferenceEngine) -> None:
 
 
 @pytest.mark.parametrize("suspended", [False, True])
-def test_new_weights_answer_as_an_engine_that_never_had_others(
+def test_an_engine_with_updated_weights_answers_like_one_that_loaded_them(
     make_own: MakeEngine, other_weights: dict[str, Tensor], suspended: bool
 ) -> None:
     expected = make_own(other_weights).generate([PROMPT], GREEDY)[0].merge().generated_tokens
@@ -71,7 +71,7 @@ def test_new_weights_answer_as_an_engine_that_never_had_others(
 
 
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
-def test_a_request_in_flight_goes_on_with_the_new_weights_and_counts_its_age(
+def test_a_request_in_flight_continues_with_the_new_weights_and_counts_its_staleness(
     make_own: MakeEngine, other_weights: dict[str, Tensor], mode: KVCacheManagementMode
 ) -> None:
     engine = make_own(kv_cache_management_mode=mode)
@@ -109,7 +109,7 @@ def test_weights_that_do_not_fit_change_nothing(make_own: MakeEngine, other_weig
     assert (again.generated_tokens, again.weight_version) == (expected, 0)
 
 
-def test_offloading_keeps_what_is_held_and_nothing_else(make_engine: MakeEngine) -> None:
+def test_offloading_keeps_exactly_the_blocks_in_use(make_engine: MakeEngine) -> None:
     engine = make_engine(64, kv_cache_management_mode="offload", enable_prefix_caching=True)
     engine.generate([PROMPT], GREEDY)
     engine.add_request(0, [9, 8, 7, 6, 5], GREEDY)
@@ -161,16 +161,16 @@ MEASURE = """
 """
 POOL = 128 * 2**20
 WEIGHTS = 4 * 2 * 11_943_936
-"""Of the 2 layers of ``large_checkpoint`` as float32; its embedding and head come on top."""
+"""Of the 2 layers of ``large_checkpoint`` as float32, without embedding and head."""
 SLACK = 16 * 2**20
 
 
 @pytest.fixture(scope="module")
 def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough that its weights are told from what a process gains and loses beside them."""
+    """Large enough to distinguish its weights from other changes of a process's memory."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("large"), hidden=1152, layers=2)
     weights = load_file(folder / "model.safetensors")
-    # Other than in memory, so that they are read into it and not mapped.
+    # Another dtype than in memory, so that they are read and not mapped.
     save_file({name: weight.bfloat16() for name, weight in weights.items()}, folder / "model.safetensors")
     return folder
 
@@ -184,7 +184,7 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (KVCacheManagementMode.RECOMPUTE, True),
     ],
 )
-def test_a_suspended_process_is_smaller_by_what_was_given_back(
+def test_a_suspended_process_returns_the_released_memory(
     large_checkpoint: Path, mode: KVCacheManagementMode, offload_weights: bool
 ) -> None:
     command = [sys.executable, "-c", textwrap.dedent(MEASURE), str(large_checkpoint), mode.value, str(offload_weights)]

@@ -1,4 +1,4 @@
-"""The ends of requests, their reports, and refused requests."""
+"""The end of requests, their reports, and rejected requests."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_without_a_limit_an_answer_fills_the_pool(make_engine: MakeEngine) -> No
     assert (request.generated_length, request.finish_reason) == (12 + 1 - 5, "length")
 
 
-def test_a_stop_token_ends_the_answer_and_stays_out_of_the_text(
+def test_a_stop_token_ends_the_answer_and_is_not_in_the_text(
     make_engine: MakeEngine, naive_greedy: NaiveGreedy
 ) -> None:
     expected = naive_greedy(PROMPT, 20)
@@ -128,7 +128,7 @@ def ascii_prompt(naive_greedy: NaiveGreedy) -> list[int]:
 
 
 @pytest.mark.parametrize("interval", [1, 4])
-def test_streamed_tokens_are_the_answer_in_pieces(make_engine: MakeEngine, interval: int) -> None:
+def test_streamed_tokens_join_to_the_answer(make_engine: MakeEngine, interval: int) -> None:
     pieces, request = streamed(make_engine(), greedy(num_tokens_to_generate=10, streaming_interval=interval))
     assert [len(piece) for piece in pieces] == ([1] * 10 if interval == 1 else [4, 4, 2])
     assert [token for piece in pieces for token in piece] == request.generated_tokens
@@ -147,7 +147,7 @@ def test_requests_that_do_not_stream_report_only_their_end(make_engine: MakeEngi
     assert not any(engine.step_modern()["partial_outputs"] for _ in range(3))
 
 
-def test_a_seed_fixes_the_answer_whatever_else_is_in_the_batch(make_engine: MakeEngine) -> None:
+def test_a_seed_determines_the_answer_in_any_batch(make_engine: MakeEngine) -> None:
     params = SamplingParams(seed=11, temperature=1.3, top_k=40, top_p=0.95, num_tokens_to_generate=16)
     alone = serve(make_engine(), params)
     others = [SamplingParams(num_tokens_to_generate=30) for _ in range(5)]
@@ -166,7 +166,7 @@ def test_a_random_seed_is_stored_and_reproduces_the_answer(make_engine: MakeEngi
 
 
 @pytest.mark.parametrize("made", [1, 5, 11])
-def test_an_answer_begun_on_another_engine_continues_equally(make_engine: MakeEngine, made: int) -> None:
+def test_an_answer_that_another_engine_began_continues_equally(make_engine: MakeEngine, made: int) -> None:
     params = SamplingParams(
         seed=5, num_tokens_to_generate=12, return_log_probs=True, skip_prompt_log_probs=True, streaming=True
     )
@@ -198,7 +198,7 @@ def test_an_answer_that_was_complete_on_another_engine_ends_at_once(make_engine:
 
 @pytest.mark.parametrize("max_tokens", [3, 64])
 @pytest.mark.parametrize("skip", [False, True])
-def test_log_probs_are_those_of_a_pass_over_everything(
+def test_log_probs_equal_those_of_a_single_pass(
     make_engine: MakeEngine, naive_logits: Callable[[list[int]], torch.Tensor], max_tokens: int, skip: bool
 ) -> None:
     params = SamplingParams(

@@ -1,4 +1,4 @@
-"""What each sampling field does to whole answers, the same under pressure as in peace."""
+"""The effect of each sampling field on whole answers, alone and under load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL: dict[str, Any] = {
 
 
 def edited(logits: torch.Tensor, params: SamplingParams, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """The logits of one place after the edits, token by token as the fields are defined."""
+    """The logits of one position after the edits, by the definitions of the fields."""
     logits = logits.clone()
     counts = Counter(answer)
     for token in range(len(logits)):
@@ -44,7 +44,7 @@ def edited(logits: torch.Tensor, params: SamplingParams, prompt: list[int], answ
 
 
 def oracle(naive_logits: NaiveLogits, params: SamplingParams, count: int) -> list[int]:
-    """The likeliest tokens, everything computed afresh for each."""
+    """The most likely tokens, each from a single pass."""
     answer: list[int] = []
     while len(answer) < count:
         answer.append(int(edited(naive_logits(PROMPT + answer)[-1], params, PROMPT, answer).argmax()))
@@ -58,7 +58,7 @@ def serve(engine: DynamicInferenceEngine, params: SamplingParams) -> DynamicInfe
 def serve_under_pressure(
     make_engine: MakeEngine, params: list[SamplingParams], **settings: Any
 ) -> list[DynamicInferenceRequest]:
-    """Every request with the same prompt, prefilled in pieces, through a pool that is too small for them."""
+    """Every request with the same prompt, prefilled in chunks, in a pool that is too small for them."""
     engine = make_engine(10, max_tokens=4, max_requests=4, **settings)
     requests = [record.merge() for record in engine.generate([PROMPT] * len(params), params)]
     engine.check_integrity()
@@ -67,7 +67,7 @@ def serve_under_pressure(
 
 
 @pytest.mark.parametrize("fields", [*({name: value} for name, value in ALL.items()), ALL], ids=lambda f: "+".join(f))
-def test_every_field_does_to_an_answer_what_its_definition_says(
+def test_every_sampling_field_has_its_defined_effect(
     make_engine: MakeEngine, naive_logits: NaiveLogits, fields: dict[str, Any]
 ) -> None:
     params = SamplingParams(temperature=0, num_tokens_to_generate=LENGTH, ignore_eos=True, **fields)
@@ -77,7 +77,7 @@ def test_every_field_does_to_an_answer_what_its_definition_says(
     assert all(request.generated_tokens == expected for request in crowd[::2])
 
 
-def test_neighbours_without_penalties_are_left_alone(make_engine: MakeEngine) -> None:
+def test_requests_without_penalties_are_not_affected_by_others(make_engine: MakeEngine) -> None:
     plain = SamplingParams(seed=4, num_tokens_to_generate=LENGTH)
     alone = serve(make_engine(), plain).generated_tokens
     others = SamplingParams(seed=4, num_tokens_to_generate=LENGTH, **ALL)
@@ -87,7 +87,7 @@ def test_neighbours_without_penalties_are_left_alone(make_engine: MakeEngine) ->
 
 
 @pytest.mark.parametrize("made", [1, 5, 11])
-def test_an_answer_with_penalties_goes_on_elsewhere_as_it_would_have_here(make_engine: MakeEngine, made: int) -> None:
+def test_an_answer_with_penalties_continues_equally_on_another_engine(make_engine: MakeEngine, made: int) -> None:
     params = SamplingParams(seed=5, num_tokens_to_generate=LENGTH, **ALL)
     whole = serve(make_engine(), params).generated_tokens
     engine = make_engine(max_tokens=3, max_requests=2)
@@ -99,7 +99,7 @@ def test_an_answer_with_penalties_goes_on_elsewhere_as_it_would_have_here(make_e
     assert [request.generated_tokens for request in serve_under_pressure(make_engine, [params] * 4)] == [whole] * 4
 
 
-def test_no_stop_token_comes_before_there_are_enough_tokens(make_engine: MakeEngine, naive_logits: NaiveLogits) -> None:
+def test_no_stop_token_is_generated_before_min_tokens(make_engine: MakeEngine, naive_logits: NaiveLogits) -> None:
     free = oracle(naive_logits, SamplingParams(), 1)
     params = SamplingParams(temperature=0, num_tokens_to_generate=40, min_tokens=4, stop_token_ids=free)
     request = serve(make_engine(), params)
@@ -134,7 +134,7 @@ def test_a_stop_text_that_is_complete_too_early_is_passed_over(make_engine: Make
     assert seen == (request.generated_tokens if streaming else [])
 
 
-def test_streams_with_penalties_and_stop_texts_say_under_pressure_what_they_say_alone(make_engine: MakeEngine) -> None:
+def test_streams_with_penalties_and_stop_texts_are_equal_under_load_and_alone(make_engine: MakeEngine) -> None:
     params = SamplingParams(
         seed=3,
         temperature=1.2,
@@ -161,7 +161,7 @@ def test_streams_with_penalties_and_stop_texts_say_under_pressure_what_they_say_
         assert seen[answer.request_id] == answer.generated_tokens == alone.generated_tokens
 
 
-def test_a_minimum_beyond_what_fits_only_lasts_to_the_end(make_engine: MakeEngine) -> None:
+def test_min_tokens_beyond_the_room_applies_to_the_end(make_engine: MakeEngine) -> None:
     request = serve(make_engine(max_sequence_length=9), SamplingParams(min_tokens=50))
     assert (len(request.generated_tokens), request.finish_reason) == (4, "length")
     assert request.sampling_params is not None
@@ -200,7 +200,7 @@ def expected_log_probs(naive_logits: NaiveLogits, request: DynamicInferenceReque
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize(("top_n", "skip"), [(0, False), (0, True), (3, False), (3, True)])
 @pytest.mark.parametrize("way", ["at once", "in pieces", "evicted", "elsewhere"])
-def test_log_probs_have_the_right_shape_and_values_however_they_came_about(
+def test_log_probs_have_the_same_shape_and_values_in_any_schedule(
     make_engine: MakeEngine, naive_logits: NaiveLogits, mode: str, top_n: int, skip: bool, way: str
 ) -> None:
     params = SamplingParams(
@@ -231,7 +231,7 @@ def test_log_probs_have_the_right_shape_and_values_however_they_came_about(
         assert_log_probs(request, params, len(PROMPT), expected)
 
 
-def test_what_can_not_be_drawn_is_not_among_the_likeliest(make_engine: MakeEngine) -> None:
+def test_excluded_tokens_are_not_in_the_top_n(make_engine: MakeEngine) -> None:
     five = {"num_tokens_to_generate": 5, "ignore_eos": True}
     params = SamplingParams(top_k=2, **five, return_log_probs=True, top_n_logprobs=4)
     processed = serve(make_engine(logprobs_mode="processed_logprobs"), params)
@@ -239,7 +239,7 @@ def test_what_can_not_be_drawn_is_not_among_the_likeliest(make_engine: MakeEngin
     assert [len(top) for top in serve(make_engine(), params).generated_top_n_logprobs or []] == [4] * 5
 
 
-def test_several_samples_of_a_prompt_stand_side_by_side_and_can_be_had_alone(make_engine: MakeEngine) -> None:
+def test_samples_of_a_prompt_are_returned_together_and_reproducible_alone(make_engine: MakeEngine) -> None:
     params = SamplingParams(seed=2**64 - 1, n=3, num_tokens_to_generate=8)
     records = make_engine().generate([PROMPT, [1, 2]], params)
     answers = [record.merge().generated_tokens for record in records]

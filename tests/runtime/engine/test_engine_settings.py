@@ -1,4 +1,4 @@
-"""Effects of settings that show only in a running engine."""
+"""Settings with an effect only in a running engine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_reply_has_the_prompt_tokens_if_requested(make_engine: MakeEngine, wan
 
 
 @pytest.mark.parametrize("tracks", [False, True])
-def test_requests_may_keep_their_cache_while_they_wait_for_memory(
+def test_paused_requests_keep_their_cache_while_they_wait_for_memory(
     make_engine: MakeEngine, tiny_model: Decoder, tracks: bool
 ) -> None:
     prompts = [[i + 1] * (3 + i) for i in range(8)]
@@ -194,6 +194,6 @@ def test_nothing_is_logged_by_default(make_engine: MakeEngine, caplog: pytest.Lo
         ({"metrics_writer": Written()}, "metrics_writer has no effect with logging_step_interval=0"),
     ],
 )
-def test_an_unusable_writer_is_refused(make_engine: MakeEngine, fields: dict[str, Any], words: str) -> None:
+def test_an_unusable_metrics_writer_is_refused(make_engine: MakeEngine, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         make_engine(**fields)

@@ -1,4 +1,4 @@
-"""SmolLM2's greedy answers, token for token as transformers gives them, however they were scheduled."""
+"""SmolLM2's greedy answers equal those of transformers token by token, in any schedule."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tokens_of(records: list[DynamicInferenceRequestRecord]) -> list[list[int]]:
 
 @pytest.mark.repetition
 @pytest.mark.parametrize("index", repeated(range(0, 20, 5), range(20)))
-def test_a_prompt_alone_gives_transformers_tokens(
+def test_a_single_prompt_has_the_tokens_of_transformers(
     smollm2: Decoder, tokenizer: Tokenizer, prompts: list[str], reference_greedy: ReferenceGreedy, index: int
 ) -> None:
     prompt = tokenizer.tokenize(prompts[index])
@@ -100,7 +100,7 @@ def test_a_suspension_in_the_middle_changes_no_token(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_conversations_that_begin_alike_get_the_same_tokens_from_a_shared_cache(
+def test_conversations_with_a_common_prefix_get_the_same_tokens_from_a_shared_cache(
     smollm2: Decoder, tokenizer: Tokenizer, temperature: float
 ) -> None:
     system = {"role": "system", "content": "You are a patient teacher who answers in one short sentence."}
@@ -115,7 +115,7 @@ def test_conversations_that_begin_alike_get_the_same_tokens_from_a_shared_cache(
     engine.check_integrity()
 
 
-def test_a_chat_answer_ends_by_itself_and_says_paris(smollm2: Decoder, tokenizer: Tokenizer) -> None:
+def test_a_chat_answer_ends_with_the_end_token_and_contains_paris(smollm2: Decoder, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
     request = engine_of(smollm2, tokenizer).generate([prompt], SamplingParams(temperature=0))[0].merge()
     assert request.finish_reason == "stop"

@@ -29,11 +29,11 @@ def running(row: int, tokens: list[int], prompt_length: int) -> Sequence:
     return Sequence(row, tokens, prompt_length, max_length=10**6, row=row)
 
 
-def edited(params: SamplingParams, tokens: list[int], *, stop_ids: tuple[int, ...] = ()) -> torch.Tensor:
+def edited(params: SamplingParams, tokens: list[int], **more: Any) -> torch.Tensor:
     """One row of logits -5, -4, ... after the edits for the next token."""
     params.seed = 0
     table = SamplingTable(1, VOCABULARY)
-    table.write(0, params, len(PROMPT), stop_ids)
+    table.write(0, params, len(PROMPT), **more)
     logits = torch.arange(VOCABULARY, dtype=torch.float32)[None] - 5
     table.rules([(running(0, tokens, len(PROMPT)), len(tokens))]).edit_(logits)
     return logits[0]
@@ -75,6 +75,20 @@ def test_logit_bias_precedes_the_penalties() -> None:
     assert changes(SamplingParams(logit_bias={7: 2.0, 0: -100.0})) == {0: -105.0, 7: 4.0}
     together = SamplingParams(logit_bias={7: 2.0}, repetition_penalty=2.0, frequency_penalty=0.25, presence_penalty=1)
     assert changes(together)[7] == (2 + 2) / 2 - 0.25 * 2 - 1
+
+
+def test_the_last_token_of_a_bad_word_is_excluded_once_the_answer_ends_with_the_others() -> None:
+    words = (
+        (4,),
+        (*ANSWER[-2:], 6),
+        (*ANSWER[-2:], 8),
+        (0, 1),
+        (PROMPT[-1], *ANSWER, 2),
+        (VOCABULARY, 3),
+        (VOCABULARY,),
+    )
+    excluded = changes(SamplingParams(), bad_sequences=words)
+    assert excluded == dict.fromkeys((4, 6, 8), -np.inf)
 
 
 def test_stop_tokens_are_forbidden_until_min_tokens() -> None:
@@ -155,7 +169,7 @@ def test_top_k_values_are_those_of_a_sort(vocabulary: int, count: int) -> None:
 
 
 def reference(logits: torch.Tensor, temperature: float, k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """[vocab], the log probabilities after the filters, by a sort of everything in double precision."""
+    """[vocab], the log probabilities after the filters, by a full sort in double precision."""
     scaled = (logits.double() - logits.max()) / temperature
     if k:
         scaled[scaled < scaled.sort(descending=True).values[min(k, len(scaled)) - 1]] = -torch.inf

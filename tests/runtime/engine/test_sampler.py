@@ -19,7 +19,7 @@ from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 
 
 def rules_of(seeds: Any, *, temperature: Any = 1.0, **numbers: Any) -> SamplingRules:
-    """One row for each seed, with the truncations' numbers by their parameters."""
+    """One row for each seed, with the numbers of the truncations by parameter."""
     keys = noise_keys(np.asarray(seeds, np.uint64), np.zeros(len(seeds), np.int64))
     unused = np.zeros(keys.shape)
     filters = [kind.of((unused + numbers.pop(kind.parameters[0], 0)).astype(kind.dtype)) for kind in TRUNCATIONS]
@@ -28,7 +28,7 @@ def rules_of(seeds: Any, *, temperature: Any = 1.0, **numbers: Any) -> SamplingR
 
 
 def draw_often(logits: Tensor, count: int = 100_000, **filters: Any) -> Tensor:
-    """The frequency of each token over as many seeds; its standard deviation is at most 0.0016."""
+    """The frequency of each token over this number of seeds; its standard deviation is at most 0.0016."""
     tokens = sample(logits.expand(count, -1), rules_of(np.arange(count), **filters))
     return torch.bincount(tokens, minlength=logits.shape[-1]) / count
 
@@ -63,7 +63,7 @@ def test_top_k_keeps_the_k_most_likely_tokens(top_k: int) -> None:
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.01, 1), (0.4, 2), (0.8, 3), (0.97, 4), (1.0, 7), (0.0, 7)])
-def test_top_p_keeps_the_fewest_most_likely_tokens_that_reach_it(top_p: float, kept: int) -> None:
+def test_top_p_keeps_the_fewest_most_likely_tokens_with_that_probability(top_p: float, kept: int) -> None:
     tokens = LOGITS.topk(kept).indices
     expected = torch.zeros(7)
     expected[tokens] = LOGITS[tokens].softmax(-1)

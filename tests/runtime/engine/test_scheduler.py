@@ -1,4 +1,4 @@
-"""The scheduler over random lives of requests; no tensors, no model."""
+"""The scheduler over random histories of requests; without tensors or a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sequence_of(request_id: int, prompt: int, answer: int, priority: int = 0) ->
 class RandomLives(SchedulerLives):
     """Adds, passes, aborts and suspensions in any order."""
 
-    passes_per_token = 2  # as many as computing everything one by one would take
+    passes_per_token = 2  # as many as for one request after the other
 
     @initialize(
         blocks=st.integers(4, 24),
@@ -103,7 +103,7 @@ def test_a_long_prompt_is_cut_to_the_token_budget() -> None:
     assert cuts == [[(0, 3), (0, 5)], [(3, 1), (5, 7)], [(4, 1), (12, 1)]]
 
 
-def test_without_chunking_a_prompt_waits_for_a_pass_that_takes_it_whole() -> None:
+def test_without_chunked_prefill_a_prompt_waits_for_a_pass_with_room_for_it() -> None:
     scheduler = scheduler_of(20, max_tokens=8, chunked=False)
     scheduler.add(sequence_of(0, 3, 2))
     scheduler.add(sequence_of(1, 8, 2))
@@ -121,7 +121,7 @@ def test_requests_are_admitted_in_their_order_even_if_a_later_one_would_fit() ->
     assert [part.sequence.request_id for part in schedule.slices] == [0]
 
 
-def test_the_newest_gives_way_and_comes_back_first() -> None:
+def test_the_newest_request_is_evicted_and_admitted_again_first() -> None:
     scheduler = scheduler_of(5)
     scheduler.add(sequence_of(0, 7, 10))
     scheduler.add(sequence_of(1, 7, 3))
@@ -138,7 +138,7 @@ def test_the_newest_gives_way_and_comes_back_first() -> None:
 
 
 @pytest.mark.parametrize(("allowed", "evictions"), [(2, 0), (1, 1)])
-def test_who_lacks_a_block_waits_with_what_it_has_if_that_is_allowed(allowed: int, evictions: int) -> None:
+def test_a_request_without_a_free_block_is_paused_with_its_blocks_if_allowed(allowed: int, evictions: int) -> None:
     scheduler = scheduler_of(5, paused_blocks=allowed)
     scheduler.add(sequence_of(0, 8, 4))
     scheduler.add(sequence_of(1, 8, 9))
@@ -156,7 +156,7 @@ def test_who_lacks_a_block_waits_with_what_it_has_if_that_is_allowed(allowed: in
     assert passes == [{0: 8, 1: 8}] + [{0: 1}] * 3 + [{1: recomputed}] + [{1: 1}] * 7
 
 
-def test_an_abort_of_a_paused_request_leaves_nothing_behind() -> None:
+def test_an_abort_of_a_paused_request_frees_its_blocks() -> None:
     scheduler = scheduler_of(5, paused_blocks=2)
     second = sequence_of(1, 8, 9)
     scheduler.add(sequence_of(0, 8, 4))
@@ -179,7 +179,7 @@ def test_who_is_more_urgent_is_admitted_first_and_equals_in_their_order() -> Non
     assert order == [2, 0, 4, 1, 3]
 
 
-def test_the_least_urgent_gives_way_even_if_it_came_first() -> None:
+def test_the_lowest_priority_is_evicted_even_if_it_arrived_first() -> None:
     scheduler = scheduler_of(5)
     scheduler.add(sequence_of(0, 7, 10, priority=1))
     scheduler.add(sequence_of(1, 7, 10, priority=0))
@@ -189,7 +189,7 @@ def test_the_least_urgent_gives_way_even_if_it_came_first() -> None:
     assert [sequence.request_id for sequence in evicted] == [0]
 
 
-def test_a_long_prompt_that_is_more_urgent_leaves_each_running_request_its_token() -> None:
+def test_a_long_prompt_with_priority_leaves_a_token_for_each_running_request() -> None:
     scheduler = scheduler_of(20, max_tokens=8)
     for request_id in range(2):
         scheduler.add(sequence_of(request_id, 2, 9, priority=1))
@@ -210,7 +210,7 @@ def test_suspension_keeps_the_order_of_the_queue() -> None:
     assert [sequence.request_id for sequence in schedule.admitted] == [0, 1]
 
 
-def test_a_sequence_that_never_fits_is_told_before_it_queues() -> None:
+def test_a_sequence_that_never_fits_is_refused_at_submission() -> None:
     scheduler = scheduler_of(2, block_size=4)
     assert scheduler.can_ever_fit(sequence_of(0, 5, 4))
     assert not scheduler.can_ever_fit(sequence_of(0, 5, 5))
@@ -242,7 +242,7 @@ def test_the_chunks_of_a_long_prompt_are_in_passes_one_behind_the_other() -> Non
     assert begun[0][0].sequence.num_computed == 20
 
 
-def test_a_pass_that_was_withdrawn_is_begun_again() -> None:
+def test_a_withdrawn_pass_is_scheduled_again() -> None:
     scheduler = scheduler_of(20, passes=2, max_tokens=8)
     scheduler.add(sequence_of(0, 20, 9))
     first, second = scheduler.schedule().slices, scheduler.schedule().slices
@@ -251,7 +251,7 @@ def test_a_pass_that_was_withdrawn_is_begun_again() -> None:
     assert scheduler.schedule().slices == second
 
 
-def test_what_a_pass_computed_for_a_request_that_lost_its_blocks_does_not_count() -> None:
+def test_results_for_a_request_that_lost_its_blocks_are_dropped() -> None:
     scheduler = scheduler_of(3, passes=2)
     old, new = sequence_of(0, 4, 9), sequence_of(1, 4, 5)
     for sequence in (old, new):

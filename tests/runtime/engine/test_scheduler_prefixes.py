@@ -1,4 +1,4 @@
-"""Shared prefixes over random lives of requests, with hashes that collide; no tensors, no model."""
+"""Shared prefixes over random histories of requests, with hash collisions; without tensors or a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ scheduler_of = partial(scheduling.scheduler_of, policy=LRU, block_size=BLOCK, ma
 def sequence_of(
     request_id: int, prompt: list[int], answer: int = 1, *, block_size: int = BLOCK, num_hashes: int | None = None
 ) -> Sequence:
-    """With hashes that are as good as perfect, or that take only a few values."""
+    """With hashes that practically never collide, or that have only a few values."""
     hashes = []
     for end in range(block_size, len(prompt) + 1, block_size):
         perfect = hash(tuple(prompt[:end]))
@@ -33,7 +33,7 @@ def sequence_of(
 
 
 class Memory:
-    """What the KV blocks hold: for every slot the tokens that its keys and values were computed from, and when."""
+    """The contents of the KV blocks: for each slot the tokens that its keys and values were computed from, and when."""
 
     def __init__(self, block_size: int) -> None:
         self.weights = 0
@@ -58,7 +58,7 @@ class Memory:
                 self._slots[slot] = tuple(part.sequence.tokens[: position + 1]), self.weights
 
     def clear(self) -> None:
-        """The contents are lost."""
+        """Drops the contents."""
         self._slots.clear()
 
     def _slot(self, sequence: Sequence, position: int) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def starts_of(schedule: Schedule) -> dict[int, int]:
 
 
 class RandomSharing(SchedulerLives):
-    """Adds, passes, aborts, suspensions and changes of weights in any order, over prompts that begin alike."""
+    """Submissions, passes, aborts, suspensions and weight updates in any order, over prompts with common prefixes."""
 
     passes_per_token = 3
 
@@ -154,7 +154,7 @@ TestRandomSharing = RandomSharing.TestCase
 TestRandomSharing.settings = settings(max_examples=80, stateful_step_count=40)
 
 
-def test_a_second_request_begins_after_the_blocks_that_it_shares_with_the_first() -> None:
+def test_a_second_request_skips_the_blocks_that_it_shares_with_the_first() -> None:
     scheduler = scheduler_of(20)
     scheduler.add(sequence_of(0, [1] * 10, 9))
     run_pass(scheduler)
@@ -192,7 +192,7 @@ def test_a_request_waits_for_a_prefix_that_is_computed_in_chunks_and_for_no_long
     assert starts_of(run_pass(scheduler)[0]) == {0: 18, 1: 12}
 
 
-def test_a_request_that_wants_log_probabilities_of_its_prompt_skips_none_of_it() -> None:
+def test_a_request_with_prompt_log_probs_computes_its_whole_prompt() -> None:
     scheduler = scheduler_of(40)
     scheduler.add(sequence_of(0, [1] * 12, 5))
     run_pass(scheduler)
@@ -203,7 +203,7 @@ def test_a_request_that_wants_log_probabilities_of_its_prompt_skips_none_of_it()
     assert starts_of(run_pass(scheduler)[0]) == {0: 12, 1: 0, 2: 8, 3: 8}
 
 
-def test_different_prompts_of_equal_hashes_share_nothing() -> None:
+def test_different_prompts_with_equal_hashes_share_no_blocks() -> None:
     scheduler = scheduler_of(20)
     scheduler.add(sequence_of(0, [1] * 9, 5, num_hashes=1))
     run_pass(scheduler)
@@ -212,7 +212,7 @@ def test_different_prompts_of_equal_hashes_share_nothing() -> None:
     assert starts_of(schedule) == {0: 9, 1: 0}
 
 
-def test_equal_blocks_after_different_beginnings_are_not_the_same_block() -> None:
+def test_equal_blocks_after_different_prefixes_are_different_blocks() -> None:
     scheduler = scheduler_of(20)
     for request_id, beginning in enumerate((1, 2)):
         sequence = sequence_of(request_id, [beginning] * 4 + [3] * 5, 5)
@@ -234,7 +234,7 @@ def test_the_policy_decides_whether_a_prefix_outlives_its_last_owner(
     assert starts_of(run_pass(scheduler)[0]) == {1: start}
 
 
-def test_what_was_unused_for_longest_goes_first_and_leaves_before_their_parents() -> None:
+def test_least_recently_used_blocks_are_evicted_first_and_leaves_before_their_parents() -> None:
     scheduler = scheduler_of(6)
     for request_id, prompt in enumerate(([1] * 13, [2] * 8)):
         scheduler.add(sequence_of(request_id, prompt))
@@ -247,7 +247,7 @@ def test_what_was_unused_for_longest_goes_first_and_leaves_before_their_parents(
     assert [len(prefixes.match(sequence_of(3, [token] * 13))) for token in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_a_prefix_in_use_is_never_evicted_for_the_one_who_uses_it() -> None:
+def test_a_prefix_in_use_is_not_evicted_for_its_own_request() -> None:
     scheduler = scheduler_of(4)
     scheduler.add(sequence_of(0, [1] * 12))
     run_pass(scheduler)
@@ -256,7 +256,7 @@ def test_a_prefix_in_use_is_never_evicted_for_the_one_who_uses_it() -> None:
     assert scheduler.allocator.num_free == 0
 
 
-def test_an_evicted_request_finds_what_is_left_of_its_own_blocks() -> None:
+def test_an_evicted_request_reuses_its_remaining_blocks() -> None:
     scheduler = scheduler_of(20)
     scheduler.add(sequence_of(0, [1] * 9, 5))
     run_pass(scheduler)
@@ -264,7 +264,7 @@ def test_an_evicted_request_finds_what_is_left_of_its_own_blocks() -> None:
     assert starts_of(run_pass(scheduler)[0]) == {0: 8}
 
 
-def test_what_runs_while_the_weights_change_is_shared_with_nobody() -> None:
+def test_blocks_computed_across_a_weight_update_are_not_shared() -> None:
     scheduler = scheduler_of(20, max_tokens=10)
     scheduler.add(sequence_of(0, [1] * 16, 5))
     run_pass(scheduler)

@@ -67,7 +67,7 @@ def test_bytes_of_an_unfinished_character_are_held_back_too() -> None:
     assert matcher.safe_tokens() == 1
 
 
-def test_a_stop_string_that_may_not_match_yet_is_ignored_for_good() -> None:
+def test_a_stop_string_before_min_tokens_is_ignored_permanently() -> None:
     matcher = StopMatcher(["ab", "b"])
     assert not matcher.push("xab", may_match=False)
     assert not matcher.push("a")

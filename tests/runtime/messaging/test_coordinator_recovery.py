@@ -16,7 +16,7 @@ from megatron_runtime.errors import CoordinatorError, EngineError, RequestTimeou
 from megatron_runtime.headers import Headers
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.items import Failure, Submission, items
+from megatron_runtime.wire.items import RequestFailure, Submission, items
 
 LONG = SamplingParams(num_tokens_to_generate=200, seed=5)
 
@@ -204,7 +204,7 @@ async def test_a_client_that_connects_twice_submits_its_requests_once() -> None:
         await welcome
         _, message = await asyncio.to_thread(false.receive, Headers.SUBMIT_REQUEST)
         (submission,) = items(message, Submission.parse)
-        false.send_message(peer, Headers.REQUEST_FAILED, [Failure(submission.uuid, "EngineError", "enough")])
+        false.send_message(peer, Headers.REQUEST_FAILED, [RequestFailure(submission.uuid, "EngineError", "enough")])
         with pytest.raises(EngineError, match="enough"):
             await outstanding
         client.shutdown_coordinator()

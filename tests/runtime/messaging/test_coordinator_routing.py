@@ -230,8 +230,8 @@ async def test_the_entry_point_runs_in_a_process_until_sigterm() -> None:
     ready = context.Event()
     process = context.Process(
         target=DataParallelInferenceCoordinator.entrypoint,
-        args=(sender, ready, 1, None),
-        kwargs={"block_size_tokens": 16, "enable_prefix_caching": True, "request_timeout": 5.0},
+        args=(sender, ready, 1, None, None, False, 16, True),
+        kwargs={"request_timeout": 5.0},
         daemon=True,
     )
     process.start()

@@ -142,3 +142,17 @@ async def test_a_refusal_is_a_warning_only_where_nothing_awaits_it(
     assert caplog.messages == [
         "a control signal failed: unpause is not possible while the service is RUNNING; possible: pause"
     ]
+
+
+async def test_a_signal_that_is_open_when_its_client_stops_is_no_warning(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await fleet.connect()
+    with caplog.at_level(logging.WARNING, "megatron_runtime.inference_client"):
+        signal = client.pause_engines()
+        client.stop()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert isinstance(signal, asyncio.Task)
+        assert signal.done()
+    assert caplog.messages == []

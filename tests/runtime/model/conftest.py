@@ -1,4 +1,4 @@
-"""Small random models, requests to run through them, and a writer of GGUF files."""
+"""Small random models, requests for them, and a writer of GGUF files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BLOCK_SIZES = {
 
 @pytest.fixture(scope="session")
 def paged_requests() -> type[PagedRequests]:
-    """``paged_requests(decoder)``: an empty cache for it, and a way to run requests through both."""
+    """``paged_requests(decoder)``: an empty cache for the decoder, and methods to run requests."""
     return PagedRequests
 
 
@@ -77,7 +77,7 @@ def write_gguf() -> Callable[..., Path]:
 
 
 def _gguf_parts(name: str, raw: np.ndarray, names: Any) -> list[tuple[str, np.ndarray]]:
-    """A tensor under its name in GGUF; of experts gate and up apart, which transformers keeps together."""
+    """A tensor under its name in GGUF; gate and up of experts are separate, which transformers stores together."""
     if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj", name):
         parts = [raw] if match[2] == "down" else np.split(raw, 2, axis=1)
         return [
@@ -126,7 +126,7 @@ def _write_gguf(
     metadata: Callable[[GGUFWriter], None] = lambda _: None,
     leave_out: Sequence[str] = (),
 ) -> Path:
-    """Matrices become ``kind``; with ``draw``, which gives the bytes for a shape, the model takes on their values."""
+    """Matrices become ``kind``; with ``draw``, which returns the bytes for a shape, the model gets their values."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type.removesuffix("_text"))
     writer = GGUFWriter(path, architecture)

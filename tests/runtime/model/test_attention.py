@@ -1,4 +1,4 @@
-"""Attention over blocks in any order: what a plain softmax over each whole context gives, and always the same bits."""
+"""Attention over blocks in any order equals a plain softmax over each context, with the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Cache = tuple[Tensor, Tensor]
 
 @dataclass
 class Request:
-    """``new`` tokens at the end of a context, in blocks of its own."""
+    """``new`` tokens at the end of a context, in separate blocks."""
 
     context: int
     new: int
@@ -52,7 +52,7 @@ def threads() -> Iterator[None]:
 
 
 def lay_out(requests: Sequence[Request], block_size: int, scattered: bool) -> tuple[ForwardBatch, Cache]:
-    """The batch of all requests, and a pool that holds everything but the new tokens, NaN where nothing is."""
+    """The batch of all requests, and a pool with all tokens but the new ones, and NaN elsewhere."""
     free = iter(torch.randperm(POOL).tolist() if scattered else range(POOL))
     tables = [[next(free) for _ in range(-(-one.context // block_size))] for one in requests]
     width = max(map(len, tables))
@@ -86,7 +86,7 @@ def attend(
     soft_cap: float | None = None,
     kind: str = "cpu",
 ) -> list[Tensor]:
-    """What each request's queries see."""
+    """The attention output of each request's queries."""
     batch, cache = lay_out(requests, block_size, scattered)
     plan: AttentionPlan = CpuAttention(batch) if kind == "cpu" else TorchAttention(batch, block_size)
     if kind == "torch":
@@ -111,7 +111,7 @@ def plain(one: Request, window: int | None, soft_cap: float | None) -> Tensor:
 
 
 def mixed(dtype: torch.dtype = torch.float32) -> list[Request]:
-    """Decoding, whole prompts and later pieces of prompts, one longer than a chunk and a tile."""
+    """Decoding, whole prompts and later chunks of prompts, one longer than a chunk and a tile."""
     return [request(context, new, dtype) for context, new in ((11, 1), (1, 1), (9, 9), (100, 37), (70, 1), (20, 5))]
 
 

@@ -1,4 +1,4 @@
-"""What a preflight reads of a checkpoint needs no torch, which would take longer to import than all else."""
+"""The preflight reads a checkpoint without torch, whose import would take longer than all else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(json.dumps({"facts": asdict(facts), "has_torch": "torch" in sys.modules}))
 
 
 def write(form: str, folder: Path, random_model: Any, write_gguf: Any) -> int:
-    """A checkpoint in this form in the folder; how many parameters it has."""
+    """Writes a checkpoint in this format; returns its number of parameters."""
     if form == "torch_dist":
         shutil.unpack_archive(WRITTEN / "two_ranks.zip", folder)
         return inspect_checkpoint(folder).num_parameters

@@ -1,4 +1,4 @@
-"""Small random checkpoints of every known family, written by transformers, give the logits that transformers gives."""
+"""Small random checkpoints of every family, written by transformers, have the logits of transformers."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path, paged_reque
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_checkpoint_in_half_precision_computes_in_float32_when_asked_to(
+def test_a_checkpoint_in_half_precision_computes_in_float32_on_request(
     dtype: torch.dtype, tmp_path: Path, paged_requests: Any
 ) -> None:
     model = write_checkpoint(tmp_path, "Llama", {}, dtype=dtype)
@@ -270,7 +270,7 @@ def test_the_tensors_that_a_header_is_compared_with_are_those_of_the_decoder(nam
     assert list(expected_tensors(config).items()) == list(shapes.items())
 
 
-def test_rows_that_are_not_asked_for_cost_no_logits(tmp_path: Path, paged_requests: Any) -> None:
+def test_logits_are_computed_only_for_requested_rows(tmp_path: Path, paged_requests: Any) -> None:
     write_checkpoint(tmp_path, "Llama", {})
     requests = paged_requests(load_model(tmp_path, dtype="float32"))
     batch = requests._batch({"a": [1, 2, 3], "b": [4]})
@@ -292,7 +292,7 @@ def test_the_cache_keeps_its_contents_when_it_is_offloaded_and_restored(
     torch.testing.assert_close(requests.forward({"it": [8]})["it"], logits_of(model, [5, 6, 7, 8])[-1:], **CLOSE)
 
 
-def test_a_released_cache_comes_back_empty(tmp_path: Path, paged_requests: Any) -> None:
+def test_a_released_cache_is_empty_after_its_restoration(tmp_path: Path, paged_requests: Any) -> None:
     write_checkpoint(tmp_path, "Llama", {})
     cache = paged_requests(load_model(tmp_path, dtype="float32")).cache
     keys, _ = cache.layer(0)
@@ -303,7 +303,7 @@ def test_a_released_cache_comes_back_empty(tmp_path: Path, paged_requests: Any) 
     assert not cache.layer(0)[0].any()
 
 
-def test_a_block_takes_the_bytes_that_the_pool_divides_into(tmp_path: Path, paged_requests: Any) -> None:
+def test_the_bytes_of_a_block_are_those_of_the_pool_divided_by_its_blocks(tmp_path: Path, paged_requests: Any) -> None:
     write_checkpoint(tmp_path, "Llama", {})
     cache = paged_requests(load_model(tmp_path, dtype="float32"), num_blocks=8, block_size_tokens=16).cache
     keys, values = cache.layer(0)

@@ -1,4 +1,4 @@
-"""SmolLM2's real weights: the same numbers as transformers, whatever shape the batch has."""
+"""SmolLM2's real weights have the logits of transformers, in batches of any shape."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.model
 
 CLOSE_PLAIN = {"atol": 1.5e-4, "rtol": 0.0}
-"""Logits reach 38 here, of which this is 4e-6. Beside transformers in float64, ours of plain matrices are off by 0.9e-4
-to 1.1e-4, by processor, and by 0.8e-4 even where the matrices alone are multiplied in float64; transformers' own in
-float32 by 0.9e-4 to 1.3e-4, by processor and number of threads, so that they are no yardstick for the last digit."""
+"""Logits reach 38 here, of which this is 4e-6. Compared with transformers in float64, unpacked matrices differ by
+0.9e-4 to 1.1e-4, depending on the processor, and by 0.8e-4 even with matrix products in float64. Transformers in
+float32 differs by 0.9e-4 to 1.3e-4, depending on processor and threads, so it is no reference for the last digit.
+"""
 CLOSE_PACKED = {"atol": 3e-4, "rtol": 0.0}
-"""oneDNN's kernels add in another order, as do those for a single row: ours are off by up to 2.2e-4, most of it at the
-first token."""
+"""oneDNN's kernels add in another order, as do those for a single row: the difference is up to 2.2e-4, most of it at
+the first token.
+"""
 CONTINUATION = 32
 
 
@@ -37,7 +39,7 @@ def decoder(smollm2_path: Path) -> Decoder:
 
 @pytest.fixture(scope="module")
 def plain_decoder(smollm2_path: Path) -> Decoder:
-    """The same with its matrices as they were read."""
+    """The same with unpacked matrices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Decoder, "prepare", lambda _: None)
         return load_model(smollm2_path, dtype="float32")
@@ -50,7 +52,7 @@ def exact_model(reference_model: LlamaForCausalLM) -> LlamaForCausalLM:
 
 
 def exact_logits(exact_model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
-    """What ours in float32 would be if nothing were rounded on the way, [tokens, vocab]."""
+    """The result of float32 weights without rounding, [tokens, vocab]."""
     return logits_of(exact_model, tokens).float()
 
 
@@ -71,9 +73,7 @@ def exact_answers(exact_model: LlamaForCausalLM, prompt_ids: dict[str, list[int]
         return {prompt: exact_logits(exact_model, tokens) for prompt, tokens in prompt_ids.items()}
 
 
-def test_every_weight_is_what_transformers_reads_from_the_same_file(
-    decoder: Decoder, reference_model: LlamaForCausalLM
-) -> None:
+def test_every_weight_equals_that_read_by_transformers(decoder: Decoder, reference_model: LlamaForCausalLM) -> None:
     expected = reference_model.state_dict()
     for name, tensor in decoder.destinations().items():
         assert torch.equal(tensor, expected[name]), name
@@ -87,7 +87,7 @@ def test_prefill_logits_are_those_of_transformers(
         torch.testing.assert_close(logits, exact_answers[prompt], **CLOSE_PACKED)
 
 
-def test_prefill_logits_of_plain_matrices_are_as_exact_as_transformers_own_in_float32(
+def test_prefill_logits_of_unpacked_matrices_are_as_exact_as_those_of_transformers_in_float32(
     plain_decoder: Decoder,
     prompt_ids: dict[str, list[int]],
     exact_answers: dict[str, torch.Tensor],
@@ -135,7 +135,7 @@ def test_prefill_in_chunks_beside_decoding_requests_changes_no_logits(
         torch.testing.assert_close(torch.cat(seen[name]), exact_logits(exact_model, tokens), **CLOSE_PACKED)
 
 
-def test_twenty_prompts_continued_together_say_what_transformers_says(
+def test_twenty_prompts_in_a_batch_have_the_tokens_of_transformers(
     decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
 ) -> None:
     assert len(prompt_ids) == 20
@@ -144,7 +144,7 @@ def test_twenty_prompts_continued_together_say_what_transformers_says(
         assert_most_likely(reference_model, tokens, made[prompt])
 
 
-def test_a_prompt_continued_alone_says_what_transformers_says(
+def test_a_single_prompt_has_the_tokens_of_transformers(
     decoder: Decoder, prompt_ids: dict[str, list[int]], reference_model: LlamaForCausalLM, paged_requests: Any
 ) -> None:
     for prompt, tokens in list(prompt_ids.items())[:5]:

@@ -1,4 +1,4 @@
-"""What the published configurations of DeepSeek and Kimi say, and what is refused of their kind."""
+"""The published configurations of DeepSeek and Kimi, and unsupported ones of these families."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ SMALL = {
 
 
 def read_config(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    """What is made of a ``config.json`` with nothing but ``fields``."""
+    """The configuration from a ``config.json`` with only ``fields``."""
     path = folder / "config.json"
     path.write_text(json.dumps(fields))
     return hugging_face_config(path)
@@ -190,7 +190,9 @@ def test_parameters_are_counted_as_transformers_counts_them(tmp_path: Path, save
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_can_not_be_served_is_refused_by_its_field(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_unsupported_configuration_is_refused_by_its_field(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=re.escape(said)):
         read_config(tmp_path, V3 | fields)
 

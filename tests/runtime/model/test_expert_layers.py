@@ -1,4 +1,4 @@
-"""A layer of experts gives what that of transformers gives, for families whose attention is not considered here."""
+"""A mixture-of-experts layer equals that of transformers; the attention of the family is not considered."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ LAYERS = {"deepseek v2": deepseek_v2, "deepseek v3": deepseek_v3, "llama 4": lla
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
-    """The tensors of a layer of transformers by the names that they have in a checkpoint of DeepSeek."""
+    """The tensors of a layer of transformers by their names in a checkpoint of DeepSeek."""
     gate_up, down = layer.experts.gate_up_proj, layer.experts.down_proj
     router, shared = (getattr(layer, "gate", None), getattr(layer, "shared_experts", None))
-    if isinstance(layer, Llama4TextMoe):  # which multiplies by its matrices from the right
+    if isinstance(layer, Llama4TextMoe):  # which stores its matrices transposed
         gate_up, down = gate_up.mT, down.mT
         router, shared = layer.router, layer.shared_expert
     named = {"gate.weight": router.weight}
@@ -91,7 +91,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", LAYERS)
 @torch.inference_mode()
-def test_a_layer_gives_what_that_of_transformers_gives(name: str, tmp_path: Path) -> None:
+def test_a_layer_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
     experts, layer = LAYERS[name](tmp_path)
     torch.manual_seed(0)
     for tensor in [*layer.parameters(), *layer.buffers()]:

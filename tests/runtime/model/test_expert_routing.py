@@ -1,4 +1,4 @@
-"""Routers choose the experts that those of transformers choose, with the same weights."""
+"""Routers select the experts of transformers, with the same weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def randomize(router: Any) -> None:
 
 
 def per_expert(chosen: Tensor, weights: Tensor) -> Tensor:
-    """[T, experts], zero for experts that aren't chosen."""
+    """[T, experts], zero for experts that aren't selected."""
     return torch.zeros(len(chosen), EXPERTS).scatter(1, chosen, weights.float())
 
 
@@ -159,7 +159,7 @@ def test_routing_that_cannot_work_is_refused(experts: ExpertsConfig, said: str) 
         ({"topk_method": "group_limited_greedy"}, "n_group is missing"),
     ],
 )
-def test_fields_of_deepseek_v2_that_are_not_known_are_refused(fields: dict[str, Any], said: str) -> None:
+def test_unsupported_values_of_deepseek_v2_fields_are_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         deepseek_v2_experts(ConfigFields(Path("config.json"), DEEPSEEK | fields), 2)
 

@@ -1,4 +1,4 @@
-"""What the families' configurations may say, in newer and older spelling, and what is refused with which words."""
+"""The configurations of the families, in newer and older spelling, and the errors of unsupported ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GLM_4_5 = {
 
 
 def read_config(folder: Path, fields: dict[str, Any]) -> ModelConfig:
-    """What is made of a ``config.json`` with nothing but ``fields``."""
+    """The configuration from a ``config.json`` with only ``fields``."""
     path = folder / "config.json"
     path.write_text(json.dumps(fields))
     return hugging_face_config(path)
@@ -103,7 +103,7 @@ def test_gemma_3_in_its_older_spelling_is_the_same_configuration(tmp_path: Path)
     assert config.tie_word_embeddings
 
 
-def test_the_text_model_of_a_gemma_3_that_sees_is_read_alone(tmp_path: Path, paged_requests: Any) -> None:
+def test_only_the_text_model_of_a_multimodal_gemma_3_is_read(tmp_path: Path, paged_requests: Any) -> None:
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Gemma3Config(
         text_config=SIZES
@@ -122,7 +122,7 @@ def test_the_text_model_of_a_gemma_3_that_sees_is_read_alone(tmp_path: Path, pag
     torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
 
 
-def test_what_the_files_of_large_gemma_3_models_leave_out_is_known(tmp_path: Path) -> None:
+def test_fields_that_large_gemma_3_models_omit_have_their_defaults(tmp_path: Path) -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     config = read_config(tmp_path, {"model_type": "gemma3", "text_config": text | {"sliding_window": 1024}})
     assert (config.num_attention_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
@@ -130,7 +130,7 @@ def test_what_the_files_of_large_gemma_3_models_leave_out_is_known(tmp_path: Pat
     assert config.layer_windows[:6] == (1024, 1024, 1024, 1024, 1024, None)
 
 
-def test_smollm3_without_a_list_leaves_every_fourth_layer_unrotated(tmp_path: Path) -> None:
+def test_smollm3_without_a_list_has_no_rotation_in_every_fourth_layer(tmp_path: Path) -> None:
     config = read_config(tmp_path, plain("smollm3", num_hidden_layers=8))
     assert config.unrotated_layers == {3, 7}
     assert config.rope_theta == 2e6
@@ -202,7 +202,9 @@ def test_yarn_serves_the_length_that_it_stretches_the_model_to(tmp_path: Path) -
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_what_can_not_be_served_is_refused_by_its_field(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_an_unsupported_configuration_is_refused_by_its_field(
+    fields: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=re.escape(said)):
         read_config(tmp_path, fields)
 
@@ -217,7 +219,7 @@ def test_a_missing_expert_is_named(tmp_path: Path, save_model: Any) -> None:
         inspect_checkpoint(tmp_path)
 
 
-def test_a_configuration_with_more_experts_than_tensors_takes_no_memory(tmp_path: Path, save_model: Any) -> None:
+def test_a_configuration_with_more_experts_than_tensors_allocates_no_memory(tmp_path: Path, save_model: Any) -> None:
     save_model(tmp_path, "Mixtral", num_local_experts=4)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_local_experts": 10**7}))
@@ -244,7 +246,7 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path, paged_re
     torch.testing.assert_close(ours, logits_of(model, tokens), **CLOSE)
     tensors["model.layers.4.eh_proj.weight"] = torch.zeros(32, 64)
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=r"tensor model.layers.4.eh_proj.weight found that the configuration has"):
+    with pytest.raises(CheckpointError, match=r"layers.4.eh_proj.weight found that the configuration does not have"):
         inspect_checkpoint(tmp_path)
 
 
@@ -263,7 +265,7 @@ def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(
     assert (ours - exact).abs().mean() <= 2 * allowed.mean()
 
 
-def test_numbers_that_are_none_are_found_when_asked_for(tmp_path: Path, save_model: Any) -> None:
+def test_nan_and_infinity_are_found_on_request(tmp_path: Path, save_model: Any) -> None:
     save_model(tmp_path, "Llama")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -277,7 +279,7 @@ def test_numbers_that_are_none_are_found_when_asked_for(tmp_path: Path, save_mod
         load_model(tmp_path, check_finite=True, dtype="float32")
 
 
-def test_numbers_that_the_chosen_type_can_not_hold_are_found_when_asked_for(tmp_path: Path, save_model: Any) -> None:
+def test_values_beyond_the_range_of_the_dtype_are_found_on_request(tmp_path: Path, save_model: Any) -> None:
     save_model(tmp_path, "Llama")
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)

@@ -1,4 +1,4 @@
-"""GGUF files: the same model as in the folder they were made of, and errors that name the file and the mend."""
+"""GGUF files: the same model as in the original folder, and errors that name file and remedy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ WriteGguf = Callable[..., Path]
 
 
 @pytest.mark.parametrize("kind", sorted(gguf.quants._type_traits), ids=lambda kind: kind.name)
-def test_every_type_is_dequantized_piece_by_piece_as_the_package_does_at_once(
-    kind: GGMLQuantizationType, tmp_path: Path
-) -> None:
+def test_every_type_is_dequantized_in_chunks_as_by_the_gguf_package(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     elements, size = gguf.GGML_QUANT_SIZES[kind]
     raw = np.random.default_rng(0).integers(0, 256, (6, 2 * size), dtype=np.uint8)
     writer = GGUFWriter(tmp_path / "one.gguf", "llama")
@@ -81,7 +79,7 @@ def complaint(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_file_of_another_format_is_refused_with_what_it_starts_with(tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_refused_with_its_first_bytes(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"PK\x03\x04 a zip file")
     assert r"is no GGUF file: it starts with b'PK\x03\x04', expected b'GGUF'. Name a .gguf file" in complaint(path)
@@ -93,7 +91,7 @@ def test_an_unknown_version_is_refused(tmp_path: Path) -> None:
     assert "GGUF version 9 found, expected 2 or 3" in complaint(path)
 
 
-def test_a_file_that_lost_its_end_says_how_much_is_there_and_how_much_should_be(
+def test_a_truncated_file_is_refused_with_actual_and_expected_size(
     tmp_path: Path, write_gguf: WriteGguf, model_of_blocks: Any
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", model_of_blocks())
@@ -103,7 +101,9 @@ def test_a_file_that_lost_its_end_says_how_much_is_there_and_how_much_should_be(
     assert "Fetch the file again" in complaint(path)
 
 
-def test_a_file_cut_anywhere_is_refused_with_words(tmp_path: Path, write_gguf: WriteGguf, model_of_blocks: Any) -> None:
+def test_a_file_truncated_anywhere_is_refused_with_a_message(
+    tmp_path: Path, write_gguf: WriteGguf, model_of_blocks: Any
+) -> None:
     path = write_gguf(tmp_path / "model.gguf", model_of_blocks())
     whole = path.read_bytes()
     for length in [*range(300), *range(300, len(whole) - 100, 997)]:
@@ -113,7 +113,7 @@ def test_a_file_cut_anywhere_is_refused_with_words(tmp_path: Path, write_gguf: W
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(st.tuples(st.integers(4, 2500), st.integers(0, 255)), min_size=1, max_size=4))
-def test_a_damaged_header_is_refused_with_words_or_does_no_harm(
+def test_a_damaged_header_is_refused_with_a_message_or_harmless(
     edits: list[tuple[int, int]], tmp_path: Path, write_gguf: WriteGguf, model_of_blocks: Any
 ) -> None:
     original = tmp_path / "original.gguf"
@@ -161,14 +161,14 @@ def test_a_missing_tensor_is_named_as_in_the_original(
         ("llama.rope.dimension_count", 8, "llama.rope.dimension_count is 8, only 16 is supported"),
     ],
 )
-def test_a_kind_of_model_that_is_not_built_is_refused(
+def test_an_unsupported_kind_of_model_is_refused(
     key: str, value: int, said: str, tmp_path: Path, write_gguf: WriteGguf, model_of_blocks: Any
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", model_of_blocks(), metadata=lambda writer: writer.add_uint32(key, value))
     assert said in complaint(path)
 
 
-def test_an_unknown_architecture_is_answered_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -187,7 +187,7 @@ def test_a_type_that_can_not_be_dequantized_is_named(
     assert "tensor output_norm.weight has type F64, which can't be dequantized. Choose another" in complaint(path)
 
 
-def test_a_configuration_with_more_layers_than_tensors_takes_no_memory(
+def test_a_configuration_with_more_layers_than_tensors_allocates_no_memory(
     tmp_path: Path, write_gguf: WriteGguf, model_of_blocks: Any
 ) -> None:
     path = write_gguf(tmp_path / "model.gguf", model_of_blocks())

@@ -1,4 +1,4 @@
-"""GGUF files of every known architecture, as llama.cpp's converter writes them, give the logits of transformers."""
+"""GGUF files of every architecture, as written by llama.cpp's converter, have the logits of transformers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_gemma_3_scales_the_rotary_frequencies_of_its_global_layers_alone(
 @pytest.mark.parametrize(
     ("family", "layers", "per_head"), [("gemma2", 26, 16), ("gemma2", 46, 8), ("gemma3", 34, 16), ("gemma3", 62, 8)]
 )
-def test_the_scale_of_gemma_s_scores_is_told_by_its_number_of_layers(
+def test_the_attention_scale_of_gemma_depends_on_its_number_of_layers(
     family: str, layers: int, per_head: int, tmp_path: Path
 ) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", family)

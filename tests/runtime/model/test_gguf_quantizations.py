@@ -1,4 +1,4 @@
-"""Every quantization that the gguf package can dequantize gives the logits of the dequantized weights, in every kin."""
+"""Every quantization of the gguf package gives the logits of the dequantized weights, in every kind of tensor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 64,
 }
-"""All rows hold whole blocks of 256, the largest there are."""
+"""All rows consist of whole blocks of 256, the largest."""
 GEMMA = {"sliding_window": 6, "query_pre_attn_scalar": 64}
 KIN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -47,9 +47,9 @@ TOKENS = list(range(1, 20))
 
 @pytest.fixture(scope="module")
 def blocks() -> Callable[[GGMLQuantizationType, tuple[int, ...]], np.ndarray]:
-    """``blocks(kind, shape)``: the bytes of a random tensor. The package can make few kinds of itself.
+    """``blocks(kind, shape)``: the bytes of a random tensor. The package can quantize to few kinds.
 
-    Out of random bytes those blocks are taken that stand for weights of a usual size.
+    Selects random blocks whose weights have a usual size.
     """
     pools: dict[GGMLQuantizationType, np.ndarray] = {}
 

@@ -1,4 +1,4 @@
-"""Memory of the host is taken so that it can be given back."""
+"""Host memory is allocated so that it can return to the system."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.model.host_memory import empty_matrix, return_freed_memory
 COUNT, ROWS, COLUMNS = 64, 256, 1024
 
 
-def test_every_other_matrix_that_is_let_go_leaves_no_hole() -> None:
+def test_released_matrices_return_their_memory() -> None:
     gc.collect()
     return_freed_memory()
     before = resident_bytes()
@@ -29,7 +29,7 @@ def test_every_other_matrix_that_is_let_go_leaves_no_hole() -> None:
 
 @pytest.mark.parametrize(("rows", "columns"), [(0, 5), (5, 0), (1, 1), (3, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_matrix_has_the_shape_and_type_that_are_asked_for(rows: int, columns: int, dtype: torch.dtype) -> None:
+def test_a_matrix_has_the_requested_shape_and_type(rows: int, columns: int, dtype: torch.dtype) -> None:
     matrix = empty_matrix(rows, columns, dtype)
     assert (matrix.shape, matrix.dtype, matrix.requires_grad) == ((rows, columns), dtype, False)
     assert matrix.is_contiguous()
@@ -40,7 +40,7 @@ def test_the_default_device_has_the_matrix() -> None:
         assert empty_matrix(2**20, 2**20, torch.float32).device.type == "meta"
 
 
-def test_zeros_take_memory_as_they_are_written_to() -> None:
+def test_zeros_use_memory_when_they_are_written_to() -> None:
     before = resident_bytes()
     storage = zeros((4, ROWS, COLUMNS), torch.bfloat16)
     assert (storage.shape, storage.dtype) == ((4, ROWS, COLUMNS), torch.bfloat16)
@@ -51,7 +51,7 @@ def test_zeros_take_memory_as_they_are_written_to() -> None:
     assert resident_bytes() - before > 0.9 * large.nbytes
 
 
-def test_more_zeros_than_there_is_memory_are_refused() -> None:
+def test_more_zeros_than_memory_are_refused() -> None:
     with pytest.raises(MemoryError, match="bytes"):
         zeros((2**62,), torch.float32)
     assert zeros((0, 3), torch.float32).shape == (0, 3)

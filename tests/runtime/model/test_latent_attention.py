@@ -31,7 +31,9 @@ def seed() -> None:
 def attend(
     rows: Tensor, context: int, *, kind: str, known: Tensor | None = None, soft_cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What the last ``len(rows)`` tokens of a context see, and the pool; ``known`` are the keys before them."""
+    """The attention output of the last ``len(rows)`` tokens of a context, and the pool; ``known`` are the keys before
+    them.
+    """
     new, blocks = len(rows), -(-context // BLOCK)
     positions = torch.arange(context - new, context)
     table = torch.randperm(blocks + 3)[:blocks]
@@ -54,7 +56,7 @@ def attend(
 
 
 def plain(rows: Tensor, keys: Tensor, soft_cap: float | None) -> Tensor:
-    """The definition, in float64: ``keys`` are turned, and hold the values; ``rows`` are not turned yet."""
+    """The definition, in float64: ``keys`` are rotated, and contain the values; ``rows`` are not rotated yet."""
     context, new = len(keys), len(rows)
     positions = torch.arange(context - new, context)
     queries = rotate(rows[:, :-1].double(), *rotation(positions, torch.tensor([1.0, 0.1]), torch.float64))
@@ -80,7 +82,7 @@ def test_values_are_the_ends_of_the_keys(kind: str, heads: int, new: int, contex
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_query_sees_the_same_bits_in_a_prefill_and_by_itself(dtype: torch.dtype) -> None:
+def test_a_query_has_the_same_bits_in_a_prefill_and_alone(dtype: torch.dtype) -> None:
     rows = torch.randn(70, 2 * HEADS_TOGETHER + 1, ROTATED + RANK, dtype=dtype)
     together, keys = attend(rows, 70, kind="cpu")
     for position in (0, 17, 69):

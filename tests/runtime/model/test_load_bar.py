@@ -1,4 +1,4 @@
-"""Whoever loads a model in a terminal sees how far it is, at which rate, and how it ended."""
+"""The progress bar shows progress, rate and result of loading."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_rate_is_that_of_all_bytes_so_far() -> None:
     assert LoadProgress(30, 90, 0.0).bytes_per_second > 0
 
 
-def test_a_failed_load_leaves_the_terminal_usable() -> None:
+def test_a_failed_load_restores_the_terminal() -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     with pytest.raises(RuntimeError, match="broken off"), LoadBar(console):
         raise RuntimeError("broken off")

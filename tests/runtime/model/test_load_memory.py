@@ -1,4 +1,4 @@
-"""Loading takes at most the memory of the model and of one shard, measured from outside Python's own accounts."""
+"""Loading needs at most the memory of the model and of one shard, as measured by the kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from megatron_runtime.parallel.layout import ParallelSizes
 MIB = 2**20
 SHARD = 20 * MIB
 SLACK = 12 * MIB
-"""For a piece of a tensor on its way, and large pages that are not full; less than a second shard, which would be seen,
-and than the holes that packed matrices would leave in the C library's heap."""
+"""For a chunk of a tensor, and large pages that are not full. Less than a second shard, and than the holes of packed
+matrices in the C library's heap.
+"""
 LARGE = {
     "vocab_size": 2000,
     "hidden_size": 512,
@@ -52,7 +53,7 @@ def test_a_rank_peaks_at_its_part_and_one_shard(
             model.save_pretrained(tmp_path / name, max_shard_size=SHARD)
             shards = [path.stat().st_size for path in (tmp_path / name).glob("*.safetensors")]
     assert form == "gguf" or len(shards) > 4
-    ranks = sizes.ranks_per_replica
+    ranks = sizes.ranks_per_replica_group
     part = 4 * models["large"].num_parameters() / ranks
     paths = (tmp_path / "small", tmp_path / "large")
     for measured in run_ranks(model_scenarios.measure_load, ranks, sizes, free_port(), *paths):

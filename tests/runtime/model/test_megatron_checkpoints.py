@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron itself wrote give the logits that Megatron itself computed."""
+"""Checkpoints that Megatron wrote have the logits that Megatron computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITERATION = "iter_0000010"
 
 @pytest.fixture
 def training(tmp_path: Path) -> Path:
-    """The folder of a training: a configuration, the number of the latest iteration, and the folder of that."""
+    """The folder of a training: a configuration, the number of the latest iteration, and its folder."""
     shutil.unpack_archive(WRITTEN / "training.zip", tmp_path)
     return tmp_path
 
@@ -55,7 +55,7 @@ def test_a_training_s_states_are_neither_missed_nor_counted(training: Path) -> N
     assert inspect_checkpoint(training).num_parameters == 2 * layer + 16 * (29 + 29 + 1)
 
 
-def test_an_iteration_with_a_configuration_of_its_own_is_named_by_itself_or_by_its_training(
+def test_an_iteration_with_a_configuration_is_found_by_its_folder_or_that_of_the_training(
     training: Path, paged_requests: Any
 ) -> None:
     shutil.move(training / "config.json", training / ITERATION)
@@ -70,13 +70,13 @@ def test_a_released_model_is_found(training: Path, paged_requests: Any) -> None:
     assert_megatron_s_logits(training, training / "expected.safetensors", paged_requests)
 
 
-def test_a_training_without_a_configuration_says_what_to_put_there(training: Path) -> None:
+def test_a_training_without_a_configuration_is_refused_with_the_remedy(training: Path) -> None:
     (training / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"holds a Megatron checkpoint, but no config.json. Put"):
         load_model(training, dtype="float32")
 
 
-def test_a_training_whose_latest_iteration_is_not_to_be_had_is_refused_with_words(training: Path) -> None:
+def test_a_training_without_its_latest_iteration_is_refused_with_a_message(training: Path) -> None:
     tracker = training / "latest_checkpointed_iteration.txt"
     tracker.write_text("20")
     with pytest.raises(CheckpointError, match=r"says 20, but there is no iter_0000020 beside it"):

@@ -1,4 +1,4 @@
-"""Matrices in oneDNN's order: the same numbers, held once."""
+"""Packed matrices: the same results, stored once."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_linear_is_replaced_wherever_it_sits(linear: Linear) -> None:
     ]
 
 
-def test_other_devices_and_types_stay_as_they_are() -> None:
+def test_other_devices_and_types_are_not_changed() -> None:
     assert not can_pack(torch.float32, torch.device("meta"))
     assert not can_pack(torch.float64, CPU)
 

@@ -1,4 +1,4 @@
-"""A model that several ranks share answers as on one."""
+"""A model that several ranks divide has the answers of one rank."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, save_model: Callable[..., 
 
 @pytest.fixture(scope="module")
 def alone(folders: Callable[[str], Path]) -> Callable[[str, int], Answers]:
-    """What one rank answers in so many steps."""
+    """The answers of one rank over this number of steps."""
     return cache(lambda name, steps: model_scenarios.answer(folders(name), steps=steps))
 
 
@@ -141,7 +141,7 @@ def test_ranks_that_share_a_model_answer_as_one_rank_does(
     sizes, names = LAYOUTS[layout]
     steps = [LONG if name in (names[0], *WITH_SHARED_EXPERTS) else SHORT for name in names]
     models = list(zip(map(folders, names), steps, strict=True))
-    answers = run_ranks(model_scenarios.answer_all, sizes.ranks_per_replica, sizes, free_port(), models)
+    answers = run_ranks(model_scenarios.answer_all, sizes.ranks_per_replica_group, sizes, free_port(), models)
     for index, name in enumerate(names):
         assert_same([answer[index] for answer in answers], alone(name, steps[index]), sizes, steps[index])
 
@@ -151,7 +151,7 @@ def test_ranks_with_copies_of_the_dense_layers_choose_the_same_experts(
     sizes: ParallelSizes, folders: Callable[[str], Path]
 ) -> None:
     path = folders("glm 4.5")
-    said = run_ranks(model_scenarios.choose_experts, sizes.ranks_per_replica, sizes, free_port(), path)
+    said = run_ranks(model_scenarios.choose_experts, sizes.ranks_per_replica_group, sizes, free_port(), path)
     first = said[0]["alone"]
     assert not said[-1]["alone"]["chosen"].equal(first["chosen"])
     for heard in said:
@@ -159,7 +159,7 @@ def test_ranks_with_copies_of_the_dense_layers_choose_the_same_experts(
         assert heard["together"]["weights"].equal(first["weights"])
 
 
-def test_ranks_with_copies_of_the_dense_layers_take_new_weights(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+def test_ranks_with_copies_of_the_dense_layers_load_new_weights(tmp_path: Path, save_model: Callable[..., Any]) -> None:
     for number, std in enumerate((0.2, 0.5)):
         save_model(tmp_path / str(number), "Glm4Moe", std=std, **(SIZES | GLM_4_5))
     paths = [tmp_path / name for name in ("0", "1", "nowhere")]
@@ -190,7 +190,7 @@ def test_every_format_can_be_shared(
         assert_same([answer[index] for answer in answers], expected, sizes, SHORT)
 
 
-def test_ranks_take_their_part_of_new_weights_all_or_none(tmp_path: Path, save_model: Callable[..., Any]) -> None:
+def test_ranks_load_their_part_of_new_weights_all_or_none(tmp_path: Path, save_model: Callable[..., Any]) -> None:
     for number, std in enumerate((0.2, 0.5)):
         save_model(tmp_path / str(number), "Llama", std=std, **SIZES)
     shutil.copytree(tmp_path / "0", tmp_path / "broken")

@@ -1,4 +1,4 @@
-"""The preflight expects of a rank the weights that it then holds."""
+"""The preflight computes the bytes of the weights that a rank then has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PLENTY = AvailableMemory(2**40, "free")
 def held_bytes(config: Any, sizes: ParallelSizes, rank: int) -> int:
     """Of the weights of one rank, which are not loaded."""
     ranks = SingleRank()
-    ranks.position = sizes.position_in_replica(rank)
+    ranks.position = sizes.position_in_replica_group(rank)
     decoder = Decoder(config, dtype=torch.float32, device="meta", ranks=ranks)
     return sum(view.nbytes for view in decoder.destinations().values())
 
@@ -61,9 +61,9 @@ def test_a_rank_holds_what_the_preflight_expects(sizes: ParallelSizes, tmp_path:
     )
     found = _inspect(InspectionOptions(str(tmp_path), None, None, engine))
     assert isinstance(found, CheckpointFacts)
-    assert engine.ranks_per_replica_group == sizes.ranks_per_replica
+    assert engine.ranks_per_replica_group == sizes.ranks_per_replica_group
     plan = plan_engine(LaunchOptions(model=ModelSource(path=tmp_path), engine=engine), found, PLENTY)
     config = inspect_checkpoint(tmp_path).config
-    held = max(held_bytes(config, sizes, rank) for rank in range(sizes.ranks_per_replica))
+    held = max(held_bytes(config, sizes, rank) for rank in range(sizes.ranks_per_replica_group))
     # Norms and routers, which are small, are on every rank.
     assert 0.97 * held < plan.weight_bytes <= held

@@ -1,4 +1,4 @@
-"""Other weights in a decoder that is in use: all of them or none, wherever they come from."""
+"""New weights in a decoder in use: all or none, from any source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import load_model
 from megatron_runtime.model.decoder import Decoder
-from megatron_runtime.model.refit import Weights, bring_weights_back, offload_weights, update_weights
+from megatron_runtime.model.refit import Weights, offload_weights, restore_weights, update_weights
 
 CPU = torch.device("cpu")
 SaveModel = Callable[..., Any]
@@ -55,7 +55,7 @@ def in_a_folder(checkpoint: Path) -> Weights:
 
 
 @pytest.mark.parametrize("source", [in_memory, in_one_file, in_a_folder])
-def test_new_weights_make_the_decoder_that_loading_them_makes(
+def test_updated_weights_equal_loaded_weights(
     checkpoints: tuple[Path, Path], paged_requests: Callable[..., Any], source: Callable[[Path], Weights]
 ) -> None:
     model, other = (load_model(path, dtype="float32") for path in checkpoints)
@@ -93,7 +93,7 @@ def _poison(named: dict[str, Tensor], last: str) -> None:
         (_poison, "numbers in tensor {last} are NaN"),
     ],
 )
-def test_what_does_not_fit_is_named_and_changes_nothing(
+def test_weights_that_do_not_fit_are_reported_and_change_nothing(
     checkpoints: tuple[Path, Path], change: Change, complaint: str
 ) -> None:
     model, other = (load_model(path, dtype="float32") for path in checkpoints)
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing(
     assert_same(model, before)
 
 
-def test_another_model_is_refused_with_what_differs(tmp_path: Path, save_model: SaveModel) -> None:
+def test_the_weights_of_another_model_are_refused_with_the_difference(tmp_path: Path, save_model: SaveModel) -> None:
     save_model(tmp_path / "0", "Llama")
     save_model(tmp_path / "1", "Llama", num_hidden_layers=2)
     model = load_model(tmp_path / "0", dtype="float32")
@@ -117,7 +117,7 @@ def test_another_model_is_refused_with_what_differs(tmp_path: Path, save_model: 
     assert_same(model, before)
 
 
-def test_a_file_that_holds_no_tensors_is_named_and_changes_nothing(checkpoints: tuple[Path, Path]) -> None:
+def test_a_file_without_tensors_is_reported_and_changes_nothing(checkpoints: tuple[Path, Path]) -> None:
     model = load_model(checkpoints[0], dtype="float32")
     before = tensors(model)
     broken = checkpoints[1] / "broken.safetensors"
@@ -131,7 +131,7 @@ def test_a_file_that_holds_no_tensors_is_named_and_changes_nothing(checkpoints: 
     assert_same(model, before)
 
 
-def test_a_copy_of_a_tied_head_may_be_among_the_tensors(tmp_path: Path, save_model: SaveModel) -> None:
+def test_a_copy_of_a_tied_head_is_accepted(tmp_path: Path, save_model: SaveModel) -> None:
     original = save_model(tmp_path, "Llama", tie_word_embeddings=True)
     model = load_model(tmp_path, dtype="float32")
     named = {name: tensor.detach() * 2 for name, tensor in original.state_dict().items()}
@@ -140,16 +140,16 @@ def test_a_copy_of_a_tied_head_may_be_among_the_tensors(tmp_path: Path, save_mod
     assert torch.equal(model.embedding.table, named["lm_head.weight"])
 
 
-def test_released_weights_come_back_from_their_files(checkpoints: tuple[Path, Path]) -> None:
+def test_released_weights_are_read_again_from_their_files(checkpoints: tuple[Path, Path]) -> None:
     model = load_model(checkpoints[0], dtype="float32")
     before = tensors(model)
     offload_weights(model)
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
-    bring_weights_back(model, CPU)
+    restore_weights(model, CPU)
     assert_same(model, before)
     offload_weights(model)
     update_weights(model, checkpoints[1])
-    bring_weights_back(model, CPU)
+    restore_weights(model, CPU)
     assert_same(model, tensors(load_model(checkpoints[1], dtype="float32")))
 
 
@@ -159,7 +159,7 @@ def test_files_that_changed_meanwhile_are_not_taken_for_the_old_ones(checkpoints
     weights = checkpoints[0] / "model.safetensors"
     weights.write_bytes((checkpoints[1] / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="changed since its weights were released"):
-        bring_weights_back(model, CPU)
+        restore_weights(model, CPU)
     update_weights(model, checkpoints[0])
     assert_same(model, tensors(load_model(checkpoints[1], dtype="float32")))
 
@@ -169,5 +169,5 @@ def test_weights_that_are_in_no_file_stay(checkpoints: tuple[Path, Path]) -> Non
     update_weights(model, tensors(other))
     offload_weights(model)
     assert_same(model, tensors(other))
-    bring_weights_back(model, CPU)
+    restore_weights(model, CPU)
     assert_same(model, tensors(other))

@@ -1,4 +1,4 @@
-"""Kernels over rows: what PyTorch's operators give, and the same bits for a row in any company."""
+"""Kernels over rows: the results of PyTorch's operators, with the same bits for a row in any batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def random_rows(count: int, dtype: torch.dtype) -> Tensor:
 @TYPES
 def test_a_kernel_computes_its_formula(kernel: Rows, plain: Rows, dtype: torch.dtype) -> None:
     rows = random_rows(7, dtype)
-    # A bfloat16 that lies in the middle of two may go either way.
+    # A value in the middle of two bfloat16 values may be rounded to either.
     close = {"atol": 2e-5, "rtol": 1e-6} if dtype is torch.float32 else {"atol": 0.0, "rtol": 2**-7}
     torch.testing.assert_close(kernel(rows).double(), plain(rows), **close)
 
@@ -65,7 +65,7 @@ def test_a_row_has_the_same_bits_in_any_company(kernel: Rows, plain: Rows, dtype
 @KERNELS
 @TYPES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_comes_out_as_such(kernel: Rows, plain: Rows, dtype: torch.dtype, bad: float) -> None:
+def test_values_that_are_not_finite_stay_not_finite(kernel: Rows, plain: Rows, dtype: torch.dtype, bad: float) -> None:
     rows = random_rows(3, dtype)
     rows[1, 5] = bad
     assert torch.equal(kernel(rows).isfinite().all(-1), plain(rows).isfinite().all(-1))
@@ -77,6 +77,6 @@ def test_a_norm_is_over_the_last_of_any_dimensions(shape: tuple[int, ...]) -> No
     assert torch.equal(normalized(rows), normalized(rows.view(-1, SIZE)).view(shape))
 
 
-def test_a_norm_takes_rows_that_lie_apart() -> None:
+def test_a_norm_accepts_rows_that_are_not_contiguous() -> None:
     rows = torch.randn(5, 3 * SIZE)[:, SIZE : 2 * SIZE]
     assert torch.equal(normalized(rows), normalized(rows.contiguous()))

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint folder is said with the file, what was found, what was expected and the remedy."""
+"""Errors in a checkpoint folder are reported with the file, the actual and expected value, and the remedy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]
 
 
 def complaint(folder: Path) -> str:
-    """What both ways to open the checkpoint say about it."""
+    """The errors of both ways to open the checkpoint."""
     with pytest.raises(CheckpointError) as inspected:
         inspect_checkpoint(folder)
     with pytest.raises(CheckpointError) as loaded:
@@ -66,7 +66,7 @@ def test_a_missing_tensor_is_named(folder: Path) -> None:
 
 def test_a_left_over_tensor_is_named(folder: Path) -> None:
     edit_weights(folder, lambda tensors: tensors.update({"model.layers.0.surprise": torch.zeros(1)}))
-    assert "tensor model.layers.0.surprise found that the configuration has no place for" in complaint(folder)
+    assert "tensor model.layers.0.surprise found that the configuration does not have" in complaint(folder)
 
 
 def test_a_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
@@ -103,12 +103,12 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
     assert f"{victim.name} missing, named by model.safetensors.index.json" in complaint(folder)
 
 
-def test_a_folder_without_safetensors_says_what_is_read(folder: Path) -> None:
+def test_a_folder_without_a_checkpoint_is_refused_with_the_supported_formats(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     assert "neither model.safetensors nor model.safetensors.index.json found" in complaint(folder)
 
 
-def test_an_unknown_architecture_is_answered_with_the_known_ones(folder: Path) -> None:
+def test_an_unknown_architecture_is_refused_with_the_known_ones(folder: Path) -> None:
     edit_config(folder, model_type="mamba")
     assert "architecture 'mamba' is not known; the known ones are llama, mistral, qwen2, qwen3" in complaint(folder)
 
@@ -153,21 +153,21 @@ def test_a_configuration_that_is_no_json_is_named(folder: Path) -> None:
     assert "config.json: is not JSON" in complaint(folder)
 
 
-def test_a_path_that_does_not_exist_says_what_to_name(tmp_path: Path) -> None:
+def test_a_path_that_does_not_exist_is_refused_with_the_remedy(tmp_path: Path) -> None:
     assert "does not exist. Name a GGUF file, or the folder" in complaint(tmp_path / "nowhere")
 
 
-def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_an_empty_folder_is_refused_with_the_expected_files(tmp_path: Path) -> None:
     assert "neither config.json nor a .gguf file found" in complaint(tmp_path)
 
 
-def test_a_folder_with_several_gguf_files_asks_for_one_of_them(tmp_path: Path) -> None:
+def test_a_folder_with_several_gguf_files_is_refused_with_their_names(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     assert "holds several GGUF files (a.gguf, b.gguf). Name one of them" in complaint(tmp_path)
 
 
-def test_buffers_of_old_checkpoints_and_the_copy_of_a_tied_head_are_passed_over(folder: Path) -> None:
+def test_buffers_of_old_checkpoints_and_the_copy_of_a_tied_head_are_ignored(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=True)
     edit_weights(
         folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
@@ -177,7 +177,7 @@ def test_buffers_of_old_checkpoints_and_the_copy_of_a_tied_head_are_passed_over(
     assert "lm_head.weight" not in decoder.destinations()
 
 
-def test_progress_grows_to_the_whole_and_never_shrinks(folder: Path) -> None:
+def test_progress_increases_to_the_total(folder: Path) -> None:
     seen: list[LoadProgress] = []
     load_model(folder, on_progress=seen.append, dtype="float32")
     loaded = [progress.loaded_bytes for progress in seen]
@@ -185,13 +185,13 @@ def test_progress_grows_to_the_whole_and_never_shrinks(folder: Path) -> None:
     assert seen[-1].loaded_bytes == seen[-1].total_bytes == inspect_checkpoint(folder).weight_bytes
 
 
-def test_an_unknown_dtype_is_answered_with_the_known_ones(folder: Path) -> None:
+def test_an_unknown_dtype_is_refused_with_the_known_ones(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="dtype is 'int4', expected one of auto, float32, bfloat16, float16"):
         load_model(folder, dtype="int4")
 
 
 @pytest.mark.parametrize("length", [0, 65])
-def test_a_length_that_the_model_was_not_made_for_is_refused(folder: Path, length: int) -> None:
+def test_a_length_beyond_that_of_the_model_is_refused(folder: Path, length: int) -> None:
     with pytest.raises(ConfigurationError, match=f"max_sequence_length is {length}, expected 1 to 64"):
         load_model(folder, max_sequence_length=length, dtype="float32")
 
@@ -207,7 +207,7 @@ def test_a_source_is_a_path_or_a_repository_and_not_both(folder: Path) -> None:
             resolve_source(**source)
 
 
-def test_a_repository_that_can_not_be_fetched_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_of_a_repository_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="repository owner/name at revision v1: the hub can't be reached"):
         resolve_source(hf_repo="owner/name", revision="v1")

@@ -1,4 +1,4 @@
-"""Which part of a model each rank has, and which divisions are refused."""
+"""The part of a model on each rank, and unsupported divisions."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ EXPERTS = ExpertsConfig(count=6, per_token=2, intermediate_size=24)
 
 def shards(sizes: ParallelSizes, **changes: Any) -> list[Shard]:
     config = ModelConfig(**(vars(SMOLLM2) | changes))
-    return [Shard(config, sizes.position_in_replica(rank)) for rank in range(sizes.ranks_per_replica)]
+    return [Shard(config, sizes.position_in_replica_group(rank)) for rank in range(sizes.ranks_per_replica_group)]
 
 
-def test_heads_go_with_the_key_heads_that_they_look_at() -> None:
+def test_query_heads_are_on_the_rank_of_their_key_heads() -> None:
     found = shards(ParallelSizes(tensor=3))
     assert [(shard.query_heads, shard.kv_heads) for shard in found] == [
         (range(3 * rank, 3 * rank + 3), range(rank, rank + 1)) for rank in range(3)
@@ -56,7 +56,7 @@ def test_every_part_is_somewhere_and_a_sum_s_bias_once() -> None:
     assert [shard.local.attention_output_bias for shard in found] == [True, False, False]
 
 
-def test_layers_are_spread_evenly_or_as_they_are_given() -> None:
+def test_layers_are_divided_evenly_or_as_given() -> None:
     assert [shard.layers for shard in shards(ParallelSizes(pipeline=4))] == [
         range(8),
         range(8, 16),
@@ -134,7 +134,7 @@ def test_expert_ranks_beyond_the_tensor_ranks_hold_whole_experts_and_copies_of_t
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_what_can(
+def test_impossible_sizes_are_refused_with_the_possible_ones(
     sizes: ParallelSizes, changes: dict[str, Any], field: str, complaint: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=complaint) as refused:
@@ -142,6 +142,6 @@ def test_what_cannot_be_divided_is_refused_with_what_can(
     assert refused.value.field == field
 
 
-def test_stages_that_there_are_not_are_refused() -> None:
+def test_unknown_stages_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"stage_layers is \[1, 2, 3\], expected 2 numbers of at least 1"):
         ParallelSizes(pipeline=2, stage_layers=(1, 2, 3))

@@ -1,4 +1,4 @@
-"""The threads of our own kernels and of PyTorch are the same, and as many as the user wants."""
+"""Compiled kernels and PyTorch use the same threads, and the number that the user sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.parametrize("by", ["a call", "the environment"])
 @pytest.mark.parametrize("wanted", [1, 2])
-def test_a_kernel_takes_the_operators_threads_and_leaves_their_number(wanted: int, by: str) -> None:
+def test_a_kernel_uses_the_threads_of_torch_and_keeps_their_number(wanted: int, by: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if by == "the environment":
         environment["OMP_NUM_THREADS"] = str(wanted)

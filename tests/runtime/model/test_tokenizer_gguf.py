@@ -1,4 +1,4 @@
-"""Tokenizers of other families in GGUF files, against what transformers builds from the same file."""
+"""Tokenizers of other families in GGUF files, compared with those of transformers for the same file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train_bytes() -> tuple[list[str], list[str]]:
 
 
 def write(path: Path, change: Callable[[GGUFWriter], None], pre: str | None = "llama-bpe") -> Path:
-    """A GGUF file with a tokenizer and nothing else; ``change`` adds the keys under test."""
+    """A GGUF file with only a tokenizer; ``change`` adds the tested keys."""
     tokens, merges = train_bytes()
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
@@ -69,14 +69,14 @@ def reference(path: Path) -> Any:
 def test_each_kind_cuts_the_mixed_text_as_transformers_does(pre: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", ends, pre)
     ours, theirs = load_tokenizer(path), reference(path)
-    # Left at their defaults by transformers' reader; these are what the families' tokenizer.json files say.
+    # Defaults in transformers' reader; these are the values of the families' tokenizer.json files.
     theirs.backend_tokenizer.model.ignore_merges = pre in ("llama-bpe", "tekken")
     for line in MIXED.split("\n"):
         text = unicodedata.normalize("NFC", line) if pre == "qwen2" else line
         assert ours.tokenize(line) == theirs(text, add_special_tokens=False)["input_ids"], repr(line)
 
 
-def test_llama_3_begins_a_document_with_a_token_and_a_chat_without_a_second_one(tmp_path: Path) -> None:
+def test_llama_3_has_one_begin_of_text_token_in_documents_and_chats(tmp_path: Path) -> None:
     def change(writer: GGUFWriter) -> None:
         writer.add_eos_token_id(0)
         writer.add_bos_token_id(1)
@@ -126,7 +126,7 @@ def write_sentencepiece(path: Path, *, adds_space: bool = True) -> Path:
     return close(writer, path)
 
 
-def test_merges_that_a_sentencepiece_file_leaves_out_follow_from_its_scores(tmp_path: Path) -> None:
+def test_missing_merges_of_a_sentencepiece_file_follow_from_its_scores(tmp_path: Path) -> None:
     path = write_sentencepiece(tmp_path / "model.gguf")
     ours, theirs = load_tokenizer(path), reference(path)
     for text in ("the fox jumps", "thefox  jumps     over, é 🦊 the é.", "xyz\n\tthe"):
@@ -134,12 +134,12 @@ def test_merges_that_a_sentencepiece_file_leaves_out_follow_from_its_scores(tmp_
         assert ours.detokenize(ours.tokenize(text)) == theirs.decode(ours.tokenize(text), skip_special_tokens=True)
 
 
-def test_a_sentencepiece_document_begins_with_a_token_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+def test_a_sentencepiece_document_begins_with_bos_unless_the_file_disables_it(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "model.gguf"))
     assert tokenizer.tokenize("the", add_special_tokens=True) == [1, *tokenizer.tokenize("the")]
 
 
-def test_a_sentencepiece_file_may_ask_for_no_space_before_the_text(tmp_path: Path) -> None:
+def test_a_sentencepiece_file_can_disable_the_space_prefix(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "model.gguf", adds_space=False))
     ids = tokenizer.tokenize("the fox")
     stream = tokenizer.incremental()
@@ -155,7 +155,7 @@ def complaint(path: Path) -> str:
     return str(caught.value)
 
 
-def test_an_unknown_pre_tokenizer_is_answered_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     said = complaint(write(tmp_path / "model.gguf", ends, "jais"))
     assert "pre-tokenizer 'jais' is not known; the known ones are deepseek-r1-qwen, default, gpt-2" in said
 
@@ -174,7 +174,7 @@ def test_a_file_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     assert "tokenizer.ggml.tokens is missing or empty" in complaint(close(writer, tmp_path / "model.gguf"))
 
 
-def test_an_unknown_kind_of_tokenizer_is_answered_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_kind_of_tokenizer_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tokenizer_model("bert")
     writer.add_token_list(["a"])
@@ -183,6 +183,6 @@ def test_an_unknown_kind_of_tokenizer_is_answered_with_the_known_ones(tmp_path: 
 
 
 def test_text_after_a_special_token_begins_with_a_space_again_as_in_llama_2(tmp_path: Path) -> None:
-    """Its published tokenizer.json and llama.cpp do so; transformers' own class, no longer ``legacy``, does not."""
+    """As in its published tokenizer.json and llama.cpp; transformers' own class, no longer ``legacy``, differs."""
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "model.gguf"))
     assert tokenizer.tokenize("</s>the") == [2, *tokenizer.tokenize("the")]

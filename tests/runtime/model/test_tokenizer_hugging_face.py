@@ -1,4 +1,4 @@
-"""Tokenizers in Hugging Face folders, and what the files beside tokenizer.json add."""
+"""Tokenizers in Hugging Face folders, and the effect of the files beside tokenizer.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "hello <b> & 'é'"}]
 
 
 def train(byte_level: bool = True) -> Backend:
-    """A tiny tokenizer: byte-level BPE, or SentencePiece's kind with bytes to fall back on."""
+    """A tiny tokenizer: byte-level BPE, or SentencePiece with byte fallback."""
     if byte_level:
         backend = Backend(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,7 +63,7 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.mark.model
-def test_what_transformers_saves_reads_as_the_same_tokenizer(
+def test_a_tokenizer_that_transformers_saved_is_read_unchanged(
     tmp_path: Path, reference_tokenizer: PreTrainedTokenizerFast, smollm2_path: Path
 ) -> None:
     reference_tokenizer.save_pretrained(tmp_path)
@@ -104,7 +104,7 @@ def test_padding_and_truncation_that_were_saved_with_a_tokenizer_are_off(tmp_pat
     assert 3 < len(load_tokenizer(write(tmp_path, backend)).tokenize("the quick brown fox jumps")) < 50
 
 
-def test_a_template_in_its_own_file_wins(tmp_path: Path) -> None:
+def test_a_template_in_a_separate_file_has_precedence(tmp_path: Path) -> None:
     write(tmp_path, train(), chat_template="old")
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0]['content'] }}")
     tokenizer = load_tokenizer(tmp_path)
@@ -112,7 +112,7 @@ def test_a_template_in_its_own_file_wins(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template(MESSAGES)[0] == tokenizer.bos
 
 
-def test_a_request_with_tools_takes_the_template_for_tools(tmp_path: Path) -> None:
+def test_a_request_with_tools_uses_the_template_for_tools(tmp_path: Path) -> None:
     templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | tojson }}"}]
     tokenizer = load_tokenizer(write(tmp_path, train(), chat_template=templates))
     assert tokenizer.render_chat(MESSAGES) == "plain"
@@ -151,20 +151,18 @@ def test_templates_have_the_helpers_of_transformers(render: RenderWith) -> None:
         "{{ messages + 1 }}",
     ],
 )
-def test_a_template_that_fails_or_reaches_out_of_its_sandbox_refuses_the_messages(
-    render: RenderWith, template: str
-) -> None:
+def test_a_template_that_fails_or_leaves_its_sandbox_rejects_the_messages(render: RenderWith, template: str) -> None:
     with pytest.raises(InvalidRequestError, match="messages: the model's chat template refuses them") as refused:
         render(template)
     assert refused.value.field == "messages"
 
 
-def test_the_words_of_a_template_that_refuses_are_passed_on(render: RenderWith) -> None:
+def test_the_message_of_a_template_that_raises_is_reported(render: RenderWith) -> None:
     with pytest.raises(InvalidRequestError, match="roles must alternate"):
         render("{{ raise_exception('roles must alternate') }}")
 
 
-def test_a_model_without_a_template_takes_no_chats(tmp_path: Path) -> None:
+def test_a_model_without_a_template_rejects_chats(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write(tmp_path, train()))
     assert not tokenizer.has_chat_template
     with pytest.raises(InvalidRequestError, match="this model has no chat template"):
@@ -184,7 +182,7 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_that_ends_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no end-of-text token found"):
         load_tokenizer(write(tmp_path, train(), eos_token=None))
 
@@ -196,7 +194,7 @@ def test_a_decoder_of_another_kind_is_refused_with_the_known_ones(tmp_path: Path
         load_tokenizer(write(tmp_path, backend))
 
 
-def test_a_sentencepiece_tokenizer_streams_spaces_and_bytes(sentencepiece: Tokenizer) -> None:
+def test_a_sentencepiece_tokenizer_streams_spaces_and_byte_tokens(sentencepiece: Tokenizer) -> None:
     text = "the fox 🦊 é jumps"
     stream = sentencepiece.incremental()
     pieces = [stream.push([token]) for token in sentencepiece.tokenize(text)]
@@ -205,7 +203,7 @@ def test_a_sentencepiece_tokenizer_streams_spaces_and_bytes(sentencepiece: Token
 
 
 @given(text=st.text(max_size=30))
-def test_any_text_streamed_by_a_sentencepiece_tokenizer_comes_back_whole(text: str, sentencepiece: Tokenizer) -> None:
+def test_any_text_streamed_by_a_sentencepiece_tokenizer_is_complete(text: str, sentencepiece: Tokenizer) -> None:
     ids = sentencepiece.tokenize(text)
     stream = sentencepiece.incremental()
     assert "".join(stream.push([token]) for token in ids) + stream.flush() == sentencepiece.detokenize(ids)

@@ -1,4 +1,4 @@
-"""SmolLM2's tokenizer, built from the GGUF alone, against transformers: see ``reference_tokenizer`` for which."""
+"""SmolLM2's tokenizer from the GGUF alone, compared with ``reference_tokenizer``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_mixed_text_as_a_whole_has_the_tokens_that_transformers_gives_it(
     assert tokenizer.tokenize(MIXED) == ids_of(reference_tokenizer, MIXED)
 
 
-def test_every_digit_is_a_token_of_its_own(tokenizer: Tokenizer) -> None:
+def test_every_digit_is_a_separate_token(tokenizer: Tokenizer) -> None:
     def pieces(text: str) -> list[str]:
         return [tokenizer.detokenize([token]) for token in tokenizer.tokenize(text)]
 
@@ -59,7 +59,7 @@ def test_every_digit_is_a_token_of_its_own(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-def test_text_comes_back_as_transformers_decodes_it(
+def test_text_is_decoded_as_by_transformers(
     tokenizer: Tokenizer, reference_tokenizer: PreTrainedTokenizerFast, skip_special_tokens: bool
 ) -> None:
     ids = tokenizer.tokenize(MIXED)
@@ -67,7 +67,7 @@ def test_text_comes_back_as_transformers_decodes_it(
     assert tokenizer.detokenize(ids, skip_special_tokens=skip_special_tokens) == expected
 
 
-def test_text_without_special_tokens_comes_back_unchanged(tokenizer: Tokenizer) -> None:
+def test_text_without_special_tokens_survives_a_round_trip(tokenizer: Tokenizer) -> None:
     for line in MIXED.split("\n"):
         assert tokenizer.detokenize(tokenizer.tokenize(line), skip_special_tokens=False) == line
 
@@ -79,13 +79,13 @@ def test_the_names_of_the_special_tokens_are_known(tokenizer: Tokenizer) -> None
     assert tokenizer.vocab_size == 49152
 
 
-def test_a_document_gets_no_beginning_of_text_token_since_the_file_asks_for_none(tokenizer: Tokenizer) -> None:
+def test_a_document_gets_no_begin_of_text_token_when_the_file_disables_it(tokenizer: Tokenizer) -> None:
     assert tokenizer.tokenize("Hello", add_special_tokens=True) == tokenizer.tokenize("Hello")
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Answer in French."}]])
-def test_a_chat_becomes_the_prompt_that_transformers_makes_of_it(
+def test_a_chat_becomes_the_prompt_of_transformers(
     tokenizer: Tokenizer,
     reference_tokenizer: PreTrainedTokenizerFast,
     system: list[dict[str, str]],
@@ -102,7 +102,7 @@ def test_a_message_that_the_template_can_not_render_is_refused(tokenizer: Tokeni
         tokenizer.render_chat([{"role": "user"}])
 
 
-def test_streamed_text_is_the_whole_text_in_pieces_that_never_split_a_character(tokenizer: Tokenizer) -> None:
+def test_streamed_text_joins_to_the_whole_text_without_split_characters(tokenizer: Tokenizer) -> None:
     text = "Families 👨‍👩‍👧‍👦 and flags 🇫🇷; 𝔘𝔫𝔦𝔠𝔬𝔡𝔢, ภาษาไทย, 你好"
     stream = tokenizer.incremental()
     pieces = [stream.push([token]) for token in tokenizer.tokenize(text)]
@@ -112,7 +112,7 @@ def test_streamed_text_is_the_whole_text_in_pieces_that_never_split_a_character(
     assert stream.flush() == ""
 
 
-def test_a_character_that_is_never_completed_shows_when_the_stream_ends(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_emitted_when_the_stream_ends(tokenizer: Tokenizer) -> None:
     beginning = tokenizer.tokenize("𐌰")[:1]
     stream = tokenizer.incremental()
     assert stream.push(beginning) == ""
@@ -120,7 +120,7 @@ def test_a_character_that_is_never_completed_shows_when_the_stream_ends(tokenize
     assert tokenizer.detokenize(beginning) == "\ufffd"
 
 
-def test_special_tokens_are_streamed_only_when_asked_for(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_streamed_only_on_request(tokenizer: Tokenizer) -> None:
     ids = tokenizer.tokenize("yes<|im_end|>")
     assert tokenizer.incremental().push(ids) == "yes"
     assert tokenizer.incremental(skip_special_tokens=False).push(ids) == "yes<|im_end|>"

@@ -1,4 +1,4 @@
-"""Megatron's ``torch_dist`` folders, written by torch.distributed.checkpoint: the same model, and nothing executed."""
+"""Megatron's ``torch_dist`` folders, written by torch.distributed.checkpoint: the same model, no code executed."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def test_gpt_2_in_megatron_s_arrangement_has_the_logits_of_the_original(
     assert_same_logits(tmp_path, model, paged_requests)
 
 
-def test_what_a_training_keeps_beside_the_model_is_passed_over(
-    tmp_path: Path, paged_requests: Any, random_model: Any
-) -> None:
+def test_the_state_of_the_optimizer_is_ignored(tmp_path: Path, paged_requests: Any, random_model: Any) -> None:
     model = random_model("Llama")
     state = megatron_state(model)
     training = {
@@ -100,7 +98,7 @@ def test_what_a_training_keeps_beside_the_model_is_passed_over(
     [("Llama", {}, 1), ("Llama", {}, 0), ("Qwen3Moe", EXPERTS, 1)],
     ids=["tensor parallel", "pipeline parallel", "expert parallel"],
 )
-def test_a_checkpoint_of_two_ranks_is_put_together(
+def test_a_checkpoint_of_two_ranks_is_joined(
     family: str, changes: dict[str, Any], axis: int, tmp_path: Path, paged_requests: Any, random_model: Any
 ) -> None:
     model = random_model(family, **changes)
@@ -131,7 +129,7 @@ def test_a_checkpoint_of_two_ranks_is_put_together(
 
 
 class Intruder:
-    """What a pickle would have the reader do."""
+    """A pickle that executes code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +138,7 @@ class Intruder:
         return Path.touch, (self.path,)
 
 
-def test_nothing_that_a_tensor_asks_for_is_executed(tmp_path: Path, random_model: Any) -> None:
+def test_pickled_code_in_a_tensor_is_not_executed(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     (data,) = tmp_path.glob("*.distcp")
@@ -150,7 +148,7 @@ def test_nothing_that_a_tensor_asks_for_is_executed(tmp_path: Path, random_model
     assert not (tmp_path / "touched").exists()
 
 
-def test_what_does_not_fit_the_configuration_is_named(tmp_path: Path, random_model: Any) -> None:
+def test_a_mismatch_with_the_configuration_is_reported(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     state = megatron_state(model)
     cases = {
@@ -186,7 +184,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, random_model: Any) -> None:
         load_model(tmp_path, dtype="float32")
 
 
-def test_a_folder_without_a_configuration_says_what_to_put_there(tmp_path: Path, random_model: Any) -> None:
+def test_a_folder_without_a_configuration_is_refused_with_the_remedy(tmp_path: Path, random_model: Any) -> None:
     model = random_model("Llama")
     save(tmp_path, model, megatron_state(model))
     (tmp_path / "config.json").unlink()
@@ -195,7 +193,7 @@ def test_a_folder_without_a_configuration_says_what_to_put_there(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("family", "changes"), [("Olmo2", {}), ("Gemma2", {}), ("Olmoe", EXPERTS)])
-def test_a_family_that_megatron_has_no_names_for_is_refused(
+def test_a_family_without_megatron_names_is_refused(
     family: str, changes: dict[str, Any], tmp_path: Path, random_model: Any
 ) -> None:
     model = random_model(family, **changes)
@@ -223,7 +221,7 @@ def test_experts_that_do_not_fit_the_configuration_are_named(tmp_path: Path, ran
         "flat": (state | {fc2: torch.ones(3)}, f"{fc2} has 0 experts, but the configuration expects 4"),
         "bias": (
             state | {"decoder.layers.mlp.router.expert_bias": torch.ones(3, 4)},
-            "tensor decoder.layers.mlp.router.expert_bias found that the configuration has no place for",
+            "tensor decoder.layers.mlp.router.expert_bias found that the configuration does not have",
         ),
         "missing": (apart, r"tensor model.layers.2.mlp.experts.3.up_proj.weight missing"),
     }
@@ -233,7 +231,7 @@ def test_experts_that_do_not_fit_the_configuration_are_named(tmp_path: Path, ran
             inspect_checkpoint(tmp_path / name)
 
 
-def test_a_configuration_with_more_experts_than_the_router_knows_takes_no_memory(
+def test_a_configuration_with_more_experts_than_the_router_allocates_no_memory(
     tmp_path: Path, random_model: Any
 ) -> None:
     model = random_model("Qwen3Moe", **EXPERTS)

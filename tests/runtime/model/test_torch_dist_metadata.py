@@ -1,4 +1,4 @@
-"""The metadata of a torch_dist folder is read whoever wrote it, and nothing that it asks for is executed."""
+"""The metadata of a torch_dist folder is read for every writer, without executing code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same_tensors(folder: Path) -> None:
 
 
 class Intruder:
-    """What a pickle would have the reader do."""
+    """A pickle that executes code."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +55,7 @@ class Intruder:
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["at the top", "in a record"])
-def test_nothing_that_the_metadata_asks_for_is_executed(hidden: bool, path: Path) -> None:
+def test_pickled_code_in_the_metadata_is_not_executed(hidden: bool, path: Path) -> None:
     intruder = Intruder(path.parent / "touched")
     path.write_bytes(pickle.dumps(SavePlan([], storage_data=intruder) if hidden else intruder))
     with pytest.raises(CheckpointError, match=r"\.metadata: is no metadata .*it names .*, which no such file needs"):
@@ -71,7 +71,7 @@ def test_a_function_of_the_modules_that_are_passed_over_is_not_called(path: Path
     assert path.exists()
 
 
-def test_what_megatron_adds_to_the_metadata_is_passed_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_that_megatron_adds_to_the_metadata_are_ignored(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["megatron", "core", "dist_checkpointing", "strategies", "torch"]
     modules = [types.ModuleType(".".join(names[: length + 1])) for length in range(len(names))]
     for module in modules:
@@ -99,7 +99,7 @@ def test_the_records_of_an_older_torch_are_read(path: Path) -> None:
     assert_same_tensors(path.parent)
 
 
-def test_damaged_metadata_is_refused_with_words(path: Path) -> None:
+def test_damaged_metadata_is_refused_with_a_message(path: Path) -> None:
     whole = path.read_bytes()
     for length in range(0, len(whole) - 1, 97):
         path.write_bytes(whole[:length])

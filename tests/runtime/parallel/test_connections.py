@@ -1,4 +1,4 @@
-"""Connections between ranks, at a port that anybody can reach."""
+"""Connections between ranks, at a port that others can reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = "127.0.0.1"
 TIMEOUT = 10.0
 
 
-def test_strangers_don_t_keep_ranks_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_connections_do_not_disturb_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_GREETING_SECONDS", 0.2)
     store = HashStore()
     listener = Listener(store, "inbox", HERE, TIMEOUT)
@@ -33,6 +33,6 @@ def test_strangers_don_t_keep_ranks_from_each_other(monkeypatch: pytest.MonkeyPa
         end.close()
 
 
-def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_timeout() -> None:
+def test_ranks_wait_for_a_missing_rank_up_to_the_timeout() -> None:
     with pytest.raises(TimeoutError):
         Listener(HashStore(), "inbox", HERE, 0.1).accept(1)

@@ -1,4 +1,4 @@
-"""Broken connections that a rank is told of although it waits for something else."""
+"""A rank detects broken connections while it waits for something else."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def ends() -> Iterator[Ends]:
 
 
 def reset(end: socket.socket) -> None:
-    """As the kernel of a host does that knows nothing of the connection any more."""
+    """Like the kernel of a host that has lost the state of the connection."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     end.close()
 
 
-def test_a_connection_that_breaks_is_told(ends: Ends) -> None:
+def test_a_broken_connection_is_reported(ends: Ends) -> None:
     here, there = ends
     told: queue.Queue[OSError] = queue.Queue()
     watch = LinkWatch([here], told.put)
@@ -47,7 +47,7 @@ def test_a_connection_that_breaks_is_told(ends: Ends) -> None:
     watch.close()
 
 
-def test_the_end_of_what_was_sent_is_no_break(ends: Ends) -> None:
+def test_the_end_of_a_stream_is_not_a_broken_connection(ends: Ends) -> None:
     here, there = ends
     told: queue.Queue[OSError] = queue.Queue()
     watch = LinkWatch([here], told.put)
@@ -57,7 +57,7 @@ def test_the_end_of_what_was_sent_is_no_break(ends: Ends) -> None:
     watch.close()
 
 
-def test_who_leaves_in_time_is_not_told_and_what_is_left_to_read_gives_more_time(ends: Ends) -> None:
+def test_a_rank_that_leaves_in_order_is_not_reported_and_unread_messages_extend_the_timeout(ends: Ends) -> None:
     here, there = ends
     told: queue.Queue[OSError] = queue.Queue()
     watch = LinkWatch([here], told.put)

@@ -13,10 +13,11 @@ from runtime_support.rank_processes import run_ranks
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 from suite_support.worker import free_port
 
-from megatron_runtime.engine.worker.lock_step import LockStepEngine
+from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_follower
 from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.single_rank import SingleRank
+from megatron_runtime.sampling_params import SamplingParams
 
 TENSOR, PIPELINE, BOTH = ParallelSizes(tensor=2), ParallelSizes(pipeline=2), ParallelSizes(tensor=2, pipeline=2)
 TENSOR_4 = ParallelSizes(tensor=4)
@@ -81,7 +82,9 @@ def test_ranks_that_cache_latents_answer_as_one_does(latent: Path, sizes: Parall
 
 
 def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
-    results = run_ranks(lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica, sizes, free_port(), path, mode)
+    results = run_ranks(
+        lock_step_scenarios.serve_in_lock_step, sizes.ranks_per_replica_group, sizes, free_port(), path, mode
+    )
     assert results[0]["answers"] == alone(path)
     assert [answer.reason for answer in results[0]["answers"][-2:]] == ["stop", "error"]
     assert results[0]["evictions"] > 0
@@ -93,13 +96,26 @@ def assert_same_as_alone(path: Path, sizes: ParallelSizes, mode: str) -> None:
     assert results[0]["tokens before a pause"] == (1 if sizes.pipeline > 1 else 2)
 
 
-def test_weights_are_loaded_by_all_ranks_or_by_none(tiny: Path, tmp_path: Path) -> None:
-    other = write_tiny_checkpoint(tmp_path / "other", seed=4)
-    results = run_ranks(lock_step_scenarios.renew, 2, TENSOR, free_port(), tiny, other)
+@pytest.fixture(scope="module")
+def renewed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Another checkpoint, and the results of two ranks that load it."""
+    other = write_tiny_checkpoint(tmp_path_factory.mktemp("renewed") / "other", seed=4)
+    return other, run_ranks(lock_step_scenarios.renew, 2, TENSOR, free_port(), tiny, other)
+
+
+def test_weights_are_loaded_by_all_ranks_or_by_none(tiny: Path, renewed: tuple[Path, list[dict[str, Any]]]) -> None:
+    other, results = renewed
     assert "nowhere" in results[0]["errors"][0]
     assert "loads weights from files; give their path" in results[0]["errors"][1]
     assert results[0]["answers"] == alone(other) != alone(tiny)
     assert (results[0]["version"], results[1]["own version"]) == (1, 1)
+
+
+def test_all_ranks_have_the_epoch_and_write_a_trace(renewed: tuple[Path, list[dict[str, Any]]]) -> None:
+    other, results = renewed
+    assert results[0]["epochs"] == [(0, 3)]
+    assert [result["own epoch"] for result in results] == [3, 3]
+    assert len(list((other.parent / "profiles").iterdir())) == 2
 
 
 def test_a_rank_out_of_step_is_detected(tiny: Path) -> None:
@@ -118,9 +134,40 @@ def test_ranks_without_requests_use_no_processor(tiny: Path) -> None:
     assert max(used) < 0.3
 
 
-def test_a_request_timeout_is_refused_since_ranks_have_no_common_clock(tiny: Path) -> None:
+def test_a_request_timeout_is_refused_because_ranks_have_no_common_clock(tiny: Path) -> None:
     engine = lock_step_scenarios.build(tiny, request_timeout=3.0)
     with pytest.raises(
         ConfigurationError, match=r"request_timeout=3\.0: the ranks of a replica group have no common clock"
     ):
         LockStepEngine(engine, SingleRank())
+
+
+class RecordedRank(SingleRank):
+    """Keeps the messages of the first rank for a follower that runs later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+
+    def share_inbox(self, inbox: bytes | None) -> bytes:
+        if inbox is None:
+            return self.sent.pop(0)
+        self.sent.append(inbox)
+        return inbox
+
+
+def test_a_follower_counts_epochs_and_weight_updates_between_the_same_steps(tiny: Path) -> None:
+    first, other = lock_step_scenarios.build(tiny), lock_step_scenarios.build(tiny)
+    ranks = RecordedRank()
+    engine = LockStepEngine(first, ranks)
+    engine.add_request(0, [5, 6, 7], SamplingParams(temperature=0, num_tokens_to_generate=6, ignore_eos=True))
+    engine.step_modern()
+    engine.set_generation_epoch(4)
+    engine.increment_staleness()
+    engine.step_modern()
+    engine.release_followers()
+    run_follower(other, ranks)
+    for request in (first.get_request(0), other.get_request(0)):
+        assert request.policy_epoch == [(0, 4)]
+        assert request.policy_staleness is not None
+        assert request.policy_staleness.tolist() == [1, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""Who is who among the ranks."""
+"""The layout of the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.parallel.layout import ParallelSizes, RankPosition, share
 
 def test_the_tensor_rank_turns_fastest_then_the_stage_then_the_replica() -> None:
     sizes = ParallelSizes(tensor=2, pipeline=3, data=2)
-    found = [(place.tensor_rank, place.stage, place.replica) for place in map(sizes.position, range(12))]
+    found = [(place.tensor_rank, place.stage, place.replica_group) for place in map(sizes.position, range(12))]
     assert found == [(tensor, stage, data) for data in range(2) for stage in range(3) for tensor in range(2)]
 
 
@@ -21,12 +21,12 @@ def test_a_world_per_replica_counts_within_it() -> None:
     sizes = ParallelSizes(tensor=2, pipeline=2, data=3)
     for world_rank in range(sizes.world_size):
         replica, rank = divmod(world_rank, 4)
-        assert sizes.position(world_rank) == sizes.position_in_replica(rank, replica)
-    assert sizes.position_in_replica(0, 7).replica == 7
+        assert sizes.position(world_rank) == sizes.position_in_replica_group(rank, replica)
+    assert sizes.position_in_replica_group(0, 7).replica_group == 7
 
 
 def test_every_role_has_one_rank_of_a_replica() -> None:
-    places = [ParallelSizes(tensor=2, pipeline=3).position_in_replica(rank, 1) for rank in range(6)]
+    places = [ParallelSizes(tensor=2, pipeline=3).position_in_replica_group(rank, 1) for rank in range(6)]
     assert [place.rank for place in places if place.is_first] == [0]
     assert [place.rank for place in places if place.samples] == [4]
     assert [place.rank for place in places if place.is_first_stage] == [0, 1]
@@ -54,7 +54,7 @@ def test_experts_are_divided_over_the_ranks_of_a_layer_and_then_sliced(
 
 def test_more_expert_ranks_than_tensor_ranks_hold_copies_of_the_dense_layers() -> None:
     sizes = ParallelSizes(tensor=2, pipeline=2, expert=4)
-    assert (sizes.ranks_per_stage, sizes.ranks_per_replica) == (4, 8)
+    assert (sizes.ranks_per_stage, sizes.ranks_per_replica_group) == (4, 8)
     places = [sizes.position(rank) for rank in range(8)]
     assert [place.stage for place in places] == [0] * 4 + [1] * 4
     assert [place.tensor_rank for place in places] == [0, 1] * 4
@@ -99,20 +99,22 @@ def test_a_replica_is_the_smallest_world_that_megatron_lays_out_with_these_sizes
         ({"tensor": 4, "expert": 6}, "expert", "size is 6, .* use one of 1, 2, 4, or a multiple of 4"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_with_the_mend(settings: dict[str, int], field: str, complaint: str) -> None:
+def test_impossible_parallel_sizes_are_refused_with_the_remedy(
+    settings: dict[str, int], field: str, complaint: str
+) -> None:
     with pytest.raises(ConfigurationError, match=complaint) as refused:
         ParallelSizes(**settings)
     assert refused.value.field == field
 
 
-def test_ranks_that_there_are_not_are_refused() -> None:
+def test_unknown_ranks_are_refused() -> None:
     sizes = ParallelSizes(tensor=2, data=2)
     with pytest.raises(ConfigurationError, match="rank is 4, expected 0 to 3 in a world of 4"):
         sizes.position(4)
     with pytest.raises(ConfigurationError, match="rank is 2, expected 0 to 1, since tensor 2 x pipeline 1 are 2 ranks"):
-        sizes.position_in_replica(2)
-    with pytest.raises(ConfigurationError, match="data parallel rank is -1"):
-        sizes.position_in_replica(0, -1)
+        sizes.position_in_replica_group(2)
+    with pytest.raises(ConfigurationError, match="replica group is -1"):
+        sizes.position_in_replica_group(0, -1)
     with pytest.raises(ConfigurationError, match="the world has 3 ranks, but tensor 2 x pipeline 1 x data 2 need 4"):
         sizes.check_world(3)
     sizes.check_world(4)

@@ -1,4 +1,4 @@
-"""Where the ranks of a replica find each other."""
+"""The rendezvous of the ranks of a replica group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron_runtime.errors import ConfigurationError, LostRankError
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.rendezvous import Rendezvous, meet_world
 
-FIRST, SECOND = (ParallelSizes(tensor=2).position_in_replica(rank) for rank in (0, 1))
+FIRST, SECOND = (ParallelSizes(tensor=2).position_in_replica_group(rank) for rank in (0, 1))
 
 
-def test_replicas_meet_at_the_same_port_of_different_addresses() -> None:
+def test_replica_groups_use_the_same_port_at_different_addresses() -> None:
     here = Rendezvous(FIRST, "127.0.0.1", 0)
     there = Rendezvous(FIRST, "127.0.0.2", here.port)
     for place in (here, there):
@@ -31,7 +31,7 @@ def test_ranks_of_another_attempt_are_not_met() -> None:
     before = Rendezvous(SECOND, "127.0.0.1", now.port, attempt=4)
     with ThreadPoolExecutor() as pool:
         late = pool.submit(before.await_all, 0.5)
-        with pytest.raises(LostRankError, match="rank 1 did not come") as caught:
+        with pytest.raises(LostRankError, match="rank 1 did not join") as caught:
             now.await_all(0.5)
         assert caught.value.missing == (1,)
         assert isinstance(late.exception(20.0), LostRankError)

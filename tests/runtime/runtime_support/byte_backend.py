@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are bytes, for models that are made up."""
+"""A byte-level tokenizer, for artificial models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does in the tests of replica groups; here, where the ranks' processes can import it."""
+"""The ranks' functions in the tests of replica groups, in a module that their processes can import."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_runtime.errors import LockStepError, LostRankError
-from megatron_runtime.parallel.join import join_replica, replica_of_world
+from megatron_runtime.parallel.join import join_replica_group, replica_group_of_world
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.ranks import Ranks
 
 
 def join(sizes: ParallelSizes, rank: int, port: int, **settings: Any) -> Ranks:
-    """A replica on this machine."""
-    return join_replica(sizes.position_in_replica(rank), host="127.0.0.1", port=port, **settings)
+    """A replica group on this machine."""
+    return join_replica_group(sizes.position_in_replica_group(rank), host="127.0.0.1", port=port, **settings)
 
 
 def speak(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
-    """Everything that ranks can say, once."""
+    """Every operation between ranks, once."""
     ranks = join(sizes, rank, port)
     position = ranks.position
     said: dict[str, Any] = {"name": str(position)}
@@ -55,7 +55,7 @@ def speak(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
 
 
 def _pass_on(ranks: Ranks) -> list[float]:
-    """As many batches as there are stages are sent before the first comes out."""
+    """As many batches as stages are sent before the first one arrives."""
     seen = []
     for batch in range(2 * ranks.position.sizes.pipeline):
         hidden = torch.full((batch + 1, 1000), float(batch))
@@ -68,12 +68,12 @@ def _pass_on(ranks: Ranks) -> list[float]:
 
 
 def speak_in_world(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]:
-    """The same in one world over all replicas."""
+    """The same in one world over all replica groups."""
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=sizes.world_size)
-    ranks = replica_of_world(sizes)
+    ranks = replica_group_of_world(sizes)
     position = ranks.position
-    mine = f"inbox of replica {position.replica}".encode()
+    mine = f"inbox of replica group {position.replica_group}".encode()
     said = {
         "name": str(position),
         "inbox": ranks.share_inbox(mine if position.is_first else None),
@@ -88,7 +88,7 @@ def speak_in_world(rank: int, sizes: ParallelSizes, port: int) -> dict[str, Any]
 
 
 def fail(rank: int, sizes: ParallelSizes, port: int, trouble: str, victim: int) -> dict[str, Any]:
-    """The victim dies, sleeps or goes its own way; what the others notice, and after how long."""
+    """The victim is killed, stops or leaves the lock step; what the others detect, and after which time."""
     ranks = join(sizes, rank, port, timeout=20.0 if trouble == "death" else 2.0)
     ranks.barrier("begin")
     start = time.monotonic()
@@ -139,7 +139,7 @@ _TROUBLES: dict[str, Callable[[Ranks], dict[str, Any]]] = {"death": _die, "stall
 
 
 def miss_barrier(rank: int, sizes: ParallelSizes, port: int) -> str:
-    """Rank 1 never comes into the barrier."""
+    """Rank 1 does not reach the barrier."""
     ranks = join(sizes, rank, port)
     ranks.barrier("begin")
     if rank == 1:
@@ -153,7 +153,7 @@ def miss_barrier(rank: int, sizes: ParallelSizes, port: int) -> str:
 
 
 def miss_rendezvous(rank: int, sizes: ParallelSizes, port: int, absent: int) -> str:
-    """One rank never comes at all."""
+    """One rank does not join."""
     if rank == absent:
         return "never came"
     try:

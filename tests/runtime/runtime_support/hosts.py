@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces on a switch of their own, whose cables can be pulled."""
+"""Hosts on one machine: network namespaces on a separate switch, whose cables can be pulled."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _HERE = "/proc/thread-self/ns/net"
 
 
 class CannotMakeHosts(Exception):
-    """This machine does not let us; ``str()`` says why in one line."""
+    """This machine does not allow it; ``str()`` is the reason in one line."""
 
 
 class Host:
-    """A namespace; whatever the thread that entered it starts or connects to is there."""
+    """A namespace, in which a thread can run code."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name = name
@@ -44,10 +44,10 @@ class Host:
 
 
 class Switch:
-    """Connects hosts until ``close``, which removes them all; their processes have to be gone by then.
+    """Connects hosts until ``close``, which removes them; their processes must have ended by then.
 
     Raises:
-        CannotMakeHosts: Namespaces or links can't be made here.
+        CannotMakeHosts: Namespaces or links can't be created here.
     """
 
     def __init__(self, hosts: int) -> None:
@@ -63,15 +63,15 @@ class Switch:
             raise
 
     def cut(self, host: Host) -> None:
-        """Pull the host's cable."""
+        """Pulls the host's cable."""
         self._switch("link", "set", _port(host), "down")
 
     def restore(self, host: Host) -> None:
-        """Put it back."""
+        """Reconnects it."""
         self._switch("link", "set", _port(host), "up")
 
     def close(self) -> None:
-        """Remove what was made."""
+        """Removes everything."""
         while self._made:
             subprocess.run(["ip", "netns", "delete", self._made.pop()], check=False, capture_output=True)
 

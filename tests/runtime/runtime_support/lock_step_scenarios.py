@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from runtime_support.group_scenarios import join
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engine.profiler import FOLDER_VARIABLE
 from megatron_runtime.engine.worker.lock_step import LockStepEngine, run_follower
 from megatron_runtime.errors import CheckpointError, LockStepError, LostRankError
 from megatron_runtime.guides import lark_grammar, regex_grammar
@@ -28,11 +30,11 @@ BLOCK = 4
 STEM = list(range(40, 61))
 PROMPTS: list[Any] = [[*STEM, 1], [*STEM, 2, 3], "as text", [7] * 11, [9], [8, 8], [5]]
 PARAMS = [
-    SamplingParams(temperature=0, num_tokens_to_generate=64, return_log_probs=True, top_n_logprobs=2),
-    SamplingParams(seed=5, temperature=1.5, top_p=0.9, num_tokens_to_generate=64),
+    SamplingParams(temperature=0, num_tokens_to_generate=40, return_log_probs=True, top_n_logprobs=2),
+    SamplingParams(seed=5, temperature=1.5, top_p=0.9, num_tokens_to_generate=40),
     SamplingParams(temperature=0, num_tokens_to_generate=30, repetition_penalty=1.4, skip_prompt_log_probs=True),
     SamplingParams(seed=6, min_p=0.01, num_tokens_to_generate=20, return_log_probs=True, skip_prompt_log_probs=False),
-    SamplingParams(temperature=0, num_tokens_to_generate=64, stop_token_ids=[3]),
+    SamplingParams(temperature=0, num_tokens_to_generate=40, stop_token_ids=[3]),
     SamplingParams(seed=7, grammar=regex_grammar("[ab]{20}")),
     SamplingParams(temperature=0, grammar=lark_grammar('start: "a" start')),
 ]
@@ -139,7 +141,8 @@ def serve_in_lock_step(rank: int, sizes: ParallelSizes, port: int, path: Path, m
 
 
 def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> dict[str, Any]:
-    """Update the weights between requests, after attempts with missing weights."""
+    """Update the weights between requests, after attempts with missing weights; then with an epoch and a trace."""
+    os.environ[FOLDER_VARIABLE] = str(new.parent / "profiles")
     ranks = join(sizes, rank, port)
     engine = build(old, ranks)
     results: dict[str, Any] = {}
@@ -154,8 +157,16 @@ def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path) -> d
                 results.setdefault("errors", []).append(str(error))
         results["version"] = first.update_weights(new)
         results["answers"] = serve(first)
+        first.set_generation_epoch(3)
+        first.start_profiler()
+        future = first.add_request(9, [1, 2], SamplingParams(num_tokens_to_generate=2, ignore_eos=True))
+        while first.has_unfinished_requests():
+            first.step_modern()
+        first.stop_profiler()
+        results["epochs"] = future.result(timeout=0).merge().policy_epoch
         first.release_followers()
     results["own version"] = engine.weight_version
+    results["own epoch"] = engine._requests.generation_epoch
     ranks.close()
     return results
 
@@ -183,7 +194,7 @@ def miss_suspension(rank: int, sizes: ParallelSizes, port: int, path: Path) -> s
     ranks = join(sizes, rank, port, timeout=1.5)
     engine = build(path, ranks)
     try:
-        if rank == sizes.ranks_per_replica - 1:
+        if rank == sizes.ranks_per_replica_group - 1:
             engine.suspend = lambda: time.sleep(6.0)  # type: ignore[method-assign]
         if rank:
             run_follower(engine, ranks)

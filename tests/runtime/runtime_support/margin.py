@@ -1,4 +1,4 @@
-"""How decided an answer is: what two ways of rounding may answer differently has no one right answer."""
+"""The margin of an answer: for a smaller one, two ways of rounding may give different answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_runtime.sampling_params import SamplingParams
 
 @torch.inference_mode()
 def least_margin(model: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams) -> float:
-    """By how much the closest of the answer's tokens won, as a difference of logits; below 0 where one had to lose.
+    """The smallest margin of the answer's tokens, as a difference of logits; below 0 where a token was not the best.
 
     Args:
         model: Of transformers, in float32.

@@ -1,4 +1,4 @@
-"""Writes a model of transformers as Megatron's training saves it: ``torch_dist``, by torch.distributed.checkpoint."""
+"""Writes a model of transformers in the ``torch_dist`` format of Megatron, with torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NORM = {
 
 
 def megatron_layer(model: Any, layer: int, *, fused_norms: bool = True) -> dict[str, torch.Tensor]:
-    """One layer's tensors as Megatron names and arranges them."""
+    """One layer's tensors in Megatron's names and layout."""
     state = {
         name.removeprefix(f"model.layers.{layer}."): tensor
         for name, tensor in model.state_dict().items()
@@ -55,7 +55,7 @@ def megatron_layer(model: Any, layer: int, *, fused_norms: bool = True) -> dict[
 
 
 def experts_and_halves_apart(layer: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same layer as newer versions write it: a tensor for each expert, and for gate and up."""
+    """The same layer as in newer versions: a tensor for each expert, and for gate and up."""
     apart: dict[str, torch.Tensor] = {}
     for name, tensor in layer.items():
         if name.startswith("mlp.experts.experts."):
@@ -69,7 +69,7 @@ def experts_and_halves_apart(layer: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def megatron_state(model: Any, layout: str = "stacked", *, padded_vocab: int = 64) -> dict[str, torch.Tensor]:
-    """The whole model; all layers in one tensor of each kind, layers apart, or all that can be apart."""
+    """The whole model; all layers in one tensor of each kind, separate layers, or everything separate."""
     stacked = layout == "stacked"
     layers = [megatron_layer(model, layer, fused_norms=stacked) for layer in range(model.config.num_hidden_layers)]
     if layout == "all apart":
@@ -87,7 +87,7 @@ def megatron_state(model: Any, layout: str = "stacked", *, padded_vocab: int = 6
 
 
 def save(folder: Path, model: Any, state: dict[str, Any]) -> None:
-    with warnings.catch_warnings():  # it warns of one process even when told so
+    with warnings.catch_warnings():  # it warns about a single process in any case
         warnings.simplefilter("ignore", UserWarning)
         distributed_checkpoint.save(state, checkpoint_id=folder, no_dist=True)
     model.config.save_pretrained(folder)

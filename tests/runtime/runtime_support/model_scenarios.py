@@ -1,4 +1,4 @@
-"""What each rank does in the tests of models that several ranks share."""
+"""The ranks' functions in the tests of models that several ranks divide."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime_support.resident_memory import peak_growth
 
 from megatron_runtime.errors import CheckpointError
 from megatron_runtime.model.checkpoint import load_model
-from megatron_runtime.model.refit import bring_weights_back, offload_weights, update_weights
+from megatron_runtime.model.refit import offload_weights, restore_weights, update_weights
 from megatron_runtime.parallel.layout import ParallelSizes
 from megatron_runtime.parallel.ranks import Ranks
 
@@ -22,16 +22,16 @@ PROMPTS = {"long": list(range(3, 26)), "short": [7, 5, 3]}
 
 @dataclass(frozen=True)
 class Answers:
-    """What a model answers to PROMPTS."""
+    """A model's answers to PROMPTS."""
 
     logits: torch.Tensor | None
     """Of every token, prefilled in two chunks; None on ranks that don't sample."""
     tokens: dict[str, list[int]]
-    """How each prompt goes on."""
+    """The continuation of each prompt."""
 
 
 def answer(path: Path, ranks: Ranks | None = None, steps: int = 64) -> Answers:
-    """Ask the model at ``path``, or the part of it that is here together with its other ranks."""
+    """Runs the model at ``path``, or this rank's part together with the other ranks."""
     return _ask(load_model(path, dtype="float32", ranks=ranks), steps)
 
 
@@ -43,7 +43,7 @@ def _ask(decoder: Any, steps: int) -> Answers:
 
 
 def answer_all(rank: int, sizes: ParallelSizes, port: int, models: list[tuple[Path, int]]) -> list[Answers]:
-    """One model after the other, each for some steps, by the same ranks."""
+    """One model after the other, each for some steps, on the same ranks."""
     ranks = join(sizes, rank, port)
     answers = [answer(path, ranks, steps) for path, steps in models]
     ranks.close()
@@ -51,7 +51,7 @@ def answer_all(rank: int, sizes: ParallelSizes, port: int, models: list[tuple[Pa
 
 
 def choose_experts(rank: int, sizes: ParallelSizes, port: int, path: Path) -> dict[str, Any]:
-    """The experts that a rank of a mixture chooses for tokens that its attention has computed differently."""
+    """The experts that a rank selects for tokens whose attention it has computed differently."""
     ranks = join(sizes, rank, port)
     layer = load_model(path, dtype="float32", ranks=ranks).layers[-1].feed_forward
     hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(rank // sizes.tensor))
@@ -61,7 +61,9 @@ def choose_experts(rank: int, sizes: ParallelSizes, port: int, path: Path) -> di
 
 
 def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path, broken: Path) -> dict[str, Any]:
-    """Other weights in a shared model, from files and by name; weights that only one rank finds wrong; and released."""
+    """Weight updates in a divided model, from files and by name; weights that are invalid on one rank; and released
+    ones.
+    """
     ranks = join(sizes, rank, port)
     model = load_model(old, dtype="float32", ranks=ranks)
     said: dict[str, Any] = {"shapes": {name: tuple(view.shape) for name, view in model.destinations().items()}}
@@ -77,16 +79,16 @@ def renew(rank: int, sizes: ParallelSizes, port: int, old: Path, new: Path, brok
     update_weights(model, new)
     offload_weights(model)
     said["released"] = {parameter.device.type for parameter in model.parameters()}
-    bring_weights_back(model, torch.device("cpu"))
+    restore_weights(model, torch.device("cpu"))
     said["brought back"] = _ask(model, 4)
     ranks.close()
     return said
 
 
 def measure_load(rank: int, sizes: ParallelSizes, port: int, small: Path, large: Path) -> dict[str, int]:
-    """By how many bytes the memory of a rank grows at most while it loads its part, and how many that part has."""
+    """The growth of a rank's memory in bytes while it loads its part, and the bytes of that part."""
     ranks = join(sizes, rank, port)
-    load_model(small, dtype="float32", ranks=ranks)  # what is imported and allocated once
+    load_model(small, dtype="float32", ranks=ranks)  # imports and one-time allocations
     model, peak = peak_growth(lambda: load_model(large, dtype="float32", ranks=ranks))
     weights = sum(view.nbytes for view in model.destinations().values())
     ranks.close()

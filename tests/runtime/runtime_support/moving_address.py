@@ -1,4 +1,4 @@
-"""One address that leads to whichever pod is chosen, as a Service does."""
+"""One address that forwards to the selected pod, like a Service."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 
 
 class MovingAddress:
-    """Forwards connections to ``target``, (host, port); connections that there are stay where they are."""
+    """Forwards connections to ``target``, (host, port); existing connections are kept."""
 
     def __init__(self, host: str, port: int) -> None:
         self.target: tuple[str, int] | None = None
@@ -39,7 +39,7 @@ class MovingAddress:
 
 
 def _join(here: socket.socket, there: socket.socket) -> None:
-    """Until either end is done."""
+    """Until one end closes."""
     with here, there:
         back = threading.Thread(target=_pump, args=(there, here), daemon=True)
         back.start()

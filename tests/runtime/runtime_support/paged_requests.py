@@ -1,4 +1,4 @@
-"""A paged cache with requests in it, without an engine around it."""
+"""A paged cache with requests, without an engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_runtime.model.kv_cache import KVCache
 
 
 class PagedRequests:
-    """Requests by name, whose blocks are drawn from the pool in random order."""
+    """Requests by name, whose blocks are in random order in the pool."""
 
     def __init__(self, decoder: Decoder, *, num_blocks: int = 512, block_size_tokens: int = 16, seed: int = 0) -> None:
         self.decoder = decoder
@@ -25,13 +25,13 @@ class PagedRequests:
         self._lengths: dict[str, int] = {}
 
     def forward(self, new_tokens: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """One pass over the new tokens of each request; the logits of every one of them, [new tokens, vocab]."""
+        """One pass over the new tokens of each request; the logits of all of them, [new tokens, vocab]."""
         logits = self.logits(new_tokens)
         assert logits is not None
         return dict(zip(new_tokens, logits.split([len(tokens) for tokens in new_tokens.values()]), strict=True))
 
     def logits(self, new_tokens: Mapping[str, Sequence[int]]) -> Tensor | None:
-        """The same in one piece; None on a rank that doesn't sample."""
+        """The same for a single request; None on a rank that doesn't sample."""
         logits: Tensor | None = self.decoder(self._batch(new_tokens), self.cache)
         return logits
 
@@ -46,7 +46,7 @@ class PagedRequests:
         return made
 
     def _choose(self, new: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """The likeliest next token of each request, chosen by the rank that samples and told to the others."""
+        """The most likely next token of each request, broadcast by the rank that samples."""
         logits, chosen = self.logits(new), None
         if logits is not None:
             ends = torch.tensor([len(tokens) for tokens in new.values()]).cumsum(0) - 1

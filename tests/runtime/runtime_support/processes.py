@@ -1,6 +1,6 @@
-"""What /proc says about processes.
+"""Processes in /proc.
 
-The local operator reads it too, but the runtime's tests must run where there is no operator.
+The local operator reads it too, but the runtime's tests must run without the operator.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ PROC = Path("/proc")
 
 
 def children_of(parent: int) -> dict[int, str]:
-    """Direct children of a process that live, with their command lines."""
+    """Living direct children of a process, with their command lines."""
     found = {}
     for pid in (int(entry.name) for entry in PROC.iterdir() if entry.name.isdecimal()):
         if _parent(pid) == parent:
@@ -22,14 +22,14 @@ def children_of(parent: int) -> dict[int, str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and is not merely waiting to be reaped."""
+    """Whether a process exists and is not a zombie."""
     return _parent(pid) is not None
 
 
 def _parent(pid: int) -> int | None:
     """None for a process that has ended."""
     try:
-        # The name before the parenthesis may hold anything.
+        # The name before the parenthesis may contain anything.
         state, parent = (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[:2]
     except OSError:
         return None

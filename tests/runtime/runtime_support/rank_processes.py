@@ -1,4 +1,4 @@
-"""The ranks of a replica as processes, forked from one that has imported torch, so that each starts at once."""
+"""The ranks of a replica group as processes, forked from one that has imported torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron_runtime.launch.tasks import compute_environment
 
 PATIENCE = 100.0
 _ENVIRONMENT = compute_environment() | {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""As the launcher's ranks have it. Threads that a rank doesn't use would spin beside those of the others."""
+"""The environment of the launcher's ranks. Unused threads would spin beside those of the others."""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "megatron_runtime.apis", "megatron_runtime.model.checkpoint"])
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
-    """What ``function(rank, *args)`` returns in a process per rank; None of a process that died.
+    """The result of ``function(rank, *args)`` in a process per rank; None of a process that was killed.
 
-    What it raises fails the test. The function has to be importable.
+    An exception fails the test. The function must be importable.
     """
     _start_server()
     ends, processes = {}, []
@@ -63,7 +63,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *args: Any) -> list[Any]
 
 @cache
 def _start_server() -> None:
-    """The process that the ranks are forked from, which is where they have their environment from."""
+    """Starts the process that the ranks are forked from, and whose environment they get."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -73,11 +73,11 @@ def _start_server() -> None:
 def _run(end: Connection, function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:
     import torch
 
-    # torch looks up the names of the addresses it meets; where the answer is lost, the usual 5 seconds are a long test.
+    # torch resolves the names of addresses; without an answer, the default of 5 seconds would slow down a test.
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     torch.set_num_threads(1)
     try:
         outcome = function(rank, *args), None
     except BaseException:
         outcome = None, traceback.format_exc()
-    end.send_bytes(pickle.dumps(outcome))  # by value: the tensors have to outlive this process
+    end.send_bytes(pickle.dumps(outcome))  # by value: the tensors must outlive this process

@@ -1,4 +1,4 @@
-"""Models of transformers to hold ours against: how they are made, what they say, and how close ours must come."""
+"""Reference models of transformers: how they are created, their results, and the tolerances."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import transformers
 
 CLOSE = {"atol": 1e-4, "rtol": 0.0}
-"""How far logits in float32 may be from those of transformers."""
+"""Tolerance of logits in float32, compared with transformers."""
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-"""The usual ones are beyond so small a vocabulary."""
+"""The usual ones are beyond such a small vocabulary."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA_3 = {
     "rope_type": "llama3",
@@ -38,11 +38,11 @@ LONG_ROPE = {
     "original_max_position_embeddings": 16,
 }
 CLASSES = {"Gemma3Config": "Gemma3TextConfig", "GPT2ForCausalLM": "GPT2LMHeadModel"}
-"""Those whose names do not follow from the family's."""
+"""Class names that do not follow from the family's name."""
 
 
 def new_model(family: str, *, kind: str = "ForCausalLM", **settings: Any) -> Any:
-    """A model of ``family`` (as transformers spells it in class names) as transformers initialises it, from seed 0."""
+    """A model of ``family`` (as in class names of transformers) as initialized by transformers from seed 0."""
     torch.manual_seed(0)
     config_class, model_class = (CLASSES.get(family + end, family + end) for end in ("Config", kind))
     config = getattr(transformers, config_class)(**(NO_SPECIAL_TOKENS | settings))
@@ -50,7 +50,7 @@ def new_model(family: str, *, kind: str = "ForCausalLM", **settings: Any) -> Any
 
 
 def selection_biases(model: Any) -> list[torch.Tensor]:
-    """What routers add to the scores of experts: buffers, which initialization leaves at zero."""
+    """The biases of routers: buffers, which initialization leaves at zero."""
     return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
@@ -61,9 +61,9 @@ def logits_of(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def assert_most_likely(model: Any, prompt: list[int], made: list[int]) -> None:
-    """Every token made is the one that transformers finds most likely after the prompt and those before it.
+    """Checks that every token is the one that transformers finds most likely after the prompt and the previous ones.
 
-    Two tokens whose logits differ in nothing but the last digit of a float32 are equally likely.
+    Tokens whose logits differ only in the last digit of a float32 are considered equally likely.
     """
     logits = logits_of(model, prompt + made)[len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(made)[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""The memory that a process holds, measured by the kernel and not by Python's own accounts."""
+"""The memory of a process, as measured by the kernel."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ _PIECE = 2**20
 
 
 def peak_growth(do: Callable[[], _T]) -> tuple[_T, int]:
-    """What comes of it, and by how many bytes the memory of this process grows at most while it is done.
+    """The result of the action, and the growth in bytes of this process's memory meanwhile.
 
-    All files that it has mapped, its code above all, count from the start: how much of them is in memory is the
-    kernel's choice at any time.
+    Mapped files, such as its code, count from the start, because the kernel chooses how much of them is in memory.
     """
     for begin, end in _mapped_files():
         _bring_in(begin, end)
     before = resident_bytes()
-    (_SELF / "clear_refs").write_text("5")  # the peak begins anew
+    (_SELF / "clear_refs").write_text("5")  # resets the peak
     outcome = do()
     return outcome, _status("self", "VmHWM") - before
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """The memory that a process holds now."""
+    """The current memory of the process."""
     return _status(pid, "VmRSS")
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    """Where each begins and ends in this process's memory."""
+    """Start and end of each mapped file in this process's memory."""
     for found in _FILE.finditer((_SELF / "maps").read_text()):
         yield int(found[1], 16), int(found[2], 16)
 

@@ -1,4 +1,4 @@
-"""A small real checkpoint that loads at once: a random model of two layers, and a tokenizer of bytes."""
+"""A small random checkpoint that loads at once, with a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -30,40 +30,27 @@ def write_tiny_checkpoint(
     chat_template: str | None = None,
     hidden: int = 32,
     layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
 ) -> Path:
-    """Weights so wide apart that the likeliest token is never in doubt, in Hugging Face's form.
+    """Writes a Hugging Face folder whose random weights make the most likely token unambiguous.
 
-    A Llama, with experts a Mixtral, or with latent attention a DeepSeek-V3 without experts. ``marks`` are special
-    tokens beside the one that ends an answer. ``hidden`` and ``layers`` are for tests that need a model of some size.
+    The model is a Llama; with experts a Mixtral; with latent attention a DeepSeek-V3 without experts. ``marks`` are
+    special tokens in addition to the end token.
     """
     settings: dict[str, Any] = {
         "vocab_size": END + 1 + len(marks),
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
         "max_position_embeddings": longest,
         "bos_token_id": None,
         "eos_token_id": END,
     }
     torch.manual_seed(seed)
-    model: Any
-    if has_latent_attention:
-        config = DeepseekV3Config(
-            **settings | {"num_key_value_heads": 4},
-            kv_lora_rank=hidden // 2,
-            q_lora_rank=hidden // 2,
-            qk_nope_head_dim=hidden // 4,
-            qk_rope_head_dim=hidden // 4,
-            v_head_dim=hidden // 4,
-            first_k_dense_replace=layers,
-        )
-        model = DeepseekV3ForCausalLM(config)
-    elif experts:
-        model = MixtralForCausalLM(MixtralConfig(**settings, num_local_experts=experts))
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**settings))
+    model = _latent_model(settings) if has_latent_attention else _grouped_model(settings, experts)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.4 * (32 / hidden) ** 0.5)
@@ -72,3 +59,23 @@ def write_tiny_checkpoint(
     template = {} if chat_template is None else {"chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END_TEXT, **template}))
     return folder
+
+
+def _grouped_model(settings: dict[str, Any], experts: int) -> Any:
+    if experts:
+        return MixtralForCausalLM(MixtralConfig(**settings, num_local_experts=experts))
+    return LlamaForCausalLM(LlamaConfig(**settings))
+
+
+def _latent_model(settings: dict[str, Any]) -> Any:
+    hidden = settings["hidden_size"]
+    config = DeepseekV3Config(
+        **settings | {"num_key_value_heads": settings["num_attention_heads"]},
+        kv_lora_rank=hidden // 2,
+        q_lora_rank=hidden // 2,
+        qk_nope_head_dim=hidden // 4,
+        qk_rope_head_dim=hidden // 4,
+        v_head_dim=hidden // 4,
+        first_k_dense_replace=settings["num_hidden_layers"],
+    )
+    return DeepseekV3ForCausalLM(config)

@@ -39,8 +39,8 @@ from megatron_runtime.sampling_params import SamplingParams
 PROMPTS = [[*range(40, 61), 1], [*range(40, 61), 2, 3], [7] * 11, [9]]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=32, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.5, seed=5, n=2, num_tokens_to_generate=16)
-STREAMED = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True, streaming=True)
-ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=400, ignore_eos=True)
+STREAMED = SamplingParams(temperature=0, num_tokens_to_generate=200, ignore_eos=True, streaming=True)
+ENDLESS = SamplingParams(temperature=0, num_tokens_to_generate=200, ignore_eos=True)
 
 
 def enter(rank: int, world_size: int, port: int, sizes: ParallelSizes, rendezvous_timeout: float = 60.0) -> Ranks:
@@ -136,7 +136,7 @@ def serve_with_interruptions(rank: int, world_size: int, port: int, sizes: Paral
     results: dict[str, Any] = {}
     llm = MegatronLLM(model=model, tokenizer=load_tokenizer(path), inference_config=config, use_coordinator=True)
     with llm, ThreadPoolExecutor() as pool:
-        copies = world_size // sizes.ranks_per_replica
+        copies = world_size // sizes.ranks_per_replica_group
         answers = [pool.submit(_answer_all, llm) for _ in range(copies)] if llm.is_primary_rank else []
         while llm.is_primary_rank and llm.engine.stats().generated_tokens_total < 20:
             time.sleep(0.01)
@@ -209,7 +209,7 @@ def lose(
     results: dict[str, Any] = {}
     try:
         if llm.is_primary_rank:
-            while _copies(llm) == world_size // sizes.ranks_per_replica:
+            while _copies(llm) == world_size // sizes.ranks_per_replica_group:
                 tokens(llm, ENDLESS)
             results["answers"] = tokens(llm, GREEDY)
         llm.shutdown()

@@ -62,7 +62,7 @@ def test_a_hanging_coordinator_is_replaced_earlier_than_other_processes(
     whole = ask(pod)
     os.kill(pod.child("coordinator_process"), signal.SIGSTOP)
     assert ask(pod) == whole
-    assert "coordinator gave no sign of life for 8 s and was killed" in pod.log.read_text()
+    assert "coordinator sent no heartbeat for 8 s and was killed" in pod.log.read_text()
 
 
 @pytest.mark.parametrize("victim", ["server.frontend", "coordinator_process", "megatron_runtime.rank"])
@@ -85,5 +85,5 @@ def test_a_hanging_process_is_replaced(start_pod: Callable[..., Any], checkpoint
         )
     )
     assert not is_alive(stopped)
-    assert "gave no sign of life for 3 s and was killed" in pod.log.read_text()
+    assert "sent no heartbeat for 3 s and was killed" in pod.log.read_text()
     assert ask(pod) == whole

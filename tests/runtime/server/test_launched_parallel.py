@@ -6,22 +6,18 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from runtime_support.one_rank import answer_of_one_rank
 from runtime_support.processes import is_alive
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
-from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engine.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.model.checkpoint import load_model, load_tokenizer
-from megatron_runtime.sampling_params import SamplingParams
-
 PROMPT = [5, 6, 7, 8, 9]
-LENGTH = 1500
+LENGTH = 600
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "8Mi", "--frontend-replicas", "1")
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -45,14 +41,7 @@ def pod(pod_type: type[Any], checkpoint: Path, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def whole(checkpoint: Path) -> str:
-    return answer_of_one_rank(checkpoint)
-
-
-def answer_of_one_rank(checkpoint: Path) -> str:
-    model = load_model(checkpoint, dtype="float32")
-    engine = DynamicInferenceEngine.build(model, load_tokenizer(checkpoint), InferenceConfig(buffer_size_gb=0.01))
-    params = SamplingParams(temperature=0, num_tokens_to_generate=LENGTH, ignore_eos=True)
-    return str(engine.generate([PROMPT], params)[0].merge().generated_text)
+    return answer_of_one_rank(checkpoint, PROMPT, LENGTH)
 
 
 def ask(pod: Any) -> str:
@@ -70,12 +59,23 @@ def ranks_of(pod: Any) -> dict[int, int]:
     }
 
 
+def begin_and_pause(pod: Any, pool: ThreadPoolExecutor) -> list[Future[str]]:
+    """Four answers that are paused before their end. On a loaded machine the pause may come too late for the first."""
+    for _ in range(5):
+        answers: list[Future[str]] = pod.begin(pool, partial(ask, pod), 4)
+        pod.wait_for(lambda state: state["requests"]["running"] == 4)
+        assert pod.signal("pause").json()["engineState"] == "PAUSED"
+        if not any(answer.done() for answer in answers):
+            return answers
+        assert pod.signal("unpause").json()["engineState"] == "RUNNING"
+    raise AssertionError("every pause came after the end of an answer")
+
+
 def test_divided_models_give_the_answers_of_whole_ones_through_pause_and_suspension(pod: Any, whole: str) -> None:
     assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 4
     with ThreadPoolExecutor() as pool:
-        answers = pod.begin(pool, partial(ask, pod), 4)
-        pod.wait_for(lambda state: state["requests"]["running"] == 4)
-        for signal_name, state in (("pause", "PAUSED"), ("suspend", "SUSPENDED"), ("resume", "PAUSED")):
+        answers = begin_and_pause(pod, pool)
+        for signal_name, state in (("suspend", "SUSPENDED"), ("resume", "PAUSED")):
             assert pod.signal(signal_name).json()["engineState"] == state
         assert not any(answer.done() for answer in answers)
         assert pod.signal("unpause").json()["engineState"] == "RUNNING"
@@ -93,10 +93,9 @@ def test_a_killed_rank_restarts_its_replica_group_and_no_other(pod: Any, whole: 
         os.kill(before[victim], signal.SIGKILL)
         pod.wait_for(lambda _: not any(is_alive(pid) for pid in fellows), seconds=10)
         assert [answer.result(60) for answer in answers] == [whole] * 4
-    pod.wait_for(lambda state: state["restarts"] == restarts + 1 and len(state["replicaGroups"]) == 2)
-    after = ranks_of(pod)
-    assert others.items() <= after.items()
-    assert after.keys() == before.keys()
+    pod.wait_for(lambda state: state["restarts"] == restarts + 1 and ranks_of(pod).keys() == before.keys())
+    pod.wait_for(lambda state: len(state["replicaGroups"]) == 2)
+    assert others.items() <= ranks_of(pod).items()
     assert ask(pod) == whole
 
 
@@ -112,7 +111,7 @@ def test_a_hanging_rank_is_restarted_with_its_replica_group_which_continues_the_
         os.kill(before[1], signal.SIGSTOP)
         assert [answer.result(60) for answer in answers] == [whole] * 2
     assert not any(is_alive(pid) for pid in before.values())
-    assert "rank 1 gave no sign of life for 5 s and was killed" in pod.log.read_text()
+    assert "rank 1 sent no heartbeat for 5 s and was killed" in pod.log.read_text()
 
 
 def test_the_last_output_of_a_killed_rank_is_in_the_message_and_a_stop_ends_all(
@@ -125,7 +124,7 @@ def test_the_last_output_of_a_killed_rank_is_in_the_message_and_a_stop_ends_all(
     assert killed.process.wait(10) == 1
     reason = json.loads(killed.termination_log.read_text())
     assert (reason["reason"], reason["rank"], reason["exitCode"]) == ("RankFailed", 1, -signal.SIGKILL)
-    assert reason["message"].startswith("rank 1 was ended by SIGKILL; its last words:\n")
+    assert reason["message"].startswith("rank 1 was ended by SIGKILL; its last output:\n")
     assert "Loaded" in reason["message"]
     stopped.wait_ready()
     stopped.process.send_signal(signal.SIGTERM)
@@ -140,7 +139,7 @@ def test_experts_are_divided_over_the_ranks_of_a_replica_group(
     flags = ("--model", str(checkpoint), *FLAGS, "--tensor-parallel", tensor, "--expert-parallel", "2")
     pod = start_pod(*flags).wait_ready()
     assert [rank["phase"] for rank in pod.state()["ranks"]] == ["Serving"] * 2
-    assert ask(pod) == answer_of_one_rank(checkpoint)
+    assert ask(pod) == answer_of_one_rank(checkpoint, PROMPT, LENGTH)
 
 
 @pytest.mark.model

@@ -102,7 +102,7 @@ def test_no_pod_is_ready_before_all_ranks_have_joined_and_the_missing_one_is_nam
     assert alone.process.wait(30) == 1
     reason = last_words(alone)
     assert (reason["reason"], reason["rank"]) == ("LostRank", 1)
-    assert "rank 1 did not come within 6 s" in reason["message"]
+    assert "rank 1 did not join within 6 s" in reason["message"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -122,7 +122,7 @@ def test_a_killed_rank_ends_its_replica_group_in_all_pods_and_the_next_attempt_c
     assert not any(is_alive(pid) for pid in ranks)
     dead, survivor = last_words(group[victim]), last_words(group[1 - victim])
     assert (dead["reason"], dead["rank"], dead["exitCode"]) == ("RankFailed", 2 + victim, -signal.SIGKILL)
-    assert dead["message"].startswith(f"rank {2 + victim} was ended by SIGKILL; its last words:\n")
+    assert dead["message"].startswith(f"rank {2 + victim} was ended by SIGKILL; its last output:\n")
     assert (survivor["reason"], survivor["rank"]) == ("LostRank", 2 + victim)
     assert f"rank {victim} (tensor {victim}, stage 0) is missing" in survivor["message"]
     start_group(*sizes, group=1, attempt=5, leader=leader.host)

@@ -6,12 +6,14 @@ import pytest
 from runtime_support.byte_backend import END, byte_backend
 from transformers import PreTrainedTokenizerFast
 
+from megatron_runtime.errors import ConfigurationError
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody
 from megatron_runtime.server.bodies.tools import FunctionDefinition, ToolChoice, ToolUse
 from megatron_runtime.server.errors import ApiError
 from megatron_runtime.server.messages.conversation import chat_prompt
 from megatron_runtime.server.messages.message_format import MessageFormat
+from megatron_runtime.server.parsers import check_parsers
 
 QWEN = r"""{%- if tools %}{{ "within <tool_call></tool_call>\n<tool_call>\n{\"name\": <function-name>}" }}{% endif %}"""
 LLAMA = """{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{%- if tools is not none %}
@@ -53,6 +55,16 @@ def test_a_configured_parser_overrides_the_template() -> None:
     written = MessageFormat(tokenizer(QWEN), ["pythonic"]).parsing(use("auto"), []).format
     assert written is not None
     assert written.name == "pythonic"
+
+
+def test_parsers_have_megatrons_names_too() -> None:
+    names = ["nemotron-v3-reasoning", "qwen3-coder-tool"]
+    check_parsers(names)
+    parsing = MessageFormat(tokenizer(QWEN), names).parsing(use("auto"), [])
+    assert parsing.format is not None
+    assert (parsing.format.name, parsing.starts_with_reasoning) == ("qwen3_coder", True)
+    with pytest.raises(ConfigurationError, match="deepseek-r1-reasoning and qwen3 have the same purpose"):
+        check_parsers(["deepseek-r1-reasoning", "qwen3"])
 
 
 def test_an_unknown_format_of_calls_is_refused_unless_a_call_is_required() -> None:

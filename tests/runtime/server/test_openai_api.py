@@ -61,7 +61,8 @@ def test_unknown_fields_are_ignored(pod: Any) -> None:
         ("completions", {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
         ("completions", {"prompt": [[1], [999999]]}, "prompt", "outside the vocabulary"),
         ("completions", {"prompt": "a", "stop_token_ids": [10**30]}, "stop_token_ids", "outside the vocabulary"),
-        ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id"),
+        ("completions", {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "not a token id"),
+        ("completions", {"prompt": "a", "bad_words": ["no", " "]}, "bad_words", "none of them blank"),
         ("completions", {"prompt": "a", "priority": 2**31}, "priority", "less than"),
         ("completions", {"prompt": "a", "timeout": 0}, "timeout", "greater than 0"),
         ("completions", {"prompt": "a", "top_n_sigma": -1}, "top_n_sigma", "greater than or equal to 0"),
@@ -101,7 +102,7 @@ def test_unknown_fields_are_ignored(pod: Any) -> None:
         ),
         ("responses", {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
         ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "input_text"),
-        ("responses", {"input": "a", "max_output_tokens": 10**6}, "max_output_tokens", "ask for at most"),
+        ("responses", {"input": "a", "max_output_tokens": 10**6}, "max_output_tokens", "request at most"),
         ("responses", {"input": "a", "tools": [{"type": "web_search", "name": "a"}]}, "tools.0.type", "'function'"),
         ("responses", {"input": "a", "tool_choice": "required"}, "tool_choice", "there are no tools"),
         (

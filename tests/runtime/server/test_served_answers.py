@@ -141,7 +141,7 @@ def test_an_unknown_model_is_not_found(shared_pod: Any) -> None:
         ({"messages": FRANCE, "frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
         ({"messages": FRANCE, "presence_penalty": "much"}, "presence_penalty", "number"),
         ({"messages": FRANCE, "repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.01"),
-        ({"messages": FRANCE, "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
+        ({"messages": FRANCE, "logit_bias": {"x": 1}}, "logit_bias", "'x' is not a token id"),
         ({"messages": FRANCE, "logit_bias": {"5": 101}}, "logit_bias", "101.0 for token 5"),
         ({"messages": FRANCE, "logit_bias": {"49152": 1}}, "logit_bias", "outside the vocabulary of 49152"),
         ({"messages": FRANCE, "min_tokens": 9, "max_tokens": 8}, "min_tokens", "more than the limit of 8"),

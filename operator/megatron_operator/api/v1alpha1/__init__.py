@@ -5,14 +5,14 @@ from __future__ import annotations
 from megatron_operator.api.v1alpha1.expose import Expose, HTTPRouteExposure, IngressExposure, ParentRef, ServiceType
 from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, ImageSource, Model, Source, VolumeSource
 from megatron_operator.api.v1alpha1.operations import (
-    AutoSuspend,
+    AutoSuspendSpec,
     FailurePolicy,
     Gang,
     ImagePullPolicy,
     Lifecycle,
     PodTemplate,
     Restart,
-    Rollout,
+    RolloutSpec,
     Scheduling,
 )
 from megatron_operator.api.v1alpha1.resource import (
@@ -22,28 +22,28 @@ from megatron_operator.api.v1alpha1.resource import (
     PLURAL,
     VERSION,
     MegatronInference,
-    Metadata,
-    Spec,
+    MegatronInferenceSpec,
+    ObjectMeta,
 )
 from megatron_operator.api.v1alpha1.serving import (
     Device,
-    Engine,
+    EngineSpec,
     Frontend,
     KVCacheManagement,
     Parallelism,
     Parser,
     Pods,
-    Routing,
     RoutingPolicy,
+    RoutingSpec,
 )
 from megatron_operator.api.v1alpha1.status import (
     Condition,
     ConditionType,
     LastFailure,
     LeaderStatus,
+    MegatronInferenceStatus,
     Phase,
     ReplicaGroupStatus,
-    Status,
 )
 
 __all__ = [
@@ -52,12 +52,12 @@ __all__ = [
     "KIND",
     "PLURAL",
     "VERSION",
-    "AutoSuspend",
+    "AutoSuspendSpec",
     "Condition",
     "ConditionType",
     "DType",
     "Device",
-    "Engine",
+    "EngineSpec",
     "Expose",
     "FailurePolicy",
     "Frontend",
@@ -72,8 +72,10 @@ __all__ = [
     "LeaderStatus",
     "Lifecycle",
     "MegatronInference",
-    "Metadata",
+    "MegatronInferenceSpec",
+    "MegatronInferenceStatus",
     "Model",
+    "ObjectMeta",
     "Parallelism",
     "ParentRef",
     "Parser",
@@ -82,13 +84,11 @@ __all__ = [
     "Pods",
     "ReplicaGroupStatus",
     "Restart",
-    "Rollout",
-    "Routing",
+    "RolloutSpec",
     "RoutingPolicy",
+    "RoutingSpec",
     "Scheduling",
     "ServiceType",
     "Source",
-    "Spec",
-    "Status",
     "VolumeSource",
 ]

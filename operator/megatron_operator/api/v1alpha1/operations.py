@@ -82,7 +82,7 @@ class FailurePolicy(Part):
     """A pause, suspend, resume or unpause that takes longer is reported as Degraded."""
 
 
-class Rollout(Part):
+class RolloutSpec(Part):
     """How running pods are replaced."""
 
     model_config = ConfigDict(
@@ -124,7 +124,7 @@ class Rollout(Part):
         return self
 
 
-class AutoSuspend(Part):
+class AutoSuspendSpec(Part):
     """Suspends an idle engine to release its memory."""
 
     idle_after: Duration = Duration("0s")

@@ -10,17 +10,17 @@ from megatron_operator.api.v1alpha1.base import Integer, Part, Report, Text, mis
 from megatron_operator.api.v1alpha1.expose import Expose
 from megatron_operator.api.v1alpha1.model import Model
 from megatron_operator.api.v1alpha1.operations import (
-    AutoSuspend,
+    AutoSuspendSpec,
     FailurePolicy,
     ImagePullPolicy,
     Lifecycle,
     PodTemplate,
     Restart,
-    Rollout,
+    RolloutSpec,
     Scheduling,
 )
-from megatron_operator.api.v1alpha1.serving import Engine, Frontend, Parallelism, Pods, Routing, RoutingPolicy
-from megatron_operator.api.v1alpha1.status import Status
+from megatron_operator.api.v1alpha1.serving import EngineSpec, Frontend, Parallelism, Pods, RoutingPolicy, RoutingSpec
+from megatron_operator.api.v1alpha1.status import MegatronInferenceStatus
 
 GROUP = "inference.megatron.dev"
 VERSION = "v1alpha1"
@@ -46,7 +46,7 @@ _RANKS = (
 """CEL: the ranks of one replica group, as ``Parallelism.ranks`` counts them."""
 
 
-class Spec(Part):
+class MegatronInferenceSpec(Part):
     """The desired state of a MegatronInference."""
 
     model_config = ConfigDict(
@@ -88,9 +88,9 @@ class Spec(Part):
     """Number of ranks that share one copy of the model."""
     pods: Pods = Pods()
     """Distribution of ranks over pods."""
-    engine: Engine = Engine()
+    engine: EngineSpec = EngineSpec()
     """The engine of each replica group."""
-    routing: Routing = Routing()
+    routing: RoutingSpec = RoutingSpec()
     """Distribution of requests over the replica groups."""
     frontend: Frontend = Frontend()
     """The HTTP frontend, in the first pod of every replica group."""
@@ -100,9 +100,9 @@ class Spec(Part):
     """Scheduling of the pods."""
     failure_policy: FailurePolicy = FailurePolicy()
     """What happens when a replica group fails."""
-    rollout: Rollout = Rollout()
+    rollout: RolloutSpec = RolloutSpec()
     """How running pods are replaced."""
-    auto_suspend: AutoSuspend = AutoSuspend()
+    auto_suspend: AutoSuspendSpec = AutoSuspendSpec()
     """Whether an idle engine is suspended to release its memory."""
     restart: Restart = Restart()
     """Requests a restart without another change."""
@@ -166,7 +166,7 @@ class Spec(Part):
         return min(per_pod, self.parallelism.ranks - index * per_pod)
 
 
-class Metadata(Report):
+class ObjectMeta(Report):
     """The part of Kubernetes' object metadata that the operator reads."""
 
     name: Annotated[str, Field(max_length=LONGEST_NAME, pattern=NAME_PATTERN)]
@@ -183,11 +183,11 @@ class MegatronInference(Part):
     kind: ClassVar[str] = KIND
     api_version: ClassVar[str] = API_VERSION
 
-    metadata: Metadata
+    metadata: ObjectMeta
     """Kubernetes' object metadata."""
-    spec: Spec
+    spec: MegatronInferenceSpec
     """The desired state."""
-    status: Status = Status()
+    status: MegatronInferenceStatus = MegatronInferenceStatus()
     """The observed state."""
 
     @property

@@ -103,7 +103,7 @@ class Pods(Part):
     """Resource name of the nodes' GPUs."""
 
 
-class Engine(Part):
+class EngineSpec(Part):
     """The engine of each replica group."""
 
     block_size_tokens: Annotated[Integer, Field(ge=1, le=1024)] = 16
@@ -125,7 +125,7 @@ class Engine(Part):
     """Additional flags for megatron-serve, one per item, appended to the rendered ones."""
 
 
-class Routing(Part):
+class RoutingSpec(Part):
     """Distribution of requests over the replica groups."""
 
     policy: RoutingPolicy = RoutingPolicy.AUTO

@@ -107,7 +107,7 @@ class LeaderStatus(Report):
     """Number of the decision that made it the leader; each later decision has a greater one."""
 
 
-class Status(Report):
+class MegatronInferenceStatus(Report):
     """The observed state of a MegatronInference."""
 
     observed_generation: int = 0

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class RequestGuide:
-    """Follows one request's answer through its grammar.
+    """Follows the answer of one request through its grammar.
 
-    What is allowed depends on the answer's tokens alone, so that a request that goes on elsewhere goes on alike.
+    The allowed tokens depend on the tokens of the answer only, so a request can continue on another engine.
 
     Args:
-        grammar: One that ``guides.check_grammar`` accepts.
-        tokenizer: The model's; what llguidance makes of it is kept with it.
-        prompt_length: How many of the sequence's tokens are the prompt.
+        grammar: A grammar that ``guides.check_grammar`` accepts.
+        tokenizer: The model's. llguidance's representation of it is cached in it.
+        prompt_length: Number of tokens of the sequence that are the prompt.
     """
 
     def __init__(self, grammar: str, tokenizer: Tokenizer, prompt_length: int) -> None:
@@ -33,15 +33,16 @@ class RequestGuide:
 
     @property
     def failure(self) -> str | None:
-        """Why there is no next token, although the grammar is not at its end; None if there is one."""
+        """Why the grammar allows no next token although it is not complete; None if it allows one."""
         if not self._matcher.is_error():
             return None
-        return (self._matcher.get_error().splitlines() or ["llguidance gives no reason"])[0]  # below is all its state
+        # The other lines are the whole state of the matcher.
+        return (self._matcher.get_error().splitlines() or ["llguidance reported no reason"])[0]
 
     def after(self, tokens: Sequence[int], length: int, vocab_size: int) -> NDArray[np.bool_]:
-        """Which tokens may follow the sequence's first so many: bool [vocab_size]; none after a failure."""
+        """The tokens that may follow the first ``length`` tokens: bool [vocab_size]; none after a failure."""
         if length < self._known:
-            self._start_over()  # a pass failed and is repeated
+            self._start_over()  # The pass failed, and is repeated.
         if not self._matcher.is_stopped():
             self._matcher.consume_tokens(list(tokens[self._known : length]))
         self._known = length
@@ -58,7 +59,7 @@ class RequestGuide:
 
 
 def _new_matcher(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    from llguidance import LLMatcher  # not above: most services never need it
+    from llguidance import LLMatcher  # Imported here, because most services never use a grammar.
 
     return LLMatcher(vocabulary, grammar)
 

@@ -1,8 +1,8 @@
 """Gumbel-max sampling: the token with the largest sum of logit and Gumbel noise (Maddison, Tarlow and Minka 2014).
 
-Gumbel noise is minus the logarithm of exponential noise. A block's largest logit and its smallest exponential noise
-bound the score of all of its tokens. The search scores the blocks with the highest bounds until no other block's bound
-exceeds the best score. That usually takes a hundredth of the vocabulary, and gives the same token as scoring all of it.
+Gumbel noise is minus the logarithm of exponential noise. The largest logit of a block and its minimum exponential noise
+bound the scores of all its tokens. The search scores the blocks with the highest bounds until no other bound exceeds
+the best score. That usually takes a hundredth of the vocabulary, and the result is that of scoring all tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megatron_runtime.engine.sampling.exponential_noise import BLOCK, block_mini
 _FIRST_BLOCKS = 32
 """Blocks of a row that the first round scores."""
 _GROWTH = 8
-"""How many times more blocks the next round scores."""
+"""Factor by which the number of blocks grows in each further round."""
 
 
 def gumbel_max_among(scaled: Tensor, columns: Tensor, keys: NDArray[np.uint64]) -> Tensor:
-    """The sampled tokens, out of given ones: int64 [R].
+    """The sampled tokens, from the given ones: int64 [R].
 
     Args:
         scaled: float32 [R, W], logits over temperature, -inf for excluded tokens.
         columns: int64 [R, W], the tokens.
-        keys: [R], as from noise_keys.
+        keys: [R], from noise_keys.
     """
     best = _scores(scaled, columns, keys).argmax(dim=-1, keepdim=True)
     return columns.gather(1, best).squeeze(1)
@@ -43,15 +43,15 @@ def gumbel_max(
     temperature: Tensor | None = None,
     least: Tensor | None = None,
 ) -> Tensor:
-    """The sampled tokens, out of the whole vocabulary: int64 [R].
+    """The sampled tokens, from the whole vocabulary: int64 [R].
 
     Args:
         logits: float32 [S, vocab], -inf for excluded tokens.
-        keys: [R], as from noise_keys.
+        keys: [R], from noise_keys.
         rows: int64 [R], rows of the logits; None means all.
         top: [R], subtracted from the logits; None means 0.
         temperature: [R], divides the difference; None means 1.
-        least: [R], excludes tokens whose quotient is lower; None excludes none.
+        least: [R], excludes tokens whose scaled logit is lower; None excludes none.
     """
     count = len(keys)
     search = _Search(
@@ -80,7 +80,7 @@ def gumbel_max(
 
 @dataclass(frozen=True)
 class _Search:
-    """R rows as gumbel_max describes them."""
+    """The search for the sampled tokens of R rows. The fields are the arguments of gumbel_max."""
 
     logits: Tensor
     keys: NDArray[np.uint64]
@@ -90,7 +90,7 @@ class _Search:
     least: Tensor
 
     def block_bounds(self) -> Tensor:
-        """[R, blocks], the highest score that a token of the block can have."""
+        """[R, blocks], an upper bound of the scores in each block."""
         maxima = _block_maxima(self.logits)[self.rows]
         bounds = (maxima - self.top[:, None]) / self.temperature[:, None]
         bounds = torch.where(bounds < self.least[:, None], -torch.inf, bounds)
@@ -98,7 +98,7 @@ class _Search:
         return bounds
 
     def best_token(self, which: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The highest score in some blocks, [N, B], of some of the R rows, [N], and its token, int64 [N]."""
+        """The highest score in some blocks, [N, B], of N of the R rows, and its token, int64 [N]."""
         vocabulary = self.logits.shape[1]
         inside = torch.arange(BLOCK, device=blocks.device)
         columns = (blocks[:, :, None] * BLOCK + inside).flatten(1)

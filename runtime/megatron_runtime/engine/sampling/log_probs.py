@@ -1,4 +1,4 @@
-"""Log probabilities of given tokens, and of the most likely ones."""
+"""Log probabilities of given tokens and of the most likely tokens."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from megatron_runtime.engine.sampling.top_k import top_k
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Of P positions."""
+    """The log probabilities of P positions."""
 
     chosen: list[float]
-    """[P], of the target."""
+    """[P], of the target token."""
     top_ids: list[list[int]]
-    """[P][n], the most likely tokens in descending order; fewer where fewer are possible."""
+    """[P][n], the most likely tokens in descending order, without excluded ones."""
     top_values: list[list[float]]
     """[P][n], their log probabilities."""
 
 
 def log_probs(normalized: Tensor, targets: Tensor, top_n: int) -> LogProbs:
-    """Log probabilities of one target per row, for the host.
+    """Log probabilities of one target per row, on the host.
 
     Args:
         normalized: float32 [P, vocab], log probabilities of every token.
         targets: int64 [P].
-        top_n: How many of the most likely tokens to list; at most the vocabulary.
+        top_n: Number of the most likely tokens to list; at most the vocabulary.
     """
     chosen = normalized.gather(1, targets[:, None]).squeeze(1).tolist()
     if top_n == 0:

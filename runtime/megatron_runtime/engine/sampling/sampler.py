@@ -1,4 +1,4 @@
-"""Samples tokens from logits, a whole batch at once."""
+"""Samples the tokens of a whole batch from its logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.engine.sampling.top_k import row_max
 from megatron_runtime.engine.sampling.truncation import least_kept, truncate
 
 NO_TOKEN = -1
-"""In place of a token where the logits are not finite."""
+"""Marks a row whose logits are not finite."""
 
 
 def sample(logits: Tensor, rules: SamplingRules) -> Tensor:
@@ -62,10 +62,10 @@ def _sample_stochastic(
 
 
 def processed_log_probs(logits: Tensor, rules: SamplingRules) -> Tensor:
-    """The log probabilities with which tokens are sampled: float32 [S, vocab], -inf for excluded tokens.
+    """The log probabilities of the sampled distribution: float32 [S, vocab], -inf for excluded tokens.
 
-    For greedy rows they are those of temperature 1 without filters, since a distribution over one token carries no
-    information.
+    Greedy rows get the log probabilities at temperature 1 without filters, because a distribution over one token
+    carries no information.
 
     Args:
         logits: float32 [S, vocab], after the rules' edits.

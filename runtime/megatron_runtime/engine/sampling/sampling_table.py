@@ -1,4 +1,4 @@
-"""The sampling parameters of the running requests, one row each, from which a batch selects its rows."""
+"""The sampling parameters of the running requests, one row per request, from which a batch selects its rows."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SamplingRules:
     keys: NDArray[np.uint64]
     """[S], as from noise_keys."""
     truncations: tuple[Truncation, ...] = ()
-    """Those that any row uses, in the order in which they apply, each with a number for every row."""
+    """The truncations that any row uses, in the order in which they apply, with a parameter for every row."""
     edits: tuple[LogitsEdit, ...] = ()
-    """Those that any row uses, in the order in which they apply; all precede temperature and truncations."""
+    """The edits that any row uses, in the order in which they apply; all precede temperature and truncations."""
 
     @property
     def changes_logits(self) -> bool:
@@ -45,7 +45,7 @@ class SamplingRules:
 
     @cached_property
     def most_kept(self) -> NDArray[np.int32]:
-        """[S], how many of the most likely tokens the truncations need to know; 0 where that is unknown."""
+        """[S], the number of the most likely tokens that determine the truncations; 0 where it is unknown."""
         most = np.zeros(len(self.temperature), np.int32)
         for truncation in self.truncations:
             if truncation.most_kept is not None:
@@ -69,7 +69,7 @@ class SamplingRules:
         return self._any_active([truncation for truncation in self.truncations if truncation.ranks])
 
     def take(self, rows: NDArray[np.intp]) -> SamplingRules:
-        """The parameters of some rows, without their edits."""
+        """The rules of some rows, without their edits."""
         truncations = tuple(truncation.take(rows) for truncation in self.truncations)
         return SamplingRules(self.temperature[rows], self.keys[rows], truncations)
 
@@ -100,18 +100,20 @@ class SamplingTable:
         params: SamplingParams,
         prompt_length: int,
         stop_ids: Collection[int] = (),
+        bad_sequences: Collection[tuple[int, ...]] = (),
         guide: RequestGuide | None = None,
     ) -> None:
-        """Give a row to a request; what the row held before is dropped."""
+        """Assign a row to a request, and drop the previous contents of the row."""
         assert params.seed is not None, "the engine gives every request a seed"
         self._temperature[row] = min(params.temperature, float(np.finfo(np.float32).max))
         self._seed[row] = params.seed
-        request = FilterRequest(params, prompt_length, stop_ids, guide)
+        request = FilterRequest(params, prompt_length, stop_ids, bad_sequences, guide)
         for part in (*self._edits, *self._truncations):
             part.set_row(row, request)
 
     def rules(self, prefixes: Sequences[tuple[Sequence, int]]) -> SamplingRules:
-        """The parameters of the next tokens after prefixes of running sequences, given by their lengths."""
+        """The rules for sampling the next tokens. Each of ``prefixes`` is a running sequence and the length of its
+        prefix."""
         draws = Draws(prefixes)
         edits = (part.for_batch(draws) for part in self._edits)
         truncations = (part.for_batch(draws) for part in self._truncations)

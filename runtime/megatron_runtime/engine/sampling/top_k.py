@@ -1,4 +1,4 @@
-"""The largest values of long rows, found by blocks instead of by a sort."""
+"""The largest values of long rows, found by blocks instead of sorting."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 _BLOCK = 64
 _WORTHWHILE = 4
-"""Blocks are used where the chosen ones hold at most this fraction of the row: one in so many."""
+"""Blocks are used if the selected ones hold at most 1 / _WORTHWHILE of the row."""
 
 
 def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value of each row, and the first column that has it; NaN is larger than anything.
+    """The maximum of each row, and the first column that has it. NaN is larger than any number.
 
-    ``amax`` is several times faster than ``max`` with indices, so only one block's indices are computed.
+    ``amax`` is several times faster than ``max`` with indices, so indices are computed for one block only.
 
     Args:
         logits: [S, vocab].
@@ -34,10 +34,11 @@ def row_max(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_k(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest values of each row with their columns, largest first; exact but for the choice among equals.
+    """The largest values of each row and their columns, in descending order. Exact, except for the selection among
+    equal values.
 
     The ``count`` blocks with the largest maxima contain all of them: each of these maxima is at least as large as any
-    value of another block.
+    value of the other blocks.
 
     Args:
         logits: [S, vocab].

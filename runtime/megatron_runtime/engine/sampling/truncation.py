@@ -1,4 +1,4 @@
-"""Applies truncations such as top-k and top-p, by as few of the most likely tokens as possible."""
+"""Applies truncations such as top-k and top-p, with as few of the most likely tokens as possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_runtime.engine.sampling.kept_tokens import (
 from megatron_runtime.engine.sampling.sampling_table import SamplingRules
 
 _WIDTHS = (64, 512)
-"""How many of the most likely tokens the first attempts rank; the last attempt takes the whole vocabulary."""
+"""Number of the most likely tokens that the first attempts rank; the last attempt ranks the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TruncatedRows:
     """R rows after their truncations."""
 
     rows: NDArray[np.intp]
-    """[R], which rows of the logits these are."""
+    """[R], their rows in the logits."""
     columns: Tensor | None
     """int64 [R, W], the tokens; None if they are the whole vocabulary in order."""
     scaled: Tensor
@@ -38,7 +38,7 @@ class TruncatedRows:
 
 
 def truncate(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[np.intp]) -> Iterator[TruncatedRows]:
-    """Truncate some rows, in groups that fit the cache.
+    """Truncate some rows, in groups whose logits fit into the cache.
 
     Args:
         logits: float32 [S, vocab].
@@ -52,7 +52,7 @@ def truncate(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[np
         yield TruncatedRows(group, None, _scaled(logits, top, rules, group).all())
     pending = rows[is_truncated]
     for width in _WIDTHS:
-        # How many tokens top-k ranks is known. For top-p it is unknown: one attempt with few, then all.
+        # Top-k determines the number of tokens to rank. Top-p does not: one attempt with few tokens, then all.
         worthwhile = (rules.most_kept < width) & ((rules.most_kept > 0) | (rules.ranks & (width == _WIDTHS[0])))
         group = pending[worthwhile[pending]]
         if group.size and width < vocabulary:
@@ -64,7 +64,7 @@ def truncate(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[np
 
 
 def least_kept(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[np.intp]) -> Tensor | None:
-    """The lowest scaled logit that is kept in rows whose truncations rank no tokens: [R]; None if all are kept."""
+    """The lowest kept scaled logit of rows whose truncations rank no tokens: [R]; None if all tokens are kept."""
     if not rules.is_truncated[rows].any():
         return None
     kept = KeptTokens(_scaled(logits, top, rules, rows))
@@ -75,12 +75,12 @@ def least_kept(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[
 def _truncate_ranked(
     logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArray[np.intp], width: int
 ) -> TruncatedRows:
-    """Those of the rows for which so many of the most likely tokens determine the result."""
+    """The rows for which the ``width`` most likely tokens determine the result, after their truncations."""
     source = _scaled(logits, top, rules, rows)
     scaled, columns = source.top_k(width)
     kept = RankedTokens(source, scaled, torch.from_numpy(rules.most_kept[rows] > 0).to(logits.device))
     _apply(rules.truncations, rows, kept)
-    # Tokens that were not ranked are at most as likely as the last one that was.
+    # Unranked tokens are at most as likely as the last ranked one.
     settled = (kept.least > scaled[:, -1:]).squeeze(1)
     return TruncatedRows(
         rows[settled.cpu().numpy()], columns[settled], exclude_below(scaled[settled], kept.least[settled])
@@ -96,7 +96,7 @@ def _truncate_all(logits: Tensor, top: Tensor, rules: SamplingRules, rows: NDArr
 
 
 def _apply(truncations: Sequence[Truncation], rows: NDArray[np.intp], kept: KeptTokens) -> None:
-    """Exclude what the truncations exclude, one after the other, given the rows of the batch that are in ``kept``."""
+    """Apply the truncations in order. ``rows`` are the rows of the batch that are in ``kept``."""
     for truncation in truncations:
         part = truncation.take(rows)
         active = np.flatnonzero(part.active)

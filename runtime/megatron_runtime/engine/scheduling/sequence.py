@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(eq=False)
@@ -39,6 +39,8 @@ class Sequence:
     """Number of leading blocks that can be registered in the prefix cache."""
     blocks: list[int] = field(default_factory=list)
     """Its KV blocks, shared or not, in the order of its tokens."""
+    replayed_routing: Any = None
+    """The experts to choose for its first tokens, as `ExpertRouting.parse` returns them."""
     row: int | None = None
     """Its row in the context's tables while it runs."""
     num_evictions: int = 0

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -26,7 +27,7 @@ from megatron_runtime.parallel.timeouts import LOAD_TIMEOUT
 from megatron_runtime.parallel.world import World
 from megatron_runtime.processes.parent_link import EXIT_DRAINED
 from megatron_runtime.processes.supervisor import ChildEnd, RestartBudget
-from megatron_runtime.wire.security import KEY_VARIABLE
+from megatron_runtime.wire.security import KEY_VARIABLE, coordinator_address
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,9 @@ async def attach_engine(
     loop, work = _make_loop(
         engine, world, address=address, key=key, prepare_thread=prepare_thread, on_state=reached.note
     )
-    engine.attach(loop)
-    return AttachedEngine(address, key, loop, asyncio.create_task(work), reached, coordinator)
+    task = asyncio.create_task(work)
+    engine.attach(loop, task)
+    return AttachedEngine(address, key, loop, task, reached, coordinator)
 
 
 async def _share_coordinator(
@@ -121,13 +123,15 @@ def _make_loop(
 ) -> tuple[EngineLoop | FollowerLoop, Coroutine[Any, Any, None]]:
     """The loop of this rank, and the coroutine that runs it."""
     lock_step: LockStepEngine | None = None
-    if world.ranks_per_replica > 1:
+    if world.ranks_per_replica_group > 1:
         refuse_request_timeout(engine.config)
         if not engine.ranks.position.is_first:
             follower = FollowerLoop(engine, engine.ranks, **options)
             return follower, follower.run()
         lock_step = LockStepEngine(engine, engine.ranks, accepts_tensors=True)
-    loop = EngineLoop(lock_step or engine, coordinator_address=address, replica_group=world.replica, key=key, **options)
+    loop = EngineLoop(
+        lock_step or engine, coordinator_address=address, replica_group=world.replica_group, key=key, **options
+    )
     return loop, loop.run() if lock_step is None else _run_in_lock_step(loop, lock_step)
 
 
@@ -180,7 +184,7 @@ def _coordinator_options(
 ) -> CoordinatorOptions:
     config = engine.config
     return CoordinatorOptions(
-        data_parallel_size=world.replicas,
+        data_parallel_size=world.replica_groups,
         inference_coordinator_port=port,
         deterministic_mode=torch.are_deterministic_algorithms_enabled(),
         block_size_tokens=config.block_size_tokens,
@@ -195,6 +199,12 @@ def _coordinator_options(
 
 
 _attached: set[asyncio.Task[None]] = set()
+_engines: WeakValueDictionary[str, RankEngine] = WeakValueDictionary()
+
+
+def engine_at(address: str) -> RankEngine | None:
+    """The engine of this process that was last attached to the coordinator at this address, if there is one."""
+    return _engines.get(coordinator_address(address))
 
 
 async def start_listening(engine: RankEngine, **options: Any) -> str:
@@ -204,6 +214,7 @@ async def start_listening(engine: RankEngine, **options: Any) -> str:
         The address of the coordinator.
     """
     attached = await attach_engine(engine, **options)
+    _engines[coordinator_address(attached.address)] = engine
 
     async def end() -> None:
         await asyncio.gather(attached.task, return_exceptions=True)

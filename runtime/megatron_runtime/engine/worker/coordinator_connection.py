@@ -55,7 +55,7 @@ class CoordinatorConnection:
             on_connected=self._register,
             on_disconnected=self._disconnected,
         )
-        self._heartbeats: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.registered = asyncio.Event()
         """Set while the engine is registered over the current connection."""
 
@@ -68,12 +68,12 @@ class CoordinatorConnection:
         """Start connecting, on the running event loop."""
         loop = asyncio.get_running_loop()
         self._dealer.open(loop)
-        self._heartbeats = loop.create_task(self._send_heartbeats())
+        self._tasks = [loop.create_task(self._dealer.listen()), loop.create_task(self._send_heartbeats())]
 
     def close(self) -> None:
         """Close the connection. Messages that were just sent are still delivered."""
-        if self._heartbeats is not None:
-            self._heartbeats.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._dealer.close()
         self.registered.clear()
 

@@ -17,8 +17,8 @@ from megatron_runtime.engine.worker.loop_requests import LoopRequests
 from megatron_runtime.engine.worker.protocol import Engine
 from megatron_runtime.engine.worker.weight_updates import WeightUpdateQueue
 from megatron_runtime.errors import EngineError
-from megatron_runtime.headers import EngineState, Headers
-from megatron_runtime.lifecycle import SOURCE_STATES, TRANSITIONAL_STATE, ReachedStates, reached_states
+from megatron_runtime.headers import REQUEST_MESSAGES, EngineState, Headers
+from megatron_runtime.lifecycle import BROADCASTS, SOURCE_STATES, TRANSITIONAL_STATE, ReachedStates, reached_states
 from megatron_runtime.notifier import Notifier
 from megatron_runtime.wire.bodies import RequestBody
 from megatron_runtime.wire.codec import MalformedMessage, Message
@@ -84,7 +84,8 @@ class EngineLoop:
         self._step_started: float | None = None
         self._draining = False
         self._leave_reason: str | None = None
-        self._reached = ReachedStates()
+        self.reached = ReachedStates()
+        """The states that the engine has reached."""
         self.failure: BaseException | None = None
         """The error that ended the loop, if it failed."""
         self.ended = False
@@ -144,7 +145,7 @@ class EngineLoop:
     @property
     def state(self) -> EngineState:
         """The state that was reached last."""
-        return self._reached.present
+        return self.reached.present
 
     @property
     def registered(self) -> asyncio.Event:
@@ -157,7 +158,7 @@ class EngineLoop:
         Raises:
             EngineError: The loop ended in another state.
         """
-        while (found := self._reached.first_of(states)) is None:
+        while (found := self.reached.first_of(states)) is None:
             if self.ended:
                 raise EngineError(f"the engine loop has ended: {self.failure or 'it has stopped'}") from self.failure
             await self._changed.wait()
@@ -205,9 +206,9 @@ class EngineLoop:
     def _receive(self, message: Message) -> None:
         """Queue a message. This must not use the engine, which may be in a step."""
         match message.header:
-            case Headers.SUBMIT_REQUEST | Headers.ABORT_REQUEST | Headers.REPLY_ACK:
+            case header if header in REQUEST_MESSAGES:
                 self._inbox.append(message)
-            case Headers.PAUSE | Headers.UNPAUSE | Headers.SUSPEND | Headers.RESUME | Headers.STOP:
+            case header if header in SOURCE_STATES or header in BROADCASTS:
                 self._signals.append(message.header)
             case Headers.UPDATE_WEIGHTS:
                 version, path = arguments(message, 2)
@@ -226,7 +227,11 @@ class EngineLoop:
         while self._inbox:
             message = self._inbox.popleft()
             try:
-                if message.header is Headers.SUBMIT_REQUEST:
+                if message.header is Headers.SET_GENERATION_EPOCH:
+                    self._engine.set_generation_epoch(natural(arguments(message, 1)[0], "epoch"))
+                elif message.header is Headers.INCREMENT_STALENESS:
+                    self._engine.increment_staleness()
+                elif message.header is Headers.SUBMIT_REQUEST:
                     for assignment, body in zip(items(message, Assignment.parse), message.bodies, strict=True):
                         self._add_request(assignment, body)
                 else:
@@ -255,6 +260,9 @@ class EngineLoop:
 
     async def _apply(self, signal: Headers) -> bool:
         """Carry out a signal, or report the state if it does not allow the signal. True if the loop ends."""
+        if signal in BROADCASTS:
+            await self._profile(signal)
+            return False
         if self.state not in SOURCE_STATES[signal]:
             self._connection.report_state(self.state)
             return False
@@ -274,6 +282,13 @@ class EngineLoop:
             self._reach(state)
         return False
 
+    async def _profile(self, signal: Headers) -> None:
+        is_start = signal is Headers.START_CUDA_PROFILER
+        try:
+            await self._in_thread(self._engine.start_profiler if is_start else self._engine.stop_profiler)
+        except OSError as error:
+            logger.warning("the trace can't be written: %s", error)
+
     async def _stop(self) -> None:
         """End every unfinished request as aborted."""
         self._reach(TRANSITIONAL_STATE[Headers.STOP])
@@ -284,7 +299,7 @@ class EngineLoop:
         self._connection.report_state(EngineState.STOPPED)
 
     def _reach(self, state: EngineState) -> None:
-        self._reached.add(state)
+        self.reached.add(state)
         if state not in (EngineState.RESUMED, EngineState.STOPPED):
             self._connection.report_state(self.state)
         if self._on_state is not None:

@@ -52,7 +52,8 @@ class FollowerLoop:
         self._updates: deque[int | CheckpointError] = deque()
         self._given: queue.SimpleQueue[Weights] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._reached = ReachedStates()
+        self.reached = ReachedStates()
+        """The states that the engine has reached."""
         self.failure: BaseException | None = None
         """The error that ended the loop, if it failed."""
         self.ended = False
@@ -75,17 +76,17 @@ class FollowerLoop:
                 raise EngineError(f"the engine loop failed: {self.failure!r}") from self.failure
         finally:
             self.ended = True
-            self._reached.add(EngineState.STOPPED)
+            self.reached.add(EngineState.STOPPED)
             self._announce(EngineState.STOPPED)
 
     @property
     def state(self) -> EngineState:
         """The state that was reached last."""
-        return self._reached.present
+        return self.reached.present
 
     async def wait_until(self, *states: EngineState) -> EngineState:
         """As for EngineLoop."""
-        while (found := self._reached.first_of(states)) is None:
+        while (found := self.reached.first_of(states)) is None:
             self._require_running()
             await self._changed.wait()
         return found
@@ -154,7 +155,7 @@ class FollowerLoop:
             self._reach(state)
 
     def _reach(self, state: EngineState) -> None:
-        self._reached.add(state)
+        self.reached.add(state)
         self._on_loop(lambda: self._announce(state))
 
     def _on_loop(self, act: Callable[[], None]) -> None:

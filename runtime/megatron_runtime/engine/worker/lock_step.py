@@ -23,6 +23,7 @@ from megatron_runtime.engine.step_result import EngineStats, StepResult
 from megatron_runtime.engine.worker.engine_loop import EngineLoop
 from megatron_runtime.engine.worker.protocol import RankEngine
 from megatron_runtime.errors import CheckpointError, ConfigurationError
+from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.model.refit import Weights
 from megatron_runtime.parallel.ranks import Ranks
 from megatron_runtime.sampling_params import SamplingParams
@@ -42,6 +43,8 @@ class Action(StrEnum):
     RESUME = "resume"
     UPDATE_WEIGHTS = "update weights"
     BARRIER = "barrier"
+    START_PROFILER = "start profiler"
+    STOP_PROFILER = "stop profiler"
     LEAVE = "leave"
 
 
@@ -50,6 +53,8 @@ class _Change(StrEnum):
 
     ADD = "add"
     ABORT = "abort"
+    EPOCH = "epoch"
+    STALENESS = "staleness"
 
 
 class LockStepEngine:
@@ -99,6 +104,28 @@ class LockStepEngine:
         """As DynamicInferenceEngine does."""
         self._changes.append((_Change.ABORT, request_id))
         return self._engine.abort_request(request_id)
+
+    def set_generation_epoch(self, epoch: int) -> None:
+        """As DynamicInferenceEngine does."""
+        self._changes.append((_Change.EPOCH, epoch))
+        self._engine.set_generation_epoch(epoch)
+
+    def increment_staleness(self) -> None:
+        """As DynamicInferenceEngine does."""
+        self._changes.append((_Change.STALENESS, 0))
+        self._engine.increment_staleness()
+
+    def note_finished(self, request: DynamicInferenceRequest) -> None:
+        """As DynamicInferenceEngine does; only this rank has a ledger."""
+        self._engine.note_finished(request)
+
+    def start_profiler(self) -> None:
+        """All ranks begin a trace; LostRankError names lost and late ranks."""
+        self._execute(self._engine.start_profiler, Action.START_PROFILER)
+
+    def stop_profiler(self) -> object:
+        """All ranks write their trace; LostRankError names lost and late ranks."""
+        return self._execute(self._engine.stop_profiler, Action.STOP_PROFILER)
 
     def has_unfinished_requests(self) -> bool:
         """As DynamicInferenceEngine does."""
@@ -244,6 +271,12 @@ def run_follower(
 
 
 def _apply(engine: RankEngine, kind: str, request_id: int, *args: Any) -> None:
+    if kind == _Change.EPOCH:
+        engine.set_generation_epoch(request_id)
+        return
+    if kind == _Change.STALENESS:
+        engine.increment_staleness()
+        return
     if kind == _Change.ABORT:
         engine.abort_request(request_id)
         return
@@ -263,6 +296,11 @@ def _execute(engine: RankEngine, ranks: Ranks, action: str, args: list[Any]) -> 
             _resume(engine, ranks)
         case Action.BARRIER:
             _barrier(engine, ranks, args[0])
+        case Action.START_PROFILER:
+            engine.start_profiler()
+        case Action.STOP_PROFILER:
+            with contextlib.suppress(OSError):  # every rank of a machine reports the same
+                engine.stop_profiler()
         case Action.UPDATE_WEIGHTS:
             try:
                 engine.update_weights(args[0], version=args[1])

@@ -126,6 +126,8 @@ class LoopRequests:
         if request is None:
             return None
         merged = record.merge()
+        merged.uid = request.uuid.hex()
+        self._engine.note_finished(merged)
         if merged.sampling_params is not None:
             merged.sampling_params.streaming = request.params.streaming
             merged.sampling_params.streaming_interval = request.params.streaming_interval

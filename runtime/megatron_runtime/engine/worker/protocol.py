@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_runtime.headers import EngineState
+from megatron_runtime.inference_request import DynamicInferenceRequest
 from megatron_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_runtime.engine.request_book import Reports
     from megatron_runtime.engine.request_future import RequestFuture
     from megatron_runtime.engine.step_result import EngineStats, StepResult
+    from megatron_runtime.lifecycle import ReachedStates
     from megatron_runtime.model.refit import Weights
     from megatron_runtime.parallel.ranks import Ranks
 
@@ -25,6 +28,7 @@ class RequestEngine(Protocol):
         self, request_id: int, prompt: Any, sampling_params: SamplingParams | None, *, generated: Sequence[int]
     ) -> Any: ...
     def abort_request(self, request_id: int) -> bool: ...
+    def note_finished(self, request: DynamicInferenceRequest) -> None: ...
 
 
 class WeightEngine(Protocol):
@@ -44,11 +48,16 @@ class Engine(RequestEngine, WeightEngine, Protocol):
     def resume(self) -> None: ...
     def barrier(self, occasion: str) -> None: ...
     def stats(self) -> Any: ...
+    def set_generation_epoch(self, epoch: int) -> None: ...
+    def increment_staleness(self) -> None: ...
+    def start_profiler(self) -> None: ...
+    def stop_profiler(self) -> object: ...
 
 
 class AttachedLoop(Protocol):
     """The loop that runs an engine for a coordinator."""
 
+    reached: ReachedStates
     failure: BaseException | None
     ended: bool
 
@@ -82,4 +91,4 @@ class RankEngine(Engine, Protocol):
     def step_modern(self) -> StepResult: ...
     def pop_reports(self) -> Reports: ...
     def stats(self) -> EngineStats: ...
-    def attach(self, loop: AttachedLoop) -> None: ...
+    def attach(self, loop: AttachedLoop, task: asyncio.Task[None]) -> None: ...

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: routers choose experts for each token, and experts process the tokens."""
+"""Mixture-of-experts layers: routers select experts for each token, and experts process the tokens."""
 
 from __future__ import annotations
 

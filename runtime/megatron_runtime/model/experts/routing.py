@@ -1,4 +1,4 @@
-"""Routers: they choose the experts of each token and the weight of each expert's result.
+"""Routers: they select the experts of each token and the weight of each expert's result.
 
 A routing function is a subclass of `ExpertRouter`, registered in `_ROUTERS` under its name in `RoutingConfig.scores`.
 """
@@ -15,22 +15,22 @@ from megatron_runtime.model.config import ExpertsConfig, RoutingConfig, RoutingS
 from megatron_runtime.model.layers import Linear
 
 _SMALLEST_SUM = 1e-20
-"""Added to the sum of a token's weights, which sigmoids can bring to zero; too small to change any other sum."""
+"""Added to the sum of a token's weights, which can be zero for sigmoids; too small to change any other sum."""
 
 
 class Routing(NamedTuple):
-    """The experts of T tokens, of which each has ``per_token``."""
+    """The experts of T tokens, ``per_token`` for each."""
 
     weights: Tensor
     """float32 [T, per_token]."""
     chosen: Tensor
-    """int64 [T, per_token], numbers of experts."""
+    """int64 [T, per_token], indices of experts."""
 
 
 class ExpertRouter(nn.Module, ABC):
-    """Scores every expert for each token and chooses those that rank highest.
+    """Scores every expert for each token and selects those that rank highest.
 
-    All ranks that share a layer hold the whole router. The weights are uninitialized until a checkpoint fills them.
+    All ranks that share a layer have the whole router. The weights are uninitialized until a checkpoint fills them.
     """
 
     def __init__(self, hidden_size: int, experts: ExpertsConfig, dtype: torch.dtype) -> None:
@@ -41,26 +41,28 @@ class ExpertRouter(nn.Module, ABC):
         self.linear = Linear(hidden_size, experts.count, bias=False, dtype=self.dtype)
         self.selection_bias: nn.Parameter | None = None
         if self.routing.has_selection_bias:
-            # Of the order of the differences between scores, which bfloat16 does not resolve.
+            # bfloat16 can't resolve its differences between scores.
             self.selection_bias = nn.Parameter(torch.empty(experts.count, dtype=torch.float32), requires_grad=False)
 
     @abstractmethod
     def score(self, logits: Tensor) -> Tensor:
-        """Scores from logits, both float32 [T, experts]; the weight of a chosen expert is its score."""
+        """Scores from logits, both float32 [T, experts]. The weight of a selected expert is its score."""
 
     def rank(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """What the choice goes by, float32 [T, experts]: the scores, and the bias if there is one."""
+        """The values by which experts are selected, float32 [T, experts]: the scores plus the bias, if there is one."""
         del logits
         return scores if self.selection_bias is None else scores + self.selection_bias
 
-    def forward(self, hidden: Tensor) -> Routing:
-        """Route [T, hidden]."""
+    def forward(self, hidden: Tensor, replayed: Tensor | None = None) -> Routing:
+        """Route [T, hidden]; ``replayed`` [T, per_token] has the experts to choose, and -1 where the router chooses."""
         logits = self.linear(hidden.to(self.dtype)).float()
         scores = self.score(logits)
         ranking = self.rank(logits, scores)
         if self.routing.groups > 1:
             ranking = _within_best_groups(ranking, self.routing)
         chosen = ranking.topk(self.per_token, dim=-1).indices
+        if replayed is not None:
+            chosen = torch.where(replayed >= 0, replayed, chosen)
         weights = scores.gather(-1, chosen)
         if self.routing.normalize_weights:
             weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
@@ -81,11 +83,11 @@ class SigmoidRouter(ExpertRouter):
     """Scores are the sigmoid of each logit (DeepSeek-AI, DeepSeek-V3; Llama 4)."""
 
     def score(self, logits: Tensor) -> Tensor:
-        """Between zero and one, each expert by itself."""
+        """Between zero and one, independent of the other experts."""
         return torch.sigmoid(logits)
 
     def rank(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """By logits as long as that is the same order: the sigmoids of large logits round to the same number."""
+        """By logits while their order is the same: the sigmoids of large logits round to the same number."""
         if self.selection_bias is None and self.routing.groups == 1:
             return logits
         return super().rank(logits, scores)

@@ -1,4 +1,4 @@
-"""The expert that processes every token, beside those that a router chooses."""
+"""The expert that processes every token, in addition to the selected ones."""
 
 from __future__ import annotations
 

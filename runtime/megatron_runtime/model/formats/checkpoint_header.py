@@ -1,4 +1,4 @@
-"""What a checkpoint's header says, read without torch: its model and its tensors, and whether they fit together."""
+"""Reads the header of a checkpoint without torch: the model and its tensors, and whether they match."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """What a checkpoint's metadata says; ``weight_bytes`` is what is stored, ``num_parameters`` what is loaded."""
+    """The metadata of a checkpoint. ``weight_bytes`` counts stored bytes, ``num_parameters`` loaded elements."""
 
     path: Path
     config: ModelConfig
@@ -31,14 +31,14 @@ class CheckpointSummary:
     num_parameters: int
 
     def loaded_bytes(self, dtype: torch.dtype) -> int:
-        """Memory that the weights take once loaded as ``dtype``."""
+        """Bytes of the weights after loading as ``dtype``."""
         return self.num_parameters * dtype.itemsize
 
 
 def inspect_checkpoint(path: Path | str) -> CheckpointSummary:
-    """Read the metadata alone and check that the tensors are those that the configuration asks for.
+    """Read only the metadata, and check that the tensors match the configuration.
 
-    CheckpointError names the file, what was found, what was expected and the remedy.
+    Raises CheckpointError with the file, the actual and the expected value, and the remedy.
     """
     config, source, _ = open_checkpoint(checkpoint_path(path))
     check_fit(config, source)
@@ -51,8 +51,8 @@ def inspect_checkpoint(path: Path | str) -> CheckpointSummary:
 
 
 def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource, NDArray[np.float32] | None]:
-    """What a checkpoint holds: its model, its tensors, and what rotary frequencies are divided by, if anything."""
-    # Each format's reader is imported where it is needed: together they take as long as the headers.
+    """The contents of a checkpoint: the model, its tensors, and the divisors of the rotary frequencies, if any."""
+    # Imported per format, because all readers together take as long to import as the headers take to read.
     if path.is_dir():
         config = hugging_face_config(path / "config.json")
         if (megatron := torch_dist_folder(path)) is None:
@@ -73,7 +73,7 @@ def open_checkpoint(path: Path) -> tuple[ModelConfig, WeightSource, NDArray[np.f
 
 
 def check_fit(config: ModelConfig, source: WeightSource) -> None:
-    """Raise CheckpointError unless the tensors of ``source`` are those of ``config``; before memory is taken for it."""
+    """Raise CheckpointError unless the tensors of ``source`` match ``config``; before any allocation."""
     experts = config.experts.count if config.experts is not None else 0
     for count, noun in ((config.num_layers, "layers"), (experts, "experts")):
         if count > len(source.tensors):

@@ -1,4 +1,4 @@
-"""What file or folder a path to a checkpoint means."""
+"""The file or folder that a path to a checkpoint refers to."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from megatron_runtime.errors import CheckpointError
 
 TORCH_DIST_METADATA = ".metadata"
-"""The file that a folder of ``torch.distributed.checkpoint`` has beside its data."""
+"""The file of ``torch.distributed.checkpoint`` that marks its folder."""
 _LATEST = "latest_checkpointed_iteration.txt"
-"""In the folder of a Megatron training, beside a folder for each iteration saved: a number, or ``release``."""
+"""In the folder of a Megatron training, beside a folder for each saved iteration: a number, or ``release``."""
 
 
 def checkpoint_path(path: Path | str) -> Path:
-    """The GGUF file, or the folder with a config.json, that ``path`` means: with one GGUF file in it, that file.
+    """The GGUF file, or the folder with a config.json, for ``path``: with one GGUF file in a folder, that file.
 
-    In the folder of a Megatron training the config.json lies at the top, or in the latest iteration's folder.
+    In the folder of a Megatron training the config.json is at the top, or in the latest iteration's folder.
     """
     path = Path(path)
     if not path.exists():
@@ -45,9 +45,9 @@ def checkpoint_path(path: Path | str) -> Path:
 
 
 def torch_dist_folder(folder: Path) -> Path | None:
-    """Where the ``torch_dist`` checkpoint of ``folder`` lies: there, or in its latest iteration; None: it has none.
+    """The folder of the ``torch_dist`` checkpoint: ``folder`` or its latest iteration; None without one.
 
-    CheckpointError when the latest iteration isn't there, or is in another of Megatron's formats.
+    Raises CheckpointError when the latest iteration is missing, or has another of Megatron's formats.
     """
     if (folder / TORCH_DIST_METADATA).exists():
         return folder

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_runtime.errors import CheckpointError
 
 MISSING = object()
-"""As a default: there is none."""
+"""As a default: the field is required."""
 
 _KINDS: dict[type, str] = {
     int: "an integer",
@@ -22,7 +22,7 @@ _KINDS: dict[type, str] = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; CheckpointError names the file when there is none."""
+    """The object in a JSON file. Raises CheckpointError with the file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -42,7 +42,7 @@ class ConfigFields:
         self._fields = fields
 
     def get(self, name: str, default: Any, kind: type) -> Any:
-        """The field, or ``default`` when it is absent or null; a float field may be written as an integer."""
+        """The field, or ``default`` when it is absent or null; integers are accepted for float fields."""
         value = self._fields.get(name)
         if value is None:
             if default is MISSING:
@@ -67,16 +67,16 @@ class ConfigFields:
         return tuple(ConfigFields(self.path, {name: value}).get(name, MISSING, kind) for value in listed)
 
     def or_else(self, defaults: dict[str, Any]) -> ConfigFields:
-        """The same fields, and ``defaults`` where they are absent or null."""
+        """The same fields, with ``defaults`` for absent or null ones."""
         return ConfigFields(self.path, defaults | {name: v for name, v in self._fields.items() if v is not None})
 
     def within(self, *names: str) -> ConfigFields:
-        """The fields of the first object among ``names`` that has any; none when all are absent, null or empty."""
+        """The fields of the first non-empty object among ``names``; empty when all are absent, null or empty."""
         found = (self.get(name, {}, dict) for name in names)
         return ConfigFields(self.path, next(filter(None, found), {}))
 
     def refuse(self, name: str, supported: Any) -> None:
-        """CheckpointError when the field is there and neither null nor ``supported``."""
+        """Raise CheckpointError when the field is neither absent, null nor ``supported``."""
         value = self._fields.get(name)
         if value is not None and value != supported:
             named = "null" if supported is None else repr(supported)

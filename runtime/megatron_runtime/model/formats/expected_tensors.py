@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint of a model has to hold, worked out without torch: a preflight needs nothing else."""
+"""The tensors of a model's checkpoint, computed without torch for the preflight."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
 
 
 def expert_parameters(config: ModelConfig) -> int:
-    """Elements of all experts, shared ones among them, without routers: what all ranks of a stage divide."""
+    """Elements of all experts, including shared ones, without routers: the part that the ranks of a stage divide."""
     names = tensor_names(config.architecture)
     layers = (config.experts_of(layer) for layer in range(config.num_layers))
     networks = (_expert_networks(config, experts, names) for experts in layers if experts is not None)
@@ -120,7 +120,7 @@ def _norm(config: ModelConfig, name: str, size: int) -> dict[str, Shape]:
 
 
 def _fused(names: TensorNames, stored: Sequence[str], rows: Sequence[int], columns: int, *, bias: bool) -> Shapes:
-    """Matrices that the decoder holds as one: stored as one each, or as one with the rows of all."""
+    """Matrices that the decoder fuses: stored as one each, or as one with the rows of all."""
     counts = rows if len(stored) == len(rows) else (sum(rows),)
     for name, count in zip(stored, counts, strict=True):
         yield from _matrix(names, name, count, columns, bias=False)

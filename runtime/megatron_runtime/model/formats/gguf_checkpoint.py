@@ -50,12 +50,12 @@ class GgufWeights:
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What the file holds, but for the rotary factors."""
+        """The tensors of the file, without the rotary factors."""
         return {name: StoredTensor(rows.shape, rows.num_bytes, rows.kind) for name, rows in self._by_name.items()}
 
     def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
-        """Dequantize a part into ``into`` piece by piece; yields the elements of each."""
-        import torch  # not above: who only looks at the header does without it
+        """Dequantize a part into ``into`` in chunks; yields the number of elements of each."""
+        import torch  # Imported here, because reading the header does not need it.
 
         rows = self._by_name[name]
         tensor = rows.tensor
@@ -63,7 +63,7 @@ class GgufWeights:
         if into.dim() == 1:
             values = torch.from_numpy(self._file.rows(tensor, slice(0, 1))[0, start[0] : start[0] + len(into)])
             if self._config.norm == "rms_plus_one" and name.endswith("norm.weight"):
-                values = values - 1.0  # the converter added the one that our norm adds
+                values = values - 1.0  # The converter adds the one that the norm adds here.
             into[slice(None) if order is None else order] = values.to(device=into.device, dtype=into.dtype)
             yield len(into)
             return
@@ -74,7 +74,7 @@ class GgufWeights:
             yield values.numel()
 
     def rotary_factors(self) -> NDArray[np.float32] | None:
-        """float32 [head_dim / 2], by which the rotary frequencies are divided (Llama 3.1); None without scaling."""
+        """float32 [head_dim / 2], the divisors of the rotary frequencies (Llama 3.1); None without scaling."""
         tensor = self._file.tensors.get(_ROPE_FACTORS)
         if tensor is None:
             return None
@@ -85,10 +85,10 @@ class GgufWeights:
         return factors
 
     def _row_order(self, name: str, rows: int) -> Tensor | None:
-        """int64 [rows]: where each stored row of queries or keys goes; None where the order is the same.
+        """int64 [rows]: the destination of each stored row of queries or keys; None for the same order.
 
-        Stored per head are pairs (0, h/2), (1, h/2 + 1)... for a rotation of neighbours; ours turns half against half.
-        The rows are those of whole heads, so that they keep among themselves.
+        Stored heads have pairs (0, h/2), (1, h/2 + 1)... for a rotation of adjacent rows; here the rotation is between
+        halves. The rows are those of whole heads.
         """
         import torch
 
@@ -99,7 +99,7 @@ class GgufWeights:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A GGUF tensor, or one expert's rows of it from ``start`` on; ``shape`` is that of these alone."""
+    """A GGUF tensor, or one expert's rows of it from ``start`` on, with the ``shape`` of that part."""
 
     tensor: GgufTensor
     shape: tuple[int, ...]
@@ -115,7 +115,7 @@ class _Rows:
 
 
 def _expert_rows(tensor: GgufTensor, names: TensorNames, layer: int, part: str) -> dict[str, _Rows]:
-    """The experts of a layer that ``tensor`` [experts, out, in] stacks, by Hugging Face's names."""
+    """The experts of a layer in a stacked ``tensor`` [experts, out, in], by Hugging Face's names."""
     count, *shape = tensor.shape
     gate, up = names.expert_gate_up
     name = {"gate": gate, "up": up, "down": names.expert_down}[part]
@@ -149,7 +149,7 @@ def _layer_names(names: TensorNames) -> dict[str, str]:
 
 
 def _hugging_face_name(name: str, names: TensorNames, layer_names: Mapping[str, str]) -> str:
-    """Hugging Face's name of a GGUF tensor; a name that has none is kept, and shows up as left over."""
+    """Hugging Face's name of a GGUF tensor. An unknown name is kept, and then reported as left over."""
     match = _LAYER_TENSOR.fullmatch(name)
     if match and match[2] in layer_names:
         return f"{names.layer.format(match[1])}{layer_names[match[2]]}.{match[3]}"

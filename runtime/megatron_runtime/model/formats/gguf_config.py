@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the configuration of a decoder."""
+"""The metadata of a GGUF file as the configuration of a decoder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_runtime.model.formats.rope_fields import yarn_magnitude
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """The decoder that ``file`` holds; CheckpointError when its architecture or a value can't be served."""
+    """The configuration in ``file``. Raises CheckpointError for an unsupported architecture or value."""
     architecture = file.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise refuse_architecture(str(file.path), architecture, _FAMILIES)
@@ -38,7 +38,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     names = file.tensors
     scaling = _rope_scaling(file, values)
     length = values.number("context_length")
-    if scaling.kind == "yarn":  # some converters write the length without it
+    if scaling.kind == "yarn":  # some converters omit the length
         length = max(length, int(scaling.factor * scaling.original_max_position_embeddings))
     embedding = names.get("token_embd.weight")
     config = ModelConfig(
@@ -67,7 +67,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def _experts(values: _Metadata) -> ExpertsConfig | None:
-    """The same in all layers; None where there are none."""
+    """The same value in all layers; None without any."""
     count = int(values.get("expert_count", 0))
     if count == 0:
         return None
@@ -103,10 +103,11 @@ def _gemma3(config: ModelConfig, values: _Metadata) -> ModelConfig:
 
 
 def _windows_and_caps(config: ModelConfig, values: _Metadata, *, pattern: int, narrow_scores: int) -> ModelConfig:
-    """Norms on both sides, a window in all layers but every ``pattern``-th, and soft caps.
+    """Norms of inputs and outputs, a window in all layers but every ``pattern``-th, and soft caps.
 
-    The file has no word for the scale of the scores. As in llama.cpp, the largest model of each generation, known by
-    its ``narrow_scores`` layers, has that of heads which share the hidden size; the others have that of their heads.
+    The file does not contain the scale of the scores. As in llama.cpp, the largest model of each generation, detected
+    by its ``narrow_scores`` layers, has the scale of heads that share the hidden size; the others have that of their
+    heads.
     """
     pattern = max(int(values.get("attention.sliding_window_pattern", pattern)), 1)
     window = int(values.get("attention.sliding_window", 0))
@@ -132,7 +133,7 @@ _FAMILIES: dict[str, Callable[[ModelConfig, _Metadata], ModelConfig]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
 }
-"""By ``general.architecture``: what each makes of a configuration that was read as Llama's."""
+"""By ``general.architecture``: the change of a configuration that was read as Llama's."""
 
 
 def _rope_scaling(file: GgufFile, values: _Metadata) -> RopeScaling:
@@ -150,7 +151,7 @@ def _rope_scaling(file: GgufFile, values: _Metadata) -> RopeScaling:
 
 
 def _yarn(values: _Metadata, factor: float) -> RopeScaling:
-    """Without the corrections that llama.cpp adds to it for other families."""
+    """Without the corrections that llama.cpp applies to other families."""
     for key, neutral in (("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
         values.require(f"rope.scaling.{key}", neutral)
     return RopeScaling(

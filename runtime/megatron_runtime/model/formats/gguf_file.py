@@ -1,8 +1,8 @@
 """GGUF files: the header (metadata and tensor table) and raw tensor data.
 
-The format is specified in ggml's ``docs/gguf.md``. The header is parsed here rather than by ``gguf.GGUFReader``: that
-one believes every length it reads, so that a damaged file keeps it busy without end and a truncated one ends in an
-IndexError, and a file that can't be served has to be refused in words. Types and dequantization are the package's.
+The format is specified in ggml's ``docs/gguf.md``. ``gguf.GGUFReader`` is not used for the header: it does not check
+lengths, so that a damaged file could keep it busy without end, and a truncated one ends in an IndexError without a
+message. Types and dequantization are those of the package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _FETCH_AGAIN = "Fetch the file again"
 _LENGTH = struct.Struct("<Q")
-"""Of a string, before its bytes."""
+"""Length of a string, before its bytes."""
 _SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -46,7 +46,7 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One row of the tensor table; ``shape`` has the rows first, ``offset`` counts from the file's start."""
+    """One entry of the tensor table. ``shape`` has the rows first; ``offset`` counts from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,9 +74,9 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An opened GGUF file: ``metadata`` by key, ``tensors`` by name; tensor data is read when asked for.
+    """An opened GGUF file: ``metadata`` by key, ``tensors`` by name. Tensor data is read on request.
 
-    Raises CheckpointError when the file isn't GGUF, is damaged, or ends before what its header describes.
+    Raises CheckpointError if the file isn't GGUF, is damaged, or ends before the data that its header describes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,7 +95,7 @@ class GgufFile:
     def rows(self, tensor: GgufTensor, part: slice) -> npt.NDArray[np.float32]:
         """Dequantized rows of ``tensor`` seen as a matrix, float32 [rows, last dimension]."""
         first, last, _ = part.indices(tensor.num_rows)
-        # Read, not mapped: what was touched of a mapped file counts as memory in use.
+        # Read instead of mapped, because pages of a mapped file count as memory in use.
         place, count = tensor.offset + first * tensor.row_bytes, (last - first) * tensor.row_bytes
         raw = np.fromfile(self.path, np.uint8, count, offset=place).reshape(last - first, tensor.row_bytes)
         try:
@@ -135,9 +135,9 @@ class GgufFile:
 
 @contextlib.contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
-    """The bytes of a file. Mapped only while its header is read: what was touched counts as memory in use."""
+    """The bytes of a file. Mapped only while its header is read, because its pages count as memory in use."""
     with path.open("rb") as file:
-        if path.stat().st_size == 0:  # can't be mapped
+        if path.stat().st_size == 0:  # not a mappable file
             yield b""
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -145,7 +145,7 @@ def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
 
 
 class _HeaderReader:
-    """Reads little-endian values in turn, never past the file's end."""
+    """Reads consecutive little-endian values, never past the end of the file."""
 
     def __init__(self, data: mmap.mmap | bytes, path: Path) -> None:
         self._data = data
@@ -187,7 +187,9 @@ class _HeaderReader:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """Without a call for each: a vocabulary has a hundred thousand, and every process of a pod reads them."""
+        """Without a function call per value: a vocabulary has a hundred thousand, and every process of a pod reads
+        them.
+        """
         data, size, position, found = self._data, self._size, self.position, []
         length_at, width = _LENGTH.unpack_from, _LENGTH.size
         for _ in range(count):

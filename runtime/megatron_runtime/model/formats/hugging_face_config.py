@@ -10,7 +10,7 @@ from megatron_runtime.model.formats.families import FAMILIES
 
 
 def hugging_face_config(path: Path) -> ModelConfig:
-    """The decoder that ``path`` (a config.json) describes; CheckpointError when it can't be served."""
+    """The configuration in ``path`` (a config.json). Raises CheckpointError if it is not supported."""
     fields = ConfigFields(path, read_json(path))
     architecture = fields.get("model_type", None, str)
     if architecture not in FAMILIES:

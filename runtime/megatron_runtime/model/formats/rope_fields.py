@@ -1,4 +1,4 @@
-"""The rotary settings in a ``config.json``."""
+"""The rotary settings of a ``config.json``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
 def rope_settings(fields: ConfigFields, head_dim: int, default_theta: float) -> dict[str, Any]:
     """``rope_theta``, ``rope_scaling``, ``rotary_dim`` and ``max_position_embeddings`` of a ModelConfig.
 
-    Newer files have ``rope_parameters``; older ones ``rope_scaling``, with the rest beside it.
+    Newer files have ``rope_parameters``; older ones have ``rope_scaling`` and separate fields.
     """
     rope = fields.within("rope_parameters", "rope_scaling")
     share = rope.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", 1.0))
     scaling = rope_scaling(rope, fields)
     length = fields.get("max_position_embeddings", 2048, int)
-    if scaling.kind == "yarn":  # added by hand as a rule, beside the length of a model without it
+    if scaling.kind == "yarn":  # usually added by hand to a file with the original length
         length = max(length, int(scaling.factor * scaling.original_max_position_embeddings))
     return {
         "max_position_embeddings": length,
@@ -30,9 +30,9 @@ def rope_settings(fields: ConfigFields, head_dim: int, default_theta: float) -> 
 
 
 def rope_scaling(rope: ConfigFields, fields: ConfigFields) -> RopeScaling:
-    """The scaling in ``rope``, an object of the configuration ``fields``; CheckpointError when it isn't known."""
+    """The scaling in ``rope``, an object of the configuration ``fields``. Raises CheckpointError for unknown types."""
     kind = rope.get("rope_type", rope.get("type", "default", str), str)
-    if kind in ("default", "dynamic"):  # dynamic scaling begins beyond the length that is served
+    if kind in ("default", "dynamic"):  # dynamic scaling applies only beyond the served length
         return RopeScaling()
     if kind == "linear":
         return RopeScaling("linear", rope.positive("factor", MISSING))
@@ -45,7 +45,7 @@ def rope_scaling(rope: ConfigFields, fields: ConfigFields) -> RopeScaling:
             rope.get("original_max_position_embeddings", MISSING, int),
         )
     if kind in ("longrope", "su") or (kind == "yarn" and rope.numbers("long_factor", float)):
-        return _longrope(rope, fields)  # early files of Phi-3 call it by all three names
+        return _longrope(rope, fields)  # early files of Phi-3 use all three names
     if kind == "yarn":
         return _yarn(rope, fields)
     raise CheckpointError(
@@ -56,7 +56,7 @@ def rope_scaling(rope: ConfigFields, fields: ConfigFields) -> RopeScaling:
 
 
 def _yarn(rope: ConfigFields, fields: ConfigFields) -> RopeScaling:
-    """YaRN (Peng et al.), with the magnitude that its authors give for the factor, or the ratio of two of its kind."""
+    """YaRN (Peng et al.), with the authors' magnitude for the factor, or the ratio of two magnitudes."""
     length = fields.get("max_position_embeddings", MISSING, int)
     name = "original_max_position_embeddings"
     original = fields.get(name, None, int) or rope.get(name, length, int)
@@ -77,12 +77,12 @@ def _yarn(rope: ConfigFields, fields: ConfigFields) -> RopeScaling:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """By which YaRN's authors multiply queries and keys that are stretched by ``factor``."""
+    """The authors' factor of queries and keys for YaRN with ``factor``."""
     return 1.0 + 0.1 * scale * math.log(max(factor, 1.0))
 
 
 def _longrope(rope: ConfigFields, fields: ConfigFields) -> RopeScaling:
-    """LongRoPE (Ding et al.), with the magnitude that its authors give for the ratio of the two lengths."""
+    """LongRoPE (Ding et al.), with the authors' magnitude for the ratio of the two lengths."""
     name = "original_max_position_embeddings"
     original = rope.get(name, None, int) or fields.get(name, MISSING, int)
     factor = rope.positive("factor", fields.get("max_position_embeddings", MISSING, int) / max(original, 1))

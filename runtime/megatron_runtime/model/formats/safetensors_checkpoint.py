@@ -1,4 +1,4 @@
-"""Safetensors, in one file or in a folder, whole or in shards, as a source of weights."""
+"""Safetensors files, single or sharded, as a source of weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ELEMENT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _HEADER, _TENSORS = "np", "pt"
-"""What the library opens a file for: numpy has no bfloat16, but for names, types and shapes it needs no torch."""
+"""The framework for opening files: numpy has no bfloat16, but needs no torch for names, types and shapes."""
 _COMPUTED_ELSEWHERE = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Buffers that old checkpoints carry though they follow from the configuration: rotary frequencies, causal masks."""
+"""Buffers of old checkpoints that follow from the configuration: rotary frequencies, causal masks."""
 
 
 class SafetensorsWeights:
     """The tensors of a checkpoint's folder, or of one file.
 
-    Raises CheckpointError for files missing, damaged or of a wrong type.
+    Raises CheckpointError for files that are missing, damaged or of a wrong type.
     """
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
@@ -45,7 +45,7 @@ class SafetensorsWeights:
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What the files hold, but for other parts of the model, the copy of a tied head, and implied buffers."""
+        """The tensors of the files, without other parts of the model, the copy of a tied head, and implied buffers."""
         ignored = ignored_prefixes(self._config)
         copy = name_of_tied_head(self._config)
         found: dict[str, StoredTensor] = {}
@@ -56,7 +56,7 @@ class SafetensorsWeights:
         return found
 
     def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
-        """Copy a part into ``into`` piece by piece; yields the elements of each."""
+        """Copy a part into ``into`` in chunks; yields the number of elements of each."""
         in_file = name.removeprefix(self._missing_prefix)
         view = self._open(self._files[in_file], _TENSORS).get_slice(in_file)
         columns = [slice(begin, begin + size) for begin, size in zip(start[1:], into.shape[1:], strict=True)]
@@ -67,7 +67,7 @@ class SafetensorsWeights:
 
     @cached_property
     def _missing_prefix(self) -> str:
-        """What the names lack in a checkpoint that was saved without a head, as that of GPT-2 was."""
+        """The missing prefix of names in a checkpoint that was saved without a head, such as that of GPT-2."""
         prefix, _, embedding = tensor_names(self._config.architecture).embedding.partition(".")
         return f"{prefix}." if f"{embedding}.weight" in self._files else ""
 
@@ -80,7 +80,7 @@ class SafetensorsWeights:
         return files
 
     def _open(self, path: Path, contents: str = _HEADER) -> Any:
-        """The file, mapped rather than read. One at a time: what was read of a mapped file counts as memory in use."""
+        """The file, mapped. Only one at a time, because pages of mapped files count as memory in use."""
         if self._last is None or self._last[0] != (path, contents):
             self._last = None
             try:

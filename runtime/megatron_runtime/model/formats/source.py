@@ -1,4 +1,4 @@
-"""Getting a checkpoint onto this machine."""
+"""Downloads a checkpoint if necessary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_runtime.model.formats.checkpoint_path import checkpoint_path
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "additional_chat_templates/*"]
 _OTHER_FORMATS = ["consolidated*", "original/*", "onnx/*"]
-"""The same weights once more, in formats that aren't read."""
+"""Copies of the weights in formats that are not read."""
 
 
 def resolve_source(
@@ -19,10 +19,10 @@ def resolve_source(
     revision: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """The local path of a checkpoint: ``path`` itself, or the Hugging Face repository ``hf_repo``, downloaded.
+    """The local path of a checkpoint: ``path`` itself, or the downloaded Hugging Face repository ``hf_repo``.
 
-    Exactly one of the two is given, else ConfigurationError. A repository is kept in the library's own cache, and
-    served from there when the hub can't be reached. CheckpointError says what is wrong with the path or the repository.
+    Raises ConfigurationError unless exactly one of the two is given. Repositories are kept in the cache of the library,
+    and used from there when the hub is unreachable. Raises CheckpointError if the path or the repository is invalid.
     """
     if (path is None) == (hf_repo is None):
         raise ConfigurationError(
@@ -31,7 +31,7 @@ def resolve_source(
     if path is not None:
         return checkpoint_path(path)
     assert hf_repo is not None
-    # Not above: checkpoints that are here already are opened without the library, which takes a while to import.
+    # Imported here, because local checkpoints do not need the library, which takes a while to import.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -46,7 +46,7 @@ def resolve_source(
 
 
 def _explain(error: Exception) -> str:
-    """What to do about a failed download. Order matters: the library's errors inherit from each other."""
+    """The remedy for a failed download. The order matters, because the errors inherit from each other."""
     from huggingface_hub import errors
 
     reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""What Hugging Face calls the tensors of each family."""
+"""Hugging Face's tensor names of each family."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_runtime.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Without ``.weight`` and ``.bias``, and of a layer's tensors what follows its prefix; the defaults are Llama's."""
+    """Without ``.weight`` and ``.bias``; names in a layer are without its prefix. The defaults are Llama's."""
 
     embedding: str = "model.embed_tokens"
     learned_positions: str = ""
@@ -36,7 +36,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     selection_bias: str = "mlp.gate.e_score_correction_bias"
-    """In full."""
+    """Full name."""
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
@@ -46,7 +46,7 @@ class TensorNames:
     transposed: bool = False
     """Whether matrices are stored as [in, out]."""
     ignored_prefixes: tuple[str, ...] = ()
-    """How the names of tensors begin that belong to other parts of the model than its decoder."""
+    """Prefixes of tensors of other parts of the model than its decoder."""
 
 
 _LLAMA = TensorNames()
@@ -97,12 +97,12 @@ def tensor_names(architecture: str) -> TensorNames:
 
 
 def ignored_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """How the names of tensors begin that the decoder has no use for."""
+    """Prefixes of tensors that the decoder does not use."""
     names = tensor_names(config.architecture)
     further = range(config.num_layers, config.num_layers + config.prediction_layers)
     return names.ignored_prefixes + tuple(names.layer.format(layer) for layer in further)
 
 
 def name_of_tied_head(config: ModelConfig) -> str | None:
-    """The tensor that may be beside the embedding as a copy of it; None where the head is one of its own."""
+    """The tensor that may exist as a copy of the embedding; None where the head is separate."""
     return f"{tensor_names(config.architecture).head}.weight" if config.tie_word_embeddings else None

@@ -27,19 +27,19 @@ _OF_TRAINING = ("optimizer", "chained_", "opt_param_scheduler", "rng_state")
 
 @dataclass(frozen=True)
 class _Found:
-    """Some rows of a Megatron tensor, or of one entry of it."""
+    """Some rows of a Megatron tensor, or of one entry of a stacked one."""
 
     name: str
     index: tuple[int, ...]
-    """Where in the leading dimensions, in which Megatron stacks layers and experts."""
+    """The index in the leading dimensions, in which Megatron stacks layers and experts."""
     rows: Rows
     width: tuple[int, ...]
     """Shape of a row."""
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What makes up one of Hugging Face's tensors, in order of its rows."""
+class _TensorPart:
+    """The Megatron rows that form one of Hugging Face's tensors, in order."""
 
     found: tuple[_Found, ...]
     transposed: bool
@@ -53,8 +53,8 @@ class _Part:
 class TorchDistWeights:
     """The tensors of ``folder`` under Hugging Face's names. The configuration is that of a user's ``config.json``.
 
-    Megatron keeps queries, keys and values in one matrix, group by group. CheckpointError for models with norms behind
-    their layers or over whole projections, which Megatron has no names for.
+    Megatron stores queries, keys and values in one matrix, group by group. Raises CheckpointError for models with norms
+    of layer outputs or over all heads, for which Megatron has no names.
     """
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
@@ -75,7 +75,7 @@ class TorchDistWeights:
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """What the files hold, but for the state of a training."""
+        """The tensors of the files, without the state of the optimizer."""
         tensors = {}
         for name, part in self._parts.items():
             dtype = self._file.tensors[part.found[0].name].properties.dtype
@@ -88,7 +88,7 @@ class TorchDistWeights:
         return tensors
 
     def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterator[int]:
-        """Copy a part into ``into``; yields its elements once."""
+        """Copy a part into ``into``; yields its number of elements once."""
         part = self._parts[name]
         to, (first, *columns) = (into.t(), reversed(start)) if part.transposed else (into, start)
         within = tuple(slice(begin, begin + size) for begin, size in zip(columns, to.shape[1:], strict=True))
@@ -104,7 +104,7 @@ class TorchDistWeights:
         yield into.numel()
 
     def _copy(self, found: _Found, wanted: list[tuple[int, range]], within: tuple[slice, ...], to: Tensor) -> None:
-        """The ``wanted`` rows of a stored tensor, each chunk to the row that stands before it."""
+        """The ``wanted`` rows of a stored tensor, each chunk with its first row in the result."""
         if not wanted:
             return
         lowest = min(rows.start for _, rows in wanted)
@@ -114,7 +114,7 @@ class TorchDistWeights:
             to[place : place + len(rows)] = values.to(device=to.device, dtype=to.dtype)
 
     @cached_property
-    def _parts(self) -> dict[str, _Part]:
+    def _parts(self) -> dict[str, _TensorPart]:
         """By Hugging Face's name."""
         config, names = self._config, self._names
         outer = [
@@ -123,7 +123,7 @@ class TorchDistWeights:
             ("decoder.final_layernorm.", names.final_norm, config.hidden_size),
             ("output_layer.", names.head, 0 if config.tie_word_embeddings else config.vocab_size),
         ]
-        parts: dict[str, _Part] = {}
+        parts: dict[str, _TensorPart] = {}
         for megatron, name, total in outer:
             if total:
                 parts |= self._entry(whole(megatron, name, total), None)
@@ -132,8 +132,8 @@ class TorchDistWeights:
                 parts |= self._entry(entry, layer)
         return parts
 
-    def _entry(self, entry: Entry, layer: int | None) -> Iterator[tuple[str, _Part]]:
-        """Weight and bias of ``entry``, as far as there are any, in the first way in which there are all pieces."""
+    def _entry(self, entry: Entry, layer: int | None) -> Iterator[tuple[str, _TensorPart]]:
+        """The existing ones of weight and bias of ``entry``, in the first layout with all pieces."""
         prefix = "" if layer is None else self._names.layer.format(layer)
         for kind in ("weight", "bias"):
             for way in entry.ways:
@@ -141,7 +141,10 @@ class TorchDistWeights:
                 if None not in found:
                     present = tuple(filter(None, found))
                     matrix = layer is not None and bool(present[0].width)
-                    yield f"{prefix}{entry.name}{entry.joint}{kind}", _Part(present, self._names.transposed and matrix)
+                    yield (
+                        f"{prefix}{entry.name}{entry.joint}{kind}",
+                        _TensorPart(present, self._names.transposed and matrix),
+                    )
                     break
 
     def _locate(self, piece: Piece, kind: str, layer: int | None) -> _Found | None:
@@ -160,7 +163,9 @@ class TorchDistWeights:
         return None
 
     def _index(self, name: str, layer: int | None, expert: int | None) -> tuple[int, ...]:
-        """The place in the dimensions that a tensor of several layers or experts begins with, once they are checked."""
+        """The index in the leading dimensions of a tensor of several layers or experts, after a check of these
+        dimensions.
+        """
         experts = 0 if self._config.experts is None else self._config.experts.count
         stacks = [(layer, self._config.num_layers, "layers"), (expert, experts, "experts")]
         asked = [(place, expected, noun) for place, expected, noun in stacks if place is not None]

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from megatron_runtime.errors import CheckpointError
-from megatron_runtime.model.formats.torch_dist_metadata import Metadata, TensorStorageMetadata, read_metadata
+from megatron_runtime.model.formats.torch_dist_metadata import PickledMetadata, TensorStorageMetadata, read_metadata
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A block of a tensor, and where a file holds it."""
+    """A chunk of a tensor, and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -26,12 +26,12 @@ class _Chunk:
 
 
 class TorchDistFile:
-    """Reads rows of tensors, or of one entry of stacked ones. Keeps one chunk in memory, that of the last read."""
+    """Reads rows of tensors, or of one entry of stacked ones. Caches the last chunk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: dict[str, TensorStorageMetadata] = {}
-        """Size and type by name; what is not a tensor is left out."""
+        """Size and type by name; entries that are no tensors are left out."""
         self._chunks: dict[str, list[_Chunk]] = {}
         self._last: tuple[_Chunk, Tensor] | None = None
         try:
@@ -40,8 +40,8 @@ class TorchDistFile:
             raise CheckpointError(f"{folder}: its metadata is damaged ({error}). Fetch the checkpoint again") from None
 
     def read(self, name: str, index: tuple[int, ...], rows: range) -> Tensor:
-        """Some rows of what is at ``index`` of a tensor's first dimensions; on the CPU and in the type of the file."""
-        import torch  # not above: who only looks at the metadata does without it
+        """Some rows at ``index`` of a tensor's first dimensions, on the CPU and in the type of the file."""
+        import torch  # Imported here, because reading the metadata does not need it.
 
         stored = self.tensors[name]
         _, *width = stored.size[len(index) :]
@@ -66,7 +66,7 @@ class TorchDistFile:
             )
         return whole[(0,) * len(index)]
 
-    def _take(self, found: Metadata) -> None:
+    def _take(self, found: PickledMetadata) -> None:
         for name, stored in found.state_dict_metadata.items():
             if isinstance(stored, TensorStorageMetadata):
                 self.tensors[name] = stored
@@ -96,14 +96,14 @@ class TorchDistFile:
             return self._last[1]
         import torch
 
-        self._last = None  # given back before the next is read
+        self._last = None  # released before the next chunk is read
         path = self.folder / chunk.file
         try:
             with path.open("rb") as file:
                 file.seek(chunk.start)
                 found = torch.load(io.BytesIO(file.read(chunk.length)), map_location="cpu", weights_only=True)
             loaded: Tensor = found.detach().reshape(chunk.sizes)
-        except Exception as error:  # torch.load raises anything at a damaged file
+        except Exception as error:  # torch.load may raise any exception for a damaged file
             raise CheckpointError(
                 f"{path}: tensor {name} can't be read ({str(error).splitlines()[0]}). Fetch the file again"
             ) from None

@@ -1,4 +1,4 @@
-"""How Megatron lays out the weights of a layer."""
+"""Megatron's layout of the weights of a layer."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ Rows = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of the ``total`` rows of a tensor that Megatron keeps under one of the names made of this."""
+    """Some of the ``total`` rows of a tensor that Megatron stores under one of the names built from this."""
 
     stem: str
-    """What stands before ``weight`` or ``bias``; a number may stand in the place of braces."""
+    """The part of the name before ``weight`` or ``bias``; braces may stand for a number."""
     rows: Rows
     total: int
     expert: int | None = None
     ending: str = ""
-    """What stands behind ``weight`` or ``bias``."""
+    """The part of the name after ``weight`` or ``bias``."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One of Hugging Face's tensors, less the layer's prefix and the kind; its pieces in order, in each known way."""
+    """One of Hugging Face's tensors, without the layer's prefix and the kind, and its pieces in order in each known
+    layout.
+    """
 
     name: str
     ways: tuple[tuple[Piece, ...], ...]
     joint: str = "."
-    """What stands between the name and the kind."""
+    """The part between the name and the kind."""
 
 
 def whole(stem: str, name: str, rows: int) -> Entry:
-    """A tensor that both sides hold alike."""
+    """A tensor that is the same in both formats."""
     return Entry(name, ((Piece(stem, (range(rows),), rows),),))
 
 
 def layer_layout(config: ModelConfig, names: TensorNames, experts: ExpertsConfig | None) -> Iterator[Entry]:
-    """The tensors of a layer, with ``experts`` or without; the router, which tells their number, before the experts.
+    """The tensors of a layer, with ``experts`` or without; the router, which shows their number, before the experts.
 
-    Norms stand under two names, since Transformer Engine keeps them with the matrix behind them; layers without it
-    write its names too, even before experts, where there is no such matrix.
+    Norms have two names, because Transformer Engine stores them with the following matrix. Layers without it use its
+    names too, even before experts, where there is no such matrix.
     """
     hidden = config.hidden_size
     yield whole("input_layernorm.", names.attention_norm, hidden)
@@ -93,7 +95,7 @@ def _queries_keys_values(config: ModelConfig, names: TensorNames) -> list[Entry]
 
 
 def _latent_attention(config: ModelConfig, latent: LatentAttentionConfig, names: TensorNames) -> Iterator[Entry]:
-    """Both sides hold the same matrices, with their rows in the same order."""
+    """Both formats have the same matrices, with their rows in the same order."""
     heads, rank = config.num_attention_heads, latent.kv_lora_rank
     if latent.q_lora_rank is None:
         yield whole("self_attention.linear_q_proj.", names.qkv[0], heads * config.head_dim)
@@ -109,7 +111,9 @@ def _latent_attention(config: ModelConfig, latent: LatentAttentionConfig, names:
 
 
 def _expert(index: int, experts: ExpertsConfig, names: TensorNames, hidden: int) -> Iterator[Entry]:
-    """Whether run one by one or grouped, experts are kept alike: in a tensor each, or along a dimension of one."""
+    """Experts are stored in the same way for sequential and grouped execution: a tensor each, or along a dimension of
+    one.
+    """
     prefix, stem = names.expert.format(index), "mlp.experts.experts.{}"
     gate_up = tuple(prefix + name for name in names.expert_gate_up)
     yield from _widening(stem, gate_up, experts.intermediate_size, gated=True, expert=index)
@@ -120,7 +124,7 @@ def _expert(index: int, experts: ExpertsConfig, names: TensorNames, hidden: int)
 def _widening(
     stem: str, names: tuple[str, ...], size: int, *, gated: bool, expert: int | None = None
 ) -> Iterator[Entry]:
-    """One matrix, the gate's rows first; or, newer and of gated networks alone, gate and up apart, as w and v."""
+    """One matrix, with the gate's rows first; or, in newer versions with gates, gate and up separately, as w and v."""
     stem += "linear_fc1."
     if not gated:
         yield whole(stem, names[0], size)

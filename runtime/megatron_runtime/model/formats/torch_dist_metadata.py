@@ -1,6 +1,6 @@
-"""The ``.metadata`` file of ``torch.distributed.checkpoint``, read without executing what a pickle may ask for.
+"""The ``.metadata`` file of ``torch.distributed.checkpoint``, read without executing pickled code.
 
-Nor is torch imported: plain records stand in for its classes.
+It needs no torch: plain records replace its classes.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _DTYPE = re.compile(r"bool|(?:bfloat|float|complex|u?int|qu?int|bits)(\d+)\w*")
 
 
 @dataclass(frozen=True)
-class DType:
-    """A type of numbers by the name that torch gives it."""
+class PickledDType:
+    """A dtype by its name in torch."""
 
     name: str
     itemsize: int
     """Bytes of a number."""
 
 
-class Metadata:
-    """What the file says. Like the other records here it has the attributes that were pickled, whatever they are."""
+class PickledMetadata:
+    """The contents of the file. Like the other records here, it has the pickled attributes without checks."""
 
     state_dict_metadata: dict[str, Any]
     storage_data: dict[Any, Any]
@@ -47,18 +47,18 @@ class TensorStorageMetadata:
 
 
 class TensorProperties:
-    """What a tensor is besides its size."""
+    """Properties of a tensor besides its size."""
 
-    dtype: DType
+    dtype: PickledDType
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]
-        if not isinstance(self.dtype, DType):
+        if not isinstance(self.dtype, PickledDType):
             raise TypeError("a tensor's type is none")
 
 
 class _MetadataIndex:
-    """Names a chunk of a tensor; a key of ``storage_data``."""
+    """The key of a chunk in ``storage_data``."""
 
     fqn: str
     offset: tuple[int, ...] | None = None
@@ -75,7 +75,7 @@ class _Record:
 
 
 class _Nothing:
-    """What stands in for a record that is of no use: it takes whatever it is made of, and keeps nothing."""
+    """Replaces a record that is not needed: accepts any state, and keeps none."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -83,7 +83,7 @@ class _Nothing:
 
 
 _KNOWN: dict[tuple[str, str], Any] = {
-    (_RECORDS, "Metadata"): Metadata,
+    (_RECORDS, "Metadata"): PickledMetadata,
     (_RECORDS, "MetadataIndex"): _MetadataIndex,
     (_RECORDS, "TensorStorageMetadata"): TensorStorageMetadata,
     (_RECORDS, "TensorProperties"): TensorProperties,
@@ -93,17 +93,17 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch", "Size"): tuple,
     (_OLDER_RECORDS, "TensorProperties"): TensorProperties,
     (_OLDER_RECORDS, "MEM_FORMAT_ENCODING"): _Nothing,
-    # Megatron's own subclass, which adds notes on the optimizer:
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,
+    # Megatron's own subclass, with additional data of the optimizer:
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): PickledMetadata,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("pathlib", "WindowsPath"): PurePosixPath,
 }
-"""What stands in for all that such a file names and that is read. None does anything when made."""
+"""The replacements of all classes that such a file may name. None of them executes code."""
 
 
-_PASSED_OVER = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-"""Modules whose other records aren't needed: Megatron adds the plan by which each rank saved its part."""
+_IGNORED_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+"""Modules of records that are not needed: Megatron adds the plan by which each rank saved its part."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -111,23 +111,23 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         if module == "torch" and (match := _DTYPE.fullmatch(name)):
-            return DType(name, max(int(match[1] or 8) // 8, 1))
-        if module.startswith(_PASSED_OVER):
+            return PickledDType(name, max(int(match[1] or 8) // 8, 1))
+        if module.startswith(_IGNORED_MODULES):
             return _Nothing
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no such file needs")
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """What ``folder`` holds; CheckpointError when its metadata is missing, damaged or asks for anything unusual."""
+def read_metadata(folder: Path) -> PickledMetadata:
+    """The metadata of ``folder``. Raises CheckpointError if it is missing, damaged or contains unknown classes."""
     path = folder / TORCH_DIST_METADATA
     try:
         found = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read ({error.strerror}). Check the path and its permissions") from None
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:  # a damaged pickle may raise any exception
         raise CheckpointError(
             f"{path}: is no metadata of torch.distributed.checkpoint ({error}). Fetch the file again"
         ) from None
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+    if not isinstance(found, PickledMetadata) or not isinstance(found.storage_data, dict):
         raise CheckpointError(f"{path}: holds no metadata of torch.distributed.checkpoint. Fetch the file again")
     return found

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a reader of any format offers them."""
+"""The interface of readers of all formats."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from megatron_runtime.errors import CheckpointError
 
-if TYPE_CHECKING:  # the preflight, which reads headers alone, does without torch
+if TYPE_CHECKING:  # The preflight reads headers without torch.
     from torch import Tensor
 
 CHUNK_ELEMENTS = 4 * 1024 * 1024
-"""Tensors are read in pieces of about this many elements, so that loading needs little more than the weights."""
+"""Number of elements of a chunk, so that loading needs little memory beyond the weights."""
 
 _NAMED_IN_ERRORS = 5
 
@@ -24,11 +24,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     num_bytes: int
     kind: str
-    """The type's name in the checkpoint's own words, such as ``BF16`` or ``Q4_1``."""
+    """The name of the type in the checkpoint, such as ``BF16`` or ``Q4_1``."""
 
 
 class WeightSource(Protocol):
-    """A checkpoint's tensors under the names that Hugging Face gives them."""
+    """A checkpoint's tensors under Hugging Face's names."""
 
     @property
     def location(self) -> str:
@@ -36,17 +36,17 @@ class WeightSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Every tensor that a decoder may want, without the ones known to be of no use."""
+        """All tensors, without known unused ones."""
 
     def read(self, name: str, into: Tensor, start: Sequence[int]) -> Iterable[int]:
         """Copy the part of the tensor that begins at ``start`` and has the shape of ``into``, converting its type.
 
-        Reads little more than that part; yields how many elements each piece had, as it is done.
+        Reads little more than that part; yields the number of elements of each chunk after it is copied.
         """
 
 
 def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError when tensors are missing, left over or of another shape than the configuration says.
+    """Raise CheckpointError when tensors are missing, left over or of another shape than in the configuration.
 
     ``expected`` are the shapes of a whole model's tensors.
     """
@@ -54,11 +54,11 @@ def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]])
     if missing := [name for name in expected if name not in stored]:
         raise CheckpointError(
             f"{source.location}: {_some(missing)} missing, expected by the configuration. "
-            "Fetch the whole checkpoint again, or mend its configuration"
+            "Fetch the whole checkpoint again, or correct its configuration"
         )
     if extra := [name for name in stored if name not in expected]:
         raise CheckpointError(
-            f"{source.location}: {_some(extra)} found that the configuration has no place for. "
+            f"{source.location}: {_some(extra)} found that the configuration does not have. "
             "The configuration belongs to another checkpoint"
         )
     for name, shape in expected.items():
@@ -70,7 +70,7 @@ def check_weights(source: WeightSource, expected: Mapping[str, tuple[int, ...]])
 
 
 def row_pieces(shape: tuple[int, ...]) -> list[slice]:
-    """Row ranges of a tensor, each of about CHUNK_ELEMENTS elements and at least one row."""
+    """Row ranges of a tensor, each with about CHUNK_ELEMENTS elements and at least one row."""
     row_elements = 1
     for size in shape[1:]:
         row_elements *= size

@@ -1,1 +1,1 @@
-"""Attention and row operations: this package's own kernels for CPUs, PyTorch's elsewhere."""
+"""Attention and row operations: compiled kernels of this package on CPUs, PyTorch elsewhere."""

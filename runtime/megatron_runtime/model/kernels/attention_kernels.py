@@ -1,8 +1,8 @@
-"""Attention over the cache's blocks where they lie, compiled for the processor at hand.
+"""Attention that reads the blocks of the cache in place, compiled for the processor.
 
-What a query sees is computed in chunks of CHUNK positions, each with its own maximum (Milakov and Gimelshein, Online
-normalizer calculation for softmax), in an order that its own position alone decides. So its bits depend neither on the
-rest of the batch, nor on how its prompt was cut, nor on where its blocks are or how large they are.
+The output of a query is computed in chunks of CHUNK positions, each with its own maximum (Milakov and Gimelshein,
+Online normalizer calculation for softmax), in an order that depends only on the query's position. So its bits depend
+neither on the rest of the batch, nor on the chunks of its prompt, nor on the place and size of its blocks.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from megatron_runtime.model.kernels.compiled import (
 from megatron_runtime.model.kernels.prefetch import prefetch
 
 CHUNK = 64
-"""Positions between two looks at the maximum."""
+"""Positions per update of the maximum."""
 
 
 @cache
 def attention_kernel(key_width: int, value_width: int, values_in_keys: bool, narrow: bool) -> Kernel:
     """The compiled ``attend``, for keys and values of these widths.
 
-    With ``values_in_keys`` a value is the last ``value_width`` channels of its key, as turned; ``values`` is ``keys``
-    then, and ``heads`` has no values. Otherwise both widths are the same.
+    With ``values_in_keys`` a value is the last ``value_width`` channels of its rotated key; then ``values`` is
+    ``keys``, and ``heads`` has no values. Otherwise both widths are the same.
 
     Args of the kernel:
-        heads: [T, heads + 2 * kv heads, key_width], each token's queries, keys and values, none turned yet.
-        seen: [T, heads, value_width], written.
-        keys, values: [num_blocks, kv heads, block_size_tokens, width]; the new ones are written at ``slots``.
+        heads: [T, heads + 2 * kv heads, key_width], each token's queries, keys and values, before the rotation.
+        seen: [T, heads, value_width], the output. keys, values: [num_blocks, kv heads, block_size_tokens, width]; the
+            new ones are written at ``slots``.
         slots: int64 [T].
         tables: int32 [R, W], blocks of each request.
-        tiles: int32 [N, 4], neighbouring queries of a request: its row in ``tables``, the first query's row and
-            position, and how many they are.
-        rows: int64 [threads + 1], where the threads' shares of the T rows begin.
-        pairs: int64 [threads + 1], the same of the N * groups pairs of a tile and a group of query heads.
-        groups: How many groups the query heads are taken in; those of a group share a kv head.
-        cosines, sines: [T, rotated channels] by which queries and keys are turned; may have no channels.
-        window: Positions that a query looks back over, itself included.
-        soft_cap: Scores are squeezed into plus or minus this; 0 for not at all.
+        tiles: int32 [N, 4], consecutive queries of a request: its row in ``tables``, the row and position of the first
+            query, and their number.
+        rows: int64 [threads + 1], start of each thread's share of the T rows.
+        pairs: int64 [threads + 1], start of each thread's share of the N * groups pairs of a tile and a group of query
+            heads.
+        groups: Number of groups of query heads; those of a group share a kv head. cosines, sines: [T, rotated
+            channels], the rotation of queries and keys; may have no channels.
+        window: Number of latest positions, including its own, that a query attends to.
+        soft_cap: Limit of the scores; 0 for none.
 
-    ``narrow``: What isn't integers is the bits of bfloat16 as uint16; else float32.
+    ``narrow``: Floating-point arrays contain the bits of bfloat16 as uint16; else float32.
     """
 
     def attend(
@@ -79,7 +80,7 @@ def _store(
     heads: Any, keys: Any, values: Any, slots: Any, first: int, last: int, cosines: Any, sines: Any, key_width: int,
     values_in_keys: bool,
 ) -> None:  # fmt: skip
-    """Put the keys, turned, and the values of some rows into their blocks."""
+    """Write the rotated keys and the values of some rows into their blocks."""
     kv_heads, size = keys.shape[1], keys.shape[2]
     first_key = heads.shape[1] - (kv_heads if values_in_keys else 2 * kv_heads)
     turned = np.empty(key_width, np.float32)
@@ -98,10 +99,10 @@ def _store(
 
 @njit(inline="always")
 def _turn(head: Any, cosines: Any, sines: Any, turned: Any) -> None:
-    """Rotate a head's first channels, of n the i-th with the one at i + n / 2, and take over the others.
+    """Rotate a head's first n channels, i with i + n / 2, and copy the others.
 
-    Rounded after each operation to the type of ``head``, as transformers does: bfloat16 has so few digits that a model
-    would say something else otherwise.
+    Rounded after each operation to the type of ``head``, as in transformers: with the few digits of bfloat16, other
+    rounding would change the model's answers.
     """
     half = len(cosines) // 2
     for channel in range(half):
@@ -138,7 +139,7 @@ def _attend(
             _turn(heads[row, head], cosines[row], sines[row], queries[query])
         start, stop = max(0, first_position - window + 1) // CHUNK * CHUNK, first_position + rows
         for chunk in range(start, stop, CHUNK):
-            # What comes next: the group's next chunk, or the next group's first one.
+            # The next chunk of the group, or the first one of the next group.
             ahead, ahead_head = chunk + CHUNK, kv_head
             if ahead >= stop:
                 ahead, ahead_head = start, (group + 1) % groups * kv_heads // groups
@@ -170,7 +171,7 @@ def _attend(
 
 @njit(inline="always")
 def _divide(sums: Any, total: Any, result: Any, value_width: int) -> None:
-    """Write a query's mean of the values, as the type of ``result``."""
+    """Write a query's weighted mean of the values, in the type of ``result``."""
     for channel in range(value_width):
         result[channel] = narrowed(sums[channel] / total, result)
 
@@ -179,7 +180,7 @@ def _divide(sums: Any, total: Any, result: Any, value_width: int) -> None:
 def _score(
     query: Any, keys: Any, values: Any, table: Any, kv_head: int, begin: int, end: int, scores: Any, key_width: int
 ) -> None:  # fmt: skip
-    """Fill in the products of a query with the keys from ``begin`` to ``end``, and fetch the values meanwhile."""
+    """Compute the products of a query with the keys from ``begin`` to ``end``, and prefetch the values."""
     scale = np.float32(key_width**-0.5)
     size = keys.shape[2]
     key = begin
@@ -202,9 +203,9 @@ def _mix(
     mixed: Any, fade: Any, values: Any, keys: Any, table: Any, kv_head: int, begin: int, end: int, shares: Any,
     key_width: int, value_width: int, ahead: int, ahead_head: int, furthest: int,
 ) -> None:  # fmt: skip
-    """Fade what was mixed before, and add each value from ``begin`` to ``end`` by its share.
+    """Scale the previous sum, and add the weighted values from ``begin`` to ``end``.
 
-    Meanwhile fetch as many keys of a head, from position ``ahead`` on but not past ``furthest``.
+    Also prefetches keys of the head from position ``ahead`` on, as many, up to ``furthest``.
     """
     size, before = values.shape[2], key_width - value_width
     for channel in range(value_width):

@@ -1,4 +1,4 @@
-"""Attention whose scores are squeezed before the softmax (Gemma 2), which no fused kernel of PyTorch does."""
+"""Attention with limited scores before the softmax (Gemma 2), which PyTorch has no fused kernel for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 def capped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, soft_cap: float) -> Tensor:
     """``softmax(cap * tanh(q k / sqrt(head_dim) / cap) + mask) v``: [batch, heads, rows, value width].
 
-    ``keys`` and ``values`` are [batch, kv heads, tokens, width], ``mask`` is additive and broadcasts to
-    [batch, kv heads, rows, tokens]. Query heads that share a key head are neighbours.
+    ``keys`` and ``values`` are [batch, kv heads, tokens, width], ``mask`` is additive and broadcasts to [batch, kv
+    heads, rows, tokens]. Query heads that share a key head are adjacent.
     """
     batch, heads, rows, head_dim = queries.shape
     grouped = queries.reshape(batch, keys.shape[1], -1, rows, head_dim)

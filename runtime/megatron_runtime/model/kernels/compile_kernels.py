@@ -1,7 +1,7 @@
-"""Compiles the kernels of a CPU ahead: ``python -m megatron_runtime.model.kernels.compile_kernels FOLDER``.
+"""Compiles the kernels of a CPU in advance: ``python -m megatron_runtime.model.kernels.compile_kernels FOLDER``.
 
-They serve processors like this one, and a package that lies where this one lies. Numba's cache holds pickles: write
-access to FOLDER is the right to change what the ranks do.
+They are valid for the same kind of processor and the same path of the package. Numba's cache contains pickles, so that
+write access to FOLDER allows to change the code that ranks execute.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import argparse
 import os
 
 CACHE_VARIABLE = "NUMBA_CACHE_DIR"
-"""Where numba looks for compiled kernels, and puts those that it compiles. It uses no folder that it can't write to."""
+"""Folder of numba's compiled kernels. Numba does not use a folder without write access."""
 DTYPES = ("bfloat16", "float32")
 
 
 def main() -> None:
-    """Compiles what models of these head dimensions and types need."""
+    """Compile the kernels for models with these head dimensions and dtypes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="where the kernels go; made if it is not there")
+    parser.add_argument("folder", help="output folder; created if it does not exist")
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], help="of the models to be served")
     parser.add_argument(
         "--latent-dim",
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=list(DTYPES), help="of their weights in memory")
     chosen = parser.parse_args()
     os.environ[CACHE_VARIABLE] = chosen.folder
-    # Not above: numba reads the variable when it is imported.
+    # Imported here because numba reads the variable at import.
     import torch
 
     from megatron_runtime.model.cache_layout import CacheLayout

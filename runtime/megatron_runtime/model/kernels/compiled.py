@@ -1,6 +1,6 @@
-"""What kernels of our own are made of: how they are compiled, and float32 or bfloat16 in their arrays.
+"""Common parts of compiled kernels: the compiler options, and float32 or bfloat16 in arrays.
 
-A tensor of bfloat16 is to a kernel the uint16 of its bits; computed is in float32 whatever is stored.
+A kernel gets a bfloat16 tensor as the uint16 of its bits, and computes in float32 for both types.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from megatron_runtime.model.kernels.threads import can_share_threads, kernel_thr
 Kernel = Callable[..., None]
 
 KINDS = frozenset({torch.float32, torch.bfloat16})
-"""The types of tensors that there are kernels for."""
+"""The dtypes that kernels support."""
 
-# No promise that all is finite: a NaN in the weights has to come out as one. And no quotients by way of an estimate of
-# the reciprocal ("arcp"), whose last digit depends on who made the processor.
+# Not "nnan" and "ninf": a NaN in the weights has to appear in the results. Not "arcp": the last digit of an estimated
+# reciprocal depends on the vendor of the processor.
 _FAST = {"reassoc", "contract", "nsz"}
 _OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": _FAST, "error_model": "numpy", "boundscheck": False}
 
 
 def compile_kernel(function: Callable[..., None], signature: Any, *, parallel: bool = True) -> Kernel:
-    """Compile for the processor at hand; a loop over ``prange`` runs on the threads that PyTorch uses."""
+    """Compile for this processor. A loop over ``prange`` runs on the threads that PyTorch uses."""
     parallel = parallel and can_share_threads()
     try:
         compiled: Kernel = njit(signature, cache=True, parallel=parallel, **_OPTIONS)(function)
     except RuntimeError:
-        # Numba's word for: no folder can be written to.
+        # Numba raises this when no cache folder is writable.
         compiled = njit(signature, parallel=parallel, **_OPTIONS)(function)
     return compiled
 
 
 def scalar(narrow: bool) -> Any:
-    """Numba's type of what the arrays hold: the bits of bfloat16 if ``narrow``, else float32."""
+    """Numba's type of floating-point elements: the bits of bfloat16 if ``narrow``, else float32."""
     return uint16 if narrow else float32
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """The same memory for a kernel; ``tensor`` is of one of KINDS, or of integers."""
+    """The same memory for a kernel. The dtype of ``tensor`` is one of KINDS, or an integer type."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 
 def even_shares(rows: int) -> NDArray[np.int64]:
-    """Where the threads' shares of ``rows`` equal rows begin, and the end: int64 [threads + 1]."""
+    """Start of each thread's share of ``rows`` equal rows, and the end: int64 [threads + 1]."""
     threads = kernel_threads()
     return np.arange(threads + 1) * rows // threads
 
 
 def widen(value: Any) -> Any:
-    """In compiled code: a float32 of itself, or of the bits of a bfloat16."""
+    """In compiled code: float32 from an element."""
 
 
 @overload(widen, strict=False)
@@ -67,7 +67,7 @@ def _widen_by_type(value: Any) -> Any:
 
 
 def narrowed(value: Any, array: Any) -> Any:
-    """In compiled code: a float32 as ``array`` holds it, rounded to the nearest, half to even."""
+    """In compiled code: an element of ``array`` from a float32, rounded to nearest, half to even."""
 
 
 @overload(narrowed, strict=False)
@@ -79,7 +79,7 @@ def _narrowed_by_type(_value: Any, array: Any) -> Any:
 
 @njit(inline="always")
 def rounded(value: Any, array: Any) -> Any:
-    """A float32 with as many digits as ``array`` can hold."""
+    """A float32 rounded to the precision of ``array``."""
     return widen(narrowed(value, array))
 
 
@@ -88,14 +88,14 @@ def _bfloat16_bits(value: Any) -> Any:
     bits = np.float32(value).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)
-    # Rounding up could turn a NaN's bits into another number's.
+    # Rounding up could turn the bits of a NaN into another number.
     return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
 
 
 @njit(inline="always")
 def exponential(x: Any) -> Any:
     """e^x by a power of two and a polynomial (Cody and Waite), within 2 units in the last place."""
-    # A NaN is unequal to itself and has to stay.
+    # Only a NaN is unequal to itself; it has to stay NaN.
     x = max(min(x, np.float32(88.0)), np.float32(-87.0)) if x == x else x
     power = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
     rest = x - power * np.float32(0.693359375) + power * np.float32(2.12194440e-4)

@@ -1,4 +1,4 @@
-"""Attention of a flat batch on a CPU: our own kernels, on the threads that PyTorch may use."""
+"""Attention of a flat batch on a CPU: compiled kernels, on the threads of PyTorch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron_runtime.model.kv_cache import LayerCache
 from megatron_runtime.model.rotary import Rotation
 
 TILE = 16
-"""Queries that meet a chunk of keys while it is near to the processor."""
+"""Queries that use a chunk of keys while it is in the processor's cache."""
 
 HEADS_TOGETHER = 16
-"""Most query heads of a key head that one thread takes together; more are divided into groups."""
+"""Maximum of query heads of a key head that one thread processes together; more are divided into groups."""
 UNLIMITED = 1 << 40
 
 
 class CpuAttention:
-    """The rows of one batch in tiles of neighbours, which threads take in equal shares."""
+    """The rows of one batch in tiles of consecutive rows, in equal shares for the threads."""
 
     def __init__(self, batch: ForwardBatch) -> None:
         self._slots = batch.slots.numpy()
@@ -65,7 +65,7 @@ class CpuAttention:
         return seen
 
     def _pairs_of(self, window: int | None, groups: int) -> NDArray[np.int64]:
-        """Where the threads' shares of the pairs of a tile and a group of heads begin and end, by what they look at."""
+        """Start and end of each thread's share of the pairs of a tile and a group of heads, by their contexts."""
         known = self._pairs.get(window)
         if known is None:
             ends = self._tiles[:, 2] + self._tiles[:, 3]
@@ -79,7 +79,7 @@ class CpuAttention:
 
 
 def prepare(layout: CacheLayout, dtype: torch.dtype) -> None:
-    """Compile the kernels for a cache of ``layout`` now, so that the first request does not wait for them."""
+    """Compile the kernels for a cache of ``layout`` now, so that the first request does not wait for it."""
     if dtype in KINDS:
         attention_kernel(layout.key_width, layout.value_width, layout.values_in_keys, dtype is torch.bfloat16)
     if layout.values_in_keys:
@@ -87,5 +87,5 @@ def prepare(layout: CacheLayout, dtype: torch.dtype) -> None:
 
 
 def _parts(heads: int) -> int:
-    """The smallest number of equal parts of ``heads`` that have at most HEADS_TOGETHER each."""
+    """The smallest number of equal parts of ``heads`` with at most HEADS_TOGETHER each."""
     return next(parts for parts in range(-(-heads // HEADS_TOGETHER), heads + 1) if heads % parts == 0)

@@ -19,7 +19,7 @@ from megatron_runtime.model.kernels.row_kernels import has_row_kernels
 from megatron_runtime.model.kernels.threads import kernel_threads
 
 TILE = 8
-"""Rows that are multiplied by a row of the matrix while that is in the processor's nearest cache."""
+"""Rows that are multiplied by a row of the matrix while that is in the first-level cache."""
 
 
 def absorb(queries: Tensor, up: Tensor, latents: Tensor) -> None:
@@ -57,14 +57,14 @@ def expand(seen: Tensor, up: Tensor, width: int) -> Tensor:
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compile the kernels for a type now, so that the first request does not wait for them."""
+    """Compile the kernels for a dtype now, so that the first request does not wait for it."""
     if dtype in KINDS:
         _absorb_kernel(dtype is torch.bfloat16)
         _expand_kernel(dtype is torch.bfloat16)
 
 
 def _shares(rows: int, heads: int) -> Any:
-    """Where the threads' shares of the pairs of a head and a tile of rows begin, and the end: int64 [threads + 1]."""
+    """Start of each thread's share of the pairs of a head and a tile of rows, and the end: int64 [threads + 1]."""
     threads = kernel_threads()
     return np.arange(threads + 1) * (-(-rows // TILE) * heads) // threads
 

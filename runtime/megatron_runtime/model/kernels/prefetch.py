@@ -1,4 +1,4 @@
-"""The processor's instruction to bring memory near, which numba has no name for."""
+"""The prefetch instruction of the processor, which numba does not offer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READ, _KEEP, _DATA = 0, 3, 1
 
 
 def _prefetch_line_by_type(_: Any, address: Any) -> Any:
-    """LLVM's prefetch of the line at an address."""
+    """LLVM's prefetch of the cache line at an address."""
 
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         byte_pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -27,12 +27,12 @@ def _prefetch_line_by_type(_: Any, address: Any) -> Any:
     return types.void(address), generate
 
 
-# Called with the address alone, unlike what stands above.
+# Called with the address alone, unlike the signature above.
 _prefetch_line: Any = intrinsic(_prefetch_line_by_type)
 
 
 @njit(inline="always")
 def prefetch(array: Any) -> None:
-    """Begin to bring a contiguous array into the nearest cache; for use in compiled code alone."""
+    """Prefetch a contiguous array into the first-level cache; only for compiled code."""
     for start in range(0, array.size * array.itemsize, _LINE_BYTES):
         _prefetch_line(array.ctypes.data + start)

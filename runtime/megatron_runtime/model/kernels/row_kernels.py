@@ -1,4 +1,4 @@
-"""What is done to each row by itself, in one pass over the memory where PyTorch's operators make several."""
+"""Operations on single rows, with one pass over the memory instead of several PyTorch operators."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from megatron_runtime.model.kernels.compiled import (
 )
 
 WORTH_SHARING = 1 << 17
-"""So many numbers take longer than waking another thread for half of them."""
+"""Number of elements above which a second thread pays off."""
 
 
 def has_row_kernels(tensor: Tensor) -> bool:
-    """Whether the kernels here can take tensors of this one's type and device."""
+    """Whether these kernels support the dtype and device of this tensor."""
     return tensor.device.type == "cpu" and tensor.dtype in KINDS
 
 
 def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last dimension: [..., size] to [..., size].
 
-    The quotient is rounded to the type of ``rows`` before it meets the weight, as in the training of the models.
+    The quotient is rounded to the type of ``rows`` before the multiplication with the weight, as in the training of the
+    models.
     """
     inputs = rows.contiguous()
     outputs = torch.empty_like(inputs)
@@ -46,7 +47,7 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_silu(gate_and_up: Tensor) -> Tensor:
-    """``silu(gate) * up``: [T, 2 * size], the gates before the others, to [T, size]."""
+    """``silu(gate) * up``: [T, 2 * size], gates first, to [T, size]."""
     outputs = gate_and_up.new_empty(len(gate_and_up), gate_and_up.shape[1] // 2)
     kernel = _gated_silu_kernel(gate_and_up.dtype is torch.bfloat16, outputs.numel() >= WORTH_SHARING)
     kernel(as_array(gate_and_up), as_array(outputs), even_shares(len(outputs)))
@@ -54,7 +55,7 @@ def gated_silu(gate_and_up: Tensor) -> Tensor:
 
 
 def prepare(dtype: torch.dtype) -> None:
-    """Compile the kernels for a type now, lest the first request waits for it."""
+    """Compile the kernels for a dtype now, so that the first request does not wait for it."""
     if dtype in KINDS:
         for parallel in (False, True):
             _rms_norm_kernel(dtype is torch.bfloat16, parallel)
@@ -71,7 +72,7 @@ def _rms_norm_kernel(narrow: bool, parallel: bool) -> Kernel:
                 for channel in range(size):
                     value = widen(inputs[row, channel])
                     total += value * value
-                # Rounded once: every row is scaled by it, and in every norm.
+                # Rounded once, because it scales every row in every norm.
                 inverse = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
                 for channel in range(size):
                     scaled = rounded(widen(inputs[row, channel]) * inverse, outputs)

@@ -1,7 +1,7 @@
-"""Kernels of our own on the threads that PyTorch's operators run on.
+"""Runs compiled kernels on the threads of PyTorch's operators.
 
-Those are awake while a layer computes. Threads of another pool would have to be woken for every layer, and would meet
-them on the same cores.
+Those are awake while a layer computes. The threads of another pool would have to wake up in every layer, and would
+compete for the same cores.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _settings: Any = numba.config
 
 @cache
 def can_share_threads() -> bool:
-    """Whether numba's OpenMP is PyTorch's; with another one, or none, kernels run in the thread that calls them."""
+    """Whether numba's OpenMP library is that of PyTorch; otherwise kernels run in the calling thread."""
     try:
-        # PyTorch has loaded GNU's library by now; under the same name numba gets the same one.
+        # PyTorch has loaded GNU's library by now; numba gets it by the same name.
         from numba.np.ufunc import omppool  # type: ignore[attr-defined]  # noqa: F401
     except ImportError:
         return False
@@ -28,12 +28,12 @@ def can_share_threads() -> bool:
 
 
 def kernel_threads() -> int:
-    """How many threads a kernel gets that is called in this one: as many as an operator, if there are so many."""
+    """Number of threads of a kernel that is called in this thread: that of an operator, as far as they exist."""
     if not can_share_threads():
         return 1
     wanted = torch.get_num_threads()
     if numba.get_num_threads() != wanted:
         numba.set_num_threads(min(wanted, _settings.NUMBA_NUM_THREADS))
-        # When numba wakes its threads, it sets OpenMP's number for everybody.
+        # When numba starts its threads, it sets OpenMP's number of threads for the whole process.
         torch.set_num_threads(wanted)
     return int(numba.get_num_threads())

@@ -1,4 +1,4 @@
-"""Attention of a flat batch over the block-wise cache, in plain PyTorch, for any device and type."""
+"""Attention of a flat batch over the paged cache in plain PyTorch, for any device and dtype."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_runtime.model.rotary import Rotation, rotate
 
 
 class TorchAttention:
-    """The rows of one batch, request by request or in groups of them.
+    """The rows of one batch, per request or in groups of requests.
 
-    Decoding requests are grouped by the power of two of blocks that holds their context: one call serves a group, at
-    most half of it is padding, and the padding that a request sees depends on its own length, not on its neighbours'.
+    Decoding requests are grouped by the power of two of blocks that holds their context: one call processes a group,
+    with at most half of it padding. The padding of a request depends only on its own length.
     """
 
     def __init__(self, batch: ForwardBatch, block_size_tokens: int) -> None:
@@ -51,7 +51,7 @@ class TorchAttention:
             queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
         for stored, new in zip(cache, (keys, *others), strict=True):
             stored[self._blocks, :, self._offsets] = new
-        # With one array the values are the ends of the keys; with two this takes all of the other one.
+        # With one array the values are the ends of the keys; with two this is all of the other one.
         width = value_width or key_width
         values, pools = (keys, *others)[-1][..., -width:], (cache[0], cache[-1][..., -width:])
         seen = queries.new_empty(len(queries), query_heads, width)
@@ -63,7 +63,7 @@ class TorchAttention:
 
 
 class DecodeGroup:
-    """Requests with one new token each, their contexts padded to ``width`` blocks."""
+    """Requests with one new token each, whose contexts are padded to ``width`` blocks."""
 
     def __init__(self, batch: ForwardBatch, tables: Tensor, requests: list[int], width: int) -> None:
         members = torch.tensor(requests, device=tables.device)
@@ -74,10 +74,12 @@ class DecodeGroup:
         self._masks: dict[int | None, Tensor] = {}
 
     def attend(self, queries: Tensor, cache: LayerCache, window: int | None, soft_cap: float | None) -> Tensor:
-        """What this group's rows of ``queries`` see: [group, heads, value width]; ``cache`` is keys and values."""
+        """Attention output of this group's rows of ``queries``: [group, heads, value width]; ``cache`` is keys and
+        values.
+        """
         mine = queries[self.rows]
         keys, values = (_gather(stored, self._blocks, len(mine)) for stored in cache)
-        # The query heads that share a key head take the place of its query rows, so that no key is repeated.
+        # Query heads that share a key head become its query rows, so that no key is repeated.
         grouped = mine.reshape(len(mine), keys.shape[1], -1, mine.shape[-1])
         if window not in self._masks:
             self._masks[window] = self._mask(keys.shape[2], window, queries.dtype)
@@ -114,7 +116,9 @@ class PrefillRequest:
         window: int | None,
         soft_cap: float | None,
     ) -> Tensor:
-        """What this request's rows of ``queries`` see: [rows, heads, value width]; ``cache`` is keys and values."""
+        """Attention output of this request's rows of ``queries``: [rows, heads, value width]; ``cache`` is keys and
+        values.
+        """
         mine = queries[self.rows].transpose(0, 1)[None]
         num_queries, length = mine.shape[2], self._context_length
         whole = num_queries == length and (window is None or length <= window) and soft_cap is None
@@ -149,5 +153,7 @@ def _gather(stored: Tensor, blocks: Tensor, requests: int) -> Tensor:
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where ``visible``, minus infinity elsewhere; made once, where a boolean mask would be converted per layer."""
+    """0 where ``visible``, minus infinity elsewhere; computed once, because a boolean mask would be converted in every
+    layer.
+    """
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer, without importing torch: HTTP frontends need nothing else of a checkpoint."""
+"""A checkpoint's tokenizer, without importing torch: HTTP frontends need no other part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """The tokenizer that lies in a GGUF file or a Hugging Face folder, with its chat template if it has one."""
+    """The tokenizer of a GGUF file or a Hugging Face folder, with its chat template if it has one."""
     found = checkpoint_path(path)
     if found.is_dir():
         return hugging_face_tokenizer(found)
-    # Imported here, since the import delays the start of every other process by a tenth of a second.
+    # Imported here, because the import would delay the start of every other process by a tenth of a second.
     from megatron_runtime.model.formats.gguf_file import GgufFile
     from megatron_runtime.model.tokenizer.gguf_tokenizer import gguf_tokenizer
 

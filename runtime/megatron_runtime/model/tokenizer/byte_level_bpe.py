@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers, which differ in how text is cut before the merges."""
+"""Byte-level BPE tokenizers, which differ in how they split text before the merges."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _TEKKEN = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How one family cuts text; each stands for the pre-tokenizer in that family's tokenizer.json."""
+    """How a family splits text: the equivalent of the pre-tokenizer in its tokenizer.json."""
 
     pattern: str | None = None
-    """What a piece looks like; None for the pattern of GPT-2."""
+    """The pattern of a piece; None for that of GPT-2."""
     splits_digits: bool = False
-    """Whether every digit is a piece of its own before the pattern is applied."""
+    """Whether every digit becomes a separate piece before the pattern is applied."""
     composes: bool = False
-    """Whether text is brought to Unicode's composed form (NFC) first."""
+    """Whether text is normalized to NFC first."""
     ignores_merges: bool = False
-    """Whether a piece that is a token as a whole is taken without looking at the merges."""
+    """Whether a piece that is a token as a whole skips the merges."""
     adds_bos: bool = False
-    """Whether a document begins with the beginning-of-text token unless the file says otherwise."""
+    """Whether a document begins with the beginning-of-text token, unless the file says otherwise."""
 
 
 _GPT_2 = PreTokenizer()
@@ -53,7 +53,7 @@ PRE_TOKENIZERS = {
     "deepseek-r1-qwen": _QWEN,
     "tekken": PreTokenizer(_TEKKEN, ignores_merges=True, adds_bos=True),
 }
-"""By the name that GGUF files give them (``tokenizer.ggml.pre``)."""
+"""By their name in GGUF files (``tokenizer.ggml.pre``)."""
 
 
 def byte_level_bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> Backend:

@@ -1,4 +1,4 @@
-"""Chat templates: the Jinja programs that checkpoints carry, run in a sandbox with Hugging Face's helpers."""
+"""Chat templates: Jinja programs of checkpoints, run in a sandbox with Hugging Face's helper functions."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """One template; compiled when it is first used, since a model without chat may carry a broken one."""
+    """One template; compiled at its first use, because a model that is used without chats may have a broken one."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
-        """The program."""
+        """The source of the template."""
         self._special_tokens = special_tokens
 
     def render(
@@ -36,7 +36,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt; InvalidRequestError with the template's own words when it refuses the messages."""
+        """The prompt. Raises InvalidRequestError with the template's message when it rejects the messages."""
         variables = {
             **self._special_tokens,
             **template_kwargs,
@@ -53,7 +53,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether it tells the model of tools; one that can't be read does not."""
+        """Whether it uses the tools; False for a template that can't be parsed."""
         try:
             tree = self._environment.parse(self.source)
         except jinja2.TemplateError:
@@ -63,7 +63,7 @@ class ChatTemplate:
     @cached_property
     def _template(self) -> jinja2.Template:
         template = self._environment.from_string(self.source)
-        # What it comes with is a chain of maps, of which each rendering would look up every name.
+        # A plain dictionary: jinja2's own chain of maps would slow down each lookup.
         template.globals = dict(template.globals)
         return template
 
@@ -79,7 +79,7 @@ class ChatTemplate:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the assistant's words for training; here it is its body."""
+    """``{% generation %}...{% endgeneration %}`` marks the assistant's text for training; here it is its body."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute is jinja2's
 
@@ -89,7 +89,7 @@ class _GenerationTag(Extension):
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike jinja2's own filter this one doesn't escape HTML: the prompt is no web page."""
+    """Unlike jinja2's own filter, this one doesn't escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 

@@ -1,4 +1,4 @@
-"""Text from tokens as they come."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_runtime.model.tokenizer.token_bytes import TokenBytes
 
 
 class IncrementalDetokenizer:
-    """The text of one growing sequence; constant work per token, and never half a character.
+    """The text of one growing sequence, with constant work per token and without partial characters.
 
-    The pieces joined are what the whole sequence detokenizes to. Bytes that can't become a character show as U+FFFD.
+    The joined results are the text of the whole sequence. Bytes that are no valid character become U+FFFD.
     """
 
     def __init__(self, token_bytes: TokenBytes, skipped: Container[int]) -> None:
@@ -21,11 +21,11 @@ class IncrementalDetokenizer:
         self._drop_space = token_bytes.drops_first_space
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that ``ids`` complete; what begins a character is held back until it is whole."""
+        """The text that ``ids`` complete; an incomplete character is held back."""
         return self._emit(b"".join(self._token_bytes[i] for i in ids if i not in self._skipped), final=False)
 
     def flush(self) -> str:
-        """The end of the text: U+FFFD for a character that was never completed, else nothing."""
+        """The end of the text: U+FFFD for an incomplete character, else empty."""
         return self._emit(b"", final=True)
 
     def _emit(self, data: bytes, *, final: bool) -> str:

@@ -22,7 +22,7 @@ _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
-    """The tokenizer of ``file``; CheckpointError when it has none, or one of a kind that isn't known."""
+    """The tokenizer of ``file``. Raises CheckpointError if it has none, or one of an unknown kind."""
     tokens = _list(file, "tokens")
     types = _list(file, "token_type", optional=True) or [TokenType.NORMAL] * len(tokens)
     if len(types) != len(tokens):
@@ -60,7 +60,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
 
 
 def _backend(file: GgufFile, tokens: list[str]) -> tuple[Backend, bool]:
-    """The bare tokenizer, and whether its kind puts a beginning-of-text token unless the file says otherwise."""
+    """The tokenizer, and whether its kind adds a beginning-of-text token unless the file says otherwise."""
     kind = file.metadata.get(_PREFIX + "model")
     if kind == "llama":
         scores = _list(file, "scores")

@@ -16,7 +16,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 
 
 def hugging_face_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of ``folder``: tokenizer.json, with names and templates from the files beside it."""
+    """The tokenizer of ``folder``: tokenizer.json, with names and templates from the other files."""
     path = folder / "tokenizer.json"
     if not path.exists():
         raise CheckpointError(
@@ -50,7 +50,7 @@ def _read_if_present(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Names to text; a token is written as its text, or as an object with its text as ``content``."""
+    """Names to text. A token is stored as its text, or as an object with its text as ``content``."""
     found = {}
     for name in _SPECIAL_TOKENS:
         token = settings.get(name)
@@ -61,7 +61,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _make_special(backend: Backend, special: dict[str, str]) -> None:
-    """Mark the named tokens as special where tokenizer.json left that to tokenizer_config.json."""
+    """Mark the named tokens as special, if only tokenizer_config.json does so."""
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens(
         [text for text in special.values() if text not in known and backend.token_to_id(text) is not None]
@@ -80,7 +80,7 @@ def _end_token_ids(folder: Path, backend: Backend, special: dict[str, str]) -> I
 
 
 def _chat_templates(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Sources by name: chat_template.jinja and additional_chat_templates/ win over tokenizer_config.json."""
+    """Sources by name; chat_template.jinja and additional_chat_templates/ precede tokenizer_config.json."""
     named: dict[str, str] = {}
     match settings.get("chat_template"):
         case str(source):

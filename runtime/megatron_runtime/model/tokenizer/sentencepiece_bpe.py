@@ -36,7 +36,9 @@ def sentencepiece_bpe(tokens: list[str], scores: list[float], prepends_space: bo
 
 
 def _merges(tokens: list[str], scores: list[float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, the best third first; of one third, the earlier tokens first."""
+    """Every way to join two tokens into a third: those with the best third first, and among these the earlier tokens
+    first.
+    """
     ranked: list[tuple[str, str]] = []
     for token_id in sorted(range(len(tokens)), key=lambda i: -scores[i]):
         token = tokens[token_id]

@@ -1,4 +1,4 @@
-"""What each token stands for, in bytes: the ground on which text can be streamed token by token."""
+"""The bytes of each token, for incremental detokenization."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """Token ids to bytes for one tokenizer; each token is worked out once.
+    """Token ids to bytes for one tokenizer; each token is computed once.
 
     Two families exist: byte-level BPE (GPT-2's alphabet of 256 printable characters) and SentencePiece, where U+2581
-    stands for a space and ``<0xNN>`` for a byte. CheckpointError when the decoder belongs to neither.
+    stands for a space and ``<0xNN>`` for a byte. Raises CheckpointError for other decoders.
     """
 
     def __init__(self, backend: Backend, location: str) -> None:
         self._backend = backend
         self._known: dict[int, bytes] = {}
         decoder = backend.decoder
-        # Its own words: those of the whole tokenizer would spell out the vocabulary too.
+        # Only the decoder: the whole tokenizer would serialize its vocabulary too.
         steps = _decoder_steps(None if decoder is None else json.loads(decoder.__getstate__()))
         kinds = {step["type"] for step in steps}
         self._is_byte_level = "ByteLevel" in kinds
@@ -35,10 +35,10 @@ class TokenBytes:
                 "Choose a checkpoint whose tokenizer is byte-level BPE or SentencePiece BPE"
             )
         self.drops_first_space = any(_drops_first_space(step) for step in steps)
-        """Whether the text of a sequence loses the space that its first token begins with."""
+        """Whether the decoder strips a space at the start of a sequence."""
 
     def __getitem__(self, token_id: int) -> bytes:
-        """The bytes of one token; none for an id outside the vocabulary."""
+        """The bytes of one token; empty for an id outside the vocabulary."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._work_out(token_id)
@@ -50,7 +50,7 @@ class TokenBytes:
             return b""
         if self._is_byte_level:
             alphabet = byte_of_character()
-            # A token with a character beyond the alphabet was added as plain text.
+            # A token with other characters was added as plain text.
             return bytes(alphabet[c] for c in token) if alphabet.keys() >= set(token) else token.encode()
         if match := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chats to prompts."""
+"""Tokenization, detokenization, and prompts from chats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Kept = TypeVar("_Kept")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer; safe to use from several threads."""
+    """A checkpoint's tokenizer. Thread-safe."""
 
     def __init__(
         self,
@@ -32,16 +32,16 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
-        """``special_tokens`` are the names that a template may use, such as ``bos_token``, with their text.
+        """``special_tokens`` are the texts of special tokens by the names in templates, such as ``bos_token``.
 
-        ``chat_templates`` are sources by name; the one called ``default`` is used unless a request brings tools and
-        there is one called ``tool_use``.
+        ``chat_templates`` are sources by name. ``default`` is used, except for requests with tools if there is
+        ``tool_use``.
         """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.location = location
-        """The file or folder that it was read from."""
+        """The file or folder of the tokenizer."""
         self._token_bytes = TokenBytes(backend, location)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -49,9 +49,9 @@ class Tokenizer:
             name: ChatTemplate(source, special_tokens or {}) for name, source in (chat_templates or {}).items()
         }
         self.special_token_names = dict(special_tokens or {})
-        """Texts of special tokens by what templates call them, such as ``bos_token``."""
+        """Texts of special tokens by their names in templates, such as ``bos_token``."""
         self.eod = eod
-        """The token that ends a document, and with it a generation."""
+        """The token that ends a document, and thereby a generation."""
         self.eos_token_ids = frozenset({eod, *eos_token_ids})
         """Every token that ends a generation."""
         self.bos = bos
@@ -65,11 +65,13 @@ class Tokenizer:
 
     @property
     def definition(self) -> str:
-        """The whole tokenizer as ``tokenizer.json`` would say it."""
+        """The content of an equivalent ``tokenizer.json``."""
         return self._backend.to_str()
 
     def kept(self, name: str, make: Callable[[], _Kept]) -> _Kept:
-        """What others make of this tokenizer at some cost: made when it is first asked for by this name."""
+        """A cache for objects that are derived from this tokenizer at some cost: computed at the first use of this
+        name.
+        """
         if name not in self._kept:
             self._kept[name] = make()
         found: _Kept = self._kept[name]
@@ -78,18 +80,18 @@ class Tokenizer:
     def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of ``text``; special tokens in the text are recognized.
 
-        ``add_special_tokens`` adds what the checkpoint puts around a document, such as a beginning-of-text token.
+        ``add_special_tokens`` adds the tokens around a document, such as a beginning-of-text token.
         """
-        # The one way into the library that does not work out where in the text each token begins.
+        # The only function of the library that does not compute the offsets of tokens.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoding.ids)
 
     def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids``; bytes that can't become a character show as U+FFFD."""
+        """The text of ``ids``; invalid bytes become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def incremental(self, *, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> IncrementalDetokenizer:
-        """A detokenizer for one sequence that grows; special tokens that are ``shown`` are never skipped."""
+        """A detokenizer for a growing sequence. The special tokens ``shown`` are never skipped."""
         special = self._special_ids.difference(shown) if shown else self._special_ids
         skipped = special if skip_special_tokens else ()
         return IncrementalDetokenizer(self._token_bytes, skipped)
@@ -100,7 +102,7 @@ class Tokenizer:
         return {text: token for text, token in found.items() if token in self._special_ids}
 
     def chat_template(self, *, has_tools: bool) -> ChatTemplate | None:
-        """The template for chats with tools or without; None if there is no such template."""
+        """The template for chats with or without tools; None if there is none."""
         template = self._templates.get(_TOOLS_TEMPLATE if has_tools else _DEFAULT_TEMPLATE)
         return template or self._templates.get(_DEFAULT_TEMPLATE)
 
@@ -112,9 +114,9 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt that the checkpoint's template makes of a chat.
+        """The prompt of a chat, by the checkpoint's template.
 
-        InvalidRequestError when there is no template or the template refuses the messages.
+        Raises InvalidRequestError without a template, or when the template rejects the messages.
         """
         template = self.chat_template(has_tools=bool(tools))
         if template is None:
@@ -131,6 +133,6 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> list[int]:
-        """Token ids of `render_chat`; the template itself writes every special token."""
+        """Token ids of `render_chat`; the template itself contains every special token."""
         prompt = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)
         return self.tokenize(prompt)

@@ -52,7 +52,7 @@ def output_constraint(body: GenerationBody) -> OutputConstraint | None:
 
 
 def _maker(param: str) -> Callable[[Any], str]:
-    from megatron_runtime import guides  # imported late: most services never need it
+    from megatron_runtime import guides  # Imported here, because most services never use a grammar.
 
     makers: dict[str, Callable[[Any], str]] = {
         "regex": guides.regex_grammar,

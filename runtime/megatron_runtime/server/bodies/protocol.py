@@ -106,6 +106,8 @@ class GenerationBody(SamplingFields, ABC):
     timeout: float | None = Field(None, gt=0)
     return_token_ids: bool = False
     return_tokenized_data: bool = False
+    return_raw_text: bool = False
+    add_bos: bool | None = Field(None, alias="add_BOS")
     response_format: ResponseFormat | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: StopString | None = None
@@ -171,6 +173,11 @@ class GenerationBody(SamplingFields, ABC):
         return False
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt are reported too."""
+        return self.is_echoed
+
+    @property
     def stop_strings(self) -> list[str]:
         """The stop strings as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
@@ -229,6 +236,7 @@ class ChatCompletionBody(GenerationBody):
     top_logprobs: int = Field(0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     prevent_retokenization: bool = True
+    skip_prompt_log_probs: bool = True
 
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice | NamedTool | None = None
@@ -261,12 +269,17 @@ class ChatCompletionBody(GenerationBody):
 
     @property
     def top_n_log_probs(self) -> int | None:
-        """``top_logprobs``, if ``logprobs`` asks for any."""
+        """``top_logprobs``, if ``logprobs`` is set."""
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """``skip_prompt_log_probs: false``, if ``logprobs`` asks for any."""
+        return self.logprobs and not self.skip_prompt_log_probs
 
     @cached_property
     def tool_use(self) -> ToolUse:
-        """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` say together."""
+        """The combination of ``tools``, ``tool_choice`` and ``parallel_tool_calls``."""
         choice = self.tool_choice
         named = choice.function.name if isinstance(choice, NamedTool) else None
         return tool_use(

@@ -167,7 +167,7 @@ class ResponsesBody(GenerationBody):
 
     @cached_property
     def tool_use(self) -> ToolUse:
-        """What ``tools``, ``tool_choice`` and ``parallel_tool_calls`` say together."""
+        """The combination of ``tools``, ``tool_choice`` and ``parallel_tool_calls``."""
         choice = self.tool_choice
         return tool_use(
             self.tools,

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from megatron_runtime.errors import InvalidRequestError
 from megatron_runtime.sampling_params import SEEDS, SamplingParams
 from megatron_runtime.server.bodies.protocol import GenerationBody
-from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.errors import CONTEXT_EXCEEDED, ApiError
 
 
 def sampling_params(
@@ -34,7 +34,7 @@ def sampling_params(
                 "num_tokens_to_generate": limit,
                 "stop": body.stop_strings,
                 "return_log_probs": top is not None,
-                "skip_prompt_log_probs": not body.is_echoed,
+                "skip_prompt_log_probs": not body.scores_prompt,
                 "top_n_logprobs": top or 0,
                 "streaming": body.stream,
                 "streaming_interval": min(body.streaming_interval, max(limit, 1)),
@@ -55,19 +55,32 @@ def check_tokens(tokens: Iterable[int], vocab_size: int, *, param: str) -> None:
             raise ApiError(400, message, param=param)
 
 
-def token_limit(prompt_tokens: int, wanted: int | None, longest: int, *, param: str, prompt_param: str) -> int:
-    """The number of tokens to generate; raises ApiError 400 when prompt and answer exceed ``longest`` tokens."""
+def token_limit(
+    prompt_tokens: int,
+    wanted: int | None,
+    longest: int,
+    *,
+    param: str,
+    prompt_param: str,
+    is_clamped: bool = False,
+) -> int:
+    """The number of tokens to generate; raises ApiError 400 when prompt and answer exceed ``longest`` tokens.
+
+    With ``is_clamped`` a limit that is too large is reduced instead, as by Megatron's engine.
+    """
     left = longest - prompt_tokens
     if left < 1:
         message = (
             f"{prompt_param}: {prompt_tokens} tokens leave no room for an answer; prompt and answer together may have "
-            f"{longest} tokens"
+            f"{longest} tokens. {CONTEXT_EXCEEDED}"
         )
         raise ApiError(400, message, param=prompt_param, code="context_length_exceeded")
+    if is_clamped and wanted is not None:
+        return min(wanted, left)
     if wanted is not None and wanted > left:
         message = (
             f"{param}: {wanted} tokens after a prompt of {prompt_tokens} make {prompt_tokens + wanted}, but prompt and "
-            f"answer together may have {longest}; ask for at most {left}"
+            f"answer together may have {longest}; request at most {left}"
         )
         raise ApiError(400, message, param=param, code="context_length_exceeded")
     return left if wanted is None else wanted

@@ -40,6 +40,7 @@ class SamplingFields(BaseModel):
     repetition_penalty: float = parameter("repetition_penalty")
     logit_bias: dict[str, float] = Field(default_factory=dict)
     min_tokens: int = parameter("min_tokens")
+    bad_words: list[str] = Field(default_factory=list, max_length=1000)
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
     priority: int = parameter("priority")

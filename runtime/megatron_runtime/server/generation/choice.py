@@ -33,6 +33,8 @@ class Delta(NamedTuple):
     """Prompt tokens found in the prefix cache."""
     weight_version: int = 0
     """Version of the weights that generated the choice; set in its last delta."""
+    routing: Sequence[Sequence[Sequence[int]]] | None = None
+    """The experts of each token but the last, per layer with experts, if the engine records them; in the last delta."""
 
 
 @dataclass(frozen=True)
@@ -62,5 +64,5 @@ def token_log_probs(
     numbers = [float(value) for value in (() if values is None else values)]
     if not numbers:
         return ()
-    likeliest = tops or [{}] * len(tokens)
-    return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, likeliest, strict=False))
+    alternatives = tops or [{}] * len(tokens)
+    return tuple(TokenLogProb(*entry) for entry in zip(tokens, numbers, alternatives, strict=False))

@@ -13,7 +13,7 @@ from megatron_runtime.errors import ContextOverflowError, InvalidRequestError
 from megatron_runtime.inference_client import InferenceClient, StreamUpdate
 from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.server.errors import ApiError, unavailable
+from megatron_runtime.server.errors import ApiError, context_exceeded, unavailable
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta, TokenLogProb, token_log_probs
 from megatron_runtime.server.metrics import ChoiceTimer, FrontendMetrics
 
@@ -133,6 +133,7 @@ class ChoiceRun:
             generated_tokens=len(tokens),
             cached_tokens=min(request.num_cached_tokens, self._most_cached),
             weight_version=request.weight_version,
+            routing=None if request.routing_indices is None else request.routing_indices.tolist(),
         )
         self._timer.stop()
         self._deliver(last)
@@ -174,6 +175,6 @@ def _raise_if_failed(request: DynamicInferenceRequest) -> None:
         case InvalidRequestError():
             raise ApiError(400, str(error), param=error.field)
         case ContextOverflowError(is_transient=False):
-            raise ApiError(400, str(error), code="context_length_exceeded")
+            raise context_exceeded(error)
     message = f"the engine failed on this request: {error or 'unknown reason'}"
     raise ApiError(500, message, kind="server_error", code="engine_error")

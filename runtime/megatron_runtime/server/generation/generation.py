@@ -13,7 +13,7 @@ from megatron_runtime.errors import (
     RequestTimeoutError,
 )
 from megatron_runtime.server.admission import AdmissionController
-from megatron_runtime.server.errors import ApiError, too_late, unavailable
+from megatron_runtime.server.errors import ApiError, context_exceeded, too_late, unavailable
 from megatron_runtime.server.generation.choice import ChoiceTask, Delta
 from megatron_runtime.server.generation.choice_run import ChoiceRun, ChoiceRunner
 from megatron_runtime.server.generation.idempotency import already_running
@@ -31,6 +31,8 @@ class Generation:
         self._admission = admission
         self.size = len(tasks)
         """Number of answers that it generates."""
+        self.first_uuid = tasks[0].uuid
+        """UUID of the first choice, if it was chosen here."""
         self._runs: list[ChoiceRun] = []
         self._unfinished = len(tasks)
         self._arrived: list[Delta] = []
@@ -102,7 +104,7 @@ def as_api_error(error: Exception) -> Exception:
         case InvalidRequestError():
             return ApiError(400, str(error), param=error.field)
         case ContextOverflowError(is_transient=False):
-            return ApiError(400, str(error), code="context_length_exceeded")
+            return context_exceeded(error)
         case RequestTimeoutError():
             return too_late(str(error))
         case CoordinatorError():

@@ -20,6 +20,18 @@ def chat_prompt(body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
     Raises:
         ApiError: 400 when the chat template rejects these messages, or a field is invalid.
     """
+    return with_bos(_chat_tokens(body, tokenizer), body.add_bos, tokenizer)
+
+
+def with_bos(tokens: list[int], add_bos: bool | None, tokenizer: Tokenizer) -> list[int]:
+    """The prompt with one beginning-of-text token or without any, as ``add_BOS`` says; None leaves it unchanged."""
+    if add_bos is None or tokenizer.bos is None:
+        return tokens
+    first = next((at for at, token in enumerate(tokens) if token != tokenizer.bos), len(tokens))
+    return [tokenizer.bos] * add_bos + tokens[first:]
+
+
+def _chat_tokens(body: ChatCompletionBody, tokenizer: Tokenizer) -> list[int]:
     tools = body.tool_use.for_template()
     tokens = render(body.messages, tokenizer, body.chat_template_kwargs, param=body.prompt_param, tools=tools)
     if not body.prevent_retokenization:

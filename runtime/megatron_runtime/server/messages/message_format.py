@@ -76,7 +76,7 @@ class ResponseParsing:
             grammar = self._with_calls(self.format, constraint)
         if grammar is None or self.starts_with_reasoning is None:
             return grammar
-        from megatron_runtime import guides  # imported late: most services never need it
+        from megatron_runtime import guides  # Imported here, because most services never use a grammar.
 
         return guides.after_reasoning_grammar(
             grammar,

@@ -53,7 +53,7 @@ class Answer:
     def head(self, kind: str) -> dict[str, Any]:
         """The metadata of the answer, in its body or in every chunk."""
         return {
-            "id": f"{self.id_prefix}-{self.number}",
+            "id": f"{self.id_prefix}{self.number}",
             "object": kind,
             "created": self.created,
             "model": self.body.model,

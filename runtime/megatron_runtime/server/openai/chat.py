@@ -16,7 +16,7 @@ from megatron_runtime.server.openai.token_ids import TokenIds
 
 def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
     """The complete answer from the last delta of every choice."""
-    ids = TokenIds(answer)
+    ids = TokenIds(answer, tokenizer)
 
     def choice(delta: Delta) -> dict[str, Any]:
         message = _Message(answer)
@@ -27,6 +27,8 @@ def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenize
             "logprobs": chat_logprobs(delta.log_probs, tokenizer),
             "finish_reason": message.builder.finish_reason(delta.finish_reason),
             **ids.of_piece(delta),
+            **_prompt_scores(delta),
+            **ids.of_routing(delta),
         }
 
     return answer.whole("chat.completion", deltas, choice) | ids.of_prompt(0)
@@ -34,30 +36,37 @@ def chat_completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenize
 
 def chat_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
     """The chunks of a stream: for each choice the role, the parts and the finish reason; then the usage."""
-    ids = TokenIds(answer)
+    ids = TokenIds(answer, tokenizer)
     no_tokens = ids.of_piece(Delta(0, ""))
     messages = [_Message(answer) for _ in range(answer.choices)]
 
     def pieces(delta: Delta) -> Iterator[dict[str, Any]]:
         message = messages[delta.choice]
-        new = ids.of_piece(delta)
+        new = ids.of_piece(delta) | _prompt_scores(delta)
         whole = ids.of_whole(delta)
         logprobs = chat_logprobs(delta.log_probs, tokenizer)
         changes = message.add(delta)
-        if not changes and (logprobs or new.get("token_ids")):
+        if not changes and (logprobs or delta.prompt_log_probs or new.get("token_ids")):
             changes = [message.nothing]
         for at, change in enumerate(changes):
             if at:
                 logprobs, new = None, no_tokens
             yield _piece(delta.choice, change, logprobs) | new
         if delta.finish_reason is not None:
-            yield _piece(delta.choice, whole, finish_reason=message.builder.finish_reason(delta.finish_reason))
+            reason = message.builder.finish_reason(delta.finish_reason)
+            yield _piece(delta.choice, whole, finish_reason=reason) | ids.of_routing(delta)
 
     openings = [
         _piece(choice, {"role": "assistant", "content": ""}) | ids.of_prompt(choice) | no_tokens
         for choice in range(answer.choices)
     ]
     return AnswerChunks(answer, "chat.completion.chunk", pieces, openings)
+
+
+def _prompt_scores(delta: Delta) -> dict[str, Any]:
+    """Log probabilities of the prompt's tokens from the second on, if the delta has them."""
+    scores = [entry.log_prob for entry in delta.prompt_log_probs]
+    return {"prompt_log_probs": scores} if scores else {}
 
 
 class _Message:

@@ -10,13 +10,14 @@ from megatron_runtime.server.bodies.protocol import CompletionBody
 from megatron_runtime.server.bodies.sampling import check_tokens
 from megatron_runtime.server.errors import ApiError, check_text
 from megatron_runtime.server.generation.choice import Delta, TokenLogProb
+from megatron_runtime.server.messages.conversation import with_bos
 from megatron_runtime.server.openai.answer import Answer, AnswerChunks
 from megatron_runtime.server.openai.token_ids import TokenIds
 
 
 def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
     """The tokens of every prompt."""
-    prompts = [_tokens(prompt, tokenizer) for prompt in body.prompts]
+    prompts = [_tokens(prompt, tokenizer, body.add_bos) for prompt in body.prompts]
     if not prompts or not all(prompts):
         raise ApiError(400, "prompt: must not be empty", param="prompt")
     return prompts
@@ -24,7 +25,7 @@ def completion_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[list[
 
 def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) -> dict[str, Any]:
     """The complete answer from the last delta of every choice."""
-    ids = TokenIds(answer)
+    ids = TokenIds(answer, tokenizer)
 
     def choice(delta: Delta) -> dict[str, Any]:
         logprobs = Logprobs(tokenizer)
@@ -36,6 +37,7 @@ def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) ->
             **ids.of_prompt(delta.choice),
             **ids.of_piece(delta),
             **ids.of_whole(delta),
+            **ids.of_routing(delta),
         }
 
     return answer.whole("text_completion", deltas, choice)
@@ -44,7 +46,7 @@ def completion(answer: Answer, deltas: Sequence[Delta], tokenizer: Tokenizer) ->
 def completion_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
     """The chunks of a stream: the prompt if ``echo`` is set, the text, then the usage."""
     logprobs = [Logprobs(tokenizer) for _ in range(answer.choices)]
-    ids = TokenIds(answer)
+    ids = TokenIds(answer, tokenizer)
 
     is_scored = _has_scored_prompt(answer)
     opened: set[int] = set()
@@ -57,7 +59,7 @@ def completion_chunks(answer: Answer, tokenizer: Tokenizer) -> AnswerChunks:
                 delta, logprobs[delta.choice].body((), delta.prompt_log_probs, answer.prompt_of(delta.choice))
             )
         new = _choice(delta, logprobs[delta.choice].body(delta.log_probs))
-        return {**new, **ids.of_piece(delta), **ids.of_whole(delta)}
+        return {**new, **ids.of_piece(delta), **ids.of_whole(delta), **ids.of_routing(delta)}
 
     def opening(choice: int) -> dict[str, Any]:
         echo = _prompt_text(answer, choice, tokenizer) if answer.body.is_echoed and not is_scored else ""
@@ -122,9 +124,9 @@ class Logprobs:
         }
 
 
-def _tokens(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
+def _tokens(prompt: str | list[int], tokenizer: Tokenizer, add_bos: bool | None) -> list[int]:
     if isinstance(prompt, str):
         check_text(prompt, param="prompt")
-        return tokenizer.tokenize(prompt, add_special_tokens=True)
+        return with_bos(tokenizer.tokenize(prompt, add_special_tokens=True), add_bos, tokenizer)
     check_tokens(prompt, tokenizer.vocab_size, param="prompt")
     return prompt

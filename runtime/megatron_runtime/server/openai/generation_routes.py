@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,13 +15,14 @@ from megatron_runtime.model.tokenizer import Tokenizer
 from megatron_runtime.server import documentation
 from megatron_runtime.server.bodies.protocol import ChatCompletionBody, CompletionBody, GenerationBody
 from megatron_runtime.server.bodies.responses_protocol import ResponsesBody
-from megatron_runtime.server.body_route import BodyRoute
+from megatron_runtime.server.body_route import BodyRoute, converting_route
 from megatron_runtime.server.documentation import answers, request_example
 from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.generation.choice import Delta
 from megatron_runtime.server.generation.generation import Generation
 from megatron_runtime.server.generation.idempotency import idempotency_key
 from megatron_runtime.server.json_response import JsonResponse
+from megatron_runtime.server.megatron_requests import from_megatron
 from megatron_runtime.server.messages.conversation import chat_prompt, render
 from megatron_runtime.server.messages.message_format import ResponseParsing
 from megatron_runtime.server.openai.answer import Answer
@@ -41,14 +43,14 @@ class _AnswerFormat:
     names_events: bool = False
 
 
-_CHAT = _AnswerFormat("chatcmpl", chat_completion, chat_chunks)
-_COMPLETION = _AnswerFormat("cmpl", completion, completion_chunks)
-_RESPONSE = _AnswerFormat("resp", response, ResponseEvents, names_events=True)
+_CHAT = _AnswerFormat("chatcmpl-", chat_completion, chat_chunks)
+_COMPLETION = _AnswerFormat("cmpl-", completion, completion_chunks)
+_RESPONSE = _AnswerFormat("resp_", response, ResponseEvents, names_events=True)
 
 
 def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     """The routes; ``common`` are arguments for APIRouter."""
-    router = APIRouter(tags=["generation"], route_class=BodyRoute, **common)
+    router = APIRouter(tags=["generation"], route_class=_route_class(frontend), **common)
 
     @router.post(
         "/chat/completions",
@@ -90,6 +92,12 @@ def generation_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
     return router
 
 
+def _route_class(frontend: FrontendContext) -> type[BodyRoute]:
+    if not frontend.options.http.megatron_http:
+        return BodyRoute
+    return converting_route(partial(from_megatron, served_name=frontend.options.served_name))
+
+
 async def _answer(
     frontend: FrontendContext,
     body: GenerationBody,
@@ -99,7 +107,7 @@ async def _answer(
     parsing: ResponseParsing | None = None,
 ) -> Response:
     generation = frontend.generation(body, prompts, idempotency_key(request, body), parsing)
-    answer = Answer(body, prompts, style.id_prefix, parsing or ResponseParsing())
+    answer = _new_answer(frontend, body, prompts, style, parsing or ResponseParsing(), generation)
     try:
         async with CancelOnDisconnect(request.receive):
             await frontend.admission.admit(generation.size)
@@ -110,6 +118,20 @@ async def _answer(
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     chunks = style.chunks(answer, frontend.tokenizer)
     return EventStream(generation.deltas(), chunks, names_events=style.names_events)
+
+
+def _new_answer(
+    frontend: FrontendContext,
+    body: GenerationBody,
+    prompts: list[list[int]],
+    style: _AnswerFormat,
+    parsing: ResponseParsing,
+    generation: Generation,
+) -> Answer:
+    """The answer with its id: for Megatron's clients the ``uid`` of its first choice, which is its key in ledgers."""
+    if frontend.options.http.megatron_http and generation.first_uuid is not None:
+        return Answer(body, prompts, "", parsing, number=generation.first_uuid.hex())
+    return Answer(body, prompts, style.id_prefix, parsing)
 
 
 async def _collect(generation: Generation) -> list[Delta]:

@@ -1,4 +1,4 @@
-"""The shape and the values that a request's log probabilities must have."""
+"""Expected shape and values of a request's log probabilities."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_runtime.sampling_params import SamplingParams
 def assert_log_probs(
     request: DynamicInferenceRequest, params: SamplingParams, prompt_length: int, expected: list[float]
 ) -> None:
-    """``expected`` are those of every token of prompt and answer but the first; nothing is there but what is asked for.
+    """``expected`` are those of every token of prompt and answer but the first; only requested values may be present.
 
-    The answer must be of full length, and as many of the likeliest are expected at each place as ``params`` asks for.
+    The answer must have its full length; each position has the number of most likely tokens that ``params`` requests.
     """
     before, top_n, skip = prompt_length - 1, params.top_n_logprobs, params.skip_prompt_log_probs
     assert request.generated_log_probs == pytest.approx(expected[before:], abs=1e-3)

@@ -1,4 +1,4 @@
-"""A small Llama over bytes with random weights, made without a checkpoint."""
+"""A small byte-level Llama with random weights, without a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_llama(
 ) -> Decoder:
     """Two layers of four heads; matrices are normal with ``std``, and norms are ones.
 
-    With ``latent_attention``, that in place of grouped-query attention.
+    With ``latent_attention`` instead of grouped-query attention.
     """
     latent = latent_attention
     config = ModelConfig(

@@ -1,4 +1,4 @@
-"""Passes of a scheduler without a model, and random lives of requests in any order."""
+"""Passes of a scheduler without a model, and random histories of requests."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def scheduler_of(
     paused_blocks: int = 0,
     passes: int = 1,
 ) -> Scheduler:
-    """Over so many blocks; with a ``policy`` they are shared by prefixes."""
+    """A scheduler with this number of blocks; with a ``policy`` it shares prefixes."""
     limits = SchedulerLimits(max_requests, max_tokens, block_size, chunked, paused_blocks, passes)
     cache = None if policy is None else PrefixCache(policy, block_size)
     return Scheduler(limits, BlockAllocator(blocks, cache))
 
 
 def compute_nothing(_: Schedule) -> None:
-    """For tests that don't look into the blocks."""
+    """For tests that don't check the blocks."""
 
 
 class Passes:
-    """Passes as the engine makes them: as many as may be are begun before the first of them is settled."""
+    """Passes as in the engine: as many as possible are started before the first is settled."""
 
     def __init__(self, scheduler: Scheduler, compute: Compute = compute_nothing) -> None:
         self._scheduler = scheduler
@@ -48,7 +48,7 @@ class Passes:
         self._in_flight: deque[list[SequenceSlice]] = deque()
 
     def run(self) -> tuple[Schedule, list[Sequence]]:
-        """Compute, append a token where one was sampled, forget what is done."""
+        """Settles a pass: appends sampled tokens and removes finished requests."""
         schedule = self._scheduler.schedule()
         self._scheduler.check_integrity()
         self._compute(schedule)
@@ -80,13 +80,13 @@ def run_pass(scheduler: Scheduler, compute: Compute = compute_nothing) -> tuple[
 
 
 class SchedulerLives(RuleBasedStateMachine):
-    """Passes and aborts, and what must hold after each step and at the end; a test adds how requests come.
+    """Passes and aborts, with invariants after each step and at the end; a test adds the arrival of requests.
 
     Attributes:
-        passes_per_token: Within so many passes per token of what is still alive everything ends.
-        scheduler: Made by the test's `initialize`.
+        passes_per_token: Maximum number of passes per token of the remaining requests until all end.
+        scheduler: Created by the test's `initialize`.
         passes: Of it.
-        alive: The requests that have not ended, by their numbers.
+        alive: The unfinished requests by number.
     """
 
     passes_per_token: ClassVar[int]
@@ -95,13 +95,13 @@ class SchedulerLives(RuleBasedStateMachine):
     alive: dict[int, Sequence]
 
     def use(self, scheduler: Scheduler) -> None:
-        """To be called by the test's `initialize`."""
+        """Called by the test's `initialize`."""
         self.scheduler = scheduler
         self.passes = Passes(scheduler, self.compute)
         self.alive = {}
 
     def compute(self, schedule: Schedule) -> None:
-        """What a pass does with the blocks."""
+        """The effect of a pass on the blocks."""
 
     @rule()
     def make_a_pass(self) -> None:
@@ -127,7 +127,7 @@ class SchedulerLives(RuleBasedStateMachine):
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(self.alive)
 
     def teardown(self) -> None:
-        """Nobody starves, and nothing stays owned."""
+        """No request starves, and no block stays owned."""
         if not hasattr(self, "scheduler"):
             return
         tokens = sum(sequence.max_length for sequence in self.alive.values())

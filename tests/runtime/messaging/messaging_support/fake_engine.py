@@ -38,6 +38,10 @@ class FakeEngine:
         steps: Steps done.
         weights: Those that it was given, in order.
         refuses: The path of weights that it can't load.
+        epochs: Generation epochs that were set.
+        staleness: Weight updates that were counted.
+        profiles: Starts and stops of the profiler.
+        ledger: The uid of each finished request.
         added: Requests added, in order, with the number of tokens made elsewhere.
     """
 
@@ -50,6 +54,10 @@ class FakeEngine:
     weights: list[Any] = field(default_factory=list)
     weight_version: int = 0
     refuses: str | None = None
+    epochs: list[int] = field(default_factory=list)
+    staleness: int = 0
+    profiles: list[str] = field(default_factory=list)
+    ledger: list[str | None] = field(default_factory=list)
     _running: dict[int, _Running] = field(default_factory=dict)
     _finished: list[DynamicInferenceRequestRecord] = field(default_factory=list)
     _partials: dict[int, PartialOutput] = field(default_factory=dict)
@@ -113,6 +121,21 @@ class FakeEngine:
 
     def resume(self) -> None:
         self.is_suspended = False
+
+    def set_generation_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def increment_staleness(self) -> None:
+        self.staleness += 1
+
+    def note_finished(self, request: DynamicInferenceRequest) -> None:
+        self.ledger.append(request.uid)
+
+    def start_profiler(self) -> None:
+        self.profiles.append("start")
+
+    def stop_profiler(self) -> None:
+        self.profiles.append("stop")
 
     def stats(self) -> EngineStats:
         load = EngineStats(len(self._running), 0, 100, len(self._running), 0, self.steps, 0)

@@ -1,10 +1,11 @@
-"""The filters of the sampler, in the order in which they apply. A filter belongs to one or more sampling parameters."""
+"""The filters of the sampler, in the order in which they apply. A filter implements one or more sampling parameters."""
 
 from __future__ import annotations
 
 from megatron_runtime.engine.sampling.filters.grammar import GrammarFilter
 from megatron_runtime.engine.sampling.filters.protocol import LogitsEdit, LogitsFilter
 from megatron_runtime.engine.sampling.filters.token_edits import (
+    BadWords,
     FrequencyAndPresencePenalty,
     LogitBias,
     MinTokens,
@@ -17,6 +18,7 @@ EDITS: tuple[type[LogitsFilter[LogitsEdit]], ...] = (
     RepetitionPenalty,
     FrequencyAndPresencePenalty,
     MinTokens,
+    BadWords,
     GrammarFilter,
 )
 """Filters that change logits, before the temperature."""

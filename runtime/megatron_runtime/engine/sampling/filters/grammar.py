@@ -1,4 +1,4 @@
-"""Grammars as a filter: tokens that a request's grammar does not allow are excluded."""
+"""The grammar filter: excludes the tokens that the grammar of a request does not allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_runtime.engine.sampling.grammar import RequestGuide
 
 @dataclass(frozen=True)
 class GrammarMask:
-    """The tokens that G rows of a batch allow."""
+    """The allowed tokens of G rows of a batch."""
 
     rows: NDArray[np.int64]
     """[G], rows of the logits."""
@@ -23,14 +23,14 @@ class GrammarMask:
     """[G, vocab]."""
 
     def apply_(self, logits: Tensor) -> None:
-        """Exclude all other tokens of these rows, [S, vocab], in place."""
+        """Exclude all other tokens of these rows of the logits, [S, vocab], in place."""
         rows = torch.from_numpy(self.rows).to(logits.device)
         forbidden = torch.from_numpy(~self.allowed).to(logits.device)
         logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
 
 
 class GrammarFilter(LogitsFilter[GrammarMask]):
-    """Keeps the tokens with which the answer stays within its grammar."""
+    """Keeps the tokens that the request's grammar allows next."""
 
     parameters = ("grammar",)
 
@@ -40,7 +40,7 @@ class GrammarFilter(LogitsFilter[GrammarMask]):
         self._guides: dict[int, RequestGuide] = {}
 
     def set_row(self, row: int, request: FilterRequest) -> None:
-        """Follow the request's guide, if it has one."""
+        """Use the request's guide, if it has one."""
         self._guides.pop(row, None)
         if request.guide is not None:
             self._guides[row] = request.guide

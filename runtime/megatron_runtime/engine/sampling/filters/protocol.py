@@ -1,4 +1,4 @@
-"""What the sampler asks of a filter."""
+"""The interface between the sampler and its filters."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ BatchPart = TypeVar("BatchPart", covariant=True)
 
 @dataclass(frozen=True)
 class FilterRequest:
-    """What filters may read of a request that starts to run."""
+    """The properties of a starting request that filters read."""
 
     params: SamplingParams
     prompt_length: int
     stop_ids: Collection[int] = ()
     """Tokens that end the answer; some may be outside the vocabulary."""
+    bad_sequences: Collection[tuple[int, ...]] = ()
+    """Token sequences that the answer must not contain, each of one token or more."""
     guide: RequestGuide | None = None
     """Follows the request's grammar."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """The S tokens that a batch samples."""
+    """The S tokens that a batch samples, each for one running sequence."""
 
     prefixes: Sequences[tuple[Sequence, int]]
-    """[S], each token follows a running sequence's first so many tokens."""
+    """[S], the sequence of each token, and the number of its tokens that precede the sampled one."""
 
     @cached_property
     def rows(self) -> NDArray[np.intp]:
@@ -45,16 +47,16 @@ class Draws:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """[S], the lengths of the prefixes."""
+        """[S], the number of tokens before each sampled token."""
         return np.array([length for _, length in self.prefixes], np.int64)
 
 
 class LogitsFilter(Protocol[BatchPart]):
-    """The effect of sampling parameters on the logits of the running requests, of which each has a row.
+    """The effect of sampling parameters on the logits of the running requests. Each request has a row.
 
-    There are two kinds, which differ in what they contribute to a batch. Edits change logits: their part is a
-    LogitsEdit. Truncations keep the most likely tokens: their part is a Truncation, a threshold that the sampler can
-    often compute from few tokens.
+    A filter is an edit or a truncation. Edits change logits and contribute a LogitsEdit to a batch. Truncations keep
+    the most likely tokens and contribute a Truncation: a threshold, which the sampler can often compute from few
+    tokens.
 
     Args:
         num_rows: Most running requests.
@@ -62,19 +64,19 @@ class LogitsFilter(Protocol[BatchPart]):
     """
 
     parameters: ClassVar[tuple[str, ...]]
-    """The fields of SamplingParams that it reads. Their types and ranges are declared there."""
+    """The fields of SamplingParams that the filter reads. SamplingParams declares their types and ranges."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None: ...
 
     def set_row(self, row: int, request: FilterRequest) -> None:
-        """Read a request's parameters into a row; what the row held before is dropped."""
+        """Read a request's parameters into a row, and drop the previous contents of the row."""
 
     def for_batch(self, draws: Draws) -> BatchPart | None:
-        """The filter's part in a batch; None if no row of the batch uses it."""
+        """The contribution of this filter to a batch; None if no row of the batch uses it."""
 
 
 class LogitsEdit(Protocol):
-    """The part of one filter in a batch of S rows."""
+    """The contribution of an edit to a batch of S rows."""
 
     def apply_(self, logits: Tensor) -> None:
         """Change the logits, float32 [S, vocab], in place."""

@@ -1,15 +1,21 @@
-"""Filters that change the logits of single tokens: bias, penalties and forbidden stop tokens."""
+"""Filters that change the logits of single tokens: bias, penalties, stop tokens and bad words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_runtime.engine.sampling.filters.protocol import FilterRequest
-from megatron_runtime.engine.sampling.filters.token_filter import FixedEdit, GrowingEdit, RequestEdit, TokenFilter
+from megatron_runtime.engine.sampling.filters.token_filter import (
+    FixedEdit,
+    GrowingEdit,
+    RequestEdit,
+    TokenFilter,
+    TokenValues,
+)
 
 
 class LogitBias(TokenFilter):
@@ -24,14 +30,14 @@ class LogitBias(TokenFilter):
 
     @staticmethod
     def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Values are biases."""
+        """Add the values."""
         return logits + values
 
 
 class RepetitionPenalty(TokenFilter):
-    """Lowers the logits of tokens that prompt or answer contain.
+    """Lowers the logits of tokens that occur in prompt or answer.
 
-    Positive logits are divided by the penalty, others multiplied with it (Keskar et al. 2019).
+    Positive logits are divided by the penalty, others are multiplied by it (Keskar et al. 2019).
     """
 
     parameters = ("repetition_penalty",)
@@ -43,14 +49,14 @@ class RepetitionPenalty(TokenFilter):
 
     @staticmethod
     def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Values are penalties."""
+        """Apply the values as penalties."""
         return torch.where(logits > 0, logits / values, logits * values)
 
 
 class FrequencyAndPresencePenalty(TokenFilter):
-    """Lowers the logits of tokens that the answer contains, by their count and by their presence.
+    """Lowers the logits of tokens that occur in the answer, by their count and by their presence.
 
-    One filter for both, so that the two are added before they are rounded to float32.
+    One filter applies both penalties, so that they are added before they are rounded to float32.
     """
 
     parameters = ("frequency_penalty", "presence_penalty")
@@ -62,25 +68,61 @@ class FrequencyAndPresencePenalty(TokenFilter):
 
     @staticmethod
     def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Values are what to subtract."""
+        """Subtract the values."""
         return logits - values
 
 
 class MinTokens(TokenFilter):
-    """Excludes the tokens that end the answer until it has its least number of tokens."""
+    """Excludes the tokens that end the answer until the answer has its minimum number of tokens."""
 
     parameters = ("min_tokens",)
 
     def start(self, request: FilterRequest) -> RequestEdit | None:
-        """The request's stop tokens and least number of tokens."""
-        least = request.params.min_tokens
-        forbidden = {token: np.inf for token in request.stop_ids if 0 <= token < self.vocab_size}
-        return FixedEdit(forbidden, until=request.prompt_length + least) if least and forbidden else None
+        """The request's stop tokens, until the minimum length."""
+        minimum = request.params.min_tokens
+        excluded = {token: np.inf for token in request.stop_ids if 0 <= token < self.vocab_size}
+        return FixedEdit(excluded, until=request.prompt_length + minimum) if minimum and excluded else None
 
     @staticmethod
     def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """Values are infinite, and subtracted."""
+        """Subtract the values, which are infinite."""
         return logits - values
+
+
+class BadWords(TokenFilter):
+    """Excludes the token that would complete a bad word in the answer."""
+
+    parameters = ("bad_words",)
+
+    def start(self, request: FilterRequest) -> RequestEdit | None:
+        """The token sequences of the request's bad words."""
+        possible = [tokens for tokens in request.bad_sequences if max(tokens) < self.vocab_size]
+        return _BadWordsEdit(possible, request.prompt_length) if possible else None
+
+    @staticmethod
+    def changed(logits: Tensor, values: Tensor) -> Tensor:
+        """Subtract the values, which are infinite."""
+        return logits - values
+
+
+class _BadWordsEdit:
+    """The last token of each sequence whose other tokens end the answer so far."""
+
+    def __init__(self, sequences: Collection[tuple[int, ...]], prompt_length: int) -> None:
+        self._prompt_length = prompt_length
+        self._last_tokens: dict[tuple[int, ...], set[int]] = {}
+        for *start, last in sequences:
+            self._last_tokens.setdefault(tuple(start), set()).add(last)
+        self._lengths = sorted({len(start) for start in self._last_tokens})
+
+    def after(self, tokens: Sequence[int], length: int) -> TokenValues:
+        """As in RequestEdit."""
+        excluded: set[int] = set()
+        for size in self._lengths:
+            if size > length - self._prompt_length:
+                break
+            excluded |= self._last_tokens.get(tuple(tokens[length - size : length]), set())
+        return np.array(sorted(excluded), np.int64), np.full(len(excluded), np.inf, np.float32)
 
 
 class _RepetitionEdit(GrowingEdit):

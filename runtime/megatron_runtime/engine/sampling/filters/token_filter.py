@@ -1,4 +1,4 @@
-"""What filters that change the logits of single tokens have in common."""
+"""The common parts of filters that change the logits of single tokens."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from megatron_runtime.engine.sampling.filters.protocol import Draws, FilterReque
 
 _FIRST_CAPACITY = 64
 TokenValues = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Different tokens [n], and a value [n] for each."""
+"""Distinct tokens [n], and a value [n] for each."""
 _NONE: TokenValues = np.empty(0, np.int64), np.empty(0, np.float32)
 
 
 class RequestEdit(Protocol):
-    """The tokens of one request whose logits a filter changes."""
+    """The tokens of one request whose logits a filter changes, with a value for each."""
 
     def after(self, tokens: Sequence[int], length: int) -> TokenValues:
-        """Those for the token after the sequence's first ``length``. Later calls do not change the arrays."""
+        """The tokens and values for the token after the first ``length`` tokens. Later calls leave the arrays
+        unchanged."""
 
 
 class TokenFilter(LogitsFilter["TokenEdits"], ABC):
-    """A filter that changes logits token by token, each by a value of its own."""
+    """A filter that changes the logits of single tokens, given a value for each of them."""
 
     parameters: ClassVar[tuple[str, ...]]
 
@@ -44,7 +45,7 @@ class TokenFilter(LogitsFilter["TokenEdits"], ABC):
     @staticmethod
     @abstractmethod
     def changed(logits: Tensor, values: Tensor) -> Tensor:
-        """The logits of N tokens after the edit, given their values: [N]."""
+        """The changed logits [N], from logits and values [N]."""
 
     def set_row(self, row: int, request: FilterRequest) -> None:
         """Start the edit of a request, if it uses the filter."""
@@ -54,7 +55,7 @@ class TokenFilter(LogitsFilter["TokenEdits"], ABC):
             self._requests[row] = edit
 
     def for_batch(self, draws: Draws) -> TokenEdits | None:
-        """The edits of all rows together."""
+        """The edits of all rows in one object."""
         if not self._requests:
             return None
         found: list[tuple[int, TokenValues]] = []
@@ -75,12 +76,12 @@ class TokenFilter(LogitsFilter["TokenEdits"], ABC):
 
 @dataclass(frozen=True)
 class TokenEdits:
-    """The edits of one filter in a batch: N logits, each of them once."""
+    """The edits of one filter in a batch: N distinct logits."""
 
     places: NDArray[np.int64]
-    """[N], where they are among the S * vocab logits: row * vocab + token."""
+    """[N], indices into the S * vocab logits: row * vocab + token."""
     values: NDArray[np.float32]
-    """[N], for ``changed`` of the filter."""
+    """[N], the values for ``changed`` of the filter."""
     kind: type[TokenFilter]
 
     def apply_(self, logits: Tensor) -> None:
@@ -95,7 +96,7 @@ class FixedEdit:
 
     Args:
         values: By token.
-        until: The sequence length from which on they no longer apply; None for never.
+        until: The sequence length from which on the values no longer apply; None means no limit.
     """
 
     def __init__(self, values: Mapping[int, float], *, until: int | None = None) -> None:
@@ -109,7 +110,7 @@ class FixedEdit:
 
 
 class GrowingEdit(ABC):
-    """Values that follow from the sequence's tokens, updated at a cost that depends on new tokens alone."""
+    """Values that depend on the sequence's tokens. The cost of an update depends on the new tokens only."""
 
     def __init__(self) -> None:
         self._restart()
@@ -122,19 +123,19 @@ class GrowingEdit(ABC):
 
     @abstractmethod
     def read(self, tokens: Sequence[int], start: int, end: int) -> None:
-        """``put`` the values that follow from the sequence's tokens from start to end, after those before start."""
+        """Call ``put`` with the new values for the tokens from ``start`` to ``end``."""
 
     def after(self, tokens: Sequence[int], length: int) -> TokenValues:
         """As in RequestEdit."""
         if length < self._length:
-            self._restart()  # a pass failed and is repeated
+            self._restart()  # The pass failed, and is repeated.
         self.read(tokens, self._length, length)
         self._length = length
         size = len(self._slots)
-        return self._tokens[:size], self._values[:size].copy()  # of the tokens, only the unused end changes
+        return self._tokens[:size], self._values[:size].copy()  # Tokens are only appended, so they need no copy.
 
     def put(self, token: int, value: float) -> None:
-        """Give a token its value."""
+        """Set the value of a token."""
         slot = self._slots.get(token)
         if slot is None:
             slot = self._slots[token] = len(self._slots)

@@ -1,4 +1,4 @@
-"""Filters that keep the most likely tokens: each is a threshold."""
+"""Filters that keep the most likely tokens, each given by a threshold."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from megatron_runtime.engine.sampling.kept_tokens import KeptTokens
 
 
 class Truncation(LogitsFilter["Truncation"], ABC):
-    """A filter that excludes the tokens below a threshold, with a number for each row: 0 switches it off.
+    """A filter that excludes the tokens below a threshold. Each row has one parameter; 0 disables the filter.
 
-    Tokens that equal the threshold are kept, so that the result does not depend on the order among equals. The most
+    Tokens that equal the threshold are kept, so that the result does not depend on the order of equal tokens. The most
     likely token is always kept, so greedy rows need no truncation.
     """
 
     parameters: ClassVar[tuple[str, ...]]
     dtype: ClassVar[DTypeLike] = np.float32
     ranks: ClassVar[bool] = False
-    """Whether the threshold depends on the order of the tokens, as ``nth_largest`` and ``nucleus`` do."""
+    """Whether the threshold depends on the order of the tokens: whether ``threshold`` uses ``nth_largest`` or
+    ``nucleus``."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         del vocab_size
@@ -31,14 +32,14 @@ class Truncation(LogitsFilter["Truncation"], ABC):
 
     @abstractmethod
     def threshold(self, kept: KeptTokens) -> Tensor:
-        """The lowest scaled logit that is kept: [R, 1]. All rows use the filter."""
+        """The lowest kept scaled logit: [R, 1]. All rows use the filter."""
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> Self:
-        """The filter with a number for each row of a batch."""
-        made = cls.__new__(cls)
-        made.values = values
-        return made
+        """The filter with the given parameter of each row of a batch."""
+        batch = cls.__new__(cls)
+        batch.values = values
+        return batch
 
     @property
     def active(self) -> NDArray[np.bool_]:
@@ -48,27 +49,28 @@ class Truncation(LogitsFilter["Truncation"], ABC):
 
     @property
     def most_kept(self) -> NDArray[Any] | None:
-        """[S], how many different logits are kept at most; 0 where the number alone does not say it. None: for all."""
+        """[S], the maximum number of distinct logits that are kept; 0 where the parameter does not determine it. None:
+        for all."""
         return None
 
     def set_row(self, row: int, request: FilterRequest) -> None:
-        """Read the request's number."""
+        """Read the request's parameter."""
         self.values[row] = getattr(request.params, self.parameters[0])
 
     def for_batch(self, draws: Draws) -> Truncation | None:
-        """The numbers of the batch's rows."""
+        """The filter with the parameters of the batch's rows."""
         batch = self.take(draws.rows)
         return batch if batch.active.any() else None
 
     def take(self, rows: NDArray[np.intp]) -> Self:
-        """The filter of some rows."""
+        """The filter with the parameters of some rows."""
         return self.of(self.values[rows])
 
 
 class TopNSigma(Truncation):
-    """Keeps tokens whose logit is at most n standard deviations of the logits below the highest (Tang et al. 2024).
+    """Keeps tokens whose logit is at most n standard deviations of the logits below the maximum (Tang et al. 2024).
 
-    Logits and their deviation are those before the temperature, so the temperature does not change which are kept.
+    The logits and their deviation are those before the temperature, so the temperature does not change which are kept.
     """
 
     parameters = ("top_n_sigma",)
@@ -78,7 +80,7 @@ class TopNSigma(Truncation):
         self.values[row] = min(request.params.top_n_sigma, float(np.finfo(np.float32).max))
 
     def threshold(self, kept: KeptTokens) -> Tensor:
-        """Relative to the highest, and over the temperature like the scaled logits."""
+        """Relative to the maximum, and divided by the temperature like the scaled logits."""
         return kept.column(self.values).neg() * kept.logits.standard_deviation()
 
 
@@ -99,7 +101,7 @@ class TopK(Truncation):
         return self.values
 
     def threshold(self, kept: KeptTokens) -> Tensor:
-        """The k-th largest."""
+        """The k-th largest scaled logit."""
         return kept.nth_largest(self.values)
 
 
@@ -116,15 +118,15 @@ class TopP(Truncation):
         return active
 
     def threshold(self, kept: KeptTokens) -> Tensor:
-        """The least likely token of the nucleus."""
+        """The scaled logit of the least likely token of the nucleus."""
         return kept.nucleus(self.values)
 
 
 class MinP(Truncation):
-    """Keeps tokens whose probability is at least p times the highest (Nguyen et al. 2024)."""
+    """Keeps tokens whose probability is at least p times the maximum (Nguyen et al. 2024)."""
 
     parameters = ("min_p",)
 
     def threshold(self, kept: KeptTokens) -> Tensor:
-        """The largest scaled logit is 0."""
+        """The logarithm of p, because the largest scaled logit is 0."""
         return kept.column(self.values).log()

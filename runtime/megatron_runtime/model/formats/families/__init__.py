@@ -1,4 +1,4 @@
-"""Every family of models: from the fields of its ``config.json`` to the configuration of a decoder."""
+"""All model families: from the fields of a ``config.json`` to the configuration of a decoder."""
 
 from __future__ import annotations
 

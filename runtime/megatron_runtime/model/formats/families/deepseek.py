@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V3; Kimi K2 is built like the latter."""
+"""DeepSeek-V2 and DeepSeek-V3; Kimi K2 has the architecture of the latter."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_runtime.model.formats.rope_fields import yarn_magnitude
 
 
 def deepseek_v2(fields: ConfigFields) -> ModelConfig:
-    """Llama with multi-head latent attention, and experts behind the first layers."""
+    """Llama with multi-head latent attention, and experts after the first layers."""
     config = _with_latent_attention(llama(fields), fields)
     return replace(config, experts=_experts(fields, config.num_layers, deepseek_v2_experts))
 
 
 def deepseek_v3(fields: ConfigFields) -> ModelConfig:
-    """The same with other experts; files may hold further layers, which predict more than one token."""
+    """The same with other experts. Files may have further layers, which predict more than one token."""
     config = _with_latent_attention(llama(fields), fields)
     return replace(
         config,
@@ -49,7 +49,7 @@ def _with_latent_attention(config: ModelConfig, fields: ConfigFields) -> ModelCo
 
 
 def _attention_scale(fields: ConfigFields, config: ModelConfig, head_dim: int) -> float | None:
-    """Beside the magnitude of the rotated channels, these models have one of all channels, once for each factor."""
+    """These models have a magnitude of all channels in addition to that of the rotated ones."""
     scale = fields.within("rope_parameters", "rope_scaling").get("mscale_all_dim", 0.0, float)
     if config.rope_scaling.kind == "default" or not scale:
         return None
@@ -59,7 +59,7 @@ def _attention_scale(fields: ConfigFields, config: ModelConfig, head_dim: int) -
 def _experts(
     fields: ConfigFields, layers: int, read: Callable[[ConfigFields, int], ExpertsConfig]
 ) -> ExpertsConfig | None:
-    """What ``read`` makes of the fields; None where no layer has experts."""
+    """The experts that ``read`` finds in the fields; None if no layer has experts."""
     if fields.get("n_routed_experts", None, int) is None:
         return None
     experts = read(fields, layers)

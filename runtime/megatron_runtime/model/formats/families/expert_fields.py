@@ -8,13 +8,13 @@ from megatron_runtime.model.formats.config_fields import MISSING, ConfigFields
 
 
 def num_experts(fields: ConfigFields) -> int:
-    """The number of experts, which the authors and newer writers of the same file spell differently."""
+    """The number of experts, whose field has two spellings."""
     count: int = fields.get("num_experts", fields.get("num_local_experts", None, int), int)
     return count if count is not None else fields.get("num_experts", MISSING, int)
 
 
 def deepseek_v2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Softmax scores; ``topk_method`` says whether the choice is limited to groups (DeepSeek-AI, DeepSeek-V2).
+    """Softmax scores; ``topk_method`` limits the selection to groups or not (DeepSeek-AI, DeepSeek-V2).
 
     Args:
         fields: Of the ``config.json``.
@@ -39,7 +39,7 @@ def deepseek_v2_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
 
 
 def deepseek_v3_experts(fields: ConfigFields, layers: int) -> ExpertsConfig:
-    """Sigmoid scores, a bias for the choice, and groups ranked by their two best (DeepSeek-AI, DeepSeek-V3).
+    """Sigmoid scores, a bias for the selection, and groups ranked by their two best (DeepSeek-AI, DeepSeek-V3).
 
     Args:
         fields: Of the ``config.json``.

@@ -1,4 +1,4 @@
-"""Gemma, in its three generations of text models."""
+"""The text models of three generations of Gemma."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from megatron_runtime.model.formats.rope_fields import rope_scaling
 
 
 def gemma(fields: ConfigFields, *, rope_theta: float = 10000.0) -> ModelConfig:
-    """Scaled embeddings, norms whose weights are stored less one, GELU gates."""
+    """Scaled embeddings, stored norm weights that are one less, GELU gates."""
     fields.refuse("use_bidirectional_attention", False)
     config = llama(fields, tied=True, rope_theta=rope_theta)
     return replace(
         config,
         norm="rms_plus_one",
-        # Early files name a hidden_act that was never computed with; hidden_activation tells what was.
+        # Early files have a wrong hidden_act; hidden_activation has the right one.
         activation=activation(fields, "hidden_activation", "gelu_pytorch_tanh"),
         embedding_multiplier=math.sqrt(max(config.hidden_size, 1)),
     )
 
 
 def gemma2(fields: ConfigFields) -> ModelConfig:
-    """Norms on both sides, soft caps, and a window in every other layer, the first among them."""
+    """Norms of inputs and outputs, soft caps, and a window in every other layer, starting with the first."""
     return _windows_and_caps(gemma(fields), fields, 2)
 
 
-_GEMMA_3_UNSAID: dict[str, Any] = {
+_GEMMA_3_DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -40,17 +40,19 @@ _GEMMA_3_UNSAID: dict[str, Any] = {
     "head_dim": 256,
     "max_position_embeddings": 131072,
 }
-"""What the files of the larger models leave out."""
+"""Defaults of fields that the larger models omit."""
 
 
 def gemma3_with_vision(fields: ConfigFields) -> ModelConfig:
-    """The text model of a Gemma 3 that also sees; what it sees with is passed over."""
+    """The text model of a multimodal Gemma 3; the vision model is ignored."""
     return replace(gemma3(fields.within("text_config").or_else({"model_type": "gemma3"})), architecture="gemma3")
 
 
 def gemma3(fields: ConfigFields) -> ModelConfig:
-    """Queries and keys normalized per head; five layers with a window and another rotary base, then one without."""
-    fields = fields.or_else(_GEMMA_3_UNSAID)
+    """Queries and keys normalized per head; five layers with a window and another rotary base alternate with one
+    without.
+    """
+    fields = fields.or_else(_GEMMA_3_DEFAULTS)
     config = gemma(fields, rope_theta=1e6)
     pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6, int), int)
     rope = fields.within("rope_parameters")

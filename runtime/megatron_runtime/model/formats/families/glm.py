@@ -11,7 +11,7 @@ from megatron_runtime.model.formats.families.llama import llama
 
 
 def glm4_moe(fields: ConfigFields) -> ModelConfig:
-    """Llama that rotates half of each head, with DeepSeek-V3's experts behind the first layers."""
+    """Llama that rotates half of each head, with DeepSeek-V3's experts after the first layers."""
     config = llama(fields.or_else({"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}))
     return replace(
         config,

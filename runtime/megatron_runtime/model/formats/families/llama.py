@@ -1,4 +1,4 @@
-"""Llama and the families that differ from it in a field or two."""
+"""Llama and the families that differ from it in a few fields."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def llama(fields: ConfigFields, *, tied: bool = False, rope_theta: float = 10000.0) -> ModelConfig:
-    """What the families have in common; ``tied`` and ``rope_theta`` hold where the file doesn't say."""
+    """Fields of all these families; ``tied`` and ``rope_theta`` are defaults."""
     heads, hidden = fields.get("num_attention_heads", MISSING, int), fields.get("hidden_size", MISSING, int)
     head_dim = fields.get("head_dim", hidden // max(heads, 1), int)
     attention_bias = fields.get("attention_bias", False, bool)
@@ -43,7 +43,7 @@ def llama(fields: ConfigFields, *, tied: bool = False, rope_theta: float = 10000
 
 
 def mistral(fields: ConfigFields) -> ModelConfig:
-    """Llama with a window over which every layer looks back."""
+    """Llama with an attention window in every layer."""
     config = llama(fields)
     if window := fields.get("sliding_window", None, int):
         return replace(config, layer_windows=listed_windows(fields, window) or (window,) * config.num_layers)
@@ -51,7 +51,7 @@ def mistral(fields: ConfigFields) -> ModelConfig:
 
 
 def qwen2(fields: ConfigFields) -> ModelConfig:
-    """Biases on queries, keys and values alone; a window in the upper layers when asked for."""
+    """Biases only on queries, keys and values; optionally a window in the upper layers."""
     config = llama(fields)
     return replace(
         config, qkv_bias=True, attention_output_bias=False, layer_windows=_upper_windows(fields, config.num_layers)
@@ -65,7 +65,7 @@ def qwen3(fields: ConfigFields) -> ModelConfig:
 
 
 def smollm3(fields: ConfigFields) -> ModelConfig:
-    """Every fourth layer, or those that the file lists with a 0, knows no positions (Yang et al., NoPE)."""
+    """Every fourth layer, or each layer with a 0 in the list, has no positions (Yang et al., NoPE)."""
     config = llama(fields, tied=True, rope_theta=2e6)
     window = fields.get("sliding_window", None, int) if fields.get("use_sliding_window", False, bool) else None
     rotated = fields.numbers("no_rope_layers", int)
@@ -84,12 +84,12 @@ def smollm3(fields: ConfigFields) -> ModelConfig:
 
 
 def phi3(fields: ConfigFields) -> ModelConfig:
-    """Llama with a window, and with matrices that the file already holds fused."""
+    """Llama with a window, and with fused matrices in the file."""
     return mistral(fields)
 
 
 def granite(fields: ConfigFields) -> ModelConfig:
-    """Multipliers at embedding, attention, residual path and logits."""
+    """Factors for embedding, attention, residual path and logits."""
     return replace(
         llama(fields),
         embedding_multiplier=fields.positive("embedding_multiplier", 1.0),
@@ -100,7 +100,7 @@ def granite(fields: ConfigFields) -> ModelConfig:
 
 
 def activation(fields: ConfigFields, name: str, default: str) -> Activation:
-    """The activation in the field ``name``; CheckpointError when it isn't known."""
+    """The activation in the field ``name``. Raises CheckpointError for unknown ones."""
     found = fields.get(name, default, str)
     if found not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
@@ -109,7 +109,7 @@ def activation(fields: ConfigFields, name: str, default: str) -> Activation:
 
 
 def listed_windows(fields: ConfigFields, window: int) -> tuple[int | None, ...]:
-    """The window of each layer by ``layer_types``; empty when the file doesn't list them."""
+    """The window of each layer by ``layer_types``; empty without that list."""
     kinds = fields.get("layer_types", [], list)
     if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
         raise CheckpointError(

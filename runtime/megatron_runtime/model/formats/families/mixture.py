@@ -11,7 +11,7 @@ from megatron_runtime.model.formats.families.llama import llama, mistral, qwen2,
 
 
 def mixtral(fields: ConfigFields) -> ModelConfig:
-    """Mistral with experts as wide as its feed-forward networks would be."""
+    """Mistral with experts of the size of its feed-forward networks."""
     config = mistral(fields)
     experts = ExpertsConfig(
         count=fields.get("num_local_experts", MISSING, int),
@@ -23,10 +23,10 @@ def mixtral(fields: ConfigFields) -> ModelConfig:
 
 
 def qwen2_moe(fields: ConfigFields) -> ModelConfig:
-    """Qwen2 with narrow experts, and a wide shared expert behind a gate."""
+    """Qwen2 with small experts, and a large shared expert with a gate."""
     config = qwen2(fields)
     if not fields.get("layer_types", [], list):
-        # Without the list, writers of these files disagree about the layers that have a window.
+        # Without the list, it is ambiguous which layers have a window.
         fields.refuse("use_sliding_window", False)
     return replace(
         config,
@@ -40,13 +40,13 @@ def qwen2_moe(fields: ConfigFields) -> ModelConfig:
 
 
 def qwen3_moe(fields: ConfigFields) -> ModelConfig:
-    """Qwen3 with narrow experts in the layers that the file names."""
+    """Qwen3 with small experts in the layers that the file selects."""
     config = qwen3(fields)
     return replace(config, experts=_qwen_experts(fields, config.num_layers, per_token=8))
 
 
 def olmoe(fields: ConfigFields) -> ModelConfig:
-    """Queries and keys normalized as a whole, and many small experts."""
+    """Queries and keys normalized over all heads, and many small experts."""
     config = llama(fields)
     experts = ExpertsConfig(
         count=num_experts(fields),
@@ -59,7 +59,7 @@ def olmoe(fields: ConfigFields) -> ModelConfig:
 
 
 def _qwen_experts(fields: ConfigFields, layers: int, *, per_token: int) -> ExpertsConfig:
-    """The experts that a router chooses; ``per_token`` holds where the file doesn't say."""
+    """The routed experts; ``per_token`` is a default."""
     every = max(1, fields.get("decoder_sparse_step", 1, int))
     dense = fields.numbers("mlp_only_layers", int)
     return ExpertsConfig(

@@ -10,5 +10,5 @@ from megatron_runtime.model.formats.families.llama import llama
 
 
 def olmo2(fields: ConfigFields) -> ModelConfig:
-    """Norms on the way out, and over the whole of the queries and of the keys."""
+    """Norms of outputs, and of queries and keys over all heads."""
     return replace(llama(fields), norm_placement="after", query_key_norm="projection")

@@ -1,4 +1,4 @@
-"""The adapter's ``WorldPort``: pods are processes, Services are loopback addresses."""
+"""The adapter's ``ClusterAdapter``: pods are processes, Services are loopback addresses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_operator.local.addresses import NoAddressError
 from megatron_operator.local.pod_manifest import PathMap, PodError
 from megatron_operator.local.pod_status import PodStatus
 from megatron_operator.local.pods import ProcessPods
-from megatron_operator.observation import Answer, ControlApiPoller, observed_world
-from megatron_operator.render.command import CACHE_MOUNT
-from megatron_operator.world import (
+from megatron_operator.observation import Answer, ControlApiPoller, observed_state
+from megatron_operator.observed_state import (
     Action,
     ActionRefused,
+    AdapterError,
     ApplyChild,
     CreatePod,
     CreateSecret,
@@ -30,13 +30,13 @@ from megatron_operator.world import (
     DeletePod,
     Manifest,
     ObservedPod,
+    ObservedState,
     PodPhase,
     SendRole,
     SendSignal,
     SetRoleLabel,
-    World,
-    WorldError,
 )
+from megatron_operator.render.command import CACHE_MOUNT
 
 USUAL_ADDRESS = "127.0.0.1"
 """Address of the HTTP Service, if its port is free there."""
@@ -46,8 +46,8 @@ INHERITED = "MEGATRON_CACHE_DIR"
 """The only MEGATRON_ variable that pods inherit; the others identify a pod."""
 
 
-class LocalWorld:
-    """The ``WorldPort`` of one resource on this machine. ``close`` ends all processes that it started."""
+class LocalAdapter:
+    """The ``ClusterAdapter`` of one resource on this machine. ``close`` ends all processes that it started."""
 
     def __init__(
         self,
@@ -67,14 +67,14 @@ class LocalWorld:
         self._secrets: dict[str, Mapping[str, str]] = {}
         self.local_ranks = 1
         """Total number of ranks of all pods."""
-        self.obstacle: WorldError | None = None
+        self.obstacle: AdapterError | None = None
         """Why the last child could not be created: ActionRefused for an error in the resource."""
         self._children: dict[str, str] = {}
         self._clients: dict[str, ControlClient] = {}
         self._poller = ControlApiPoller(on_change)
         self._deletions: set[asyncio.Task[None]] = set()
 
-    async def observe(self, name: str, namespace: str) -> World:
+    async def observe(self, name: str, namespace: str) -> ObservedState:
         """Polls all running pods. A pod that does not answer is observed without a report."""
         statuses = self._statuses(name, namespace)
         await self._poller.keep_only({status.uid for status in statuses})
@@ -82,7 +82,7 @@ class LocalWorld:
             name, namespace, statuses, await asyncio.gather(*(self._report(name, each) for each in statuses))
         )
 
-    def observe_without_polling(self, name: str, namespace: str) -> World:
+    def observe_without_polling(self, name: str, namespace: str) -> ObservedState:
         """The same without polling."""
         statuses = self._statuses(name, namespace)
         return self._seen(name, namespace, statuses, [None] * len(statuses))
@@ -96,7 +96,7 @@ class LocalWorld:
         return {}
 
     async def apply(self, name: str, namespace: str, action: Action) -> None:
-        """Raises ActionRefused when a manifest cannot run here, WorldError when a retry may help."""
+        """Raises ActionRefused when a manifest cannot run here, AdapterError when a retry may help."""
         match action:
             case ApplyChild(manifest):
                 await self._apply_child(manifest)
@@ -132,9 +132,11 @@ class LocalWorld:
             if status.namespace == namespace and status.labels.get(names.NAME_LABEL) == name
         ]
 
-    def _seen(self, name: str, namespace: str, statuses: Sequence[PodStatus], answers: Sequence[Answer]) -> World:
+    def _seen(
+        self, name: str, namespace: str, statuses: Sequence[PodStatus], answers: Sequence[Answer]
+    ) -> ObservedState:
         seen = zip(map(_observed, statuses), answers, strict=True)
-        return observed_world(seen, dict(self._children), url=self._url(name, namespace))
+        return observed_state(seen, dict(self._children), url=self._url(name, namespace))
 
     def _read_secret(self, _namespace: str, name: str) -> Mapping[str, str]:
         return self._secrets[name]
@@ -153,7 +155,7 @@ class LocalWorld:
     async def _apply_child(self, manifest: Manifest) -> None:
         if manifest["kind"] == "Service":
             headless = manifest["spec"].get("clusterIP") == "None"
-            with self._as_world_error(f"Service {manifest['metadata']['name']}"):
+            with self._as_adapter_error(f"Service {manifest['metadata']['name']}"):
                 await self.pods.network.apply_service(manifest, None if headless else USUAL_ADDRESS)
         self._remember(manifest)
 
@@ -161,19 +163,19 @@ class LocalWorld:
         self._children[names.child_key(manifest)] = names.applied_hash(manifest["metadata"])
 
     def _create_pod(self, manifest: Manifest) -> None:
-        with self._as_world_error(f"pod {manifest['metadata']['name']}"):
+        with self._as_adapter_error(f"pod {manifest['metadata']['name']}"):
             self.pods.start(self._with_local_ranks(manifest))
 
     @contextlib.contextmanager
-    def _as_world_error(self, child: str) -> Iterator[None]:
-        """Convert errors to those of the port, and record the last one; a success clears it."""
+    def _as_adapter_error(self, child: str) -> Iterator[None]:
+        """Convert errors to those of the protocol, and record the last one; a success clears it."""
         self.obstacle = None
         try:
             yield
         except PodError as error:
             self.obstacle = ActionRefused(f"{child}: {error}")
         except (NoAddressError, OSError) as error:
-            self.obstacle = WorldError(f"{child}: {error}")
+            self.obstacle = AdapterError(f"{child}: {error}")
         if self.obstacle is not None:
             raise self.obstacle
 

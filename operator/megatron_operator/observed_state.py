@@ -1,4 +1,4 @@
-"""The port between decisions and the outside: observed values, and actions.
+"""The interface between decisions and adapters: the observed state, and actions.
 
 ``plan.py`` and ``status.py`` use only the frozen values below. Two adapters provide them and carry out the actions:
 ``kubernetes`` (an API server) and ``local`` (processes on this machine).
@@ -176,7 +176,7 @@ class ObservedEngine:
 
 
 @dataclass(frozen=True)
-class World:
+class ObservedState:
     """Everything a decision depends on besides the resource. ``now`` is the only clock."""
 
     now: float
@@ -271,11 +271,11 @@ class SendRole:
 Action = ApplyChild | DeleteChild | CreateSecret | CreatePod | DeletePod | SendSignal | SetRoleLabel | SendRole
 
 
-class WorldError(Exception):
+class AdapterError(Exception):
     """An observation or action failed. ``str()`` is the message for a condition. The next round retries."""
 
 
-class ActionRefused(WorldError):
+class ActionRefused(AdapterError):
     """The action was refused (forbidden, invalid manifest). An immediate retry is of no use."""
 
 
@@ -287,7 +287,7 @@ class KindMissing(ActionRefused):
     """The cluster does not have this kind of object. The adapter wakes the loop when it has."""
 
 
-class SignalRefused(WorldError):
+class SignalRefused(AdapterError):
     """The engine's state forbids the signal. ``allowed`` are the signals that it accepts."""
 
     def __init__(self, message: str, allowed: tuple[str, ...] = ()) -> None:
@@ -295,8 +295,8 @@ class SignalRefused(WorldError):
         self.allowed = allowed
 
 
-class WorldPort(Protocol):
-    """The interface of an adapter. All methods may raise ``WorldError``."""
+class ClusterAdapter(Protocol):
+    """The interface of an adapter. All methods may raise ``AdapterError``."""
 
     async def dropped_fields(self, pod: Manifest, override: Manifest) -> Mapping[str, Any]:
         """Paths and values of fields in ``override``, a part of the pod's spec, that the cluster would not store.
@@ -305,7 +305,7 @@ class WorldPort(Protocol):
         """
         ...
 
-    async def observe(self, name: str, namespace: str) -> World:
+    async def observe(self, name: str, namespace: str) -> ObservedState:
         """The current children of the resource and the state of its engine."""
         ...
 

@@ -1,4 +1,4 @@
-"""The ``WorldPort`` of one resource on a cluster."""
+"""The ``ClusterAdapter`` of one resource on a cluster."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megatron_operator.kubernetes.gang_kinds import GangKinds
 from megatron_operator.kubernetes.image_volumes import ImageVolumes
 from megatron_operator.kubernetes.missing_kinds import MissingKinds, Wake
 from megatron_operator.kubernetes.pod_status import observed_pod
-from megatron_operator.observation import Answer, ControlApiPoller, observed_world
-from megatron_operator.render.merge import dropped_fields
-from megatron_operator.world import (
+from megatron_operator.observation import Answer, ControlApiPoller, observed_state
+from megatron_operator.observed_state import (
     Action,
     ActionRefused,
+    AdapterError,
     ApplyChild,
     CreatePod,
     CreateSecret,
@@ -30,18 +30,18 @@ from megatron_operator.world import (
     DeletePod,
     Manifest,
     NamespaceTerminating,
+    ObservedState,
     PodPhase,
     SendRole,
     SendSignal,
     SetRoleLabel,
-    World,
-    WorldError,
 )
+from megatron_operator.render.merge import dropped_fields
 
 Object = Mapping[str, Any]
 
 
-class KubernetesPort:
+class KubernetesAdapter:
     """Only children with the resource's ``uid`` as owner belong to it; those of other owners are never changed."""
 
     def __init__(
@@ -76,8 +76,8 @@ class KubernetesPort:
         self.revisions: Mapping[str, int] = {}
         """Revision of the last report of each observed pod, by the pod's uid."""
 
-    async def observe(self, name: str, namespace: str) -> World:
-        """Raises WorldError when the API server does not answer. A pod that does not answer is observed without a
+    async def observe(self, name: str, namespace: str) -> ObservedState:
+        """Raises AdapterError when the API server does not answer. A pod that does not answer is observed without a
         report."""
         self._image_volumes.look_again()
         labels = names.selector_labels(name)
@@ -113,7 +113,7 @@ class KubernetesPort:
             key: names.applied_hash(child["metadata"]) if self._is_as_applied(child) else ""
             for key, child in children.items()
         }
-        return observed_world(
+        return observed_state(
             zip(map(observed_pod, ours), answers, strict=True),
             hashes,
             taken=frozenset(named) - hashes.keys(),
@@ -137,7 +137,7 @@ class KubernetesPort:
         return self._checked[1]
 
     async def has_keys(self, name: str, namespace: str) -> bool:
-        """Whether the Secret with the keys exists. Raises WorldError when the API server does not answer."""
+        """Whether the Secret with the keys exists. Raises AdapterError when the API server does not answer."""
         secret = await self._api.get("Secret", namespace, names.keys_secret(name))
         return secret is not None and self._owns(secret)
 
@@ -163,8 +163,8 @@ class KubernetesPort:
         self._gangs = {names.kind_of(each) for each in found}
         return found
 
-    async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the port's signature
-        """Raises ActionRefused if the API server refuses, SignalRefused if the engine does, WorldError otherwise."""
+    async def apply(self, name: str, namespace: str, action: Action) -> None:  # noqa: ARG002  # the protocol's signature
+        """Raises ActionRefused if the API server refuses, SignalRefused if the engine does, AdapterError otherwise."""
         match action:
             case ApplyChild(manifest):
                 await self._apply_child(manifest)
@@ -243,14 +243,14 @@ class KubernetesPort:
             await self._check_free(manifest)
 
     async def _check_free(self, manifest: Manifest) -> None:
-        """Raises WorldError when an object of another owner has the name."""
+        """Raises AdapterError when an object of another owner has the name."""
         kind, metadata = names.kind_of(manifest), manifest["metadata"]
         found = await self._api.get(kind, metadata["namespace"], metadata["name"])
         if found is None or self._owns(found):
             return
         which = f"{kind} {metadata['name']}"
         if (found["metadata"].get("labels") or {}).get(names.NAME_LABEL) == metadata["labels"][names.NAME_LABEL]:
-            raise WorldError(f"{which} of a deleted resource of the same name still exists: waiting for its deletion")
+            raise AdapterError(f"{which} of a deleted resource of the same name still exists: waiting for its deletion")
         raise ActionRefused(f"{which} exists and has another owner: delete it, or give the resource another name")
 
 

@@ -1,4 +1,4 @@
-"""Keeps the ranks of one copy of the model running: they live and die together."""
+"""Keeps the ranks of one replica group running: they start and end together."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_runtime.processes.parent_link import EXIT_DRAINED
 from megatron_runtime.processes.supervisor import HANG_SECONDS, ChildEnd, ChildLife, RestartBudget, Restarter
 
 FAREWELL_SECONDS = 10.0
-"""How long the other ranks may take to end after one that has ended well."""
+"""Seconds that the other ranks may run after a rank exited with 0."""
 
 
-class ReplicaSupervisor(Restarter):
-    """A place that several ranks fill. The first that ends takes the others with it; all start again together.
+class ReplicaGroupSupervisor(Restarter):
+    """Supervises the ranks of a replica group. When one ends, the others are stopped, and all start again together.
 
-    Ranks that were left alone would find out themselves, but later, and each with a message about another one.
+    Ranks that were not stopped would detect the loss themselves, but later, each with an error about another rank.
 
     Args:
-        make_tasks: Asked for the ranks' tasks before every start.
-        on_report: Called with a rank's place among the tasks, and its report.
+        make_tasks: Returns the tasks of the ranks, before every start.
+        on_report: Called with the index of a rank's task, and its report.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class ReplicaSupervisor(Restarter):
         self._log = log
         self._ranks: list[ChildLife] = []
         self.culprit = 0
-        """The place of the rank whose end was that of all, the last time."""
+        """The index of the rank that ended first, the last time."""
 
     def is_alive(self, place: int) -> bool:
-        """Whether the process of this rank is there."""
+        """Whether the process of this rank is alive."""
         return place < len(self._ranks) and self._ranks[place].child.is_alive
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signals all ranks as they are now."""
+        """Send a signal to all current ranks."""
         for rank in self._ranks:
             rank.child.send_signal(number)
 
@@ -80,6 +80,6 @@ class ReplicaSupervisor(Restarter):
             child.send_signal(signal.SIGTERM)
 
     def _first_ended(self, lives: list[asyncio.Task[ChildEnd]]) -> int:
-        """Of the ranks that have ended, one that has not ended well, if there is one."""
+        """Of the ranks that have ended, one that failed, if there is one."""
         ended = [place for place, life in enumerate(lives) if life.done()]
         return next((place for place in ended if lives[place].result().exit_code != EXIT_DRAINED), ended[0])

@@ -1,4 +1,4 @@
-"""A replica of several ranks, over torch.distributed."""
+"""A replica group of several ranks, over torch.distributed."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from megatron_runtime.parallel.link_watch import LinkWatch
 
 T = TypeVar("T")
 
-_CARD = 512
-"""Bytes that each rank brings to a meeting."""
+_CONTRIBUTION = 512
+"""Bytes that each rank contributes to a synchronization."""
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """What torch.distributed made for a rank, and where its replica begins in torch's world."""
+    """The process groups of a rank, and the position of its replica group in torch's world."""
 
     control: dist.ProcessGroup
-    """All ranks of the replica, over gloo."""
+    """All ranks of the replica group, over gloo."""
     pipeline: dist.ProcessGroup
     """The same, for activations."""
     tensor: dist.ProcessGroup
@@ -40,19 +40,19 @@ class ProcessGroups:
     expert: dist.ProcessGroup
     """The ranks that share experts: those of a stage. The same group, unless dense layers have copies."""
     first: int
-    """Number of the replica's rank 0 in torch's world."""
+    """Number of the replica group's rank 0 in torch's world."""
     owns_world: bool
-    """Whether torch's world was made for this replica, and ends with it."""
+    """Whether torch's world was created for this replica group, and ends with it."""
 
 
-class ReplicaGroup:
-    """The `Ranks` of a replica that has several; made by `join_replica` or `replica_of_world`.
+class MultipleRanks:
+    """The `Ranks` of a replica group with several ranks; created by `join_replica_group` or `replica_group_of_world`.
 
     Args:
-        position: Who this is.
+        position: The place of this rank.
         groups: Its process groups.
-        failure_detector: Finds out who is missing.
-        address: Of this machine, as the other ranks see it.
+        failure_detector: Finds lost ranks.
+        address: Of this machine, as the other ranks reach it.
         device_type: ``cuda`` or ``cpu``.
         timeout: Seconds after which another rank is late.
     """
@@ -83,7 +83,7 @@ class ReplicaGroup:
         if position.stage_peers != position.tensor_peers:
             self._expert_exchange = self._open_exchange("expert-exchange", position.stage_peers, address)
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
-        self._meetings = 0
+        self._synchronizations = 0
         self._closed = False
         self._watch: LinkWatch | None = None
 
@@ -105,22 +105,24 @@ class ReplicaGroup:
 
     def barrier(self, name: str, timeout: float | None = None) -> None:
         """As in Ranks."""
-        self._meet(f"barrier {name}", b"", timeout)
+        self._synchronize(f"barrier {name}", b"", timeout)
 
     def least(self, number: int) -> int:
         """As in Ranks."""
-        return min(int(card) for card in self._meet("finding the least number", str(number).encode()))
+        return min(
+            int(contribution) for contribution in self._synchronize("finding the least number", str(number).encode())
+        )
 
     def first_error(self, error: str | None, timeout: float | None = None) -> str | None:
-        """As in Ranks; a long error is cut."""
-        cards = self._meet("sharing errors", (error or "").encode(), timeout)
-        return next((card.decode(errors="ignore") for card in cards if card), None)
+        """As in Ranks; a long error is truncated."""
+        contributions = self._synchronize("sharing errors", (error or "").encode(), timeout)
+        return next((contribution.decode(errors="ignore") for contribution in contributions if contribution), None)
 
     def sum(self, part: Tensor) -> Tensor:
         """As in Ranks.
 
-        On a CPU the parts are added in the order of the ranks: a ring, which is what gloo's reduction is, begins at
-        another rank for each chunk of a tensor, and a row's bits would depend on the rows beside it.
+        On a CPU the parts are added in the order of the ranks. A ring, as in gloo's reduction, begins at another rank
+        for each chunk of a tensor, so that a row's bits would depend on the rows beside it.
         """
         if self.position.sizes.tensor == 1:
             return part
@@ -158,7 +160,7 @@ class ReplicaGroup:
         self._watch = LinkWatch([*self._inbox.ends, *self._outcome.ends], tell)
 
     def close(self) -> None:
-        """As in Ranks. What was sent is delivered before, if it is taken within the timeout."""
+        """As in Ranks. Messages that were sent are delivered first, if they are read within the timeout."""
         if self._closed:
             return
         self._closed = True
@@ -168,8 +170,8 @@ class ReplicaGroup:
             while self._sent:
                 self._sent.popleft()[0].wait()
         except RuntimeError:
-            pass  # somebody is gone, who needs nothing any more
-        self._failure_detector.close()  # first, so that whoever finds a connection closed finds nobody who answers
+            pass  # A lost rank needs no message.
+        self._failure_detector.close()  # first, so that a rank with a closed connection gets no answer here
         for opened in (self._inbox, self._outcome, self._exchange, self._expert_exchange):
             if opened is not None:
                 opened.close()
@@ -193,7 +195,7 @@ class ReplicaGroup:
         return self._do(f"opening the connections of the {name}", opening)
 
     def _do(self, doing: str, operation: Callable[..., T], *args: Any) -> T:
-        """Run what may wait for others; what torch.distributed raises becomes an error that names who is missing."""
+        """Run an operation that may wait for others. Errors of torch.distributed become errors with the lost ranks."""
         self._failure_detector.doing = doing
         try:
             return operation(*args)
@@ -238,41 +240,45 @@ class ReplicaGroup:
         while len(self._sent) > self.position.sizes.pipeline:
             self._sent.popleft()[0].wait()
 
-    def _meet(self, doing: str, card: bytes, timeout: float | None = None) -> list[bytes]:
-        """Everybody's card, by rank. Who comes leaves a note in the store, to be found by those who wait in vain."""
-        self._meetings += 1
-        prefix, seconds = f"meeting/{self._meetings}/", self._timeout if timeout is None else timeout
+    def _synchronize(self, doing: str, contribution: bytes, timeout: float | None = None) -> list[bytes]:
+        """The contributions of all ranks, by rank. Each rank first leaves a note in the store, so that missing ones can
+        be named.
+        """
+        self._synchronizations += 1
+        prefix, seconds = f"synchronization/{self._synchronizations}/", self._timeout if timeout is None else timeout
         self._failure_detector.doing = f"in {doing}"
         try:
             self._failure_detector.store.set(prefix + str(self.position.rank), "")
-            cards = self._swap_cards(doing.encode() + b"\0" + card, time.monotonic() + seconds)
+            contributions = self._exchange_contributions(
+                doing.encode() + b"\0" + contribution, time.monotonic() + seconds
+            )
         except RuntimeError as error:
             what = f"{doing}, for up to {seconds:g} s"
             raise self._failure_detector.lost(what, error, self._absent(prefix) or None) from error
         finally:
             self._failure_detector.doing = COMPUTING
-        meetings = [card.partition(b"\0") for card in cards]
-        for rank, (meeting, _, _) in enumerate(meetings):
-            if meeting != meetings[self.position.rank][0]:
-                raise LockStepError(f"{self.position} is at {doing}, but rank {rank} at {meeting.decode()}")
-        return [brought for _, _, brought in meetings]
+        operations = [contribution.partition(b"\0") for contribution in contributions]
+        for rank, (operation, _, _) in enumerate(operations):
+            if operation != operations[self.position.rank][0]:
+                raise LockStepError(f"{self.position} is at {doing}, but rank {rank} at {operation.decode()}")
+        return [brought for _, _, brought in operations]
 
-    def _swap_cards(self, card: bytes, deadline: float) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(card[:_CARD].ljust(_CARD, b"\0")), dtype=torch.uint8)
-        cards = {rank: torch.empty_like(mine) for rank in self._others}
+    def _exchange_contributions(self, contribution: bytes, deadline: float) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(contribution[:_CONTRIBUTION].ljust(_CONTRIBUTION, b"\0")), dtype=torch.uint8)
+        contributions = {rank: torch.empty_like(mine) for rank in self._others}
         works = [
             work(tensor, self._groups.first + rank, self._groups.control)
-            for work, tensors in ((dist.isend, dict.fromkeys(self._others, mine)), (dist.irecv, cards))
+            for work, tensors in ((dist.isend, dict.fromkeys(self._others, mine)), (dist.irecv, contributions))
             for rank, tensor in tensors.items()
         ]
         for work in works:
             assert work is not None
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        cards[self.position.rank] = mine
-        return [cards[rank].numpy().tobytes().rstrip(b"\0") for rank in sorted(cards)]
+        contributions[self.position.rank] = mine
+        return [contributions[rank].numpy().tobytes().rstrip(b"\0") for rank in sorted(contributions)]
 
     def _absent(self, prefix: str) -> list[int]:
-        """Who has left no note."""
+        """The ranks without a note."""
         try:
             return [rank for rank in self._others if not self._failure_detector.store.check([f"{prefix}{rank}"])]
         except RuntimeError:
@@ -280,7 +286,7 @@ class ReplicaGroup:
 
 
 class SharedOutcome:
-    """What `ReplicaGroup.share_outcome` gives."""
+    """The result of `MultipleRanks.share_outcome`."""
 
     def __init__(self, wait: Callable[[], bytes]) -> None:
         self.wait = wait

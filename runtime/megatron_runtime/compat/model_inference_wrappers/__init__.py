@@ -1,0 +1,3 @@
+"""Megatron's path of the wrappers of models."""
+
+from __future__ import annotations

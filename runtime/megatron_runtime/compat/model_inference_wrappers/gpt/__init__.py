@@ -1,0 +1,3 @@
+"""Megatron's path of the wrapper of a GPTModel."""
+
+from __future__ import annotations

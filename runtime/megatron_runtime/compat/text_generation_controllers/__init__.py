@@ -1,0 +1,3 @@
+"""Megatron's path of controllers."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Megatron's path of HTTP servers."""
+
+from __future__ import annotations
