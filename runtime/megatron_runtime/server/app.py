@@ -17,6 +17,7 @@ from megatron_runtime.server.frontend_context import FrontendContext
 from megatron_runtime.server.openai.generation_routes import generation_routes
 from megatron_runtime.server.openai.model_routes import model_routes, token_routes
 from megatron_runtime.server.page_routes import add_page
+from megatron_runtime.server.profile_routes import profile_routes
 from megatron_runtime.server.request_log import REQUEST_ID, RequestLog, access_log
 from megatron_runtime.server.status_routes import status_routes
 
@@ -54,6 +55,8 @@ def _routers(frontend: FrontendContext) -> Iterator[APIRouter]:
     for shown in ({"prefix": "/v1"}, {"include_in_schema": False}):
         yield generation_routes(frontend, dependencies=guarded, **shown)
         yield model_routes(frontend, dependencies=guarded, **shown)
+        if frontend.options.http.megatron_http:
+            yield profile_routes(frontend, dependencies=guarded, **shown)
     yield token_routes(frontend, dependencies=guarded)
     yield status_routes(frontend, dependencies=guarded)
     yield _probes(frontend)

@@ -12,14 +12,16 @@ from typing import Any
 def from_megatron(body: Any, served_name: str) -> Any:
     """The same request for the OpenAI endpoints; a body that is not a JSON object is returned unchanged.
 
-    Megatron's sampler ignores ``top_p: 0`` unless the request is greedy (``temperature: 0`` or ``top_k: 1``), so it
-    becomes the default of 1. Megatron's chat answers have token ids unless ``prevent_retokenization`` is false.
+    ``top_p: 0`` beside a temperature disables nucleus sampling, as in Megatron's sampler; its RL code sends both. Alone
+    it is greedy. Megatron's chat answers have token ids unless ``prevent_retokenization`` is false.
     """
     if not isinstance(body, dict):
         return body
     converted = {**body, "model": body.get("model") or served_name}
     if _is_zero(body.get("top_p")):
         converted["top_p"] = 1.0
+        if body.get("temperature") is None:
+            converted["temperature"] = 0.0
     if "messages" in body and body.get("prevent_retokenization") is not False:
         converted["return_tokenized_data"] = True
     return converted

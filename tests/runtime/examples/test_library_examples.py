@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from openai import OpenAI
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
+from suite_support.worker import free_port
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megatron_runtime.apis import MegatronLLM, SamplingParams
@@ -115,3 +119,21 @@ def test_smollm2_is_trained_on_its_rollouts(
     assert versions == [0, 1]
     assert max(differences) < 1e-2
     assert min(rewards) > 0.3
+
+
+@pytest.mark.model
+def test_the_inference_server_answers_openais_client(smollm2_path: Path) -> None:
+    flags = ["--port", free_port(), "--served-name", "smollm2"]
+    command = [sys.executable, EXAMPLES / "inference_server.py", smollm2_path, *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            line = next(line for line in server.stdout if line.startswith("Serving on "))
+            client = OpenAI(base_url=line.removeprefix("Serving on ").strip(), api_key="-", max_retries=0)
+            messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+            answer = client.chat.completions.create(model="smollm2", messages=messages, max_tokens=12, temperature=0)
+            assert "Paris" in str(answer.choices[0].message.content)
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.communicate(timeout=60)

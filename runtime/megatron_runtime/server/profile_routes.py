@@ -1,0 +1,36 @@
+"""``/start_profile`` and ``/stop_profile`` as Megatron's server has them (``--megatron-http``)."""
+
+from __future__ import annotations
+
+import http
+from typing import Any
+
+from fastapi import APIRouter
+
+from megatron_runtime.errors import CoordinatorError
+from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.frontend_context import FrontendContext
+
+
+def profile_routes(frontend: FrontendContext, **common: Any) -> APIRouter:
+    """The routes; ``common`` as for ``model_routes``."""
+    router = APIRouter(tags=["profile"], **common)
+
+    @router.post("/start_profile")
+    async def start_profile() -> dict[str, str]:
+        return await _send(frontend, "start")
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> dict[str, str]:
+        return await _send(frontend, "stop")
+
+    return router
+
+
+async def _send(frontend: FrontendContext, action: str) -> dict[str, str]:
+    client = frontend.client
+    try:
+        await (client.start_cuda_profiler() if action == "start" else client.stop_cuda_profiler())
+    except CoordinatorError as error:
+        raise ApiError(http.HTTPStatus.SERVICE_UNAVAILABLE, str(error), kind="server_error") from error
+    return {"status": "ok", "action": f"{action}_profile"}
