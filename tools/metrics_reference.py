@@ -11,11 +11,13 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
+from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus, Phase
 from megatron_operator.kubernetes.fleet_rollout import FleetRollout
 from megatron_operator.metrics import Meters
 from megatron_runtime.launch.metrics import PodCollector
@@ -23,6 +25,8 @@ from megatron_runtime.launch.pod_state import PodFacts, RankState, RegisteredRep
 from megatron_runtime.server.metrics import FrontendMetrics
 
 PAGE = Path("docs/metrics.md")
+WAITING_REASONS = ("SchedulingGated", "Unschedulable", "GangTimeout")
+"""Reasons of the condition Ready by which queries distinguish resources that wait for nodes."""
 ANY = "500"
 """Placeholder for the values of labels that depend on requests, such as a status."""
 UNITS = {
@@ -33,6 +37,7 @@ UNITS = {
     "ready": "0 or 1",
     "leading": "0 or 1",
     "state": "0 or 1",
+    "phase": "0 or 1",
 }
 """Units by the last word of the name; the unit of all others is count."""
 BY_MODEL = "sum by (namespace, megatroninference)"
@@ -45,7 +50,9 @@ HEADER = """<!-- Generated from the code and tools/metrics_reference.py by `make
 The operator serves metrics at `/metrics` on port 8080, each pod of a model at `/metrics` on port 9000. The Helm chart
 has monitors for both, alerts and a dashboard (`metrics.serviceMonitor`, `metrics.podMonitor`, `metrics.prometheusRule`,
 `metrics.dashboard`), see [install](install.md). The monitor of models adds the label `megatroninference`, the name of
-the resource, which is also the pod's label `inference.megatron.dev/name`.
+the resource, which is also the pod's label `inference.megatron.dev/name`. The operator's metrics of single resources
+have the labels `namespace` and `megatroninference` of the resource; a scrape configuration of your own needs
+`honor_labels`.
 
 The names are those of the series; a histogram has the series `_bucket`, `_sum` and `_count`. Counters reset when their
 process restarts, which `rate` and `increase` account for. Each metric has a question that it answers, with the PromQL
@@ -84,6 +91,10 @@ QUESTIONS = {
     ),
     "megatron_operator_resources": Question(
         "How many models have problems?", 'sum(megatron_operator_resources{phase=~"Failed|Degraded"})'
+    ),
+    "megatron_operator_resource_phase": Question(
+        "Which models have problems?",
+        'sum by (namespace, megatroninference, reason) (megatron_operator_resource_phase{phase=~"Failed|Degraded"})',
     ),
     "megatron_operator_fleet_rollout_resources": Question(
         "Which share of the models has the new default image?",
@@ -183,6 +194,9 @@ def of_the_operator() -> Iterable[Metric]:
     """The metrics of the operator."""
     meters = Meters()
     FleetRollout(1, meters, wake=lambda _key: None)
+    for number, (phase, reason) in enumerate(product(Phase, ("", *WAITING_REASONS))):
+        ready = Condition(type=ConditionType.READY, status="False", reason=reason, last_transition_time="")
+        meters.report(ANY, f"{ANY}-{number}", MegatronInferenceStatus(phase=phase, conditions=[ready]))
     return meters.registry.collect()
 
 

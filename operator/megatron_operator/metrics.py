@@ -11,9 +11,15 @@ from enum import StrEnum
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 
-from megatron_operator.api.v1alpha1 import Phase
+from megatron_operator.api.v1alpha1 import ConditionType, MegatronInferenceStatus, Phase
+
+MAX_RESOURCE_SERIES = 2000
+"""Resources with a series of their own; beyond, those that serve have none."""
+SERVING_PHASES = (Phase.RUNNING, Phase.PAUSED, Phase.SUSPENDED, Phase.STOPPED)
 
 
 class RoundOutcome(StrEnum):
@@ -31,6 +37,25 @@ class Measured:
     """A round that is being measured."""
 
     outcome: RoundOutcome = RoundOutcome.SUCCESS
+
+
+class _ResourcePhases(Collector):
+    """The phase of each resource, as one series that disappears with the resource."""
+
+    def __init__(self) -> None:
+        self.phases: dict[tuple[str, str], tuple[Phase, str]] = {}
+        """Phase and reason of the condition Ready, by namespace and name."""
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "megatron_operator_resource_phase",
+            "1 for the phase of each MegatronInference resource, with the reason of its condition Ready.",
+            labels=("namespace", "megatroninference", "phase", "reason"),
+        )
+        order = sorted(self.phases.items(), key=lambda item: (item[1][0] in SERVING_PHASES, item[0]))
+        for key, (phase, reason) in order[:MAX_RESOURCE_SERIES]:
+            family.add_metric((*key, phase.value, reason), 1)
+        yield family
 
 
 class Meters:
@@ -67,7 +92,8 @@ class Meters:
             ["state"],
             registry=self.registry,
         )
-        self._phases: dict[tuple[str, str], Phase] = {}
+        self._each = _ResourcePhases()
+        self.registry.register(self._each)
         for outcome in RoundOutcome:
             self._rounds.labels(outcome.value)
         self._count_phases()
@@ -86,9 +112,10 @@ class Meters:
         """Set whether this operator holds the Lease."""
         self._leading.set(leading)
 
-    def phase(self, namespace: str, name: str, phase: Phase) -> None:
-        """Set the phase of a resource."""
-        self._phases[namespace, name] = phase
+    def report(self, namespace: str, name: str, status: MegatronInferenceStatus) -> None:
+        """Set the phase of a resource from its status."""
+        ready = status.condition(ConditionType.READY)
+        self._each.phases[namespace, name] = status.phase, ready.reason if ready is not None else ""
         self._count_phases()
 
     def fleet_rollout(self, state: str, count: int) -> None:
@@ -97,11 +124,11 @@ class Meters:
 
     def forget(self, namespace: str, name: str) -> None:
         """Remove a resource that was deleted."""
-        self._phases.pop((namespace, name), None)
+        self._each.phases.pop((namespace, name), None)
         self._count_phases()
 
     def _count_phases(self) -> None:
-        tally = Tally(self._phases.values())
+        tally = Tally(phase for phase, _ in self._each.phases.values())
         for phase in Phase:
             self._resources.labels(phase.value).set(tally[phase])
 

@@ -6,10 +6,16 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from megatron_operator.api.v1alpha1 import Phase
-from megatron_operator.metrics import Meters, MetricsServer, RoundOutcome
+from megatron_operator.api.v1alpha1 import Condition, ConditionType, MegatronInferenceStatus, Phase
+from megatron_operator.metrics import MAX_RESOURCE_SERIES, Meters, MetricsServer, RoundOutcome
 
 ROUNDS, RESOURCES = "megatron_operator_reconciles_total", "megatron_operator_resources"
+RESOURCE_PHASE = "megatron_operator_resource_phase"
+
+
+def status(phase: Phase, reason: str = "Starting") -> MegatronInferenceStatus:
+    ready = Condition(type=ConditionType.READY, status="False", reason=reason, last_transition_time="")
+    return MegatronInferenceStatus(phase=phase, conditions=[ready])
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -18,14 +24,41 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 def test_resources_are_counted_by_phase_until_their_deletion() -> None:
     meters = Meters()
-    meters.phase("ns", "a", Phase.STARTING)
-    meters.phase("ns", "b", Phase.RUNNING)
-    meters.phase("ns", "a", Phase.RUNNING)
+    meters.report("ns", "a", status(Phase.STARTING))
+    meters.report("ns", "b", status(Phase.RUNNING))
+    meters.report("ns", "a", status(Phase.RUNNING))
     assert value(meters.registry, RESOURCES, phase="Running") == 2
     assert value(meters.registry, RESOURCES, phase="Starting") == 0
     meters.forget("ns", "a")
     meters.forget("ns", "a")
     assert value(meters.registry, RESOURCES, phase="Running") == 1
+
+
+def phases(meters: Meters) -> list[dict[str, str]]:
+    (family,) = (each for each in meters.registry.collect() if each.name == RESOURCE_PHASE)
+    assert all(sample.value == 1 for sample in family.samples)
+    return [sample.labels for sample in family.samples]
+
+
+def test_each_resource_has_one_series_with_its_phase_and_reason() -> None:
+    meters = Meters()
+    meters.report("ns", "a", status(Phase.PENDING, "Unschedulable"))
+    meters.report("ns", "a", status(Phase.STARTING, "ModelLoading"))
+    of_a = {"namespace": "ns", "megatroninference": "a"}
+    assert phases(meters) == [{**of_a, "phase": "Starting", "reason": "ModelLoading"}]
+    meters.forget("ns", "a")
+    assert phases(meters) == []
+
+
+def test_the_number_of_series_is_limited_and_resources_that_do_not_serve_come_first() -> None:
+    meters = Meters()
+    for number in range(MAX_RESOURCE_SERIES + 5):
+        meters.report("ns", f"a{number:05}", status(Phase.RUNNING, "EngineRunning"))
+    meters.report("ns", "z", status(Phase.FAILED, "RankExited"))
+    found = phases(meters)
+    assert len(found) == MAX_RESOURCE_SERIES
+    assert found[0]["megatroninference"] == "z"
+    assert value(meters.registry, RESOURCES, phase="Running") == MAX_RESOURCE_SERIES + 5
 
 
 def test_rounds_are_counted_by_outcome() -> None:

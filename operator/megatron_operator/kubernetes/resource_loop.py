@@ -118,9 +118,14 @@ class ResourceLoop:
             return False  # The round reports the error.
 
     async def _begin(self, new_resource: Json) -> None:
-        """Create the first pods. This takes few requests, so it does not wait for a slot."""
+        """Create the first pods. This takes few requests, so it does not wait for a slot.
+
+        With keys, there may be pods of a deleted resource of the same name, which the first round adopts.
+        """
         try:
-            await begin(new_resource, await self._adapter_of(new_resource), settings=self._shared.settings)
+            adapter = await self._adapter_of(new_resource)
+            if not await adapter.has_keys(self.name, self.namespace):
+                await begin(new_resource, adapter, settings=self._shared.settings)
         except Exception:
             logger.exception("%s: the first pods could not be created", self)
 
@@ -180,7 +185,7 @@ class ResourceLoop:
             if written is None:
                 return False
             self._written_version = written["metadata"]["resourceVersion"]
-        self._shared.meters.phase(self.namespace, self.name, result.status.phase)
+        self._shared.meters.report(self.namespace, self.name, result.status)
         for event in result.events:
             logger.info("%s: %s %s", self, event.reason, event.message)
             await self._post(obj, event)
