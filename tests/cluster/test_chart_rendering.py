@@ -4,16 +4,19 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 from chart_support.helm import CHART, NAMESPACE, ROOT, Helm, Object, of_kind, only
-from chart_support.values import VARIANTS
+from chart_support.values import MONITORED, VARIANTS
 from cluster_support import binaries
 from cluster_support.errors import CommandFailedError
 from suite_support import kubernetes_schemas
+
+from megatron_operator.settings import NetworkPolicies
 
 LABELS_OF_RELEASES = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "app.kubernetes.io/version")
 
@@ -56,6 +59,59 @@ def test_helm_lint_finds_no_problems(helm: Helm) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_objects_are_valid_for_all_values(helm: Helm, variant: str) -> None:
     check(helm.template(*VARIANTS[variant]))
+
+
+def paths(values: Object, above: str = "") -> Iterator[str]:
+    """The path of every value of the chart."""
+    for name, value in values.items():
+        yield f"{above}{name}"
+        if isinstance(value, dict):
+            yield from paths(value, f"{above}{name}.")
+
+
+@pytest.mark.parametrize("path", list(paths(yaml.safe_load((CHART / "values.yaml").read_text()))))
+def test_a_value_that_is_null_gives_valid_objects_or_is_refused_by_its_name(helm: Helm, path: str) -> None:
+    refusal = f"missing property '{path.rpartition('.')[2]}'"
+    try:
+        objects = helm.template(*MONITORED, "--set=podDisruptionBudget.enabled=true", f"--set={path}=null")
+    except CommandFailedError as refused:
+        if refusal not in str(refused):
+            raise
+    else:
+        check(objects)
+
+
+def test_labels_and_annotations_are_text_and_leave_the_selector_alone(helm: Helm) -> None:
+    values = {
+        "podLabels": {"number": 1234567, "app.kubernetes.io/name": "mine"},
+        "podAnnotations": {"flag": True, "text": "true"},
+        "nodeSelector": {"gpu": True},
+        "serviceAccount": {"annotations": {"number": 1.5}},
+        "metrics": {"labels": {"release": 1}, "dashboard": {"labels": {"board": 1}, "annotations": {"folder": 2}}},
+    }
+    objects = helm.template(*MONITORED, *(f"--set-json={name}={json.dumps(value)}" for name, value in values.items()))
+    check(objects)
+    deployment = only(objects, "Deployment")["spec"]
+    labels, annotations = (deployment["template"]["metadata"][field] for field in ("labels", "annotations"))
+    assert labels["number"] == "1234567"
+    assert deployment["selector"]["matchLabels"].items() <= labels.items()
+    assert (annotations["flag"], annotations["text"]) == ("true", "true")
+    assert deployment["template"]["spec"]["nodeSelector"] == {"gpu": "true"}
+    assert only(objects, "ServiceAccount")["metadata"]["annotations"] == {"number": "1.5"}
+    assert only(objects, "ConfigMap")["metadata"]["annotations"] == {"folder": "2"}
+    for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule"):
+        assert only(objects, kind)["metadata"]["labels"]["release"] == "1"
+
+
+def test_the_clients_of_the_http_port_can_be_narrowed(helm: Helm) -> None:
+    peers = [{"namespaceSelector": {"matchLabels": {"team": "web"}}}]
+    (container,) = only(helm.template(f"--set-json=networkPolicy.clientsFrom={json.dumps(peers)}"), "Deployment")[
+        "spec"
+    ]["template"]["spec"]["containers"]
+    environment = {each["name"]: each.get("value", "namespace") for each in container["env"]}
+    allowed = NetworkPolicies.from_environment(environment)
+    assert allowed is not None
+    assert list(allowed.clients_from) == peers
 
 
 def test_the_objects_of_the_kustomization_are_valid(kustomized: list[Object]) -> None:

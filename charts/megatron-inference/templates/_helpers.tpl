@@ -19,6 +19,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
+{{- /* Labels or annotations. Their values may be numbers or booleans, which Kubernetes only accepts as text. */ -}}
+{{- define "megatron-inference.strings" -}}
+{{- range $key, $value := . }}
+{{ $key | quote }}: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}
+{{- end }}
+{{- end -}}
+
 {{- define "megatron-inference.serviceAccountName" -}}
 {{- .Values.serviceAccount.name | default (include "megatron-inference.fullname" .) -}}
 {{- end -}}
