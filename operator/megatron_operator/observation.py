@@ -98,6 +98,7 @@ def observed_state(
     children: Mapping[str, str],
     *,
     taken: frozenset[str] = frozenset(),
+    orphans: Iterable[ObservedPod] = (),
     gang_kinds: frozenset[str] = frozenset(),
     url: str | None = None,
 ) -> ObservedState:
@@ -106,6 +107,7 @@ def observed_state(
     return ObservedState(
         now=time.time(),
         pods=tuple(pod for pod, _ in ours),
+        orphans=tuple(orphans),
         engine=_engine_of_leader(ours),
         children=children,
         taken=taken,

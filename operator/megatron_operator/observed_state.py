@@ -181,6 +181,8 @@ class ObservedState:
 
     now: float
     pods: tuple[ObservedPod, ...] = ()
+    orphans: tuple[ObservedPod, ...] = ()
+    """Pods of a deleted resource of the same name (``kubectl delete --cascade=orphan``), which have no owner."""
     engine: ObservedEngine | None = None
     """None without a leader pod."""
     children: Mapping[str, str] = field(default_factory=dict)
@@ -228,6 +230,16 @@ class CreatePod:
 
 
 @dataclass(frozen=True)
+class AdoptPod:
+    """Make the resource the owner of a pod without one. A pod that is gone or replaced is success."""
+
+    name: str
+    uid: str
+    owner: Manifest
+    """The owner reference."""
+
+
+@dataclass(frozen=True)
 class DeletePod:
     """Delete a pod and give its launcher ``grace_seconds`` to drain."""
 
@@ -268,7 +280,9 @@ class SendRole:
     lifecycle: Lifecycle
 
 
-Action = ApplyChild | DeleteChild | CreateSecret | CreatePod | DeletePod | SendSignal | SetRoleLabel | SendRole
+Action = (
+    ApplyChild | DeleteChild | CreateSecret | CreatePod | AdoptPod | DeletePod | SendSignal | SetRoleLabel | SendRole
+)
 
 
 class AdapterError(Exception):

@@ -16,6 +16,7 @@ from megatron_operator.lifecycle import next_signal
 from megatron_operator.names import PodIdentity
 from megatron_operator.observed_state import (
     Action,
+    AdoptPod,
     ApplyChild,
     CreatePod,
     DeleteChild,
@@ -30,6 +31,7 @@ from megatron_operator.render import (
     grace_seconds,
     image_of,
     keys_secret,
+    owner_reference,
     render_children,
     render_pod,
 )
@@ -84,8 +86,12 @@ class _Planner:
         """Attempts whose gang objects are needed."""
 
     def plan(self) -> Plan:
-        if self.resource.deleting:
+        if self.resource.leaves_children:
+            actions: list[Action] = []
+        elif self.resource.deleting:
             actions = [*self._delete_all(self.observed.pods)]
+        elif self.observed.orphans:
+            actions = [*self._adopt()]
         elif self.resource.spec.lifecycle is Lifecycle.STOPPED:
             actions = [*self._children(), *self._delete_all(self.observed.pods), *self._unused_gangs()]
         elif pods := pods_without_keys(self.resource, self.observed):
@@ -105,6 +111,17 @@ class _Planner:
     def _requeue_after(self) -> float | None:
         return max(0.0, min(self.deadlines) - self.observed.now) if self.deadlines else None
 
+    # --- what a deleted resource of the same name left behind
+
+    def _adopt(self) -> Iterator[Action]:
+        """Own the pods, and objects that they need, before any other decision."""
+        yield from self._children()
+        for group, attempt in sorted({(pod.group, pod.attempt) for pod in self.observed.orphans}):
+            yield from self._gang(group, attempt)
+        owner = owner_reference(self.resource)
+        yield from (AdoptPod(pod.name, pod.uid, owner) for pod in self.observed.orphans)
+        self.deadlines.append(self.observed.now)
+
     # --- children besides pods
 
     def _children(self) -> Iterator[Action]:
@@ -120,12 +137,12 @@ class _Planner:
             if kind not in names.GANG_KINDS:
                 yield DeleteChild(kind, name)
 
-    def _gang(self, group: ReplicaGroup, attempt: int) -> Iterator[Action]:
+    def _gang(self, group: int, attempt: int) -> Iterator[Action]:
         """The gang object of an attempt exists before its pods."""
-        self.attempts.add(names.attempt_name(self.resource.name, group.index, attempt))
+        self.attempts.add(names.attempt_name(self.resource.name, group, attempt))
         if self.gang_kind is None:
             return
-        manifest = gang_object(self.resource, self.gang_kind, group.index, attempt)
+        manifest = gang_object(self.resource, self.gang_kind, group, attempt)
         if names.child_key(manifest) not in self.observed.children:
             yield ApplyChild(manifest)
 
@@ -213,7 +230,7 @@ class _Planner:
 
     def _create(self, group: ReplicaGroup, attempt: int, restarts: int, indices: Sequence[int]) -> Iterator[Action]:
         if indices:
-            yield from self._gang(group, attempt)
+            yield from self._gang(group.index, attempt)
         for index in indices:
             if self.creations == MAX_CREATIONS:
                 self.deadlines.append(self.observed.now)

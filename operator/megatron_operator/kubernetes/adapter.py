@@ -6,7 +6,7 @@ import asyncio
 import base64
 import http
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -23,6 +23,7 @@ from megatron_operator.observed_state import (
     Action,
     ActionRefused,
     AdapterError,
+    AdoptPod,
     ApplyChild,
     CreatePod,
     CreateSecret,
@@ -42,7 +43,10 @@ Object = Mapping[str, Any]
 
 
 class KubernetesAdapter:
-    """Only children with the resource's ``uid`` as owner belong to it; those of other owners are never changed."""
+    """Only children with the resource's ``uid`` as owner belong to it; those of other owners are never changed.
+
+    Children without an owner are left from a deleted resource of the same name, and are adopted.
+    """
 
     def __init__(
         self,
@@ -99,7 +103,9 @@ class KubernetesAdapter:
         found += await asyncio.gather(*(self._api.get("Service", namespace, each) for each in sorted(absent)))
         named = {names.child_key(each): each for each in found if each is not None}
         children = {key: each for key, each in named.items() if self._owns(each)}
-        if secret is not None and self._owns(secret):
+        orphans = {key: each for key, each in named.items() if _is_orphan(each, name)}
+        if secret is not None and self._has_secret(secret, name):
+            children[names.keys_child(name)] = secret
             self._use_token(secret)
         ours = [pod for pod in pods if self._owns(pod)]
         await self._poller.keep_only({pod["metadata"]["uid"] for pod in ours})
@@ -116,7 +122,8 @@ class KubernetesAdapter:
         return observed_state(
             zip(map(observed_pod, ours), answers, strict=True),
             hashes,
-            taken=frozenset(named) - hashes.keys(),
+            taken=frozenset(named) - hashes.keys() - orphans.keys(),
+            orphans=filter(None, map(observed_pod, _orphaned(pods, name))),
             gang_kinds=await self._gang_kinds.served(),
         )
 
@@ -139,7 +146,7 @@ class KubernetesAdapter:
     async def has_keys(self, name: str, namespace: str) -> bool:
         """Whether the Secret with the keys exists. Raises AdapterError when the API server does not answer."""
         secret = await self._api.get("Secret", namespace, names.keys_secret(name))
-        return secret is not None and self._owns(secret)
+        return secret is not None and self._has_secret(secret, name)
 
     async def close(self) -> None:
         """Cancel open polls."""
@@ -175,6 +182,8 @@ class KubernetesAdapter:
             case CreatePod(manifest):
                 await self._image_volumes.check(manifest)
                 await self._create(manifest)
+            case AdoptPod(pod, uid, owner):
+                await self._api.patch_metadata("Pod", namespace, pod, uid=uid, changes={"ownerReferences": [owner]})
             case DeletePod(pod, uid, grace_seconds):
                 await self._api.delete("Pod", namespace, pod, uid=uid, grace_seconds=grace_seconds)
             case SendSignal(signal, address):
@@ -190,6 +199,10 @@ class KubernetesAdapter:
 
     def _owns(self, obj: Object) -> bool:
         return any(owner.get("uid") == self._uid for owner in obj["metadata"].get("ownerReferences") or [])
+
+    def _has_secret(self, secret: Object, name: str) -> bool:
+        """Whether the Secret is the resource's. The operator may not change Secrets, so an orphan stays one."""
+        return self._owns(secret) or _is_orphan(secret, name)
 
     def _is_as_applied(self, child: Object) -> bool:
         """False for a child that others changed or an earlier operator applied; it is applied again.
@@ -248,10 +261,24 @@ class KubernetesAdapter:
         found = await self._api.get(kind, metadata["namespace"], metadata["name"])
         if found is None or self._owns(found):
             return
+        if kind != "Pod" and _is_orphan(found, metadata["labels"][names.NAME_LABEL]):
+            return
         which = f"{kind} {metadata['name']}"
         if (found["metadata"].get("labels") or {}).get(names.NAME_LABEL) == metadata["labels"][names.NAME_LABEL]:
             raise AdapterError(f"{which} of a deleted resource of the same name still exists: waiting for its deletion")
         raise ActionRefused(f"{which} exists and has another owner: delete it, or give the resource another name")
+
+
+def _is_orphan(obj: Object, name: str) -> bool:
+    """Whether the object was a child of a resource of this name, and has no owner any more."""
+    metadata = obj["metadata"]
+    labels = metadata.get("labels") or {}
+    return not metadata.get("ownerReferences") and names.selector_labels(name).items() <= labels.items()
+
+
+def _orphaned(pods: Sequence[Object], name: str) -> Iterator[Object]:
+    """Pods to adopt: those that are being deleted just disappear."""
+    return (pod for pod in pods if _is_orphan(pod, name) and not pod["metadata"].get("deletionTimestamp"))
 
 
 def _with_random_values(manifest: Manifest, keys: Sequence[str]) -> Manifest:

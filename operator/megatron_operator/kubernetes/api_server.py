@@ -171,9 +171,9 @@ class ApiServer:
             raise
 
     async def patch_metadata(
-        self, kind: str, namespace: str, name: str, *, uid: str, changes: Mapping[str, Mapping[str, str]]
+        self, kind: str, namespace: str, name: str, *, uid: str, changes: Mapping[str, Any]
     ) -> None:
-        """Set labels and annotations of this object. One that is gone or replaced is success."""
+        """Set labels, annotations or owner references of this object. One that is gone or replaced is success."""
         body = {"metadata": {"uid": uid, **changes}}
         path, query = path_of(kind, namespace, name), {"fieldManager": names.MANAGER}
         try:

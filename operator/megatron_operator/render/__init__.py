@@ -11,7 +11,7 @@ from megatron_operator.render.http_route import http_route
 from megatron_operator.render.http_service import http_service
 from megatron_operator.render.ingress import ingress
 from megatron_operator.render.keys_secret import keys_secret
-from megatron_operator.render.metadata import with_applied_hash
+from megatron_operator.render.metadata import owner_reference, with_applied_hash
 from megatron_operator.render.network_policy import network_policy
 from megatron_operator.render.pod import check_removals, grace_seconds, image_of, render_pod
 from megatron_operator.render.pods_service import pods_service
@@ -24,6 +24,7 @@ __all__ = [
     "grace_seconds",
     "image_of",
     "keys_secret",
+    "owner_reference",
     "render_children",
     "render_pod",
 ]

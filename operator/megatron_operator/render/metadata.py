@@ -15,16 +15,19 @@ def child_metadata(resource: MegatronInference, name: str) -> dict[str, Any]:
         "name": name,
         "namespace": resource.namespace,
         "labels": names.child_labels(resource.name),
-        "ownerReferences": [
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": resource.name,
-                "uid": resource.metadata.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ],
+        "ownerReferences": [owner_reference(resource)],
+    }
+
+
+def owner_reference(resource: MegatronInference) -> dict[str, Any]:
+    """The reference of a child to the resource, by which Kubernetes deletes the child after it."""
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": resource.name,
+        "uid": resource.metadata.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
     }
 
 

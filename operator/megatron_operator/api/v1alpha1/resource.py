@@ -19,7 +19,8 @@ from megatron_operator.api.v1alpha1.operations import (
     RolloutSpec,
     Scheduling,
 )
-from megatron_operator.api.v1alpha1.serving import EngineSpec, Frontend, Parallelism, Pods, RoutingPolicy, RoutingSpec
+from megatron_operator.api.v1alpha1.pods import Pods
+from megatron_operator.api.v1alpha1.serving import EngineSpec, Frontend, Parallelism, RoutingPolicy, RoutingSpec
 from megatron_operator.api.v1alpha1.status import MegatronInferenceStatus
 
 GROUP = "inference.megatron.dev"
@@ -27,6 +28,9 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "MegatronInference"
 PLURAL = "megatroninferences"
+
+ORPHAN_FINALIZER = "orphan"
+"""Finalizer of Kubernetes, until the garbage collector has removed the owner references of the children."""
 
 LONGEST_NAME = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
@@ -87,7 +91,7 @@ class MegatronInferenceSpec(Part):
     parallelism: Parallelism = Parallelism()
     """Number of ranks that share one copy of the model."""
     pods: Pods = Pods()
-    """Distribution of ranks over pods."""
+    """Distribution of ranks over pods, and what each pod needs of its node."""
     engine: EngineSpec = EngineSpec()
     """The engine of each replica group."""
     routing: RoutingSpec = RoutingSpec()
@@ -174,6 +178,7 @@ class ObjectMeta(Report):
     uid: str = ""
     generation: int = 0
     deletion_timestamp: str | None = None
+    finalizers: tuple[str, ...] = ()
 
 
 class MegatronInference(Part):
@@ -209,3 +214,8 @@ class MegatronInference(Part):
     def deleting(self) -> bool:
         """Whether the resource is being deleted, so that nothing may be created for it."""
         return self.metadata.deletion_timestamp is not None
+
+    @property
+    def leaves_children(self) -> bool:
+        """Whether it is being deleted without its children (``kubectl delete --cascade=orphan``)."""
+        return self.deleting and ORPHAN_FINALIZER in self.metadata.finalizers
