@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from megatron_operator import names
 from megatron_operator.api.parse import FieldError, InvalidResource, parse_resource
-from megatron_operator.api.v1alpha1 import ConditionType, MegatronInference, MegatronInferenceStatus
+from megatron_operator.api.v1alpha1 import ComputeResources, ConditionType, MegatronInference, MegatronInferenceStatus
 from megatron_operator.events import Event, events_between
 from megatron_operator.names import PodIdentity
 from megatron_operator.observed_state import (
@@ -93,7 +95,7 @@ async def _check_template(resource: MegatronInference, adapter: ClusterAdapter, 
     """Raises InvalidResource when the cluster knows no field of ``spec.podTemplate.spec`` by that name, before any pod
     is replaced."""
     override = resource.spec.pod_template.spec
-    if not override or resource.deleting:
+    if not _needs_dry_run(resource) or resource.deleting:
         return
     template_hash = names.template_hash(resource, image_of(resource, settings))
     # No attempt has this name, so the dry run meets no existing pod.
@@ -101,11 +103,21 @@ async def _check_template(resource: MegatronInference, adapter: ClusterAdapter, 
     try:
         dropped = await adapter.dropped_fields(render_pod(resource, identity, settings), override)
     except ActionRefused as refused:
+        field, value = ("spec.podTemplate.spec", override) if override else ("spec.pods", _dumped(resource.spec.pods))
         fix = f"the API server refuses the pod; correct it: {refused}"
-        raise InvalidResource.of("spec.podTemplate.spec", override, fix) from refused
+        raise InvalidResource.of(field, value, fix) from refused
     if dropped:
         fix = "the API server knows no such field of a pod; correct it, or remove it"
         raise InvalidResource([FieldError(path, value, fix) for path, value in dropped.items()])
+
+
+def _needs_dry_run(resource: MegatronInference) -> bool:
+    """Whether the API server may refuse the pod for a field that only it can judge."""
+    return bool(resource.spec.pod_template.spec) or resource.spec.pods.resources != ComputeResources()
+
+
+def _dumped(part: BaseModel) -> dict[str, Any]:
+    return part.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
 async def reconcile(
@@ -169,7 +181,7 @@ async def begin(obj: Mapping[str, Any], adapter: ClusterAdapter, *, settings: Se
         actions = plan(resource, ObservedState(time.time()), settings).actions
     except InvalidResource:
         return
-    if resource.spec.pod_template.spec or resource.spec.pods_per_group > 1:
+    if _needs_dry_run(resource) or resource.spec.pods_per_group > 1:
         return  # The first round checks the template by a dry run, and the kinds of gang scheduling of the cluster.
     name, namespace = obj["metadata"]["name"], obj["metadata"]["namespace"]
     needed = [action for action in actions if _is_needed_by_pods(action)]

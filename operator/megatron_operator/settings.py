@@ -19,16 +19,19 @@ LEASE_SECONDS_VARIABLE = "MEGATRON_OPERATOR_LEASE_SECONDS"
 WATCH_SILENCE_VARIABLE = "MEGATRON_OPERATOR_WATCH_SILENCE"
 MAX_CONCURRENT_UPGRADES_VARIABLE = "MEGATRON_FLEET_ROLLOUT_MAX_CONCURRENT"
 METRICS_FROM_VARIABLE = "MEGATRON_METRICS_FROM"
+CLIENTS_FROM_VARIABLE = "MEGATRON_CLIENTS_FROM"
 
 
 @dataclass(frozen=True)
 class NetworkPolicies:
-    """Which peers reach the control port of pods, besides the kubelet. All others are blocked."""
+    """Which peers reach the ports of pods, besides the kubelet and the pods of the same resource."""
 
     operator_namespace: str
     """Namespace of the operator's own pod."""
     metrics_from: tuple[Mapping[str, Any], ...] = ()
     """Peers that scrape ``/metrics``, which the control port serves too, as in a NetworkPolicy."""
+    clients_from: tuple[Mapping[str, Any], ...] = ()
+    """Clients of the HTTP port of resources without ``spec.expose.clientsFrom``; empty for everyone."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self | None:
@@ -42,17 +45,18 @@ class NetworkPolicies:
         if not namespace:
             fix = "set it to the namespace of the operator's pod, which the policies would block otherwise"
             raise ValueError(f"{OPERATOR_NAMESPACE_VARIABLE}: is missing; {fix}")
-        return cls(namespace, _peers(environment.get(METRICS_FROM_VARIABLE, "[]")))
+        return cls(namespace, _peers(environment, METRICS_FROM_VARIABLE), _peers(environment, CLIENTS_FROM_VARIABLE))
 
 
-def _peers(text: str) -> tuple[Mapping[str, Any], ...]:
+def _peers(environment: Mapping[str, str], variable: str) -> tuple[Mapping[str, Any], ...]:
+    text = environment.get(variable, "[]")
     try:
         peers = json.loads(text)
     except ValueError:
         peers = None
     if not isinstance(peers, list) or not all(isinstance(peer, dict) and peer for peer in peers):
         fix = "set it to a JSON list of peers as in spec.ingress.from of a NetworkPolicy"
-        raise ValueError(f"{METRICS_FROM_VARIABLE}: {text!r} is not such a list; {fix}")
+        raise ValueError(f"{variable}: {text!r} is not such a list; {fix}")
     return tuple(peers)
 
 

@@ -17,9 +17,11 @@ def seconds(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-def time_of_day(seconds: float) -> str:
-    """For messages: ``10:39:27 UTC``."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S UTC")
+def soon(seconds: float, now: float) -> str:
+    """A later time for messages: ``10:39:27 UTC``, and with its date if it is not within a day."""
+    if seconds - now < DAY:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%H:%M:%S UTC")
+    return timestamp(seconds)
 
 
 def age(seconds: float) -> str:

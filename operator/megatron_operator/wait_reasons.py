@@ -8,7 +8,7 @@ from megatron_operator.observed_state import RANK_PHASES, Loading, ObservedPod, 
 from megatron_operator.replica_groups import GANG_TIMEOUT, ReplicaGroupFailure, ReplicaGroupState, pod_is_ready
 from megatron_operator.restarts import RESTART_BUDGET_EXCEEDED, GiveUp, Retry
 from megatron_operator.status_inputs import ReplicaGroupView, StatusInputs
-from megatron_operator.timestamps import time_of_day
+from megatron_operator.timestamps import soon
 
 MEBIBYTE = 2**20
 
@@ -60,12 +60,11 @@ def _after_failure(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
         case GiveUp(reason=reason):
             return WaitReason(reason, f"{words}; no further attempt until the spec changes")
         case Retry(at=at) if view.failed.failure.reason == GANG_TIMEOUT:
-            start = f"the next attempt starts {'now' if at <= inputs.observed.now else f'at {time_of_day(at)}'}"
-            return WaitReason(
-                GANG_TIMEOUT, f"replica group {index}: {view.failed.pod} {view.failed.failure.message}; {start}"
-            )
+            start = "now" if at <= inputs.observed.now else f"at {soon(at, inputs.observed.now)}"
+            cause = f"replica group {index}: {view.failed.pod} {view.failed.failure.message}"
+            return WaitReason(GANG_TIMEOUT, f"{cause}; the next attempt starts {start}")
         case Retry(at=at, is_counted=False):
-            start = "now" if at <= inputs.observed.now else f"at {time_of_day(at)}"
+            start = "now" if at <= inputs.observed.now else f"at {soon(at, inputs.observed.now)}"
             return WaitReason(
                 "Disrupted", f"{words}; the cluster ended the pod, so the restart does not count; it starts {start}"
             )
@@ -74,7 +73,7 @@ def _after_failure(view: ReplicaGroupView, inputs: StatusInputs) -> WaitReason:
         case Retry(at=at) if at <= inputs.observed.now:
             return WaitReason("Restarting", f"{words}; the next attempt starts now")
         case Retry(at=at, restarts=restarts):
-            return WaitReason("BackOff", f"{words}; restart {restarts} of {limit} at {time_of_day(at)}")
+            return WaitReason("BackOff", f"{words}; restart {restarts} of {limit} at {soon(at, inputs.observed.now)}")
     raise AssertionError("a failed group has a restart decision")
 
 

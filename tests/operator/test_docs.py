@@ -80,7 +80,7 @@ def test_the_other_objects_in_the_docs_match_kubernetes_schemas() -> None:
 def test_autoscalers_in_the_docs_refer_to_existing_fields_and_limits() -> None:
     replicas = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["replicas"]
     resources = {obj["metadata"]["name"] for obj in manifests_told() if obj["kind"] == KIND}
-    scalers = {obj["kind"]: obj["spec"] for obj in manifests_told() if "scaleTargetRef" in obj["spec"]}
+    scalers = {obj["kind"]: obj["spec"] for obj in manifests_told() if "scaleTargetRef" in obj.get("spec", {})}
     limits = {
         "HorizontalPodAutoscaler": ("minReplicas", "maxReplicas"),
         "ScaledObject": ("minReplicaCount", "maxReplicaCount"),

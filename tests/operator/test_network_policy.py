@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from planning_support.resources import parsed
+from suite_support.kubernetes_schemas import check
 
 from megatron_operator.names import child_labels
 from megatron_operator.render.network_policy import OPERATOR, network_policy
@@ -78,6 +79,44 @@ def lets_in(policy: dict[str, Any], pod: Pod, port: int) -> bool:
 def test_each_peer_reaches_exactly_the_ports_that_it_needs(pod: Pod, ports: set[int]) -> None:
     policy = rendered()
     assert {port for port in (HTTP, CONTROL, COORDINATOR, RENDEZVOUS, 45678) if lets_in(policy, pod, port)} == ports
+
+
+WEB = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress-nginx"}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "spec"),
+    [
+        (SETTINGS, {"clientsFrom": [WEB]}),
+        (Settings(network_policies=NetworkPolicies("megatron-system", (PROMETHEUS,), (WEB,))), {}),
+        (
+            Settings(network_policies=NetworkPolicies("megatron-system", (PROMETHEUS,), ({"podSelector": {}},))),
+            {"clientsFrom": [WEB]},
+        ),
+    ],
+    ids=["by the resource", "by the chart", "by the resource instead of the chart"],
+)
+def test_the_clients_of_the_http_port_can_be_narrowed(settings: Settings, spec: dict[str, Any]) -> None:
+    policy = network_policy(parsed(expose=spec), settings)
+    assert policy is not None
+    check(policy)
+    reach_http = [
+        pod for pod in (ANYONE, NEIGHBOUR, INGRESS_CONTROLLER, NAMESAKE, IMPOSTOR) if lets_in(policy, pod, HTTP)
+    ]
+    assert reach_http == [INGRESS_CONTROLLER]
+    assert lets_in(policy, OPERATOR_POD, CONTROL)
+    assert lets_in(policy, PEER, COORDINATOR)
+
+
+def test_all_kinds_of_peers_are_written_as_in_a_network_policy() -> None:
+    peers = [
+        {"ipBlock": {"cidr": "10.0.0.0/8", "except": ["10.1.0.0/16"]}},
+        {"podSelector": {"matchExpressions": [{"key": "team", "operator": "In", "values": ["a"]}]}},
+        {"podSelector": {}, "namespaceSelector": {}},
+    ]
+    policy = rendered(expose={"clientsFrom": peers})
+    check(policy)
+    assert policy["spec"]["ingress"][0]["from"] == peers
 
 
 def test_pods_of_the_same_group_may_connect_on_any_port() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from planning_support.planning import Planning, created, deleted, restarts
 
+from megatron_operator.api.quantity import LONGEST_DURATION
 from megatron_operator.api.v1alpha1 import ConditionType, MegatronInferenceStatus
 from megatron_operator.observed_state import Failure, PodPhase
 from megatron_operator.plan import Plan, plan
@@ -266,3 +267,14 @@ def test_a_failure_in_a_group_with_an_evicted_pod_counts_against_the_budget() ->
     planning.round()
     failed = planning.status.condition(ConditionType.FAILED)
     assert (failed.status, failed.reason) == ("True", "RestartBudgetExceeded")
+
+
+def test_the_longest_backoff_is_reported_with_its_time() -> None:
+    planning = Planning(failurePolicy={"backoff": LONGEST_DURATION, "maxBackoff": LONGEST_DURATION}).settled()
+    planning.cluster.fail("chat-0-0-0")
+    planning.round()
+    assert planning.round() == []
+    progressing = planning.status.condition(ConditionType.PROGRESSING)
+    assert progressing is not None
+    assert "2033-" in progressing.message
+    assert planning.look().requeue_after == 10 * 365 * 86400

@@ -30,7 +30,7 @@ def test_a_removed_field_is_not_in_the_pod() -> None:
     assert "runAsUser" not in spec["securityContext"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert "affinity" not in spec
-    assert spec["containers"][0]["resources"] == {}
+    assert spec["containers"][0]["resources"] == {"requests": {"cpu": "1000m", "memory": "2048Mi"}}
 
 
 def test_an_item_of_a_list_is_removed_by_its_name() -> None:

@@ -74,23 +74,6 @@ def test_only_the_first_pod_of_a_group_has_http_and_coordinator_ports() -> None:
     assert {port["name"] for port in further} == {"control"}
 
 
-def test_pods_request_a_gpu_per_rank_and_no_cpus() -> None:
-    assert container(pods={"device": "cuda"})["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
-    amd = {"device": "cuda", "gpuResource": "amd.com/gpu"}
-    assert container(pods=amd)["resources"] == {"limits": {"amd.com/gpu": "1"}}
-    assert container(pods={"device": "cpu"})["resources"] == {}
-
-
-def test_each_pod_of_a_group_requests_the_gpus_of_its_ranks() -> None:
-    spread = {"parallelism": {"tensor": 3, "pipeline": 3}, "pods": {"device": "cuda", "ranksPerPod": 4}}
-    assert parsed(**spread).spec.pods_per_group == 3
-    asked = [
-        pod(replace(WORKER, index=index), **spread)["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
-        for index in range(3)
-    ]
-    assert asked == ["4", "4", "1"]
-
-
 def test_expert_parallel_ranks_beyond_the_tensor_parallel_ones_get_pods() -> None:
     spread = {"parallelism": {"tensor": 2, "pipeline": 2, "expert": 8}, "pods": {"device": "cuda", "ranksPerPod": 4}}
     spec = parsed(**spread).spec
@@ -263,7 +246,7 @@ def test_the_pod_template_is_merged_by_name() -> None:
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert [each["name"] for each in spec["containers"]] == ["megatron", "sidecar"]
     assert main["command"] == ["megatron-serve"]
-    assert main["resources"] == {"requests": {"cpu": "2"}}
+    assert main["resources"] == {"requests": {"cpu": "2", "memory": "2048Mi"}}
     assert env(manifest)["HF_HOME"] == "/elsewhere"
     assert env(manifest)["OMP_NUM_THREADS"] == "2"
     assert {mount["mountPath"]: mount["name"] for mount in main["volumeMounts"]}["/cache"] == "big"

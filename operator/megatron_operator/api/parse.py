@@ -92,7 +92,8 @@ def _field_error(detail: ErrorDetails) -> FieldError:
     location = tuple(part for part in detail["loc"] if part != "[key]")
     context: Mapping[str, Any] = detail.get("ctx") or {}
     if detail["type"] == MISPLACED:
-        return FieldError(_path((*location, *context["field"].split("."))), context["value"], detail["msg"])
+        inside = context["field"].split(".") if context["field"] else ()
+        return FieldError(_path((*location, *inside)), context["value"], detail["msg"])
     field = _path(location)
     value = None if detail["type"] == "missing" else detail["input"]
     if field == "metadata.name" and value is not None:

@@ -18,4 +18,5 @@ def http_service(resource: MegatronInference) -> dict[str, Any]:
         selector=names.frontend_labels(resource.name),
         port_name="http",
         port=names.HTTP_PORT,
+        annotations=resource.spec.expose.service.annotations,
     )

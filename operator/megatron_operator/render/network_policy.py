@@ -7,7 +7,7 @@ from typing import Any
 from megatron_operator import names
 from megatron_operator.api.v1alpha1 import MegatronInference
 from megatron_operator.render.metadata import child_metadata
-from megatron_operator.settings import Settings
+from megatron_operator.settings import NetworkPolicies, Settings
 
 OPERATOR = {"app.kubernetes.io/name": "megatron-operator"}
 """Labels of the operator's own pod, in the chart and in manifests/."""
@@ -20,7 +20,8 @@ Json = dict[str, Any]
 def network_policy(resource: MegatronInference, settings: Settings) -> Json | None:
     """Clients reach the HTTP port, pods of the resource each other, the operator and Prometheus the control port.
 
-    Network plugins always admit the kubelet, so the probes need no rule. None when network policies are disabled.
+    Clients are those of ``spec.expose.clientsFrom``, or else those of the settings, or else everyone. Network plugins
+    always admit the kubelet, so the probes need no rule. None when network policies are disabled.
     """
     allowed = settings.network_policies
     if allowed is None:
@@ -38,12 +39,19 @@ def network_policy(resource: MegatronInference, settings: Settings) -> Json | No
             "podSelector": {"matchLabels": ours},
             "policyTypes": ["Ingress"],
             "ingress": [
-                {"ports": [_port(names.HTTP_PORT)]},
+                {**_clients(resource, allowed), "ports": [_port(names.HTTP_PORT)]},
                 {"from": [{"podSelector": {"matchLabels": ours}}], **_among_pods(resource)},
                 {"from": [operator, *allowed.metrics_from], "ports": [_port(names.CONTROL_PORT)]},
             ],
         },
     }
+
+
+def _clients(resource: MegatronInference, allowed: NetworkPolicies) -> Json:
+    peers = resource.spec.expose.clients_from
+    if peers is None:
+        return {"from": list(allowed.clients_from)} if allowed.clients_from else {}
+    return {"from": [peer.model_dump(mode="json", by_alias=True, exclude_unset=True) for peer in peers]}
 
 
 def _among_pods(resource: MegatronInference) -> Json:

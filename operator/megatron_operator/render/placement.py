@@ -28,6 +28,12 @@ def placement(resource: MegatronInference, identity: PodIdentity) -> dict[str, A
     scheduling = resource.spec.scheduling
     affinity: dict[str, Any] = {"podAntiAffinity": _apart(resource, identity)}
     spec: dict[str, Any] = {"affinity": affinity}
+    if scheduling.node_selector:
+        spec["nodeSelector"] = dict(scheduling.node_selector)
+    if scheduling.tolerations:
+        spec["tolerations"] = [
+            each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in scheduling.tolerations
+        ]
     if scheduling.priority_class_name is not None:
         spec["priorityClassName"] = scheduling.priority_class_name
     if (scheduler := scheduler_name(resource)) is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_operator import names
 from megatron_operator.api.parse import InvalidResource
-from megatron_operator.api.v1alpha1 import Device, MegatronInference
+from megatron_operator.api.v1alpha1 import MegatronInference
 from megatron_operator.names import PodIdentity
 from megatron_operator.render.command import (
     API_KEYS_FILE,
@@ -22,6 +22,7 @@ from megatron_operator.render.gang import gang_annotations, gang_labels, gang_sp
 from megatron_operator.render.merge import merged, without
 from megatron_operator.render.metadata import child_metadata
 from megatron_operator.render.placement import placement, queue_annotations, queue_labels
+from megatron_operator.render.resources import container_resources
 from megatron_operator.settings import Settings
 
 GRACE_BEYOND_DRAIN = 15
@@ -111,8 +112,17 @@ def _spec(resource: MegatronInference, identity: PodIdentity, settings: Settings
         },
         "volumes": _volumes(resource),
         "containers": [_container(resource, identity, settings)],
+        **_runtime(resource),
         **placement(resource, identity),
     }
+
+
+def _runtime(resource: MegatronInference) -> dict[str, Any]:
+    pods = resource.spec.pods
+    runtime_class = {"runtimeClassName": pods.runtime_class_name} if pods.runtime_class_name is not None else {}
+    # Without this DNS policy, a pod in the node's network does not find the names of other pods.
+    network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if pods.host_network else {}
+    return {**runtime_class, **network}
 
 
 def _container(resource: MegatronInference, identity: PodIdentity, settings: Settings) -> dict[str, Any]:
@@ -125,7 +135,7 @@ def _container(resource: MegatronInference, identity: PodIdentity, settings: Set
         "args": arguments(resource, max_restarts=left),
         "env": environment(resource, identity),
         "ports": _ports(identity),
-        "resources": _resources(resource, identity),
+        "resources": container_resources(resource, identity.index),
         "volumeMounts": _mounts(resource),
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -143,13 +153,6 @@ def _ports(identity: PodIdentity) -> list[dict[str, Any]]:
     if identity.index == 0:
         ports |= {"http": names.HTTP_PORT, "coordinator": names.COORDINATOR_PORT, "rendezvous": names.RENDEZVOUS_PORT}
     return [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()]
-
-
-def _resources(resource: MegatronInference, identity: PodIdentity) -> dict[str, Any]:
-    pods = resource.spec.pods
-    if pods.device is not Device.CUDA:
-        return {}
-    return {"limits": {pods.gpu_resource: str(resource.spec.ranks_in_pod(identity.index))}}
 
 
 def _volumes(resource: MegatronInference) -> list[dict[str, Any]]:

@@ -20,12 +20,13 @@ def service(
     selector: Mapping[str, str],
     port_name: str,
     port: int,
+    annotations: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """A Service with one TCP port for the container port of the same name; ``kind`` is the rest of its spec."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": child_metadata(resource, name),
+        "metadata": child_metadata(resource, name) | ({"annotations": dict(annotations)} if annotations else {}),
         "spec": {
             **kind,
             "selector": dict(selector),

@@ -17,10 +17,24 @@ TEXTS = (
     *("/", "/a\n", "/é", "/a b", "*", "*.a", "*.a.com", "nvidia.com/gpu", "/gpu", "a..b/c", "a:b@sha256:" + "0" * 64),
     *("0s", "1s", "1s\n", "1.s", "1h1", "-1s", "1us", "1.5h", "1m30s", "\uff11s", "1e3s", "9" * 20 + "h"),
     *("0", "00", "0Gi", "0.0Gi", "0.5", "1Gi", "1Gi\n", "-1Gi", "1.5Gi", ".5Gi", "1.Gi", "1e3", "1Ei", "1K", "1ki"),
+    *("500m", "10.0.0.0/8", "10.0.0.256/8", "10.0.0.0/33", "10.0.0.0", "fd00::/8", "::/0", "1:/8", "90000h", "87600h"),
     *("\u0663Gi", "9" * 20, "9" * 20 + "Pi"),
 )
-MAPS = ({"a": "b"}, {"a": 1}, {"a": None}, {"a": {}}, {"": "x"}, {"k" * 400: "v"})
+MAPS = (
+    {"a": "b"},
+    {"nvidia.com/gpu": 1},
+    {"a": "500m"},
+    {"a": -1},
+    {"a": "-1"},
+    {"a": 1.5},
+    {"a": 1},
+    {"a": None},
+    {"a": {}},
+    {"": "x"},
+    {"k" * 400: "v"},
+)
 POD_SPECS = ({"nodeSelector": {"x": True}}, {"containers": "x"}, {"a": None})
+REQUIREMENT = {"key": "a", "operator": "In", "values": ["b"]}
 NEEDED: Mapping[Path, Json] = {
     ("model",): {"source": {"path": "/m"}},
     ("model", "source"): {"path": "/m"},
@@ -31,6 +45,15 @@ NEEDED: Mapping[Path, Json] = {
     ("frontend", "apiKeysSecret"): {"name": "n"},
     ("expose", "httpRoute"): {"parentRefs": [{"name": "g"}]},
     ("expose", "httpRoute", "parentRefs", 0): {"name": "g"},
+    ("expose", "clientsFrom"): [{"podSelector": {}}],
+    ("expose", "clientsFrom", 0): {"podSelector": {}},
+    ("expose", "clientsFrom", 0, "ipBlock"): {"cidr": "10.0.0.0/8"},
+    ("expose", "clientsFrom", 0, "podSelector", "matchExpressions"): [REQUIREMENT],
+    ("expose", "clientsFrom", 0, "podSelector", "matchExpressions", 0): REQUIREMENT,
+    ("expose", "clientsFrom", 0, "namespaceSelector", "matchExpressions"): [REQUIREMENT],
+    ("expose", "clientsFrom", 0, "namespaceSelector", "matchExpressions", 0): REQUIREMENT,
+    ("scheduling", "tolerations"): [{"key": "a", "effect": "NoExecute"}],
+    ("scheduling", "tolerations", 0): {"key": "a", "effect": "NoExecute"},
 }
 """The minimal valid value of a part."""
 
@@ -50,6 +73,8 @@ class Trial:
         made = manifest()
         if self.path[:2] == ("model", "source") and len(self.path) > 2:
             made["spec"]["model"]["source"] = {}
+        if "ipBlock" in self.path:
+            made["spec"]["expose"] = {"clientsFrom": [{}]}  # It excludes a podSelector.
         _put(made["spec"], self.path, copy.deepcopy(self.value))
         return made
 

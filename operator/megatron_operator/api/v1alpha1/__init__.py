@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_operator.api.v1alpha1.expose import Expose, HTTPRouteExposure, IngressExposure, ParentRef, ServiceType
+from megatron_operator.api.v1alpha1.expose import (
+    Expose,
+    HTTPRouteExposure,
+    IngressExposure,
+    NetworkPolicyPeer,
+    ParentRef,
+    ServiceType,
+)
 from megatron_operator.api.v1alpha1.model import DType, HuggingFaceSource, ImageSource, Model, Source, VolumeSource
 from megatron_operator.api.v1alpha1.operations import (
     AutoSuspendSpec,
@@ -14,7 +21,9 @@ from megatron_operator.api.v1alpha1.operations import (
     Restart,
     RolloutSpec,
     Scheduling,
+    Toleration,
 )
+from megatron_operator.api.v1alpha1.pods import ComputeResources, Device, Pods
 from megatron_operator.api.v1alpha1.resource import (
     API_VERSION,
     GROUP,
@@ -26,13 +35,11 @@ from megatron_operator.api.v1alpha1.resource import (
     ObjectMeta,
 )
 from megatron_operator.api.v1alpha1.serving import (
-    Device,
     EngineSpec,
     Frontend,
     KVCacheManagement,
     Parallelism,
     Parser,
-    Pods,
     RoutingPolicy,
     RoutingSpec,
 )
@@ -53,6 +60,7 @@ __all__ = [
     "PLURAL",
     "VERSION",
     "AutoSuspendSpec",
+    "ComputeResources",
     "Condition",
     "ConditionType",
     "DType",
@@ -75,6 +83,7 @@ __all__ = [
     "MegatronInferenceSpec",
     "MegatronInferenceStatus",
     "Model",
+    "NetworkPolicyPeer",
     "ObjectMeta",
     "Parallelism",
     "ParentRef",
@@ -90,5 +99,6 @@ __all__ = [
     "Scheduling",
     "ServiceType",
     "Source",
+    "Toleration",
     "VolumeSource",
 ]

@@ -21,6 +21,11 @@ IMAGE_REFERENCE = r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$"
 ImageReference = Annotated[str, Field(max_length=1024, pattern=IMAGE_REFERENCE)]
 LABEL_KEY = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$"
 LabelKey = Annotated[str, Field(max_length=317, pattern=LABEL_KEY)]
+LABEL_VALUE = r"^([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)?$"
+LabelValue = Annotated[str, Field(max_length=63, pattern=LABEL_VALUE)]
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
+CIDR = rf"^(({_BYTE}\.){{3}}{_BYTE}/(3[0-2]|[12]?[0-9])|[0-9A-Fa-f]{{0,4}}(:[0-9A-Fa-f]{{0,4}}){{2,7}}/[0-9]{{1,3}})$"
+Cidr = Annotated[str, Field(max_length=64, pattern=CIDR)]
 FIELD_PATH = r"^[A-Za-z][A-Za-z0-9-]*(\.[A-Za-z][A-Za-z0-9-]*)*$"
 FieldPath = Annotated[str, Field(max_length=256, pattern=FIELD_PATH)]
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from megatron_operator.api.quantity import Duration
-from megatron_operator.api.v1alpha1.base import AbsolutePath, DnsName, HostName, Integer, Part
+from megatron_operator.api.v1alpha1.base import (
+    AbsolutePath,
+    Cidr,
+    DnsName,
+    HostName,
+    Integer,
+    LabelKey,
+    LabelValue,
+    Part,
+    misplaced,
+)
 
 
 class ServiceType(StrEnum):
@@ -24,6 +34,9 @@ class ServiceExposure(Part):
 
     type: ServiceType = ServiceType.CLUSTER_IP
     """ClusterIP, NodePort or LoadBalancer."""
+    annotations: dict[str, str] = Field(default={})
+    """Annotations of the HTTP Service, such as those by which a cloud provider makes a load balancer internal. One that
+    is removed here is removed from the Service."""
 
 
 class IngressExposure(Part):
@@ -71,6 +84,96 @@ class HTTPRouteExposure(Part):
     """Annotations of the HTTPRoute."""
 
 
+class SelectorOperator(StrEnum):
+    """How a requirement of a label selector compares the label."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+
+
+class SelectorRequirement(Part):
+    """A requirement of a label selector."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "(self.operator in ['In', 'NotIn']) == (has(self.values) && self.values.size() > 0)",
+                    "message": "spec.expose.clientsFrom: In and NotIn need values, Exists and DoesNotExist have none;"
+                    " set an operator that fits",
+                }
+            ]
+        }
+    )
+
+    key: LabelKey
+    """Label that it compares."""
+    operator: SelectorOperator
+    """In, NotIn, Exists or DoesNotExist."""
+    values: list[LabelValue] = Field(default=[], max_length=32)
+    """Values for In and NotIn."""
+
+    @model_validator(mode="after")
+    def _values_fit_the_operator(self) -> Self:
+        compares = self.operator in (SelectorOperator.IN, SelectorOperator.NOT_IN)
+        if compares is not bool(self.values):
+            fix = "add at least one" if compares else "remove them"
+            raise misplaced("values", self.values, f"do not fit operator {self.operator.value}; {fix}")
+        return self
+
+
+class LabelSelector(Part):
+    """Labels of pods or namespaces; an empty one selects all."""
+
+    match_labels: dict[str, LabelValue] = Field(default={})
+    """Labels and their values."""
+    match_expressions: list[SelectorRequirement] = Field(default=[], max_length=16)
+    """Further requirements, all of which must hold."""
+
+
+class IPBlock(Part):
+    """A range of addresses."""
+
+    cidr: Cidr
+    """The range, like 10.0.0.0/8."""
+    except_: list[Cidr] = Field(default=[], max_length=32, alias="except")
+    """Parts of the range to leave out."""
+
+
+class NetworkPolicyPeer(Part):
+    """Pods, namespaces or addresses, as in a NetworkPolicy."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "has(self.ipBlock) != (has(self.podSelector) || has(self.namespaceSelector))",
+                    "message": "spec.expose.clientsFrom: set either ipBlock, or podSelector and namespaceSelector",
+                }
+            ]
+        }
+    )
+
+    pod_selector: LabelSelector | None = None
+    """Pods, in the namespaces of namespaceSelector, or in the resource's namespace without one."""
+    namespace_selector: LabelSelector | None = None
+    """Namespaces; without podSelector all pods in them."""
+    ip_block: IPBlock | None = None
+    """Addresses, instead of pods."""
+
+    @model_validator(mode="after")
+    def _selects_pods_or_addresses(self) -> Self:
+        pods = self.pod_selector is not None or self.namespace_selector is not None
+        if pods and self.ip_block is not None:
+            raise misplaced("ipBlock", self.ip_block.cidr, "excludes podSelector and namespaceSelector; remove one")
+        if not pods and self.ip_block is None:
+            message = "selects nobody; set ipBlock, podSelector or namespaceSelector"
+            raise misplaced("", {}, message)
+        return self
+
+
 class Expose(Part):
     """How clients reach the HTTP frontend."""
 
@@ -81,3 +184,7 @@ class Expose(Part):
     http_route: HTTPRouteExposure | None = None
     """An HTTPRoute for the HTTP Service, named like the resource. Default: none. It requires the Gateway API 1.2 or
     newer. A cluster without it still serves the model, and the condition Degraded says what is missing."""
+    clients_from: Annotated[list[NetworkPolicyPeer], Field(min_length=1, max_length=32)] | None = None
+    """Clients that may connect to the HTTP port, as in a NetworkPolicy, such as the namespace of the ingress
+    controller. Default: networkPolicy.clientsFrom of the operator's chart, which is everyone unless set. It requires
+    networkPolicy.enabled of the chart, and a network plugin that enforces NetworkPolicies."""

@@ -8,7 +8,16 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from megatron_operator.api.quantity import Duration
-from megatron_operator.api.v1alpha1.base import Boolean, DnsName, FieldPath, Integer, LabelKey, Part, misplaced
+from megatron_operator.api.v1alpha1.base import (
+    Boolean,
+    DnsName,
+    FieldPath,
+    Integer,
+    LabelKey,
+    LabelValue,
+    Part,
+    misplaced,
+)
 
 
 class Lifecycle(StrEnum):
@@ -38,8 +47,78 @@ class Gang(StrEnum):
     VOLCANO = "Volcano"
 
 
+class TolerationOperator(StrEnum):
+    """How a toleration compares the value of a taint."""
+
+    EXISTS = "Exists"
+    EQUAL = "Equal"
+
+
+class TaintEffect(StrEnum):
+    """What a taint does to pods that do not tolerate it."""
+
+    NO_SCHEDULE = "NoSchedule"
+    PREFER_NO_SCHEDULE = "PreferNoSchedule"
+    NO_EXECUTE = "NoExecute"
+
+
+class Toleration(Part):
+    """A taint that does not keep the pods from a node, as in a pod's spec."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                {
+                    "rule": "has(self.key) || self.operator == 'Exists'",
+                    "message": "spec.scheduling.tolerations: a toleration without a key needs operator Exists; set a"
+                    " key or that operator",
+                },
+                {
+                    "rule": "!has(self.value) || self.operator == 'Equal'",
+                    "message": "spec.scheduling.tolerations: operator Exists compares no value; remove the value, or"
+                    " set operator Equal",
+                },
+                {
+                    "rule": "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+                    "message": "spec.scheduling.tolerations: tolerationSeconds applies to effect NoExecute; set that"
+                    " effect, or remove tolerationSeconds",
+                },
+            ]
+        }
+    )
+
+    key: LabelKey | None = None
+    """Key of the taint. Default: all taints, with operator Exists."""
+    operator: TolerationOperator = TolerationOperator.EQUAL
+    """Equal compares the value too, Exists only the key."""
+    value: LabelValue | None = None
+    """Value of the taint, with operator Equal."""
+    effect: TaintEffect | None = None
+    """Effect of the taint: NoSchedule, PreferNoSchedule or NoExecute. Default: all effects."""
+    toleration_seconds: Annotated[Integer, Field(ge=0, le=2**31)] | None = None
+    """Seconds that a pod stays on a node after the taint with effect NoExecute was added. Default: for ever."""
+
+    @model_validator(mode="after")
+    def _fields_fit_the_operator(self) -> Self:
+        exists = self.operator is TolerationOperator.EXISTS
+        if self.key is None and not exists:
+            raise misplaced("operator", self.operator.value, "needs a key; add the key, or set the operator to Exists")
+        if self.value is not None and exists:
+            raise misplaced("value", self.value, "has no meaning with operator Exists; remove it")
+        if self.toleration_seconds is not None and self.effect is not TaintEffect.NO_EXECUTE:
+            raise misplaced(
+                "tolerationSeconds", self.toleration_seconds, "needs effect NoExecute; set it, or remove this"
+            )
+        return self
+
+
 class Scheduling(Part):
     """Scheduling of the pods."""
+
+    node_selector: dict[str, LabelValue] = Field(default={})
+    """Labels of the nodes that pods may run on."""
+    tolerations: list[Toleration] = Field(default=[], max_length=32)
+    """Taints of nodes that do not keep the pods away."""
 
     priority_class_name: DnsName | None = None
     """PriorityClass of the pods."""

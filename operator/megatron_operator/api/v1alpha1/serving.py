@@ -1,4 +1,4 @@
-"""Layout of the model over ranks and pods, and settings of the engine and the HTTP frontend."""
+"""Parallelism of the model, and settings of the engine and the HTTP frontend."""
 
 from __future__ import annotations
 
@@ -11,13 +11,6 @@ from megatron_operator.api.quantity import MemorySize
 from megatron_operator.api.v1alpha1.base import Boolean, DnsName, Integer, Part, Text, misplaced
 
 Degree = Annotated[Integer, Field(ge=1, le=1024)]
-
-
-class Device(StrEnum):
-    """The device of a rank."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 class KVCacheManagement(StrEnum):
@@ -90,17 +83,6 @@ class Parallelism(Part):
     def ranks(self) -> int:
         """Number of ranks of a replica group."""
         return self.pipeline * max(self.tensor, self.expert)
-
-
-class Pods(Part):
-    """Distribution of ranks over pods."""
-
-    ranks_per_pod: Annotated[Integer, Field(ge=1, le=64)] = 1
-    """Ranks per pod; on GPUs also the number of GPUs that a pod requests."""
-    device: Device = Device.CUDA
-    """cuda requests one GPU per rank, cpu none."""
-    gpu_resource: Annotated[str, Field(max_length=317, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
-    """Resource name of the nodes' GPUs."""
 
 
 class EngineSpec(Part):
