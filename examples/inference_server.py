@@ -1,12 +1,14 @@
 """An OpenAI endpoint from the library: one process, or the ranks that torchrun starts.
 
 Usage: ``python examples/inference_server.py MODEL --port 5000``, or
-``torchrun --nproc-per-node 4 examples/inference_server.py MODEL --tensor-parallel 2``. Ctrl-C ends it.
+``torchrun --nproc-per-node 4 examples/inference_server.py MODEL --tensor-parallel 2``. Ctrl-C or SIGTERM ends it.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from contextlib import closing
 
 from megatron_runtime.apis import MegatronLLM, ParallelSizes, ServeConfig, join_world
@@ -17,6 +19,7 @@ from megatron_runtime.model.checkpoint import load_model, load_tokenizer
 def main() -> None:
     """Every rank serves its part of the model; the primary rank also runs the coordinator and the HTTP frontends."""
     options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     sizes = ParallelSizes(
         tensor=options.tensor_parallel, pipeline=options.pipeline_parallel, expert=options.expert_parallel
     )

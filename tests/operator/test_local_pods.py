@@ -210,7 +210,7 @@ print("up", flush=True)
 time.sleep(600)
 """
     log = pods.start(pod(code)).log
-    await until(lambda: log.exists() and "up" in log.read_text(), "start")
+    await until(lambda: log.exists() and log.read_text() == "up\n", "start")
     await pods.stop("dummy")
     assert log.read_text() == "up\ndrained\n"
     assert pods.statuses() == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -135,5 +134,6 @@ def test_the_inference_server_answers_openais_client(smollm2_path: Path) -> None
             answer = client.chat.completions.create(model="smollm2", messages=messages, max_tokens=12, temperature=0)
             assert "Paris" in str(answer.choices[0].message.content)
         finally:
-            server.send_signal(signal.SIGINT)
+            server.terminate()
             server.communicate(timeout=60)
+    assert server.returncode == 0

@@ -192,13 +192,15 @@ async def test_a_ready_engine_with_older_weights_is_updated(fleet: Fleet) -> Non
     await client.unpause_engines()
     # At the next coordinator a restarted engine registers before the one that has the weights.
     connected = loop._connection._register
-    loop._connection._dealer._on_connected = lambda: None
+    reconnected = asyncio.Event()
+    loop._connection._dealer._on_connected = reconnected.set
     await asyncio.to_thread(fleet.stop_coordinator)
     fleet.start_coordinator()
     behind = FakeEngine()
     fleet.add_engine(behind, group=1)
     await fleet.ready(client, 1)
     assert behind.weights == []
+    await reconnected.wait()  # A message to a coordinator that is gone would be lost.
     connected()
     await fleet.ready(client, 2)
     await until(lambda: behind.weights == ["/models/2"], "the update of the other")
