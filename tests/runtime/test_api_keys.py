@@ -45,6 +45,18 @@ def test_added_and_removed_keys_take_effect_at_once(file: Path) -> None:
     assert not lets_in(keys, "second")
 
 
+def test_each_key_has_a_cache_salt_of_its_own_whichever_header_carries_it(file: Path) -> None:
+    replace(file, b"first\nsecond\n")
+    keys, others = ApiKeys(file), ApiKeys(file)
+    first, second = keys.cache_salt("Bearer first"), keys.cache_salt("bearer second")
+    assert first != second
+    assert others.cache_salt("Basic of-a-proxy", "first") == first
+    assert "first" not in first
+    replace(file, b"second\n")
+    assert not lets_in(keys, "first")
+    assert keys.cache_salt("Bearer first") != second
+
+
 @pytest.mark.parametrize("loss", ["it vanishes", "it is no text"])
 def test_while_the_file_can_not_be_read_the_last_keys_stay_valid_with_one_warning(
     loss: str, file: Path, caplog: pytest.LogCaptureFixture

@@ -28,6 +28,15 @@ def test_block_hashes_are_the_reference_values(tokens: range, block_size: int, h
     assert compute_block_hashes_batched(torch.tensor(list(tokens)), block_size) == hashes
 
 
+def test_a_salt_changes_all_hashes_of_a_prompt() -> None:
+    tokens = list(range(40))
+    hashes = [compute_block_hashes(tokens, 8, salt) for salt in (None, "a", "b", "a")]
+    assert hashes[1] == hashes[3]
+    assert not set(hashes[0]) & set(hashes[1])
+    assert not set(hashes[1]) & set(hashes[2])
+    assert compute_block_hashes_batched(torch.tensor(tokens), 8, "a") == hashes[1]
+
+
 @given(st.lists(st.integers(0, 2**31), min_size=1, max_size=80), st.integers(1, 40))
 def test_block_hashes_follow_their_closed_form(tokens: list[int], block_size: int) -> None:
     def signed(value: int) -> int:

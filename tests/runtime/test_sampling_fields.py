@@ -76,6 +76,7 @@ def test_fields_reach_the_parameters() -> None:
         "stop_token_ids": [5],
         "ignore_eos": True,
         "priority": -4,
+        "cache_salt": "team",
     }
     assert given.keys() | {"logit_bias"} == SamplingFields.model_fields.keys()
     body = CompletionBody.model_validate({"model": "m", "prompt": "a", "logit_bias": {"3": 1}, "seed": -1, **given})

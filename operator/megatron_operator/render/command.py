@@ -59,6 +59,8 @@ def arguments(resource: MegatronInference, *, max_restarts: int) -> list[str]:
     if engine.offload_weights:
         words.append("--offload-weights")
     words += [f"--parsers={parser.value}" for parser in spec.frontend.parsers]
+    if spec.frontend.shared_prefix_cache:
+        words.append("--shared-prefix-cache")
     if not spec.frontend.page:
         words.append("--no-page")
     return [*words, *engine.extra_args]

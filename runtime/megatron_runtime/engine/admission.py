@@ -87,7 +87,7 @@ class Admission:
         self._require_room(request.request_id, len(tokens), limit)
         replayed = None if self._routing is None else self._routing.parse(params.replayed_routing)
         # Other requests must not reuse the keys and values of a replayed routing.
-        hashes = self._block_hashes(tokens + generated_tokens) if replayed is None else []
+        hashes = self._block_hashes(tokens + generated_tokens, params.cache_salt) if replayed is None else []
         request.enable_prefix_caching = request.enable_prefix_caching and replayed is None
         request.precomputed_block_hashes = hashes[: len(tokens) // self._limits.block_size_tokens]
         return Sequence(
@@ -109,10 +109,10 @@ class Admission:
                     field="logit_bias",
                 )
 
-    def _block_hashes(self, tokens: list[int]) -> list[int]:
+    def _block_hashes(self, tokens: list[int], salt: str | None) -> list[int]:
         if not self._prefix_caching:
             return []
-        return compute_block_hashes(tokens, self._limits.block_size_tokens)
+        return compute_block_hashes(tokens, self._limits.block_size_tokens, salt)
 
     def _check_parameters(self, params: SamplingParams) -> None:
         if params.n != 1:

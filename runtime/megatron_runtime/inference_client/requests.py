@@ -77,7 +77,8 @@ class ClientRequests:
                 field="request_uuid",
             )
         body = _checked_body(prompt, sampling_params)
-        entry = Outstanding(body, _packed(body), self._hashes(prompt), future, on_update)
+        salt = sampling_params.cache_salt if sampling_params is not None else None
+        entry = Outstanding(body, _packed(body), self._hashes(prompt, salt), future, on_update)
         self.next_id += 1
         self._outstanding[future.request_uuid] = entry
         self.futures[future.request_id] = future
@@ -205,10 +206,10 @@ class ClientRequests:
         if entry.future.cancelled() and not entry.aborted:
             self._dealer.send(Headers.ABORT_REQUEST, [entry.future.request_uuid])
 
-    def _hashes(self, prompt: Prompt) -> list[int]:
+    def _hashes(self, prompt: Prompt, salt: str | None) -> list[int]:
         if not self.hash_block_size or isinstance(prompt, str):
             return []
-        return compute_block_hashes(prompt, self.hash_block_size)
+        return compute_block_hashes(prompt, self.hash_block_size, salt)
 
 
 def _end(entry: Outstanding, error: Exception) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import mul
@@ -15,20 +16,21 @@ HASH_PRIME = 2305843009213693951
 HASH_BASE = 31
 
 
-def compute_block_hashes_batched(prompt_tokens: Tensor, block_size: int) -> list[int]:
+def compute_block_hashes_batched(prompt_tokens: Tensor, block_size: int, salt: str | None = None) -> list[int]:
     """Hash every complete block of a prompt, each together with all blocks before it.
 
     Args:
         prompt_tokens: int64 [prompt length].
         block_size: Tokens per block.
+        salt: As for compute_block_hashes.
 
     Returns:
         As for compute_block_hashes.
     """
-    return compute_block_hashes(prompt_tokens.tolist(), block_size)
+    return compute_block_hashes(prompt_tokens.tolist(), block_size, salt)
 
 
-def compute_block_hashes(tokens: Sequence[int], block_size: int) -> list[int]:
+def compute_block_hashes(tokens: Sequence[int], block_size: int, salt: str | None = None) -> list[int]:
     """Hash every complete block of a list of tokens, for processes without torch.
 
     Token sums use wrapping 64-bit arithmetic, chains unbounded integers. Different blocks can have the same hash, and
@@ -37,18 +39,24 @@ def compute_block_hashes(tokens: Sequence[int], block_size: int) -> list[int]:
     Args:
         tokens: 64-bit integers.
         block_size: Tokens per block.
+        salt: Prompts with different salts have different hashes. Users who do not share a salt can't find out by the
+            prefix cache what the others asked.
 
     Returns:
         One hash from 1 to HASH_PRIME for each of the ``len(tokens) // block_size`` complete blocks.
     """
     weights = _block_weights(block_size)
     chain: list[int] = []
-    parent = 0
+    parent = 0 if salt is None else _salt_hash(salt)
     for start in range(0, len(tokens) - block_size + 1, block_size):
         token_hash = _signed(sum(map(mul, tokens[start : start + block_size], weights))) % HASH_PRIME
         parent = (parent * HASH_BASE + token_hash) % HASH_PRIME + 1
         chain.append(parent)
     return chain
+
+
+def _salt_hash(salt: str) -> int:
+    return int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8]) % HASH_PRIME + 1
 
 
 @lru_cache(maxsize=16)

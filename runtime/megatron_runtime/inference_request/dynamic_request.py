@@ -83,7 +83,8 @@ class DynamicInferenceRequest(InferenceRequest):
     def _compute_block_hashes(self) -> None:
         assert self.prompt_tokens is not None
         assert self.block_size_tokens is not None
-        self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, self.block_size_tokens)
+        salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
+        self.precomputed_block_hashes = compute_block_hashes_batched(self.prompt_tokens, self.block_size_tokens, salt)
 
     @property
     def remaining_prompt_length(self) -> int:

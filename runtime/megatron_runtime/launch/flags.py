@@ -109,6 +109,14 @@ class HttpFlags:
     page: Annotated[bool, typer.Option(help="Serve a page at / to chat with the model and to watch the service.")] = (
         HttpOptions.page
     )
+    shared_prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--shared-prefix-cache",
+            help="Let requests with different API keys use each other's cached prefixes, by which their users can find"
+            " out what the others asked.",
+        ),
+    ] = HttpOptions.shared_prefix_cache
     megatron_http: Annotated[
         bool,
         typer.Option("--megatron-http", help="Accept requests as Megatron's server does, for any model name."),
@@ -124,6 +132,7 @@ class HttpFlags:
             access_log=self.access_log,
             parsers=tuple(self.parsers or ()),
             page=self.page,
+            shared_prefix_cache=self.shared_prefix_cache,
             megatron_http=self.megatron_http,
         )
 

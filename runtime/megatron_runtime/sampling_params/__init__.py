@@ -1,6 +1,6 @@
 """Sampling parameters of a request, with their ranges."""
 
-from megatron_runtime.sampling_params.params import DEFAULTS, RANGES, SEEDS, SamplingParams
+from megatron_runtime.sampling_params.params import DEFAULTS, LONGEST_SALT, RANGES, SEEDS, SamplingParams
 from megatron_runtime.sampling_params.ranges import Range
 
-__all__ = ["DEFAULTS", "RANGES", "SEEDS", "Range", "SamplingParams"]
+__all__ = ["DEFAULTS", "LONGEST_SALT", "RANGES", "SEEDS", "Range", "SamplingParams"]

@@ -14,6 +14,8 @@ SEEDS = 2**64
 """Number of different seeds."""
 _PRIORITY_LIMIT = 2**31
 _BIASES = Range(-100.0, 100.0)
+LONGEST_SALT = 255
+"""Maximum number of characters of a cache salt."""
 _MOST_BAD_WORDS = 1000
 _LONGEST_ID = 18
 """Maximum number of digits of a token id. Python itself limits the conversion of long texts to integers."""
@@ -104,6 +106,8 @@ class SamplingParams:
     replayed_routing: list[list[list[int]]] | None = None
     """Mixtures of experts: the experts of the first tokens, [tokens][layers with experts][experts per token], as
     ``routing_indices`` of a result has them. Later tokens are routed as usual."""
+    cache_salt: str | None = None
+    """Requests use only cached prefixes of requests with the same salt. A secret salt hides them from other users."""
 
     def __post_init__(self) -> None:
         self._join_stop_names(self.stop, self.stop_words)
@@ -203,6 +207,7 @@ class SamplingParams:
                 f"top_n_logprobs={self.top_n_logprobs} needs return_log_probs=True", field="top_n_logprobs"
             )
         self._check_grammar()
+        self._check_cache_salt()
         derived = self.top_n_logprobs > 0 and not self.skip_prompt_log_probs
         if self.return_prompt_top_n_logprobs not in (None, derived):
             raise InvalidRequestError(
@@ -222,6 +227,13 @@ class SamplingParams:
         for name in ("min_tokens", "ignore_eos", "bad_words"):
             if value := getattr(self, name):
                 raise InvalidRequestError(f"{name}={value!r} is not possible together with a grammar", field=name)
+
+    def _check_cache_salt(self) -> None:
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 0 < len(salt) <= LONGEST_SALT):
+            raise InvalidRequestError(
+                f"cache_salt={salt!r} must be a text of 1 to {LONGEST_SALT} characters", field="cache_salt"
+            )
 
     def _check_stops(self) -> None:
         if any(not isinstance(text, str) or not text for text in self.stop_words or ()):

@@ -37,13 +37,20 @@ class ApiKeys:
         proxy of the Kubernetes API server.
         """
         self._refresh()
-        scheme, _, token = (authorization or "").partition(" ")
-        given = [_digest(each.strip()) for each in (token if scheme.lower() == "bearer" else "", key or "")]
+        given = _given(authorization, key)
         # All keys are compared, each in constant time, so that the duration reveals nothing about them.
         matches = sum(hmac.compare_digest(each, digest) for each in given for digest in self._digests)
         if not matches:
             message = "no valid API key: send one as Authorization: Bearer <key>, or as X-Api-Key: <key>"
             raise ApiError(401, message, code="invalid_api_key")
+
+    def cache_salt(self, authorization: str | None, key: str | None = None) -> str:
+        """A secret of the request's key, equal in all frontends; the arguments are those of ``check``, which passed."""
+        given = _given(authorization, key)
+        # The key may have been removed since the check.
+        matching = (digest for digest in self._digests if any(hmac.compare_digest(each, digest) for each in given))
+        used = next(matching, given[0])
+        return hmac.digest(used, b"prefix cache", "sha256").hex()
 
     def _refresh(self) -> None:
         try:
@@ -68,6 +75,12 @@ class ApiKeys:
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:
     return str(error.strerror if isinstance(error, OSError) else error)
+
+
+def _given(authorization: str | None, key: str | None) -> list[bytes]:
+    """The digests of the keys that a request carries."""
+    scheme, _, token = (authorization or "").partition(" ")
+    return [_digest(each.strip()) for each in (token if scheme.lower() == "bearer" else "", key or "")]
 
 
 def _digest(key: str) -> bytes:

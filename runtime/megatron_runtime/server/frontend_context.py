@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,6 +53,16 @@ class FrontendContext:
         if self.api_keys is not None:
             self.api_keys.check(request.headers.get("authorization"), request.headers.get("x-api-key"))
 
+    def cache_salt(self, request: Request, body: GenerationBody) -> str | None:
+        """The salt of the request's prefixes: of its field, and of its API key unless keys share their prefixes.
+
+        None without either, so that all such requests share their prefixes.
+        """
+        if self.api_keys is None or self.options.http.shared_prefix_cache:
+            return body.cache_salt
+        of_key = self.api_keys.cache_salt(request.headers.get("authorization"), request.headers.get("x-api-key"))
+        return hashlib.sha256(f"{of_key}/{body.cache_salt or ''}".encode()).hexdigest()
+
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 unless ``name`` is the served model, or Megatron's clients are served."""
         if name != self.options.served_name and not self.options.http.megatron_http:
@@ -64,6 +75,7 @@ class FrontendContext:
         prompts: list[list[int]],
         key: IdempotencyKey | None = None,
         parsing: ResponseParsing | None = None,
+        cache_salt: str | None = None,
     ) -> Generation:
         """The choices that ``body`` requests: ``n`` per prompt, in the order of the prompts."""
         if len(prompts) * body.n > MAX_CHOICES:
@@ -74,7 +86,12 @@ class FrontendContext:
         shown = parsing.shown_tokens
         tasks = [
             self._task(
-                index * body.n + sample, prompt, self._sampling_params(body, prompt, sample, grammar), body, key, shown
+                index * body.n + sample,
+                prompt,
+                self._sampling_params(body, prompt, sample, grammar, cache_salt),
+                body,
+                key,
+                shown,
             )
             for index, prompt in enumerate(prompts)
             for sample in range(body.n)
@@ -110,7 +127,7 @@ class FrontendContext:
         return uuid4().bytes if self.options.http.megatron_http else None
 
     def _sampling_params(
-        self, body: GenerationBody, prompt: list[int], sample: int, grammar: str | None
+        self, body: GenerationBody, prompt: list[int], sample: int, grammar: str | None, cache_salt: str | None
     ) -> SamplingParams:
         limit = token_limit(
             len(prompt),
@@ -120,4 +137,7 @@ class FrontendContext:
             prompt_param=body.prompt_param,
             is_clamped=self.options.http.megatron_http,
         )
-        return sampling_params(body, sample=sample, limit=limit, vocab_size=self.tokenizer.vocab_size, grammar=grammar)
+        vocab_size = self.tokenizer.vocab_size
+        params = sampling_params(body, sample=sample, limit=limit, vocab_size=vocab_size, grammar=grammar)
+        params.cache_salt = cache_salt
+        return params

@@ -30,6 +30,8 @@ class HttpOptions:
     """Parsers for reasoning and tool calls: names in ``parsers.py``, at most one of each kind."""
     page: bool = True
     """Whether to serve a web page at ``/``, to chat with the model and to monitor the service."""
+    shared_prefix_cache: bool = False
+    """Whether requests with different API keys use each other's cached prefixes."""
     megatron_http: bool = False
     """Whether to accept requests as Megatron's server does; see ``megatron_requests.py``."""
 

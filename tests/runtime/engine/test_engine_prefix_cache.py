@@ -89,6 +89,22 @@ def test_a_request_reports_its_cached_prompt_tokens(make_engine: MakeEngine) -> 
     assert make_engine().generate([STEM], GREEDY)[0].merge().num_cached_tokens == 0
 
 
+def test_prompts_with_different_salts_share_no_blocks(make_engine: MakeEngine) -> None:
+    engine = make_engine(300, enable_prefix_caching=True)
+    prompt = list(range(40))
+
+    def cached(salt: str | None) -> int:
+        (record,) = engine.generate([prompt], [SamplingParams(num_tokens_to_generate=2, cache_salt=salt)])
+        return record.merge().num_cached_tokens
+
+    first = [cached(salt) for salt in (None, "a", "b")]
+    assert first == [0, 0, 0]
+    again = [cached(salt) for salt in (None, "a", "b")]
+    assert len(set(again)) == 1
+    assert again[0] > 0
+    engine.check_integrity()
+
+
 def test_after_an_eviction_own_blocks_do_not_count_as_cached_tokens(make_engine: MakeEngine) -> None:
     engine = make_engine(enable_prefix_caching=True)
     future = engine.add_request(0, STEM, GREEDY)

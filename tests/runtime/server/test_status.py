@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runtime_support.tiny_checkpoint import write_tiny_checkpoint
 
-KEY = "key-of-the-tests"
+KEY, OTHER_KEY = "key-of-the-tests", "key-of-others"
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def pod(pod_type: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
     """A pod of two replica groups that requires a key."""
     folder = tmp_path_factory.mktemp("pod")
     keys = folder / "keys"
-    keys.write_text(f"{KEY}\n")
+    keys.write_text(f"{KEY}\n{OTHER_KEY}\n")
     model = write_tiny_checkpoint(folder / "tiny")
     flags = "--dtype float32 --kv-cache-memory 16Mi --frontend-replicas 1 --replica-groups 2"
     pod = pod_type(folder, "--model", str(model), *flags.split(), MEGATRON_API_KEYS_FILE=str(keys))
@@ -55,6 +55,18 @@ def test_the_status_follows_the_service(pod: Any) -> None:
     after = status(pod)
     assert (after["state"], after["requests_running"], after["requests_waiting"]) == ("RUNNING", 0, 0)
     assert all(0 <= group["kv_usage"] <= 1 and group["ready"] for group in after["replica_groups"])
+
+
+def test_a_key_does_not_see_what_another_one_asked(pod: Any) -> None:
+    def cached(key: str, **fields: Any) -> int:
+        asked = {"model": "chat", "prompt": "a prompt of several blocks, and some more", "max_tokens": 2, **fields}
+        answer = pod.http.post("/v1/completions", json=asked, headers={"Authorization": f"Bearer {key}"}).json()
+        tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return tokens
+
+    assert [cached(KEY), cached(OTHER_KEY), cached(KEY, cache_salt="team")] == [0, 0, 0]
+    assert min(cached(KEY), cached(OTHER_KEY), cached(KEY, cache_salt="team")) > 0
+    assert cached(OTHER_KEY, cache_salt="team") == 0
 
 
 def test_the_status_requires_a_key_and_the_page_does_not(pod: Any) -> None:

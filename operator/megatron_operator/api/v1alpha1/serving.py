@@ -152,6 +152,9 @@ class Frontend(Part):
     parsers: list[Parser] = Field(default=[], max_length=2)
     """Parsers for tool calls (hermes, llama3_json, mistral, pythonic, qwen3_coder) and reasoning (deepseek_r1, qwen3),
     at most one of each kind. The default tool parser matches the model's chat template."""
+    shared_prefix_cache: Boolean = False
+    """Let requests with different API keys use each other's cached prefixes. They are answered sooner, and their users
+    can find out what the others asked, by the time of an answer and by cached_tokens."""
     page: Boolean = True
     """Serve a web page at /, to chat with the model and to monitor the service."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from megatron_runtime.sampling_params import DEFAULTS, RANGES
+from megatron_runtime.sampling_params import DEFAULTS, LONGEST_SALT, RANGES
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -44,6 +44,7 @@ class SamplingFields(BaseModel):
     stop_token_ids: list[TokenId] = Field(default_factory=list)
     ignore_eos: bool = False
     priority: int = parameter("priority")
+    cache_salt: str | None = Field(None, min_length=1, max_length=LONGEST_SALT)
 
     def passed_on(self) -> dict[str, Any]:
         """These fields as arguments of SamplingParams."""

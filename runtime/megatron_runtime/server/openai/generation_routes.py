@@ -106,7 +106,8 @@ async def _answer(
     style: _AnswerFormat,
     parsing: ResponseParsing | None = None,
 ) -> Response:
-    generation = frontend.generation(body, prompts, idempotency_key(request, body), parsing)
+    salt = frontend.cache_salt(request, body)
+    generation = frontend.generation(body, prompts, idempotency_key(request, body), parsing, salt)
     answer = _new_answer(frontend, body, prompts, style, parsing or ResponseParsing(), generation)
     try:
         async with CancelOnDisconnect(request.receive):
