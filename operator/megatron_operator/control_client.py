@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -25,6 +28,10 @@ from megatron_operator.observed_state import (
 
 CONNECT_TIMEOUT = 2.0
 ANSWER_TIMEOUT = 5.0
+MAX_ANSWER_BYTES = 1 << 20
+"""A pod runs code of its user, so that its answers are limited like those of a stranger."""
+LONGEST_MESSAGE = 1000
+"""Characters of a pod's message that the status repeats."""
 KEEPALIVE_TIMEOUT = 6
 """Seconds without a keepalive reply after which the kernel breaks a connection."""
 KEEPALIVE_PROBES = 3
@@ -33,6 +40,29 @@ KEEPALIVE_PROBES = 3
 
 class ControlApiUnreachable(AdapterError):
     """The control API did not answer, or sent an invalid answer."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A complete answer of at most ``MAX_ANSWER_BYTES``."""
+
+    status: int
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return httpx.codes.is_success(self.status)
+
+    def json(self) -> Any:
+        """Raises ValueError for invalid JSON, also when it is nested too deeply."""
+        try:
+            return json.loads(self.content)
+        except RecursionError as error:
+            raise ValueError("JSON is nested too deeply") from error
+
+    @property
+    def text(self) -> str:
+        return self.content.decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -67,7 +97,7 @@ class PodReport:
 
     @classmethod
     def parse(cls, body: Mapping[str, Any]) -> Self:
-        """Raises KeyError, TypeError or ValueError when ``body`` is not such an answer."""
+        """Raises KeyError, TypeError, ValueError or OverflowError when ``body`` is not such an answer."""
         state, requests = body.get("engineState"), body.get("requests") or {}
         return cls(
             revision=int(body["revision"]),
@@ -147,7 +177,7 @@ class ControlClient:
     """
 
     def __init__(self, token: str | None, *, port: int = CONTROL_PORT, http: httpx.AsyncClient | None = None) -> None:
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
         self._port = port
         self._http = http or pod_http_client()
         self._owns_http = http is None
@@ -170,12 +200,13 @@ class ControlClient:
         """
         query = {} if after is None else {"after": str(after), "timeout": f"{wait:g}"}
         answer = await self._request("GET", address, "/v1/state", query, patience=ANSWER_TIMEOUT + wait)
-        if answer.status_code != httpx.codes.OK:
-            raise ControlApiUnreachable(f"control API at {address} answered {answer.status_code}: {_message(answer)}")
+        if answer.status != httpx.codes.OK:
+            raise ControlApiUnreachable(f"control API at {address} answered {answer.status}: {_message(answer)}")
         try:
             return PodReport.parse(answer.json())
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ControlApiUnreachable(f"control API at {address} sent an invalid state: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            cause = _printable(str(error))
+            raise ControlApiUnreachable(f"control API at {address} sent an invalid state: {cause}") from error
 
     async def try_state(self, address: str) -> PodReport | ControlApiUnreachable:
         """The pod's report, or the error."""
@@ -190,10 +221,10 @@ class ControlClient:
         Raises SignalRefused when the engine's state forbids the signal, ControlApiUnreachable otherwise.
         """
         answer = await self._request("POST", address, f"/v1/{signal}", {}, patience=ANSWER_TIMEOUT)
-        if answer.status_code == httpx.codes.CONFLICT:
+        if answer.status == httpx.codes.CONFLICT:
             raise SignalRefused(_message(answer), _allowed(answer))
         if not answer.is_success:
-            raise ControlApiUnreachable(f"{signal} at {address} failed with {answer.status_code}: {_message(answer)}")
+            raise ControlApiUnreachable(f"{signal} at {address} failed with {answer.status}: {_message(answer)}")
 
     async def set_role(self, address: str, *, leader: bool, epoch: int, lifecycle: Lifecycle) -> None:
         """Send the role to a pod. A pod that has a newer epoch refuses it, which is not an error.
@@ -202,8 +233,8 @@ class ControlClient:
         """
         path, body = ("/v1/lead", {"lifecycle": lifecycle.value}) if leader else ("/v1/step-down", {})
         answer = await self._request("POST", address, path, {}, ANSWER_TIMEOUT, {"epoch": epoch, **body})
-        if not answer.is_success and answer.status_code != httpx.codes.CONFLICT:
-            raise ControlApiUnreachable(f"{path} at {address} failed with {answer.status_code}: {_message(answer)}")
+        if not answer.is_success and answer.status != httpx.codes.CONFLICT:
+            raise ControlApiUnreachable(f"{path} at {address} failed with {answer.status}: {_message(answer)}")
 
     async def _request(
         self,
@@ -213,21 +244,35 @@ class ControlClient:
         query: Mapping[str, str],
         patience: float,
         body: Mapping[str, Any] | None = None,
-    ) -> httpx.Response:
+    ) -> _Answer:
         host = f"[{address}]" if ":" in address else address
         timeout = httpx.Timeout(patience, connect=CONNECT_TIMEOUT)
+        url, where = f"http://{host}:{self._port}{path}", f"control API at {address}:{self._port}"
+        request = self._http.build_request(method, url, params=query, json=body, headers=self._headers, timeout=timeout)
         try:
-            return await self._http.request(
-                method,
-                f"http://{host}:{self._port}{path}",
-                params=query,
-                json=body,
-                headers=self._headers,
-                timeout=timeout,
-            )
+            # The timeout of httpx begins anew with each part of the answer.
+            async with asyncio.timeout(CONNECT_TIMEOUT + patience):
+                answer = await self._http.send(request, stream=True)
+                async with aclosing(answer):
+                    return _Answer(answer.status_code, await _content(answer, where))
         except httpx.HTTPError as error:
-            cause = str(error) or type(error).__name__
-            raise ControlApiUnreachable(f"control API at {address}:{self._port} does not answer: {cause}") from error
+            raise ControlApiUnreachable(f"{where} does not answer: {str(error) or type(error).__name__}") from error
+        except TimeoutError as error:
+            limit = f"{CONNECT_TIMEOUT + patience:g} s"
+            raise ControlApiUnreachable(f"{where} did not complete its answer within {limit}") from error
+
+
+async def _content(answer: httpx.Response, where: str) -> bytes:
+    """The body as sent: a compressed one could expand to any size, and the client asks for none."""
+    encoding = answer.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise ControlApiUnreachable(f"{where} sent an answer with the encoding {_printable(encoding)}")
+    content = bytearray()
+    async for part in answer.aiter_raw():
+        content += part
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ControlApiUnreachable(f"{where} sent an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(content)
 
 
 def _progress(phase: str) -> int:
@@ -249,12 +294,16 @@ def _rank(body: Mapping[str, Any]) -> RankReport:
 
 
 def _error(body: Any) -> str:
-    if isinstance(body, Mapping):
-        return str(body.get("message", ""))
-    return str(body or "")
+    message = body.get("message", "") if isinstance(body, Mapping) else body
+    return _printable(str(message or ""))
 
 
-def _body(answer: httpx.Response) -> Mapping[str, Any]:
+def _printable(text: str) -> str:
+    """The beginning of a text of a pod, without lone surrogates, which no API server accepts."""
+    return text[:LONGEST_MESSAGE].encode(errors="replace").decode()
+
+
+def _body(answer: _Answer) -> Mapping[str, Any]:
     try:
         error = answer.json()["error"]
     except (ValueError, KeyError, TypeError):
@@ -262,9 +311,9 @@ def _body(answer: httpx.Response) -> Mapping[str, Any]:
     return error if isinstance(error, Mapping) else {"message": str(error)}
 
 
-def _message(answer: httpx.Response) -> str:
-    return str(_body(answer).get("message", ""))
+def _message(answer: _Answer) -> str:
+    return _printable(str(_body(answer).get("message", "")))
 
 
-def _allowed(answer: httpx.Response) -> tuple[str, ...]:
+def _allowed(answer: _Answer) -> tuple[str, ...]:
     return tuple(str(signal) for signal in _body(answer).get("allowed") or ())

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gzip
+import itertools
 import json
 import sys
 import threading
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_operator import control_client
 from megatron_operator.control_client import KEEPALIVE_TIMEOUT, ControlApiUnreachable, ControlClient
 from megatron_operator.observed_state import EngineState, Loading, ObservedReplica, Signal, SignalRefused
 
@@ -44,8 +49,10 @@ class Launcher(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__((HOST, 0), _Handler)
         self.status, self.body = 200, json.dumps(STATE)
+        self.headers: dict[str, str] = {}
+        self.parts: Callable[[], Iterable[bytes]] = lambda: [self.body.encode()]
         self.asked: list[tuple[str, str, str | None]] = []
-        self.was_asked, self.has_news = threading.Event(), threading.Event()
+        self.was_asked, self.has_news, self.has_ended = threading.Event(), threading.Event(), threading.Event()
         self.has_news.set()
 
     def answer(self, status: int, body: Any) -> None:
@@ -61,8 +68,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.was_asked.set()
         self.server.has_news.wait(30)
         self.send_response(self.server.status)
+        for name, value in self.server.headers.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(self.server.body.encode())
+        with contextlib.suppress(ConnectionError):
+            for part in self.server.parts():
+                self.wfile.write(part)
 
     do_POST = do_GET  # noqa: N815  # the name that the standard library looks for
 
@@ -83,6 +94,7 @@ def launcher() -> Iterator[Launcher]:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
+        server.has_ended.set()
         server.shutdown()
         thread.join()
 
@@ -131,6 +143,72 @@ async def test_an_invalid_answer_counts_as_unreachable(launcher: Launcher, clien
     launcher.answer(200, body)
     with pytest.raises(ControlApiUnreachable, match="invalid state"):
         await client.state(HOST)
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("[" * 500_000, "nested too deeply"),
+        ('{"revision": 1, "ranks": ' + "[" * 500_000, "nested too deeply"),
+        ('{"revision": 1e999}', "infinity"),
+        ('{"revision": ' + "1" * 5000 + "}", "integer"),
+        ('{"revision": 1, "engineState": "\\ud800"}', "invalid state"),
+        ('{"revision": 1, "x": "' + "x" * (1 << 20) + '"}', "more than 1048576 bytes"),
+    ],
+    ids=["deep array", "deep field", "infinite", "long integer", "lone surrogate", "long"],
+)
+async def test_an_answer_that_would_harm_the_operator_counts_as_unreachable(
+    launcher: Launcher, client: ControlClient, body: str, cause: str
+) -> None:
+    for status in (200, 500):
+        launcher.answer(status, body)
+        with pytest.raises(ControlApiUnreachable, match=cause if status == 200 else None) as refused:
+            await client.state(HOST)
+        assert len(str(refused.value).encode()) < 5000
+    launcher.answer(200, STATE)
+    assert (await client.state(HOST)).revision == 17
+
+
+async def test_a_compressed_answer_is_not_expanded(launcher: Launcher, client: ControlClient) -> None:
+    launcher.headers = {"Content-Encoding": "gzip"}
+    bomb = gzip.compress(b'{"revision": 1, "x": "' + b"x" * 100_000_000 + b'"}')
+    launcher.parts = lambda: [bomb]
+    tracemalloc.start()
+    try:
+        with pytest.raises(ControlApiUnreachable, match="the encoding gzip"):
+            await client.state(HOST)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+async def test_an_endless_answer_is_cut_off(launcher: Launcher, client: ControlClient) -> None:
+    launcher.parts = lambda: itertools.repeat(b" " * 65536)
+    with pytest.raises(ControlApiUnreachable, match="more than 1048576 bytes"):
+        await client.state(HOST)
+
+
+async def test_an_answer_that_never_completes_has_one_deadline(
+    launcher: Launcher, client: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_client, "ANSWER_TIMEOUT", 0.5)
+
+    def drip() -> Iterator[bytes]:
+        while not launcher.has_ended.wait(0.1):
+            yield b" "
+
+    launcher.parts = drip
+    with pytest.raises(ControlApiUnreachable, match=r"did not complete its answer within 2\.5 s"):
+        await client.state(HOST)
+
+
+async def test_a_message_of_a_pod_is_shortened_and_can_be_written_to_the_status(
+    launcher: Launcher, client: ControlClient
+) -> None:
+    launcher.answer(200, {**STATE, "error": {"message": "\ud800" + "x" * 100_000}})
+    message = (await client.state(HOST)).engine.message
+    assert len(message) == 1000
+    assert message.encode().startswith(b"?xxx")
 
 
 async def test_a_rejected_token_is_reported(launcher: Launcher, client: ControlClient) -> None:
