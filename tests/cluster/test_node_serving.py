@@ -203,7 +203,8 @@ async def test_gpus_are_requested_and_too_many_are_reported_with_the_numbers(
     fits, too_many = (Resource(real_stage.cluster, stage_namespace, name) for name in ("fits", "too-many"))
     path = "/models/SmolLM2-135M-Instruct.Q4_1.gguf"
     for resource, ranks in ((fits, 1), (too_many, 3)):
-        spec = {"model": {"source": {"path": path}}, "pods": {"device": "cuda", "ranksPerPod": ranks}}
+        pods = {"device": "cuda", "ranksPerPod": ranks, "resources": {"requests": {"cpu": 0}}}
+        spec = {"model": {"source": {"path": path}}, "pods": pods}
         await resource.apply({**manifest(resource.name), "spec": {**spec, "parallelism": {"tensor": ranks}}})
     asked = await fits.until_found("pod", "fits-0-0-0", lambda pod: pod["spec"].get("nodeName") == own_node.name)
     assert asked["spec"]["containers"][0]["resources"]["limits"] == {GPU: "1"}

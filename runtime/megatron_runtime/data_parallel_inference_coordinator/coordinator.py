@@ -20,7 +20,9 @@ from megatron_runtime.data_parallel_inference_coordinator.handlers import handle
 from megatron_runtime.data_parallel_inference_coordinator.options import CoordinatorOptions, ServiceWeights
 from megatron_runtime.data_parallel_inference_coordinator.socket_loop import RouterSocket
 from megatron_runtime.errors import CoordinatorError
+from megatron_runtime.headers import Headers
 from megatron_runtime.inference_request import compute_block_hashes
+from megatron_runtime.wire import codec
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +257,7 @@ class DataParallelInferenceCoordinator:
                 now = core.clock()
                 if now >= next_tick:
                     core.tick(now)
+                    self._router_socket.forget_closed(core.is_known, codec.encode(Headers.BEAT, core.epoch))
                     self.on_tick()
                     next_tick = now + TICK_SECONDS
                 core.notify_subscribers()

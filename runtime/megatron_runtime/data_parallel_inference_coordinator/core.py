@@ -173,6 +173,10 @@ class Core:
             self.outbox.discard(identity)
             self.dispatcher.forget_client(client, self.clock(), may_return=may_return)
 
+    def is_known(self, peer: bytes) -> bool:
+        """Whether the peer is a client or a registered engine."""
+        return peer in self.clients or self.engines.get(peer) is not None
+
     def unreachable(self, peer: bytes) -> None:
         """Remove a peer to which a message could not be sent."""
         self.outbox.discard(peer)

@@ -27,6 +27,9 @@ _AND_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 class RouterSocket:
     """A bound ROUTER socket that reports unreachable peers, and that another thread can wake.
 
+    A peer is known by the name that it sends first, across its connections, or else by the ZeroMQ identity of its
+    connection.
+
     Raises:
         ConfigurationError: The host is no loopback address and there is no key, or it can't be bound.
     """
@@ -37,8 +40,10 @@ class RouterSocket:
         self.socket = self._context.socket(zmq.ROUTER)
         sockets.configure_socket(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Accept a peer that reconnects before its old connection has timed out.
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._connections: dict[bytes, bytes] = {}
+        """The ZeroMQ identity of the newest connection of each named peer."""
+        self._names: dict[bytes, bytes] = {}
+        """The reverse."""
         self._authenticator = secure_server(self._context, self.socket, key) if key is not None else None
         try:
             _bind(self.socket, host, port)
@@ -65,10 +70,24 @@ class RouterSocket:
             self._count_refusals()
         for _ in range(RECEIVE_BATCH):
             try:
-                peer, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+                connection, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            handle(peer, frames)
+            if (name := sockets.name_in(frames)) is not None:
+                self._accept_name(connection, name)
+            else:
+                handle(self._names.get(connection, connection), frames)
+
+    def _accept_name(self, connection: bytes, name: bytes) -> None:
+        """A peer may reconnect before its old connection has timed out, so the newest connection counts."""
+        self._connections.pop(self._names.pop(connection, b""), None)
+        self._names.pop(self._connections.get(name, b""), None)
+        self._connections[name], self._names[connection] = connection, name
+
+    def forget_closed(self, is_known: Callable[[bytes], bool], probe: list[bytes]) -> None:
+        """Forget the named peers for which ``is_known`` is false and that the message ``probe`` can't be sent to."""
+        for name in [name for name in self._connections if not is_known(name)]:
+            self.send(name, probe)
 
     def _count_refusals(self) -> None:
         while self._monitor.poll(0):
@@ -77,13 +96,16 @@ class RouterSocket:
 
     def send(self, peer: bytes, frames: list[bytes]) -> bool:
         """Send without waiting; False when the peer is disconnected, or its queue is full."""
+        connection = self._connections.get(peer, peer)
         try:
-            self.socket.send(peer, _AND_MORE)
+            self.socket.send(connection, _AND_MORE)
             for frame in frames[:-1]:
                 self.socket.send(frame, _AND_MORE)
             self.socket.send(frames[-1], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("can't send to %r: %s", peer, error)
+            if error.errno == zmq.EHOSTUNREACH:
+                self._names.pop(self._connections.pop(peer, b""), None)
             return False
         return True
 

@@ -76,7 +76,7 @@ class InferenceClient(ControlCalls):
             )
         self._dealer = Dealer(
             inference_coordinator_address or inference_coordinator_port or "",
-            identity=b"client-" + secrets.token_hex(8).encode(),
+            name=b"client-" + secrets.token_hex(8).encode(),
             key=key,
             on_message=self._handle,
             on_connected=self._connect_with_inference_coordinator,

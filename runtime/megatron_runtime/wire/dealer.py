@@ -28,7 +28,7 @@ class Dealer:
 
     Args:
         address: A port of this machine, ``host:port`` or ``tcp://host:port``.
-        identity: The socket identity, unique among all peers.
+        name: Names the peer to the coordinator across its connections, unique among all peers.
         key: The coordinator's shared secret, or None for plain sockets on loopback.
         on_message: Called with every valid message.
         on_connected: Called after every (re-)connection; the coordinator may be another process.
@@ -42,7 +42,7 @@ class Dealer:
         self,
         address: int | str,
         *,
-        identity: bytes,
+        name: bytes,
         key: str | None,
         on_message: Callable[[codec.Message], None],
         on_connected: Callable[[], None],
@@ -51,7 +51,8 @@ class Dealer:
         self.address = coordinator_address(address)
         host = self.address.removeprefix("tcp://").rpartition(":")[0]
         require_key_or_loopback(host, key)
-        self._identity = identity
+        self._name = name
+        self._has_sent_name = False
         self._key = key
         self._ipv6 = host.startswith("[") or not is_loopback(host)
         self._on_message = on_message
@@ -73,7 +74,7 @@ class Dealer:
             return
         self.context = zmq.asyncio.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        sockets.configure_dealer(self.socket, self._identity)
+        sockets.configure_dealer(self.socket)
         if self._ipv6:
             self.socket.setsockopt(zmq.IPV6, 1)
         if self._key is not None:
@@ -91,7 +92,12 @@ class Dealer:
         """Send without waiting. False when there is no connection or the queue is full: send again when connected."""
         if self.socket is None or not self.connected:
             return False
-        frames = codec.encode(header, *args, bodies=bodies or ())
+        if not self._has_sent_name:
+            self._has_sent_name = self._send([sockets.name_frame(self._name)])
+        return self._has_sent_name and self._send(codec.encode(header, *args, bodies=bodies or ()))
+
+    def _send(self, frames: list[bytes]) -> bool:
+        assert self.socket is not None
         sent: asyncio.Future[Any] = cast(Any, self.socket.send_multipart(frames, zmq.NOBLOCK))
         return sent.exception() is None
 
@@ -133,7 +139,7 @@ class Dealer:
 
     def _note(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.connected, self.refused_by_key = True, False
+            self.connected, self.refused_by_key, self._has_sent_name = True, False, False
             self._on_connected()
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.refused_by_key = True

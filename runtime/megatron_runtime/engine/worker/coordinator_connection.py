@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
 
 from megatron_runtime.engine.worker.loop_requests import LoopRequest
@@ -15,6 +16,8 @@ from megatron_runtime.wire.items import EngineLoad, Finished, Progress, Registra
 from megatron_runtime.wire.protocol_errors import ProtocolErrors
 
 HEARTBEAT_SECONDS = 1.0
+REGISTRATION_SECONDS = 10.0
+"""Time for the answer to a registration; then the engine registers again."""
 
 
 class CoordinatorConnection:
@@ -49,13 +52,15 @@ class CoordinatorConnection:
         self._on_refused = on_refused
         self._dealer = Dealer(
             address,
-            identity=f"mp-coord-{replica_group}-{self._incarnation}".encode(),
+            name=f"mp-coord-{replica_group}-{self._incarnation}".encode(),
             key=key,
             on_message=self._handle,
             on_connected=self._register,
             on_disconnected=self._disconnected,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._registering_since: float | None = None
+        """When the registration was sent that has no answer yet."""
         self.registered = asyncio.Event()
         """Set while the engine is registered over the current connection."""
 
@@ -120,12 +125,14 @@ class CoordinatorConnection:
     def _handle(self, message: Message) -> None:
         match message.header:
             case Headers.REGISTER_ACK:
+                self._registering_since = None
                 self.registered.set()
             case Headers.REGISTER_REFUSED:
+                self._registering_since = None
                 self.registered.clear()
                 self._on_refused(str(message.args[0]) if message.args else "without a reason")
             case Headers.UNKNOWN_PEER:
-                self._register()
+                self._register_again()
             case Headers.BEAT:
                 pass
             case _:
@@ -135,9 +142,18 @@ class CoordinatorConnection:
         """Register the engine with its requests, after each (re-)connection and when the coordinator requests it."""
         self.registered.clear()
         registration = Registration(self._replica_group, self._attempt, self._incarnation, *self._describe())
+        self._registering_since = time.monotonic()
         self._dealer.send(Headers.REGISTER, *registration.wire())
 
+    def _register_again(self) -> None:
+        """Unless a registration waits for its answer: the coordinator may still receive messages from before it, and
+        would get all requests of the engine once for each of them."""
+        since = self._registering_since
+        if since is None or time.monotonic() - since > REGISTRATION_SECONDS:
+            self._register()
+
     def _disconnected(self) -> None:
+        self._registering_since = None
         self.registered.clear()
 
     async def _send_heartbeats(self) -> None:
@@ -146,3 +162,5 @@ class CoordinatorConnection:
             if self.registered.is_set():
                 state, _, _, load, _ = self._describe()
                 self._dealer.send(Headers.HEARTBEAT, state.value, load)
+            elif self._registering_since is not None:
+                self._register_again()
